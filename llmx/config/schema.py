@@ -1,0 +1,323 @@
+"""The schema: every key a user can set, its type, its default and what it means.
+
+Plain dataclasses of simple serialisable values; no Hydra, no OmegaConf, no torch. The same
+classes type the composed config and a snapshot read back years later. Field docs stand
+under the fields. ``choices=`` in a field's metadata is the closed set of its values.
+
+``python -m llmx --cfg job`` prints the composed values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+def choice(default: str, *options: str) -> Any:
+    """A string field with a closed set of values."""
+    return field(default=default, metadata={"choices": (default, *options)})
+
+
+@dataclass
+class ModelConfig:
+    """Which network, and whether its weights are loaded or drawn at random."""
+
+    name: str = ""
+    """A short name for tables and run names."""
+    kind: str = choice("hf", "llama", "qwen3", "gpt2", "opt")
+    """Architecture. ``hf`` takes it from ``path``; the others need no network to plan or to
+    train from scratch."""
+    path: str | None = None
+    """A Hub id or a local directory. Weights are loaded from it when ``init`` is pretrained."""
+    revision: str | None = None
+    init: str = choice("pretrained", "scratch")
+    """``pretrained`` loads weights from ``path``; ``scratch`` draws them at random."""
+    tokenizer: str | None = None
+    """A Hub id or a local directory; default: ``path``. ``demo`` is the bundled tokenizer."""
+    trust_remote_code: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). The
+    network itself when from scratch, overrides otherwise; also what the memory plan reads."""
+    trained_dtype: str | None = field(
+        default=None, metadata={"choices": (None, "fp32", "bf16", "fp16")}
+    )
+    """The precision the published weights were trained in, for a warning."""
+    attention: str = choice("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    pad_vocab_to_multiple_of: int = 64
+    """Rows of the embedding when from scratch; the export is cut back to the true size."""
+
+
+@dataclass
+class DataConfig:
+    """What to train on and how rows become samples of ``seq_len`` tokens."""
+
+    name: str = ""
+    path: str = "demo"
+    """A file, a directory, a glob; ``demo`` is the bundled set."""
+    form: str = choice(
+        "auto", "text", "alpaca", "sharegpt", "messages", "prompt_response"
+    )
+    """How a row is laid out; ``auto`` recognises it from the keys of the first rows."""
+    text_key: str = "text"
+    columns: dict[str, str] = field(default_factory=dict)
+    """Other column names, e.g. ``{instruction: question, output: answer}``."""
+    seq_len: int = 512
+    """Tokens of one sample. The one sequence length of the whole run."""
+    packing: str = choice("best_fit", "concat", "none")
+    """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the end
+    token and cuts at ``seq_len``; ``none`` makes one sample of one row."""
+    layout: str = choice("packed", "padded")
+    """How a sample's rows lie in a micro batch: in one row with isolated attention, or each
+    in a padded row of its own (for models whose attention cannot be isolated). Same loss."""
+    template: str = choice(
+        "auto", "chatml", "llama2", "llama3", "qwen", "alpaca", "vicuna", "human_assistant"
+    )
+    """``auto`` is the tokenizer's own chat template, else chatml."""
+    system: str | None = None
+    """A system message for rows that have none."""
+    loss_on: str = choice("assistant", "all", "last")
+    over_long: str = choice("truncate", "drop", "error")
+    """A row with more tokens than ``seq_len``. Counts are reported."""
+    eval_path: str | None = None
+    """A source for evaluation; without it, ``eval_samples`` rows are held out."""
+    eval_samples: int = 0
+    """Rows held out from ``path`` for evaluation (chosen by ``seed``)."""
+    max_rows: int | None = None
+    """Read only the first so many rows."""
+    cache_dir: str | None = None
+    """Where prepared data lies; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
+    num_workers: int = 0
+    """Processes that tokenize; 0 takes the cores of the host."""
+
+
+@dataclass
+class TaskConfig:
+    """What is learned, for how long, and what is reported on the way."""
+
+    kind: str = choice("sft", "pretrain")
+    steps: int | None = None
+    """Optimizer steps. Give this or ``epochs``."""
+    epochs: float | None = None
+    log_every_steps: int = 10
+    eval_every_steps: int = 0
+    """0 evaluates only at the end (when there is evaluation data)."""
+    eval_generate: int = 0
+    """Held-out questions answered before and after training, with exact match."""
+    eval_max_new_tokens: int = 64
+    save_model: bool = True
+    """Write the final model as a Hugging Face directory."""
+
+
+@dataclass
+class ZeroConfig:
+    """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
+
+    stage: int = 2
+    offload_optimizer: str = choice("none", "cpu", "nvme")
+    offload_param: str = choice("none", "cpu", "nvme")
+    nvme_path: str | None = None
+    hpz_partition_size: int = 1
+    """ZeRO++ hpZ: ranks that hold a second copy of the parameters, usually one host's."""
+    quantized_weights: bool = False
+    """ZeRO++ qwZ (CUDA only)."""
+    quantized_gradients: bool = False
+    """ZeRO++ qgZ (no effect on one node)."""
+    overlap_comm: bool | None = None
+    """None: on for CUDA, off for CPU."""
+    reduce_bucket_size: int | None = None
+    """Elements. None: from the model's width and the free memory."""
+    allgather_bucket_size: int | None = None
+    prefetch_bucket_size: int | None = None
+    param_persistence_threshold: int | None = None
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
+    pin_memory: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further keys of DeepSpeed's JSON, checked against what DeepSpeed accepts, e.g.
+    ``+zero.extra.zero_optimization.round_robin_gradients=true``."""
+
+
+@dataclass
+class DeviceConfig:
+    """One type of accelerator, from its data sheet."""
+
+    accelerator: str = choice("cuda", "cpu")
+    memory_gib: float = 0.0
+    precisions: list[str] = field(default_factory=list)
+    """Of ``fp32``, ``bf16``, ``fp16``: what the device computes natively."""
+    peak_tflops: dict[str, float] = field(default_factory=dict)
+    """Dense peak by precision, TFLOP/s; the denominator of MFU."""
+    memory_gb_per_s: float = 0.0
+    """Memory bandwidth, GB/s."""
+
+
+@dataclass
+class HostConfig:
+    """One machine."""
+
+    name: str = "localhost"
+    """What the hostfile calls it."""
+    address: str | None = None
+    """Where the other hosts reach it; default: ``name``."""
+    ssh_port: int = 22
+    user: str | None = None
+    identity_file: str | None = None
+    slots: int = 1
+    """Ranks on this host, one a device."""
+    device: str = ""
+    """A key of ``hardware.devices``."""
+    interface: str | None = None
+    """Network interface towards the other hosts (NCCL/GLOO_SOCKET_IFNAME)."""
+    memory_gib: float | None = None
+    """Host RAM, for the offload plan."""
+
+
+@dataclass
+class HardwareConfig:
+    """The cluster: hosts and what is in them."""
+
+    name: str = ""
+    kind: str = choice("static", "local", "hostfile")
+    """``static`` lists hosts; ``local`` detects this machine; ``hostfile`` reads ``path``."""
+    path: str | None = None
+    """An existing hostfile (``kind: hostfile``)."""
+    device: str | None = None
+    """The device type of every host that does not name its own (needed with a hostfile)."""
+    ssh_port: int = 22
+    """Default ssh port of hosts read from a hostfile."""
+    user: str | None = None
+    """Default ssh user of hosts read from a hostfile."""
+    interface: str | None = None
+    """Default interface of hosts read from a hostfile."""
+    hosts: list[HostConfig] = field(default_factory=list)
+    devices: dict[str, DeviceConfig] = field(default_factory=dict)
+    master_addr: str | None = None
+    """Where rank 0 is reached; default: the address of the first host."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of this cluster's ranks, e.g. ``NCCL_IB_DISABLE: "1"``. Allow-listed."""
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer, learning rate and its schedule: pure functions of the step."""
+
+    kind: str = choice("adamw", "cpu_adam", "fused_adam", "sgd")
+    """``adamw`` is PyTorch's (fused on CUDA) and needs no compiler; ``cpu_adam`` and
+    ``fused_adam`` are DeepSpeed's extensions."""
+    lr: float = 2e-5
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Global gradient norm; 0 does not clip."""
+    schedule: str = choice("cosine", "linear", "constant")
+    warmup_steps: int | None = None
+    """Give this or ``warmup_fraction``; 0 is allowed."""
+    warmup_fraction: float | None = None
+    decay_end_fraction: float = 1.0
+    """The schedule reaches its floor at this part of all steps, and stays there."""
+    min_lr_ratio: float = 0.0
+    """The floor, as a part of ``lr``."""
+
+
+@dataclass
+class BatchConfig:
+    """One batch algebra: global batch = sum over ranks of the micro batch x accumulation."""
+
+    global_batch: int | None = None
+    """Samples of one optimizer step. Give this, ``tokens_per_step``, or ``accumulation``."""
+    tokens_per_step: int | None = None
+    """Tokens of one optimizer step; rounded to whole samples of ``data.seq_len``."""
+    micro_batch: int = 1
+    """Samples that the strongest device takes at once."""
+    accumulation: int | None = None
+    """Micro steps of one optimizer step."""
+    balance: str = choice("even", "speed")
+    """``speed`` gives slower devices a smaller micro batch, so that nobody waits."""
+
+
+@dataclass
+class SlurmConfig:
+    """What ``srun`` is asked for when ``launch.transport=slurm``."""
+
+    partition: str | None = None
+    account: str | None = None
+    time_limit: str | None = None
+    """As Slurm writes it, e.g. ``1-12:00:00``."""
+    extra_args: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LaunchConfig:
+    """How ranks are started on the hosts, watched and ended."""
+
+    transport: str = choice("auto", "local", "pdsh", "openmpi", "slurm")
+    """``auto`` is local for this machine alone, else pdsh."""
+    sync: str = choice("none", "rsync")
+    """``rsync`` brings code, prepared data and model to the same path on every host."""
+    sync_extra: list[str] = field(default_factory=list)
+    """Further absolute paths to bring along."""
+    sync_exclude: list[str] = field(default_factory=list)
+    python: str | None = None
+    """Python on the hosts; default: this one's path."""
+    master_port: int = 0
+    """0 takes a free port of the master host."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of this run's ranks. Allow-listed; secrets are refused."""
+    start_timeout_s: float = 900.0
+    """From the start to the first sign of life of every rank."""
+    heartbeat_timeout_s: float = 60.0
+    """A host whose agent is silent for so long counts as lost."""
+    stop_grace_s: float = 10.0
+    """Between asking the ranks to end and ending them."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    openmpi_args: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics are mirrored to. ``metrics.jsonl`` in the run directory is the truth."""
+
+    kinds: list[str] = field(
+        default_factory=list,
+        metadata={"item_choices": ("wandb", "tensorboard", "csv")},
+    )
+    project: str = "llmx"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    mode: str = choice("auto", "online", "offline")
+    """``auto``: online with a key and a server that answers, else offline."""
+    finish_timeout_s: float = 30.0
+    """How long the end of the run may wait for a tracker."""
+
+
+@dataclass
+class Experiment:
+    """One run, whole. What ``config.yaml`` of a run directory holds."""
+
+    schema_version: int = SCHEMA_VERSION
+    name: str = ""
+    run_dir: str = ""
+    """Absolute path of the run directory."""
+    seed: int = 0
+    precision: str = choice("auto", "fp32", "bf16", "fp16")
+    """``auto`` is the best that the weakest device supports."""
+    deterministic: bool | None = None
+    """None: on for CPU, off for CUDA."""
+    dry_run: bool = False
+    """Render the run directory, print the plan and the command, launch nothing."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

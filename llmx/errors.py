@@ -1,0 +1,44 @@
+"""The errors a user sees. Every message states the value, the rule and the fix.
+
+``LlmxError`` is caught at the command line and printed without a traceback; anything else
+is a defect of llmx and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LlmxError(Exception):
+    """Base of all errors whose message is written for the user."""
+
+    exit_code = 2
+
+
+class ConfigError(LlmxError, ValueError):
+    """A value in the configuration is impossible. Found before a GPU is touched."""
+
+
+class DataError(LlmxError, ValueError):
+    """A data source cannot be read or a row is wrong."""
+
+    exit_code = 3
+
+
+class LaunchError(LlmxError, RuntimeError):
+    """The run could not be started, or a host could not be reached."""
+
+    exit_code = 4
+
+
+class RunFailed(LlmxError, RuntimeError):
+    """The run started and did not end well; ``result.json`` has the typed outcome."""
+
+    exit_code = 1
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``' Did you mean "stage3"?'`` for a near miss, else an empty string."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f' Did you mean "{match[0]}"?' if match else ""

@@ -1,0 +1,140 @@
+"""What a plan is: frozen values, computed once, written to ``plan.json``, read by the ranks.
+
+``Plan.from_dict(plan.to_dict()) == plan``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """One machine of the run, in hostfile order."""
+
+    name: str
+    address: str
+    ssh_port: int
+    user: str | None
+    identity_file: str | None
+    slots: int
+    device: str
+    interface: str | None
+    is_local: bool
+    """This machine: reached without ssh."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One process."""
+
+    rank: int
+    host: int
+    """Index into ``Plan.hosts``."""
+    local_rank: int
+    device: str
+    micro_batch: int
+    """Samples this rank takes in one micro step."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch algebra, solved: ``global_batch == sum(micro_batches) * accumulation``."""
+
+    global_batch: int
+    accumulation: int
+    micro_batches: tuple[int, ...]
+    seq_len: int
+
+    @property
+    def samples_per_micro_step(self) -> int:
+        return sum(self.micro_batches)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of one optimizer step, padding included."""
+        return self.global_batch * self.seq_len
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted peak of one rank, GiB, by part; and of its host's RAM."""
+
+    device: str
+    parameters_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    logits_gib: float
+    buffers_gib: float
+    context_gib: float
+    host_gib: float
+    """RAM of one host for offloaded states."""
+    capacity_gib: float
+    """0 when the device's memory is not known."""
+
+    @property
+    def total_gib(self) -> float:
+        return (
+            self.parameters_gib
+            + self.gradients_gib
+            + self.optimizer_gib
+            + self.activations_gib
+            + self.logits_gib
+            + self.buffers_gib
+            + self.context_gib
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity_gib == 0 or self.total_gib <= 0.95 * self.capacity_gib
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a process is started."""
+
+    hosts: tuple[HostPlan, ...]
+    ranks: tuple[RankPlan, ...]
+    accelerator: str
+    """``cuda`` or ``cpu``."""
+    precision: str
+    """``fp32``, ``bf16`` or ``fp16``."""
+    precision_reason: str
+    batch: BatchPlan
+    transport: str
+    master_addr: str
+    num_parameters: int
+    """0 when the geometry is not known before loading."""
+    peak_tflops: float
+    """Sum over ranks at ``precision``; 0 when unknown. The denominator of MFU."""
+    memory: tuple[MemoryPlan, ...]
+    """One a device type; empty when the geometry is not known."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As nested plain values (tuples as lists), with the totals that a reader wants."""
+        values = dataclasses.asdict(self)
+        values["world_size"] = self.world_size
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """The inverse of ``to_dict``, also after a trip through JSON."""
+        values = {key: value for key, value in values.items() if key != "world_size"}
+        batch = dict(values.pop("batch"))
+        batch["micro_batches"] = tuple(batch["micro_batches"])
+        return cls(
+            hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
+            ranks=tuple(RankPlan(**rank) for rank in values.pop("ranks")),
+            batch=BatchPlan(**batch),
+            memory=tuple(MemoryPlan(**memory) for memory in values.pop("memory")),
+            warnings=tuple(values.pop("warnings")),
+            **values,
+        )

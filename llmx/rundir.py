@@ -1,0 +1,149 @@
+"""The run directory: the only place where the control process and the ranks meet.
+
+Names of the files of the contract, and the two ways of writing one: replaced atomically,
+or appended line by line. ``launch`` and ``train`` never import each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside one run directory. Nothing is created by naming a path."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(os.path.abspath(self.root)))
+
+    # Written by snapshot, before anything is launched.
+    @property
+    def config(self) -> Path:
+        """``config.yaml``: the whole resolved config; all that the ranks read."""
+        return self.root / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        """``overrides.yaml``: what the user typed."""
+        return self.root / "overrides.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        """``provenance.json``: code, packages, machines, fingerprints."""
+        return self.root / "provenance.json"
+
+    # Written by plan.
+    @property
+    def plan(self) -> Path:
+        """``plan.json``: hosts, ranks, batch, precision, memory."""
+        return self.root / "plan.json"
+
+    @property
+    def ds_config(self) -> Path:
+        """``ds_config.json``: what ``deepspeed.initialize`` gets."""
+        return self.root / "ds_config.json"
+
+    # Written by launch.
+    @property
+    def hostfile(self) -> Path:
+        return self.root / "hostfile"
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.root / "ssh_config"
+
+    @property
+    def ds_env(self) -> Path:
+        """``ds_env`` (0600): the allow-listed environment of the ranks."""
+        return self.root / "ds_env"
+
+    @property
+    def command(self) -> Path:
+        """``command.txt``: can be pasted into a shell."""
+        return self.root / "command.txt"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """``logs/rank-000.log``: stdout and stderr of one rank."""
+        return self.logs / f"rank-{rank:03d}.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs / "supervisor.log"
+
+    @property
+    def launcher_log(self) -> Path:
+        """``logs/launcher.log``: what ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said."""
+        return self.logs / "launcher.log"
+
+    # Written by the ranks.
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
+
+    def rank_status(self, rank: int) -> Path:
+        """``ranks/rank-000.json``: state of one rank, replaced atomically (see RankStatus)."""
+        return self.ranks / f"rank-{rank:03d}.json"
+
+    @property
+    def metrics(self) -> Path:
+        """``metrics.jsonl``: one line a logged step, written by rank 0. The truth."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """``samples.json``: held-out questions with the answers before and after training."""
+        return self.root / "samples.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def final_model(self) -> Path:
+        """``model/``: the final model as a Hugging Face directory."""
+        return self.root / "model"
+
+    # Written by the supervisor and the report.
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def loss_curve(self) -> Path:
+        return self.root / "loss.png"
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Replace ``path`` atomically: a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+    """Replace ``path`` atomically with ``value`` as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode=mode)
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON file of the contract."""
+    return json.loads(path.read_text(encoding="utf-8"))
