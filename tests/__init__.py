@@ -1,0 +1,1 @@
+"""Tests of llmx; ``make test`` runs them all."""

@@ -1,0 +1,70 @@
+"""Runs one program inside a pretend host, as if it had been started there.
+
+``python -I -S enter.py PID [--cgroup DIR] [--cwd DIR] -- PROGRAM ARGS`` joins the namespaces of
+process PID. Signals sent to this process reach the program, its death by a signal becomes ours,
+and a SIGKILL of this process kills the program: for the caller the two are one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import kernel
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+def main(argv: list[str]) -> int:
+    split = argv.index("--")
+    pid, options, program = int(argv[0]), argv[1:split], argv[split + 1 :]
+    values = dict(zip(options[::2], options[1::2], strict=True))
+    if "--cgroup" in values:
+        with open(os.path.join(values["--cgroup"], "cgroup.procs"), "w") as stream:
+            stream.write(str(os.getpid()))
+    # Blocked until the handlers stand: a signal that comes early is delivered, not lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    kernel.join(pid)
+    child = os.fork()
+    if child == 0:
+        _become(program, values.get("--cwd", "/"))
+
+    def forward(number: int, _frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _become(program: list[str], directory: str) -> None:
+    try:
+        kernel.die_with_parent(0)
+        # A session of its own: a Ctrl-C in pytest's terminal must not reach it twice.
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        # Python set it to ignored; a program expects the default.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.chdir(directory)
+        os.execvp(program[0], program)
+    except OSError as error:
+        print(f"enter: {program[0]} in {directory}: {error}", file=sys.stderr)
+    os._exit(127)
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""What can be done to a host: slow it, cut it off, fill its disk, kill it.
+
+Methods of ``netns.Host``. Each can be undone, or ends with the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.cluster.leftovers import CPU_GROUPS
+from tests.cluster.requirements import Unsupported
+
+if TYPE_CHECKING:
+    from tests.cluster.netns import Host
+
+
+class Faults:
+    """Mixed into Host."""
+
+    def limit_bandwidth(self: Host, megabit_per_s: float | None) -> None:
+        """Both directions of the host's link; None lifts it."""
+        self._shape(
+            "tbf",
+            None
+            if megabit_per_s is None
+            else f"rate {megabit_per_s}mbit burst {max(16, int(megabit_per_s * 2))}kb latency 400ms",
+        )
+
+    def add_latency(self: Host, delay_ms: float | None) -> None:
+        """One way, on what the host sends; needs the kernel's netem. None lifts it."""
+        self._shape("netem", None if delay_ms is None else f"delay {delay_ms}ms")
+
+    def _shape(self: Host, kind: str, options: str | None) -> None:
+        ends = [(self.pid, "lan0"), (self.cluster.switch_pid, self.port)]
+        for pid, device in ends[:1] if kind == "netem" else ends:
+            tc = ["nsenter", "--target", str(pid), "--net", "tc", "qdisc"]
+            if options is None:
+                subprocess.run([*tc, "del", "dev", device, "root"], check=True)
+                continue
+            done = subprocess.run(
+                [*tc, "replace", "dev", device, "root", kind, *options.split()],
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode != 0:
+                raise Unsupported(f"tc {kind}: {done.stderr.strip()}")
+
+    def limit_cpu(self: Host, cores: float) -> None:
+        """A quota of so many cores for all that runs on the host, now and later."""
+        group = CPU_GROUPS / f"{self.cluster.directory.name}-{self.name}"
+        period_us = 100_000
+        try:
+            group.mkdir(exist_ok=True)
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
+            (group / "cpu.cfs_quota_us").write_text(str(int(cores * period_us)))
+        except OSError as error:
+            raise Unsupported(
+                f"a CPU quota needs control groups v1 at {CPU_GROUPS}: {error}"
+            ) from None
+        self.cgroup = group
+        for pid in self._outer_pids():
+            (group / "cgroup.procs").write_text(str(pid))
+
+    def _outer_pids(self: Host) -> list[int]:
+        """The host's processes, numbered as they are here."""
+        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and (entry / "ns/pid").readlink() == own:
+                    found.append(int(entry.name))
+            except OSError:  # it has just ended
+                continue
+        return found
+
+    def cut(self: Host) -> None:
+        """Packets to and from the host vanish, its interface stays up: a broken switch."""
+        self._link("nomaster")
+
+    def restore(self: Host) -> None:
+        """Undo ``cut``."""
+        self._link("master", "bridge")
+
+    def _link(self: Host, *words: str) -> None:
+        inside = ["nsenter", "--target", str(self.cluster.switch_pid), "--net"]
+        subprocess.run([*inside, "ip", "link", "set", self.port, *words], check=True)
+
+    def add_disk(self: Host, path: str | Path, *, size_mib: float | None = None) -> None:
+        """An empty private disk over ``path``, of a given size: the way to a full disk."""
+        init = Path(__file__).with_name("host_init.py")
+        spec = {"mounts": [{"tmpfs": str(path), "size_mib": size_mib, "keep": []}]}
+        self.run([sys.executable, "-I", "-S", init, json.dumps(spec)])
+
+    def kill(self: Host, *, silent: bool = True) -> None:
+        """End the host at once. Silent: the others see no closed connection, as on a power loss.
+
+        ``host.boot()`` starts it again, with empty private disks.
+        """
+        if silent:
+            self.cut()
+        self.shut_down()
