@@ -1,0 +1,20 @@
+"""Trackers: W&B, TensorBoard and CSV, fed from ``metrics.jsonl`` by a process of its own.
+
+``python -m llmx.tracking.mirror RUN_DIR`` mirrors a run while it trains;
+``python -m llmx.tracking.mirror RUN_DIR --replay`` builds the same again later.
+"""
+
+from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
+from llmx.tracking.metrics import MetricsTail, Summary, read_metrics, scalars, step_of
+
+__all__ = [
+    "CompositeTracker",
+    "MetricsTail",
+    "RunMeta",
+    "Status",
+    "Summary",
+    "Tracker",
+    "read_metrics",
+    "scalars",
+    "step_of",
+]

@@ -1,0 +1,175 @@
+"""The protocol of a tracker, and several of them side by side.
+
+``CompositeTracker`` gives every tracker a thread: one that hangs or fails holds up neither
+the others nor the run. ``python -m llmx.tracking.mirror RUN_DIR`` runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmx.tracking.metrics import Record
+
+
+@dataclass(frozen=True)
+class RunMeta:
+    """What a tracker has to know about the run besides its values."""
+
+    run_id: str
+    """Unique for one launch; letters, digits, ``-`` and ``_``."""
+    name: str
+    run_dir: Path
+    project: str = "llmx"
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: str = "auto"
+    """``auto``, ``online`` or ``offline``."""
+    finish_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """One thing that a tracker has to tell the user. Also a line of ``tracking.json``."""
+
+    tracker: str
+    state: str
+    """``online``, ``offline``, ``writing``, ``finished`` or ``failed``."""
+    message: str
+    fix: str = ""
+    """What the user can do, as a command where there is one."""
+    where: str = ""
+    """A directory, a file or an address."""
+    sync: str = ""
+    """The command that uploads what lies here only."""
+
+    def to_dict(self) -> dict[str, str]:
+        """As plain values, without the tracker's name (the key in ``tracking.json``)."""
+        values = dataclasses.asdict(self)
+        del values["tracker"]
+        return values
+
+
+Say = Callable[[Status], None]
+
+
+class Tracker(Protocol):
+    """Somewhere metrics are mirrored to. Every method may block or raise: see Composite."""
+
+    name: str
+
+    def start(
+        self,
+        config: dict[str, Any],
+        ds_config: dict[str, Any],
+        provenance: dict[str, Any],
+        meta: RunMeta,
+    ) -> None:
+        """Open; ``config`` is the whole resolved experiment, nested."""
+
+    def log(self, record: Record) -> None:
+        """Take one line of ``metrics.jsonl``."""
+
+    def finish(self, result: Record | None) -> None:
+        """Close; ``result`` is ``result.json``, None where the supervisor died."""
+
+
+class CompositeTracker:
+    """Several trackers as one; none of them can hold up the caller or another tracker."""
+
+    name = "composite"
+
+    def __init__(self, trackers: Sequence[Tracker], *, say: Say) -> None:
+        self._lanes = [_Lane(tracker, say) for tracker in trackers]
+        self._say = say
+        self._timeout_s = RunMeta.finish_timeout_s
+        self._run_dir = Path()
+
+    def start(
+        self,
+        config: dict[str, Any],
+        ds_config: dict[str, Any],
+        provenance: dict[str, Any],
+        meta: RunMeta,
+    ) -> None:
+        """Start every tracker in its thread; returns at once."""
+        self._timeout_s, self._run_dir = meta.finish_timeout_s, meta.run_dir
+        for lane in self._lanes:
+            lane.put("start", config, ds_config, provenance, meta)
+
+    def log(self, record: Record) -> None:
+        """Hand one line to every tracker; returns at once."""
+        for lane in self._lanes:
+            lane.put("log", record)
+
+    def finish(self, result: Record | None) -> None:
+        """Wait for every tracker, at most ``finish_timeout_s`` in all; name the late ones."""
+        deadline = time.monotonic() + self._timeout_s
+        for lane in self._lanes:
+            lane.put("finish", result)
+        for lane in self._lanes:
+            if not lane.join(max(0.0, deadline - time.monotonic())):
+                self._say(
+                    Status(
+                        lane.tracker.name,
+                        "failed",
+                        f"not finished within {self._timeout_s:g} s "
+                        "(tracking.finish_timeout_s) and given up; metrics.jsonl has it all",
+                        fix=replay_command(self._run_dir),
+                    )
+                )
+
+
+class _Lane:
+    """One tracker, its thread and what it has yet to do."""
+
+    def __init__(self, tracker: Tracker, say: Say) -> None:
+        self.tracker = tracker
+        self._say = say
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._run_dir = Path()
+        self._thread = threading.Thread(
+            target=self._work, name=f"tracker-{tracker.name}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, method: str, *args: Any) -> None:
+        if method == "start":
+            self._run_dir = args[-1].run_dir
+        self._calls.put((method, args))
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            method, args = self._calls.get()
+            try:
+                getattr(self.tracker, method)(*args)
+            except Exception as error:  # a tracker is foreign code: say it once and stop
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                self._say(
+                    Status(
+                        self.tracker.name,
+                        "failed",
+                        f"{type(error).__name__}: {reason[0]} (while it should {method}); "
+                        "training goes on and metrics.jsonl has it all",
+                        fix=replay_command(self._run_dir),
+                    )
+                )
+                return
+            if method == "finish":
+                return
+
+
+def replay_command(run_dir: Path) -> str:
+    """The command that builds every tracker's data again."""
+    return f"python -m llmx.tracking.mirror {run_dir} --replay"

@@ -1,0 +1,70 @@
+"""``metrics.csv``: the train and eval lines as a table that opens in any spreadsheet.
+
+Columns are the trackers' names (``train/loss``); a line fills those that it has.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, TextIO
+
+from llmx.tracking.base import RunMeta, Say, Status
+from llmx.tracking.metrics import Record, scalars, step_of
+
+FIRST_COLUMNS = ("step", "kind", "time")
+
+
+class CsvTracker:
+    """Writes ``RUN_DIR/metrics.csv``, a line at a time."""
+
+    name = "csv"
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._columns: list[str] = list(FIRST_COLUMNS)
+        self._stream: TextIO | None = None
+        self._path = Path()
+
+    def start(
+        self,
+        config: dict[str, Any],
+        ds_config: dict[str, Any],
+        provenance: dict[str, Any],
+        meta: RunMeta,
+    ) -> None:
+        self._path = meta.run_dir / "metrics.csv"
+        self._stream = self._path.open("w", encoding="utf-8", newline="")
+        csv.writer(self._stream).writerow(self._columns)
+        self._stream.flush()
+        self._say(Status(self.name, "writing", str(self._path), where=str(self._path)))
+
+    def log(self, record: Record) -> None:
+        values = scalars(record)
+        if not values or self._stream is None:
+            return
+        new = [name for name in values if name not in self._columns]
+        if new:
+            self._widen(new)
+        row = {"step": step_of(record), "kind": record["kind"], "time": record.get("time")}
+        writer = csv.DictWriter(self._stream, self._columns, restval="")
+        writer.writerow({**row, **values})
+        self._stream.flush()
+
+    def _widen(self, new: list[str]) -> None:
+        """Add columns: the rows so far are few when a new name comes, so write them anew."""
+        assert self._stream is not None
+        self._stream.close()
+        with self._path.open(encoding="utf-8", newline="") as stream:
+            rows = list(csv.DictReader(stream))
+        self._columns += new
+        self._stream = self._path.open("w", encoding="utf-8", newline="")
+        writer = csv.DictWriter(self._stream, self._columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+    def finish(self, result: Record | None) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        self._say(Status(self.name, "finished", str(self._path), where=str(self._path)))

@@ -1,0 +1,192 @@
+"""What the lines of ``metrics.jsonl`` mean: names for trackers, a tail, a summary.
+
+Standard library only; shared by the trackers and the report. ``docs/contracts.md`` has the
+lines. ``python -m llmx.report RUN_DIR`` shows the summary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+GROUPS = {
+    "tokens_per_s": "perf",
+    "mfu": "perf",
+    "step_time_s": "perf",
+    "data_wait_s": "perf",
+    "memory_gib": "perf",
+}
+"""The trackers' group of a key of a ``train`` line; every other one is ``train``."""
+
+NOT_METRICS = {"kind", "step", "time", "nonfinite"}
+
+
+def step_of(record: Record) -> int:
+    """The optimizer step a line belongs to; a ``start`` line to the step it resumed from."""
+    return int(record.get("step", record.get("resumed_from", 0)) or 0)
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Flat tracker names and values of one line: ``train/loss``, ``perf/memory_gib_max``, ...
+
+    A list of numbers, one a rank, becomes its maximum and one value a rank. A ``null`` that
+    stands for NaN (``"nonfinite": true``) becomes NaN, any other is left out. Lines other
+    than ``train`` and ``eval`` have no scalars.
+    """
+    kind = record.get("kind")
+    if kind not in ("train", "eval"):
+        return {}
+    values: dict[str, float] = {}
+    for key, value in record.items():
+        if key in NOT_METRICS:
+            continue
+        group = GROUPS.get(key, "train") if kind == "train" else kind
+        name = f"{group}/{key}"
+        if value is None and record.get("nonfinite") and key in ("loss", "grad_norm"):
+            values[name] = math.nan
+        elif isinstance(value, bool | int | float):
+            values[name] = float(value)
+        elif isinstance(value, list) and value and all(_is_number(item) for item in value):
+            values[f"{name}_max"] = float(max(value))
+            if len(value) > 1:
+                for rank, item in enumerate(value):
+                    values[f"{name}/rank_{rank}"] = float(item)
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Every whole line of ``metrics.jsonl``; an empty list where there is no file yet."""
+    return MetricsTail(path).read()
+
+
+class MetricsTail:
+    """Reads what was appended to ``metrics.jsonl`` since the last call.
+
+    A line that is not finished yet stays for the next call; a line that is not JSON is
+    counted in ``bad_lines`` and left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bad_lines = 0
+        self._offset = 0
+        self._partial = b""
+
+    def read(self) -> list[Record]:
+        """The new records, in order."""
+        try:
+            with self.path.open("rb") as stream:
+                if stream.seek(0, 2) < self._offset:
+                    # The file was begun anew (a restart in the same directory).
+                    self._offset, self._partial = 0, b""
+                stream.seek(self._offset)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        records = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                self.bad_lines += 1
+        return records
+
+
+class Summary:
+    """What is left of a run when it is over: first and last loss, best evaluation, speed.
+
+    ``add`` takes the records in order; ``values`` gives the numbers that are known, for the
+    summary of a tracker and the table of the report.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._tokens_per_s: list[float] = []
+        self._mfu: list[float] = []
+        self._memory_gib = 0.0
+        self._first_time = self._last_time = 0.0
+
+    def add(self, record: Record) -> None:
+        kind = record.get("kind")
+        if kind in ("start", "train", "eval", "end"):
+            now = record.get("time") or 0.0
+            self._first_time = self._first_time or now
+            self._last_time = max(self._last_time, now)
+        if kind == "start":
+            for key in ("total_steps", "num_parameters", "world_size"):
+                if record.get(key) is not None:
+                    self._values[key] = record[key]
+        elif kind == "train":
+            self._train(record)
+        elif kind == "eval":
+            self._eval(record)
+
+    def _train(self, record: Record) -> None:
+        loss = record.get("loss")
+        if loss is not None:
+            self._values.setdefault("first_loss", loss)
+            self._values["final_loss"] = loss
+        elif record.get("nonfinite"):
+            self._values["final_loss"] = math.nan
+        self._values["steps"] = step_of(record)
+        for key in ("samples", "tokens", "epoch"):
+            if record.get(key) is not None:
+                self._values[key] = record[key]
+        if record.get("tokens_per_s") is not None:
+            self._tokens_per_s.append(record["tokens_per_s"])
+        if record.get("mfu") is not None:
+            self._mfu.append(record["mfu"])
+        self._memory_gib = max([self._memory_gib, *(record.get("memory_gib") or [])])
+
+    def _eval(self, record: Record) -> None:
+        loss, match = record.get("loss"), record.get("exact_match")
+        if loss is not None:
+            self._values.setdefault("first_eval_loss", loss)
+            self._values["final_eval_loss"] = loss
+            best = self._values.get("best_eval_loss")
+            if best is None or loss < best:
+                self._values["best_eval_loss"] = loss
+                self._values["best_eval_step"] = step_of(record)
+        if match is not None:
+            if step_of(record) == 0:
+                self._values.setdefault("exact_match_before", match)
+            else:
+                self._values["exact_match"] = match
+
+    def values(self, result: Record | None = None) -> dict[str, Any]:
+        """The known numbers, with outcome, cause and fix of ``result.json`` when given."""
+        values = dict(self._values)
+        if self._tokens_per_s:
+            values["tokens_per_s"] = _typical(self._tokens_per_s)
+        if self._mfu:
+            values["mfu"] = _typical(self._mfu)
+        if self._memory_gib:
+            values["memory_gib_max"] = self._memory_gib
+        if self._last_time > self._first_time:
+            values["train_time_s"] = self._last_time - self._first_time
+        for key in ("outcome", "cause", "fix", "failed_rank", "host"):
+            if result and result.get(key) not in (None, ""):
+                values[key] = result[key]
+        return values
+
+
+def _typical(values: list[float]) -> float:
+    """The median without the first value, which holds the warming up."""
+    return statistics.median(values[1:] or values)

@@ -1,0 +1,248 @@
+"""Mirror a run's ``metrics.jsonl`` to its trackers, in a process of its own.
+
+    python -m llmx.tracking.mirror RUN_DIR            started by the supervisor
+    python -m llmx.tracking.mirror RUN_DIR --replay   builds everything again, by hand
+
+The supervisor holds this process's standard input open: end of file means that the
+supervisor died. The mirror ends by itself when ``result.json`` of this run is there, within
+``tracking.finish_timeout_s``. It writes ``tracking.json`` (what every tracker is doing) and
+``logs/tracking.log``; stdout gets one line a tracker. Nothing here can slow training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from llmx.config import Experiment, experiment_from_dict
+from llmx.errors import ConfigError, LlmxError
+from llmx.rundir import RunDir, read_json, write_json
+from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
+from llmx.tracking.metrics import MetricsTail, Record
+
+POLL_S = 0.5
+TRACKING_JSON = "tracking.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 1 where a tracker failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m llmx.tracking.mirror",
+        description="Mirror RUN_DIR/metrics.jsonl to W&B, TensorBoard and CSV.",
+    )
+    parser.add_argument("run_dir", type=Path, help="a run directory of llmx")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="mirror what is there from its first line and end (after a killed run)",
+    )
+    options = parser.parse_args(argv)
+    run = RunDir(options.run_dir)
+    try:
+        experiment, config = _read_config(run)
+    except LlmxError as error:
+        print(f"tracking: {error}", file=sys.stderr)
+        return error.exit_code
+    if options.replay:
+        return replay(run, experiment, config)
+    _become_independent(run)
+    return follow(run, experiment, config, lifeline=sys.stdin)
+
+
+def follow(run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifeline: TextIO) -> int:
+    """Mirror until ``result.json`` is there or ``lifeline`` ends."""
+    started = time.time()
+    token = run_token(run)
+    board = StatusBoard(run)
+    composite = _start(run, experiment, config, board=board)
+    tail = MetricsTail(run.metrics)
+    result = None
+    alive = True
+    while alive and result is None:
+        alive = not _ended(lifeline, timeout_s=POLL_S)
+        result = fresh_result(run, token=token, started=started)
+        for record in tail.read():
+            composite.log(record)
+    composite.finish(result)
+    return board.exit_code
+
+
+def replay(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> int:
+    """Mirror the lines that are there, from the first one, and end."""
+    board = StatusBoard(run)
+    composite = _start(run, experiment, config, board=board)
+    for record in MetricsTail(run.metrics).read():
+        composite.log(record)
+    composite.finish(_read_or(run.result, None))
+    return board.exit_code
+
+
+class StatusBoard:
+    """Hears what the trackers say: ``tracking.json``, ``logs/tracking.log``, one line out."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.exit_code = 0
+        self._run = run
+        self._lock = threading.Lock()
+        self._statuses: dict[str, dict[str, str]] = {}
+
+    def __call__(self, status: Status) -> None:
+        line = f"{status.tracker}: {status.state}: {status.message}"
+        if status.fix:
+            line += f". {'Upload later with' if status.sync else 'Then'}: {status.fix}"
+        with self._lock:
+            before = self._statuses.get(status.tracker, {})
+            self._statuses[status.tracker] = status.to_dict()
+            if status.state == "failed":
+                self.exit_code = 1
+            # A full disk or a reader that went away must not end the other trackers.
+            with contextlib.suppress(OSError):
+                write_json(self._run.root / TRACKING_JSON, self._statuses)
+            with contextlib.suppress(OSError):
+                self._log(line)
+            if status.state != "finished" and before.get("message") != status.message:
+                with contextlib.suppress(OSError, ValueError):
+                    print(line, flush=True)
+
+    def _log(self, line: str) -> None:
+        self._run.logs.mkdir(exist_ok=True)
+        with (self._run.logs / "tracking.log").open("a", encoding="utf-8") as stream:
+            stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def make_trackers(kinds: list[str], *, say: StatusBoard) -> list[Tracker]:
+    """One tracker for each of ``tracking.kinds``; the imports are theirs, and late."""
+    trackers: list[Tracker] = []
+    for kind in dict.fromkeys(kinds):
+        if kind == "wandb":
+            from llmx.tracking.wandb_run import WandbTracker
+
+            trackers.append(WandbTracker(say))
+        elif kind == "tensorboard":
+            from llmx.tracking.tensorboard import TensorBoardTracker
+
+            trackers.append(TensorBoardTracker(say))
+        elif kind == "csv":
+            from llmx.tracking.csv_file import CsvTracker
+
+            trackers.append(CsvTracker(say))
+        else:
+            raise ConfigError(
+                f"tracking.kinds: {kind!r} is none of wandb, tensorboard, csv; "
+                "write e.g. tracking.kinds=[wandb,csv]."
+            )
+    return trackers
+
+
+def _start(
+    run: RunDir, experiment: Experiment, config: dict[str, Any], *, board: StatusBoard
+) -> CompositeTracker:
+    composite = CompositeTracker(make_trackers(experiment.tracking.kinds, say=board), say=board)
+    composite.start(
+        {**config, "plan": _read_or(run.plan, {})},
+        _read_or(run.ds_config, {}),
+        _read_or(run.provenance, {}),
+        run_meta(run, experiment),
+    )
+    return composite
+
+
+def run_meta(run: RunDir, experiment: Experiment) -> RunMeta:
+    """What the trackers are told about the run besides its values."""
+    tracking = experiment.tracking
+    return RunMeta(
+        run_id=run_id(run_token(run) or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
+        name=experiment.name or run.root.name,
+        run_dir=run.root,
+        project=tracking.project,
+        entity=tracking.entity,
+        group=tracking.group,
+        tags=tuple(tracking.tags),
+        mode=tracking.mode,
+        finish_timeout_s=tracking.finish_timeout_s,
+    )
+
+
+def run_id(token: str) -> str:
+    """A W&B run id from the run's token: the token itself where W&B allows it."""
+    if re.fullmatch(r"[A-Za-z0-9_-]{8,48}", token):
+        return token
+    return hashlib.sha256(token.encode()).hexdigest()[:16]
+
+
+def run_token(run: RunDir) -> str:
+    """The run's unique token, as launch wrote it for the ranks; empty where it is not known."""
+    with contextlib.suppress(OSError):
+        for line in run.ds_env.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition("=")
+            if key == "LLMX_RUN_TOKEN":
+                return value.strip().strip("'\"")
+    return os.environ.get("LLMX_RUN_TOKEN", "")
+
+
+def fresh_result(run: RunDir, *, token: str, started: float) -> Record | None:
+    """``result.json`` of this run; None while there is none, or only an earlier run's."""
+    result: Record | None = _read_or(run.result, None)
+    if result is None:
+        return None
+    if token and result.get("run_token"):
+        return result if result["run_token"] == token else None
+    return result if float(result.get("ended") or 0.0) >= started else None
+
+
+def _read_or(path: Path, default: Any) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return default
+
+
+def _read_config(run: RunDir) -> tuple[Experiment, dict[str, Any]]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{run.root}: not a run directory ({error.strerror}: config.yaml); "
+            "give the directory that a run was started in, e.g. outputs/2030-01-01/12-00-00."
+        ) from None
+    return experiment_from_dict(values), values
+
+
+def _ended(lifeline: TextIO, *, timeout_s: float) -> bool:
+    """Wait for ``timeout_s``; True as soon as the writing end of ``lifeline`` is closed."""
+    ready, _, _ = select.select([lifeline], [], [], timeout_s)
+    return bool(ready) and not os.read(lifeline.fileno(), 4096)
+
+
+def _become_independent(run: RunDir) -> None:
+    """Ctrl-C on the terminal is for the supervisor; libraries' chatter goes to the log."""
+    with contextlib.suppress(OSError):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run.logs.mkdir(exist_ok=True)
+    log = os.open(run.logs / "tracking.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 2)
+
+
+def _leave(code: int) -> None:
+    """End at once: exit hooks of a tracker that was given up could wait for minutes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main())

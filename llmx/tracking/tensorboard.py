@@ -1,0 +1,106 @@
+"""TensorBoard event files, written without torch and without TensorFlow.
+
+``tensorboard --logdir RUN_DIR/tensorboard`` shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from llmx.tracking.base import RunMeta, Say, Status
+from llmx.tracking.metrics import Record, Summary, scalars, step_of
+
+
+class TensorBoardTracker:
+    """Writes ``RUN_DIR/tensorboard/events.out.tfevents.*``."""
+
+    name = "tensorboard"
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._writer: Any = None
+        self._summary = Summary()
+        self._directory = Path()
+
+    def start(
+        self,
+        config: dict[str, Any],
+        ds_config: dict[str, Any],
+        provenance: dict[str, Any],
+        meta: RunMeta,
+    ) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._directory = meta.run_dir / "tensorboard"
+        # Event files only ever grow: what an earlier mirror of this run left would show
+        # every point twice.
+        for stale in self._directory.glob("events.out.tfevents.*"):
+            stale.unlink()
+        self._writer = EventFileWriter(str(self._directory), flush_secs=10)
+        for name, values in (
+            ("config", config),
+            ("ds_config", ds_config),
+            ("provenance", provenance),
+        ):
+            text = json.dumps(values, indent=2, ensure_ascii=False)
+            self._text(name, "\n".join("    " + line for line in text.splitlines()))
+        self._writer.flush()
+        self._say(
+            Status(
+                self.name,
+                "writing",
+                f"tensorboard --logdir {self._directory}",
+                where=str(self._directory),
+            )
+        )
+
+    def log(self, record: Record) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary as SummaryProto
+
+        self._summary.add(record)
+        values = scalars(record)
+        if values:
+            parts = [SummaryProto.Value(tag=k, simple_value=v) for k, v in values.items()]
+            self._event(
+                SummaryProto(value=parts), step=step_of(record), wall_time=record.get("time")
+            )
+
+    def finish(self, result: Record | None) -> None:
+        rows = "\n".join(f"| {k} | {v} |" for k, v in self._summary.values(result).items())
+        self._text("result", f"| what | value |\n|---|---|\n{rows}")
+        self._writer.flush()
+        self._writer.close()
+        self._say(
+            Status(
+                self.name,
+                "finished",
+                f"tensorboard --logdir {self._directory}",
+                where=str(self._directory),
+            )
+        )
+
+    def _text(self, tag: str, markdown: str) -> None:
+        """One entry of TensorBoard's text page: a string tensor marked for its text plugin."""
+        from tensorboard.compat.proto.summary_pb2 import Summary as SummaryProto
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        tensor = TensorProto(
+            dtype=DT_STRING,
+            string_val=[markdown.encode()],
+            tensor_shape=TensorShapeProto(),
+        )
+        metadata = create_summary_metadata(display_name=tag, description="")
+        value = SummaryProto.Value(tag=tag, metadata=metadata, tensor=tensor)
+        self._event(SummaryProto(value=[value]), step=0, wall_time=None)
+
+    def _event(self, summary: Any, *, step: int, wall_time: float | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=wall_time or time.time(), step=step, summary=summary)
+        self._writer.add_event(event)
