@@ -12,8 +12,9 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel
 
@@ -25,8 +26,7 @@ def main(argv: list[str]) -> int:
     pid, options, program = int(argv[0]), argv[1:split], argv[split + 1 :]
     values = dict(zip(options[::2], options[1::2], strict=True))
     if "--cgroup" in values:
-        with open(os.path.join(values["--cgroup"], "cgroup.procs"), "w") as stream:
-            stream.write(str(os.getpid()))
+        Path(values["--cgroup"], "cgroup.procs").write_text(str(os.getpid()))
     # Blocked until the handlers stand: a signal that comes early is delivered, not lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     kernel.join(pid)

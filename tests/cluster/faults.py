@@ -1,13 +1,12 @@
 """What can be done to a host: slow it, cut it off, fill its disk, kill it.
 
-Methods of ``netns.Host``. Each can be undone, or ends with the cluster.
+Methods of ``host.Host``. Each can be undone, or ends with the cluster.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,11 @@ from tests.cluster.leftovers import CPU_GROUPS
 from tests.cluster.requirements import Unsupported
 
 if TYPE_CHECKING:
-    from tests.cluster.netns import Host
+    from tests.cluster.host import Host
+
+
+INTERFACE = "lan0"
+"""The name of every host's link to the others; not ``eth0``, so that a default cannot fit."""
 
 
 class Faults:
@@ -23,19 +26,18 @@ class Faults:
 
     def limit_bandwidth(self: Host, megabit_per_s: float | None) -> None:
         """Both directions of the host's link; None lifts it."""
-        self._shape(
-            "tbf",
-            None
-            if megabit_per_s is None
-            else f"rate {megabit_per_s}mbit burst {max(16, int(megabit_per_s * 2))}kb latency 400ms",
-        )
+        options = None
+        if megabit_per_s is not None:
+            burst_kb = max(16, int(megabit_per_s * 2))
+            options = f"rate {megabit_per_s}mbit burst {burst_kb}kb latency 400ms"
+        self._shape("tbf", options)
 
     def add_latency(self: Host, delay_ms: float | None) -> None:
         """One way, on what the host sends; needs the kernel's netem. None lifts it."""
         self._shape("netem", None if delay_ms is None else f"delay {delay_ms}ms")
 
     def _shape(self: Host, kind: str, options: str | None) -> None:
-        ends = [(self.pid, "lan0"), (self.cluster.switch_pid, self.port)]
+        ends = [(self.pid, INTERFACE), (self.cluster.switch_pid, self.port)]
         for pid, device in ends[:1] if kind == "netem" else ends:
             tc = ["nsenter", "--target", str(pid), "--net", "tc", "qdisc"]
             if options is None:
@@ -91,9 +93,8 @@ class Faults:
 
     def add_disk(self: Host, path: str | Path, *, size_mib: float | None = None) -> None:
         """An empty private disk over ``path``, of a given size: the way to a full disk."""
-        init = Path(__file__).with_name("host_init.py")
         spec = {"mounts": [{"tmpfs": str(path), "size_mib": size_mib, "keep": []}]}
-        self.run([sys.executable, "-I", "-S", init, json.dumps(spec)])
+        self.run([*self.cluster.script("host_init.py"), json.dumps(spec)])
 
     def kill(self: Host, *, silent: bool = True) -> None:
         """End the host at once. Silent: the others see no closed connection, as on a power loss.

@@ -17,8 +17,9 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel
 
@@ -87,21 +88,22 @@ def _mount(step: dict) -> None:
 
 def private_disk(path: str, *, size_mib: float | None = None, keep: list[str]) -> None:
     """An empty tmpfs over ``path``; what ``keep`` names below it stays visible."""
-    kept = {name: _open(name) for name in keep if _below(name, path) and os.path.exists(name)}
-    os.makedirs(path, exist_ok=True)
-    mode = os.stat(path).st_mode & 0o7777
+    disk = Path(path)
+    kept = {
+        Path(name): _open(name)
+        for name in keep
+        if disk in Path(name).parents and Path(name).exists()
+    }
+    disk.mkdir(parents=True, exist_ok=True)
     size = f",size={int(size_mib * 1024)}k" if size_mib else ""
-    kernel.mount("tmpfs", path, "tmpfs", options=f"mode={mode:o}{size}")
-    for name, descriptor in kept.items():
-        is_directory = os.path.isdir(f"/proc/self/fd/{descriptor}")
-        os.makedirs(name if is_directory else os.path.dirname(name), exist_ok=True)
-        if not is_directory:
-            os.close(os.open(name, os.O_CREAT))
-        _bind_back(descriptor, name)
-
-
-def _below(name: str, path: str) -> bool:
-    return os.path.commonpath([name, path]) == path.rstrip("/") and name != path
+    kernel.mount("tmpfs", path, "tmpfs", options=f"mode={disk.stat().st_mode & 0o7777:o}{size}")
+    for target, descriptor in kept.items():
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+        _bind_back(descriptor, str(target))
 
 
 def _open(path: str) -> int:
