@@ -153,6 +153,11 @@ class Host(Faults):
             )
         return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
 
+    def bind(self, source: str | os.PathLike[str], *, on: str | os.PathLike[str]) -> None:
+        """Show ``source`` at the existing path ``on``, on this host only."""
+        spec = {"mounts": [{"bind": os.fspath(source), "on": os.fspath(on)}]}
+        self.run([*self.cluster.script("host_init.py"), json.dumps(spec)])
+
     def processes(self) -> dict[int, list[str]]:
         """What runs here beside process 1 and our own daemons: pid (the host's) -> argv.
 
