@@ -121,7 +121,8 @@ class ZeroConfig:
     offload_param: str = choice("none", "cpu", "nvme")
     nvme_path: str | None = None
     hpz_partition_size: int = 1
-    """ZeRO++ hpZ: ranks that hold a second copy of the parameters, usually one host's."""
+    """ZeRO++ hpZ: ranks that share a second copy of the parameters; 1 is off, 0 is all ranks
+    of a host."""
     quantized_weights: bool = False
     """ZeRO++ qwZ (CUDA only)."""
     quantized_gradients: bool = False
@@ -194,6 +195,8 @@ class HardwareConfig:
     """Default ssh user of hosts read from a hostfile."""
     interface: str | None = None
     """Default interface of hosts read from a hostfile."""
+    slots: int | None = None
+    """Use only so many devices of each host."""
     hosts: list[HostConfig] = field(default_factory=list)
     devices: dict[str, DeviceConfig] = field(default_factory=dict)
     master_addr: str | None = None

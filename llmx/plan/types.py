@@ -112,6 +112,10 @@ class Plan:
     """Sum over ranks at ``precision``; 0 when unknown. The denominator of MFU."""
     memory: tuple[MemoryPlan, ...]
     """One a device type; empty when the geometry is not known."""
+    total_steps: int | None = None
+    """Optimizer steps; None when it follows from the number of samples (``task.epochs``)."""
+    step_time_s: float = 0.0
+    """Predicted computing time of a step on the slowest rank, without the network; 0 unknown."""
     warnings: tuple[str, ...] = ()
 
     @property

@@ -1,0 +1,1 @@
+"""The Hydra launcher plugin of llmx: ``hydra/launcher=deepspeed``."""

@@ -1,0 +1,185 @@
+"""The command line: ``python -m llmx [command] [overrides]``; ``llmx`` is the same.
+
+Light on purpose: the control process imports neither torch nor deepspeed, and starts
+``deepspeed`` within a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmx.errors import ConfigError, LlmxError, did_you_mean
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors for the user are printed, not raised."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except LlmxError as error:
+        print(f"llmx: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    if any(word in ("-h", "--help") for word in words):
+        from llmx.help import help_text
+
+        print(help_text())
+        return 0
+    if words == ["--version"]:
+        from llmx import __version__
+
+        print(f"llmx {__version__}")
+        return 0
+    from llmx.arguments import split_command
+    from llmx.help import COMMANDS
+
+    command, rest = split_command(words, tuple(COMMANDS))
+    if command == "plan":
+        return _hydra([*rest, "dry_run=true"])
+    if command == "sweep":
+        return _sweep(rest)
+    if command == "reproduce":
+        return _reproduce(rest)
+    if command in ("report", "generate"):
+        return _module(command, rest)
+    return _hydra(rest)
+
+
+def _sweep(words: list[str]) -> int:
+    from llmx.arguments import sweep_overrides
+    from llmx.catalogue import sweeps_dir
+
+    names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
+    if not words:
+        raise ConfigError(f"sweep needs a name or a YAML file. Committed: {', '.join(names)}.")
+    path = Path(words[0]) if words[0].endswith(".yaml") else sweeps_dir() / f"{words[0]}.yaml"
+    if not path.is_file():
+        hint = did_you_mean(words[0], names)
+        raise ConfigError(f"no sweep {words[0]!r}.{hint} Committed: {', '.join(names)}.")
+    return _hydra(["--multirun", *sweep_overrides(path), *words[1:]])
+
+
+def _reproduce(words: list[str]) -> int:
+    if len(words) != 1:
+        raise ConfigError("reproduce takes one run directory: python -m llmx reproduce RUN_DIR")
+    from llmx.reproduce import reproduce
+
+    return reproduce(Path(words[0]))
+
+
+def _module(command: str, words: list[str]) -> int:
+    """Commands that load heavy libraries run in a process of their own."""
+    if not words:
+        raise ConfigError(f"{command} needs a run directory: python -m llmx {command} RUN_DIR")
+    return subprocess.run([sys.executable, "-m", f"llmx.{command}", *words], check=False).returncode
+
+
+def _hydra(words: list[str]) -> int:
+    """Hand the overrides to Hydra; its launcher plugin takes over in a multirun."""
+    from llmx.arguments import resolve_alias, with_demo
+
+    flags_only = any(word in ("--info", "-i", "--hydra-help", "-sc") for word in words)
+    overrides = [resolve_alias(word) for word in words]
+    completing = any(word.startswith(("-sc", "--shell-completion")) for word in words)
+    if not completing and not flags_only:
+        plain = [word for word in overrides if "=" in word and not word.startswith("-")]
+        if len(with_demo(plain)) > len(plain):
+            overrides.insert(0, "experiment=demo")
+
+    import hydra
+    from hydra.errors import HydraException
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from llmx.catalogue import conf_dir
+    from llmx.defaults import register_defaults
+    from llmx.job import require_success, run_job
+
+    register_defaults()
+    ended: list[int | LlmxError] = []
+
+    def job(cfg: DictConfig) -> int:
+        hydra_config = HydraConfig.get()
+        try:
+            values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            assert isinstance(values, dict)
+            code = run_job(
+                {str(key): value for key, value in values.items()},
+                overrides=list(hydra_config.overrides.task),
+            )
+            if hydra_config.mode == RunMode.MULTIRUN:
+                require_success(code)
+        except (LlmxError, OmegaConfBaseException) as error:
+            # Hydra made the directory; one that nothing was written to is not a run.
+            _remove_if_empty(Path(hydra_config.runtime.output_dir))
+            problem = error if isinstance(error, LlmxError) else ConfigError(explain_hydra(error))
+            if hydra_config.mode == RunMode.MULTIRUN:
+                raise problem from error
+            # Raised inside, Hydra would print its own words around ours.
+            ended.append(problem)
+            return problem.exit_code
+        ended.append(code)
+        return code
+
+    # Without it Hydra prints its own traceback and exits before our message can be made.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    decorated = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+    saved, sys.argv = sys.argv, ["llmx", *overrides]
+    try:
+        decorated(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain_hydra(error)) from error
+    finally:
+        sys.argv = saved
+    for end in ended:
+        if isinstance(end, LlmxError):
+            raise end
+    return next((end for end in ended if isinstance(end, int) and end), 0)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    if directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
+
+
+def explain_hydra(error: Exception) -> str:
+    """Hydra's message with the nearest known key or option, and without its advice to add a +."""
+    from llmx.catalogue import GROUPS, options
+    from llmx.config import known_keys
+
+    text = str(error).strip()
+    missing = re.search(r"Could not override '([^']+)'", text)
+    if missing:
+        key = missing.group(1)
+        words = did_you_mean(key, [*known_keys(), *GROUPS])
+        homes = [known for known in known_keys() if known.split(".")[-1] == key.split(".")[-1]]
+        if not words and homes:
+            words = f" It exists as {', '.join(homes)}."
+        return f"{key}: no such key.{words} See python -m llmx --help and --cfg job."
+    option = re.search(r"Could not find '([a-z_]+)/([^']+)'", text)
+    if option and option.group(1) in GROUPS:
+        group, name = option.group(1), option.group(2)
+        known = list(options(group))
+        return (
+            f"{group}={name}: no such option.{did_you_mean(name, known)} "
+            f"Options of {group}: {', '.join(known)}; your own: --config-dir DIR."
+        )
+    wanted = re.search(r"Missing mandatory value: ([\w.]+)", text)
+    if wanted:
+        return f"{wanted.group(1)} has no value yet, and this choice needs one: {wanted.group(1)}=..."
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

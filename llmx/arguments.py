@@ -1,0 +1,71 @@
+"""What the user typed, before Hydra sees it: aliases, commands, the demo default. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from llmx.errors import ConfigError, did_you_mean
+
+ALIASES = {"zero_stage": "zero"}
+"""Other spellings of a group, accepted wherever an override is written."""
+
+_ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<rest>[=.@].*)?$")
+_WHOLE_RUN = ("experiment", "model", "data")
+
+
+def resolve_alias(override: str) -> str:
+    """``zero_stage=stage3`` -> ``zero=stage3``; anything else unchanged."""
+    match = _ALIAS.match(override)
+    if match is None or match["name"] not in ALIASES:
+        return override
+    return f"{match['sign'] or ''}{ALIASES[match['name']]}{match['rest'] or ''}"
+
+
+def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:
+    """``(command, rest)``; ``train`` when the first word is no command.
+
+    Raises ConfigError for a bare word that is neither a command nor an override.
+    """
+    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+        return "train", list(argv)
+    if argv[0] in commands:
+        return argv[0], list(argv[1:])
+    raise ConfigError(
+        f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
+        f"Commands: {', '.join(commands)}. See python -m llmx --help."
+    )
+
+
+def with_demo(overrides: Sequence[str]) -> list[str]:
+    """Add ``experiment=demo`` when nothing says what to train: no experiment, model or data."""
+    chosen = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    if any(group in chosen for group in _WHOLE_RUN):
+        return list(overrides)
+    return ["experiment=demo", *overrides]
+
+
+def sweep_overrides(path: Path) -> list[str]:
+    """The overrides of a committed sweep file: ``grid`` (key: list) and ``overrides`` (list)."""
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not isinstance(values.get("grid"), dict):
+        raise ConfigError(f"{path}: a sweep has a grid, e.g. grid: {{zero: [stage1, stage2]}}.")
+    unknown = set(values) - {"grid", "overrides"}
+    if unknown:
+        raise ConfigError(f"{path}: unknown key {sorted(unknown)[0]}; a sweep has grid, overrides.")
+    fixed = [str(item) for item in values.get("overrides") or []]
+    axes = []
+    for key, choices in values["grid"].items():
+        if not isinstance(choices, list) or not choices:
+            raise ConfigError(f"{path}: grid.{key} is {choices!r}; an axis is a list of values.")
+        axes.append(f"{key}={','.join(_literal(choice) for choice in choices)}")
+    return [*fixed, *axes]
+
+
+def _literal(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,46 @@
+"""The shipped config groups: where they lie, their options, one line of each.
+
+Every YAML opens with a comment that says what it is and when to use it; ``--help`` is made
+from those lines, so it cannot fall behind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+GROUPS = (
+    "experiment", "model", "data", "task", "zero", "hardware", "optim", "batch", "launch",
+    "tracking",
+)  # fmt: skip
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _shipped(name: str) -> Path:
+    """``conf`` and ``sweeps`` lie inside the installed package, or beside it in a checkout."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def conf_dir() -> Path:
+    """Directory of the config groups."""
+    return _shipped("conf")
+
+
+def sweeps_dir() -> Path:
+    """Directory of the committed sweeps."""
+    return _shipped("sweeps")
+
+
+def options(group: str, *, directory: Path | None = None) -> dict[str, str]:
+    """Option name -> its one line, sorted by name."""
+    folder = (directory or conf_dir()) / group
+    return {path.stem: first_comment(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def first_comment(path: Path) -> str:
+    """The first comment line of a YAML file that is not a Hydra directive."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and "@package" not in line:
+            return line.lstrip("# ").strip()
+    return ""

@@ -1,0 +1,43 @@
+"""One job: from composed values to a finished run. What a single run and a sweep's cell share.
+
+``python -m llmx`` calls it once; the Hydra launcher plugin calls it for every cell.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+from llmx import snapshot
+from llmx.compose import Composed, compose
+from llmx.errors import RunFailed
+
+
+def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:
+    """Compose, snapshot and launch one job; returns the exit code (0: it ended well)."""
+    return run_composed(compose(values), overrides=overrides, stream=stream)
+
+
+def run_composed(
+    composed: Composed, *, overrides: list[str], stream: TextIO | None = None
+) -> int:
+    """Write the run directory, then plan only (``dry_run``) or launch and supervise."""
+    from llmx.launch import prepare, supervise
+
+    out = stream or sys.stdout
+    exp, plan = composed.experiment, composed.plan
+    run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
+    launch = prepare(exp, plan, run)
+    if exp.dry_run:
+        from llmx.report.plan_table import print_plan
+
+        print_plan(plan, exp, command=launch.command_text, run_dir=run.root, stream=out)
+        return 0
+    result = supervise(exp, plan, run, launch=launch)
+    return result.exit_code
+
+
+def require_success(exit_code: int) -> None:
+    """Raise RunFailed for an exit code other than 0 (what a sweep's cell needs)."""
+    if exit_code != 0:
+        raise RunFailed(f"the run ended with exit code {exit_code}; its result.json has the cause.")

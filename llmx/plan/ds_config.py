@@ -1,0 +1,151 @@
+"""The only writer of DeepSpeed's JSON. Every value explicit, never ``"auto"``.
+
+``python -m llmx plan ...`` writes it to ``RUN_DIR/ds_config.json``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmx.config.schema import Experiment
+from llmx.errors import ConfigError, did_you_mean
+from llmx.plan import ds_keys
+from llmx.plan.geometry import Geometry
+from llmx.plan.types import Plan
+
+
+def bucket_sizes(exp: Experiment, geometry: Geometry | None, accelerator: str) -> dict[str, int]:
+    """Elements of the communication buckets: from the model's width, unless given.
+
+    DeepSpeed's default of 5e8 costs about 9 GB with ``overlap_comm``; the square of the
+    width is one large matrix, which is what keeps the network busy.
+    """
+    zero = exp.zero
+    square = geometry.hidden_size**2 if geometry else 4096**2
+    reduce = min(max(square, 2_000_000), 200_000_000)
+    hidden = geometry.hidden_size if geometry else 4096
+    overlap = zero.overlap_comm if zero.overlap_comm is not None else accelerator == "cuda"
+    return {
+        "reduce": zero.reduce_bucket_size or reduce,
+        "allgather": zero.allgather_bucket_size or reduce,
+        "prefetch": _given(zero.prefetch_bucket_size, int(0.9 * reduce)),
+        "persistence": _given(zero.param_persistence_threshold, 10 * hidden),
+        "overlap": int(overlap),
+    }
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def ds_config(exp: Experiment, plan: Plan, geometry: Geometry | None = None) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` gets for this plan.
+
+    DeepSpeed asserts ``train_batch = micro x accumulation x world``. With unequal micro
+    batches no such micro exists, so it is given a consistent triple with micro 1: it uses it
+    for nothing but that assertion, and the loop's own slices are the truth.
+    """
+    micro = set(plan.batch.micro_batches)
+    micro_batch = micro.pop() if len(micro) == 1 else 1
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": plan.batch.accumulation,
+        "train_batch_size": micro_batch * plan.batch.accumulation * plan.world_size,
+        "gradient_clipping": float(exp.optim.clip_norm),
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        # Its own throughput lines would be a second, wrong truth.
+        "steps_per_print": 1_000_000_000,
+        "wall_clock_breakdown": False,
+        "bf16": {"enabled": plan.precision == "bf16"},
+        "fp16": _fp16(plan.precision),
+        # The optimizer is PyTorch's unless asked for: no compiler needed on any host.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": _zero(exp, plan, geometry),
+    }
+    return merge_extra(config, exp.zero.extra)
+
+
+def _fp16(precision: str) -> dict[str, Any]:
+    return {
+        "enabled": precision == "fp16",
+        "loss_scale": 0.0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1.0,
+    }
+
+
+def _zero(exp: Experiment, plan: Plan, geometry: Geometry | None) -> dict[str, Any]:
+    zero, sizes = exp.zero, bucket_sizes(exp, geometry, plan.accelerator)
+    section: dict[str, Any] = {
+        "stage": zero.stage,
+        "contiguous_gradients": True,
+        "overlap_comm": bool(sizes["overlap"]),
+        "reduce_scatter": True,
+        "reduce_bucket_size": sizes["reduce"],
+        "allgather_partitions": True,
+        "allgather_bucket_size": sizes["allgather"],
+    }
+    if zero.offload_optimizer != "none":
+        section["offload_optimizer"] = _offload(exp, zero.offload_optimizer)
+    if zero.stage == 3:
+        section |= {
+            "stage3_prefetch_bucket_size": sizes["prefetch"],
+            "stage3_param_persistence_threshold": sizes["persistence"],
+            "stage3_max_live_parameters": zero.max_live_parameters,
+            "stage3_max_reuse_distance": zero.max_reuse_distance,
+            "sub_group_size": zero.sub_group_size,
+            # The export gathers parameter by parameter; this would build it whole on rank 0.
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "zero_hpz_partition_size": zero.hpz_partition_size,
+            "zero_quantized_weights": zero.quantized_weights,
+            "zero_quantized_gradients": zero.quantized_gradients,
+        }
+        if zero.offload_param != "none":
+            section["offload_param"] = _offload(exp, zero.offload_param)
+    return section
+
+
+def _offload(exp: Experiment, device: str) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": exp.zero.pin_memory}
+    if device == "nvme":
+        section["nvme_path"] = exp.zero.nvme_path
+    return section
+
+
+def merge_extra(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Deep-merge ``zero.extra``; every key must be one that DeepSpeed reads (ConfigError)."""
+    merged = dict(config)
+    for key, value in extra.items():
+        where = f"zero.extra.{key}"
+        if key in ds_keys.RETIRED:
+            raise ConfigError(f"{where}: {ds_keys.RETIRED[key]}")
+        if key in ds_keys.OWNED:
+            raise ConfigError(f"{where}: llmx computes this; set {ds_keys.OWNED[key]} instead.")
+        if key not in ds_keys.TOP_LEVEL:
+            raise ConfigError(
+                f"{where}: DeepSpeed knows no such key and would ignore it."
+                f"{did_you_mean(key, ds_keys.TOP_LEVEL)}"
+            )
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            _check_section(key, value, where)
+            merged[key] = merged[key] | value
+        else:
+            merged[key] = value
+    return merged
+
+
+def _check_section(section: str, values: dict[str, Any], where: str) -> None:
+    known = ds_keys.SECTIONS.get(section)
+    for key in values:
+        if section == "zero_optimization" and key in ds_keys.OWNED_ZERO:
+            raise ConfigError(f"{where}.{key}: set {ds_keys.OWNED_ZERO[key]} instead.")
+        if key in ds_keys.RETIRED_ZERO:
+            raise ConfigError(f"{where}.{key}: {ds_keys.RETIRED_ZERO[key]}")
+        if known is not None and key not in known:
+            raise ConfigError(
+                f"{where}.{key}: DeepSpeed knows no such key.{did_you_mean(key, known)}"
+            )

@@ -1,0 +1,108 @@
+"""The size of a network from its Hugging Face config values: parameters, widths, limits.
+
+Pure; needs neither transformers nor weights, so that a plan is there before anything is
+loaded. Counts are tested against transformers' own models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the memory and time model reads."""
+
+    num_parameters: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    kv_size: int
+    """Width of keys (and of values): heads of K x head width."""
+    vocab_size: int
+    max_positions: int | None
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs a token: 6 N plus attention (12 L h s, halved: causal).
+
+        N leaves out the input embedding, which multiplies nothing.
+        """
+        dense = self.num_parameters - self.vocab_size * self.hidden_size
+        return 6.0 * dense + 6.0 * self.num_layers * self.hidden_size * seq_len
+
+
+def position_limit(config: dict[str, Any]) -> int | None:
+    """The longest sequence the network takes, under the names that HF configs use."""
+    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"):
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    return None
+
+
+def geometry(kind: str, config: dict[str, Any], *, vocab_multiple: int = 1) -> Geometry | None:
+    """Geometry of one of the known architectures; None where values are missing.
+
+    ``kind``: ``llama``, ``qwen3``, ``gpt2``, ``opt`` (also a config.json's ``model_type``).
+    ``vocab_multiple``: the vocabulary is padded to a multiple of it.
+    """
+    count = _COUNTERS.get(kind)
+    if count is None:
+        return None
+    try:
+        return count(config, vocab_multiple)
+    except KeyError:
+        return None
+
+
+def _padded(vocab_size: int, multiple: int) -> int:
+    return -(-vocab_size // max(1, multiple)) * max(1, multiple)
+
+
+def _llama(config: dict[str, Any], multiple: int, *, qk_norm: bool = False) -> Geometry:
+    hidden, ffn = int(config["hidden_size"]), int(config["intermediate_size"])
+    layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    vocab = _padded(int(config["vocab_size"]), multiple)
+    head = int(config.get("head_dim") or hidden // heads)
+    kv = int(config.get("num_key_value_heads") or heads) * head
+    query = heads * head
+    attention = hidden * query + 2 * hidden * kv + query * hidden
+    layer = attention + 3 * hidden * ffn + 2 * hidden + (2 * head if qk_norm else 0)
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return Geometry(
+        embeddings + layers * layer + hidden,
+        hidden, ffn, layers, kv, vocab, position_limit(config),
+    )  # fmt: skip
+
+
+def _qwen3(config: dict[str, Any], multiple: int) -> Geometry:
+    return _llama({"head_dim": 128, **config}, multiple, qk_norm=True)
+
+
+def _gpt2(config: dict[str, Any], multiple: int) -> Geometry:
+    hidden, layers = int(config["n_embd"]), int(config["n_layer"])
+    vocab = _padded(int(config["vocab_size"]), multiple)
+    positions = int(config.get("n_positions") or 1024)
+    ffn = int(config.get("n_inner") or 4 * hidden)
+    layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
+    total = vocab * hidden + positions * hidden + layers * layer + 2 * hidden
+    return Geometry(total, hidden, ffn, layers, hidden, vocab, positions)
+
+
+def _opt(config: dict[str, Any], multiple: int) -> Geometry:
+    hidden, ffn = int(config["hidden_size"]), int(config["ffn_dim"])
+    layers, positions = int(config["num_hidden_layers"]), int(config["max_position_embeddings"])
+    vocab = _padded(int(config["vocab_size"]), multiple)
+    layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
+    # OPT's position table has two rows more than positions.
+    total = vocab * hidden + (positions + 2) * hidden + layers * layer + 2 * hidden
+    return Geometry(total, hidden, ffn, layers, hidden, vocab, positions)
+
+
+_COUNTERS = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+    "opt": _opt,
+}

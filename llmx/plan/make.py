@@ -1,0 +1,176 @@
+"""From a validated experiment to a plan: hosts, ranks, precision, batch, memory. Pure.
+
+``python -m llmx plan ...`` prints it; nothing is launched.
+"""
+
+from __future__ import annotations
+
+from llmx.config.schema import Experiment, HardwareConfig, HostConfig
+from llmx.plan.batch import solve_batch
+from llmx.plan.ds_config import bucket_sizes
+from llmx.plan.geometry import Geometry, geometry
+from llmx.plan.memory import cheapest_fit, predict_memory
+from llmx.plan.precision import choose_precision
+from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+ASSUMED_EFFICIENCY = 0.4
+"""Part of the peak that a well-fed training step reaches; for predicted times only."""
+
+
+def model_geometry(exp: Experiment) -> Geometry | None:
+    """Geometry of the experiment's model; None when only loading would tell."""
+    kind = exp.model.kind
+    if kind == "hf":
+        kind = str(exp.model.config.get("model_type", ""))
+    multiple = exp.model.pad_vocab_to_multiple_of if exp.model.init == "scratch" else 1
+    return geometry(kind, exp.model.config, vocab_multiple=multiple)
+
+
+def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> Plan:
+    """Plan a validated experiment whose hardware is resolved (``kind: static``).
+
+    ``local_names``: names and addresses of this machine; a host among them needs no ssh.
+    """
+    hardware = exp.hardware
+    hosts = tuple(_host(host, hardware, local_names) for host in hardware.hosts)
+    used: dict[str, list[str]] = {}
+    for host in hosts:
+        used.setdefault(host.device, []).append(host.name)
+    precision, reason = choose_precision(exp.precision, used, hardware.devices)
+
+    placed = [(index, slot) for index, host in enumerate(hosts) for slot in range(host.slots)]
+    speeds = [
+        hardware.devices[hosts[index].device].peak_tflops.get(precision, 0.0) or 1.0
+        for index, _ in placed
+    ]
+    batch = solve_batch(exp.batch, seq_len=exp.data.seq_len, speeds=speeds)
+    ranks = tuple(
+        RankPlan(rank, index, slot, hosts[index].device, batch.micro_batches[rank])
+        for rank, (index, slot) in enumerate(placed)
+    )
+    accelerator = hardware.devices[hosts[0].device].accelerator
+    shape = model_geometry(exp)
+    memory = _memory(exp, shape, hosts, ranks, precision, accelerator)
+    peaks = [hardware.devices[rank.device].peak_tflops.get(precision, 0.0) for rank in ranks]
+    return Plan(
+        hosts=hosts,
+        ranks=ranks,
+        accelerator=accelerator,
+        precision=precision,
+        precision_reason=reason,
+        batch=batch,
+        transport=_transport(exp, hosts),
+        master_addr=_master_addr(exp, hosts),
+        num_parameters=shape.num_parameters if shape else 0,
+        peak_tflops=sum(peaks) if all(peaks) else 0.0,
+        memory=memory,
+        total_steps=exp.task.steps,
+        step_time_s=_step_time_s(shape, batch, ranks, peaks),
+        warnings=_warnings(exp, hosts, ranks, precision, memory),
+    )
+
+
+def _host(host: HostConfig, hardware: HardwareConfig, local_names: frozenset[str]) -> HostPlan:
+    address = host.address or host.name
+    return HostPlan(
+        name=host.name,
+        address=address,
+        ssh_port=host.ssh_port,
+        user=host.user,
+        identity_file=host.identity_file,
+        slots=host.slots,
+        device=host.device,
+        interface=host.interface,
+        is_local=address in local_names or host.name in LOCAL_NAMES,
+    )
+
+
+def _transport(exp: Experiment, hosts: tuple[HostPlan, ...]) -> str:
+    if exp.launch.transport != "auto":
+        return exp.launch.transport
+    return "local" if len(hosts) == 1 and hosts[0].is_local else "pdsh"
+
+
+def _master_addr(exp: Experiment, hosts: tuple[HostPlan, ...]) -> str:
+    if exp.hardware.master_addr:
+        return exp.hardware.master_addr
+    if len(hosts) == 1 and hosts[0].is_local:
+        return "127.0.0.1"
+    return hosts[0].address
+
+
+def _memory(
+    exp: Experiment,
+    shape: Geometry | None,
+    hosts: tuple[HostPlan, ...],
+    ranks: tuple[RankPlan, ...],
+    precision: str,
+    accelerator: str,
+) -> tuple[MemoryPlan, ...]:
+    if shape is None:
+        return ()
+    plans = []
+    for name in dict.fromkeys(rank.device for rank in ranks):
+        plans.append(
+            predict_memory(
+                exp,
+                shape,
+                device_name=name,
+                device=exp.hardware.devices[name],
+                micro_batch=max(rank.micro_batch for rank in ranks if rank.device == name),
+                world_size=len(ranks),
+                slots=max(host.slots for host in hosts if host.device == name),
+                precision=precision,
+                buckets=bucket_sizes(exp, shape, accelerator),
+            )
+        )
+    return tuple(plans)
+
+
+def _step_time_s(
+    shape: Geometry | None, batch: BatchPlan, ranks: tuple[RankPlan, ...], peaks: list[float]
+) -> float:
+    """Seconds of computing of the slowest rank; the network comes on top. 0: unknown."""
+    if shape is None or not all(peaks):
+        return 0.0
+    flops = shape.flops_per_token(batch.seq_len) * batch.seq_len * batch.accumulation
+    return max(
+        flops * rank.micro_batch / (peak * 1e12 * ASSUMED_EFFICIENCY)
+        for rank, peak in zip(ranks, peaks, strict=True)
+    )
+
+
+def _warnings(
+    exp: Experiment,
+    hosts: tuple[HostPlan, ...],
+    ranks: tuple[RankPlan, ...],
+    precision: str,
+    memory: tuple[MemoryPlan, ...],
+) -> tuple[str, ...]:
+    found = []
+    for part in memory:
+        if not part.fits:
+            found.append(
+                f"{part.device}: {part.total_gib:.1f} GiB predicted, {part.capacity_gib:.0f} GiB "
+                f"there: expect out of memory. Cheapest next step: {cheapest_fit(exp)}."
+            )
+    trained = exp.model.trained_dtype
+    if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":
+        found.append(
+            f"{exp.model.name or exp.model.path} was trained in bf16; its activations may overflow "
+            "fp16 (loss scale falls, then NaN). If it does: precision=fp32, or devices with bf16."
+        )
+    if exp.zero.quantized_gradients and len(hosts) == 1:
+        found.append("zero.quantized_gradients (qgZ) has no effect on one node.")
+    if exp.hardware.env.get("NCCL_IB_DISABLE") == "1" and exp.zero.stage == 3 and len(hosts) > 2:
+        found.append(
+            "NCCL_IB_DISABLE=1 with ZeRO-3 makes every added node slower; remove it where "
+            "InfiniBand or RoCE works."
+        )
+    if len({rank.device for rank in ranks}) > 1 and exp.batch.balance == "even":
+        found.append(
+            "Devices differ and batch.balance=even: the faster ones wait in every step. "
+            "batch.balance=speed gives each rank a micro batch after its speed."
+        )
+    return tuple(found)
