@@ -1,0 +1,106 @@
+"""Names, tail and summary of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmx.tracking import MetricsTail, Summary, read_metrics, scalars, step_of
+from tests import tracked_run
+
+
+def test_names_of_a_train_line() -> None:
+    values = scalars(tracked_run.train_line(10))
+    assert values["train/loss"] == tracked_run.train_line(10)["loss"]
+    assert values["train/lr"] == 1e-3
+    assert values["perf/tokens_per_s"] == 15_610.0
+    assert values["perf/memory_gib_max"] == 0.43
+    assert values["perf/memory_gib/rank_0"] == 0.41
+    # The peak of a CPU is not known: no number rather than a wrong one.
+    assert "perf/mfu" not in values
+    assert not any(name.endswith(("/kind", "/step", "/time")) for name in values)
+
+
+def test_names_of_an_eval_line() -> None:
+    line = tracked_run.evaluation(4, 0.5, None)
+    assert scalars(line) == {"eval/loss": 0.5, "eval/target_tokens": 999.0}
+
+
+def test_nan_is_nan() -> None:
+    line = {**tracked_run.train_line(2), "loss": None, "nonfinite": True}
+    assert math.isnan(scalars(line)["train/loss"])
+
+
+def test_other_lines_have_no_scalars() -> None:
+    start, *_, end = tracked_run.lines()
+    assert scalars(start) == scalars(end) == {}
+    assert step_of(start) == 0
+    assert step_of({**start, "resumed_from": 30}) == 30
+
+
+@given(st.lists(st.integers(0, 400), max_size=12))
+def test_tail_gives_every_line_once_however_it_is_written(cuts: list[int]) -> None:
+    """Lines cut at any place, read after every part, come out whole and in order."""
+    records = [{"kind": "train", "step": i, "note": "文" * (i % 4)} for i in range(12)]
+    data = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records).encode()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "metrics.jsonl"
+        tail = MetricsTail(path)
+        found = tail.read()
+        last = 0
+        for cut in [*sorted(min(cut, len(data)) for cut in cuts), len(data)]:
+            with path.open("ab") as stream:
+                stream.write(data[last:cut])
+            last = cut
+            found += tail.read()
+    assert found == records
+    assert tail.bad_lines == 0
+
+
+def test_tail_counts_a_broken_line_and_begins_anew_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\nnot json\n[1]\n{"kind": "train", "step": 2}\n')
+    tail = MetricsTail(path)
+    assert [record["step"] for record in tail.read()] == [1, 2]
+    assert tail.bad_lines == 2
+    path.write_text('{"kind": "train", "step": 1}\n')
+    assert [record["step"] for record in tail.read()] == [1]
+
+
+def test_no_file_yet(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_summary_of_a_whole_run() -> None:
+    summary = Summary()
+    for record in tracked_run.lines(40):
+        summary.add(record)
+    values = summary.values(tracked_run.result())
+    assert values["first_loss"] == tracked_run.train_line(2)["loss"]
+    assert values["final_loss"] == tracked_run.train_line(40)["loss"]
+    assert values["steps"] == 40
+    assert (values["first_eval_loss"], values["final_eval_loss"]) == (5.5, 0.4)
+    assert (values["best_eval_loss"], values["best_eval_step"]) == (0.4, 40)
+    assert (values["exact_match_before"], values["exact_match"]) == (0.0, 0.96875)
+    assert values["tokens_per_s"] == 15_622.0  # the median of steps 4, 6, ... 40
+    assert values["memory_gib_max"] == 0.43
+    assert values["train_time_s"] == 40
+    assert values["outcome"] == "ok"
+    assert "mfu" not in values
+    assert "cause" not in values
+
+
+def test_summary_of_nothing() -> None:
+    assert Summary().values() == {}
+
+
+def test_summary_of_a_run_that_ended_in_nan() -> None:
+    summary = Summary()
+    summary.add(tracked_run.train_line(2))
+    summary.add({**tracked_run.train_line(4), "loss": None, "nonfinite": True})
+    assert math.isnan(summary.values()["final_loss"])

@@ -1,0 +1,143 @@
+"""CSV and TensorBoard read back; trackers that hang or fail beside one that works."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.tracking import CompositeTracker, RunMeta, Status, scalars
+from llmx.tracking.csv_file import CsvTracker
+from llmx.tracking.mirror import run_id
+from llmx.tracking.tensorboard import TensorBoardTracker
+from llmx.tracking.wandb_run import LONGEST_TEXT, _shortened
+from tests import tracked_run
+
+
+def mirrored(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
+    config = {"model": {"name": "tiny"}, "seed": 7}
+    tracker.start(config, {"stage": 2}, {"git": "abc"}, RunMeta("id", "name", root))
+    for record in records:
+        tracker.log(record)
+    tracker.finish(tracked_run.result())
+
+
+def test_csv(tmp_path: Path) -> None:
+    records = tracked_run.lines()
+    mirrored(CsvTracker(lambda status: None), tmp_path, records)
+    with (tmp_path / "metrics.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    metrics = [record for record in records if scalars(record)]
+    assert len(rows) == len(metrics)
+    for row, record in zip(rows, metrics, strict=True):
+        assert int(row["step"]) == record["step"]
+        assert row["kind"] == record["kind"]
+        filled = {k: float(v) for k, v in row.items() if v and k not in ("kind", "step", "time")}
+        assert filled == scalars(record)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = tracked_run.lines()
+    mirrored(TensorBoardTracker(lambda status: None), tmp_path, records)
+    # A second mirror of the same run must not show every point twice.
+    mirrored(TensorBoardTracker(lambda status: None), tmp_path, records)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    metrics = [record for record in records if scalars(record)]
+    for name in {name for record in metrics for name in scalars(record)}:
+        expected = [
+            (r["step"], pytest.approx(scalars(r)[name], rel=1e-6))
+            for r in metrics
+            if name in scalars(r)
+        ]
+        assert [(e.step, e.value) for e in events.Scalars(name)] == expected, name
+    assert events.Scalars("train/loss")[0].wall_time == tracked_run.START_S + 2
+    text = events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    assert json.loads(text) == {"model": {"name": "tiny"}, "seed": 7}
+    assert b"| outcome | ok |" in events.Tensors("result")[0].tensor_proto.string_val[0]
+
+
+class Kept:
+    """A tracker that keeps what it gets."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.result: dict[str, Any] | None = None
+
+    def start(self, *args: Any) -> None:
+        """Nothing to open."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def finish(self, result: dict[str, Any] | None) -> None:
+        self.result = result
+
+
+class Hanging(Kept):
+    """A tracker that never comes back from ``start``."""
+
+    name = "hanging"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+
+    def start(self, *args: Any) -> None:
+        self.release.wait()
+
+
+class Failing(Kept):
+    """A tracker whose server says no at every line."""
+
+    name = "failing"
+    calls = 0
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.calls += 1
+        raise RuntimeError("quota exceeded\nsecond line")
+
+
+def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> None:
+    said: list[Status] = []
+    hanging, failing, kept = Hanging(), Failing(), Kept()
+    composite = CompositeTracker([hanging, failing, kept], say=said.append)
+    records = tracked_run.lines()
+    composite.start({}, {}, {}, RunMeta("id", "name", tmp_path, finish_timeout_s=0.3))
+    for record in records:
+        composite.log(record)
+    composite.finish(tracked_run.result())
+    hanging.release.set()
+
+    assert kept.records == records
+    assert kept.result == tracked_run.result()
+    assert failing.calls == 1, "a tracker that failed is left alone"
+    by_name = {status.tracker: status for status in said}
+    assert len(said) == 2, "each failure is said once"
+    assert "not finished within 0.3 s" in by_name["hanging"].message
+    assert "RuntimeError: quota exceeded (while it should log)" in by_name["failing"].message
+    for status in said:
+        assert status.fix == f"python -m llmx.tracking.mirror {tmp_path} --replay"
+
+
+def test_run_ids_are_what_wandb_allows() -> None:
+    assert run_id("20300101-120000-4f2a9c") == "20300101-120000-4f2a9c"
+    strange = {run_id("a/b:c"), run_id("a/b:d"), run_id("x" * 200)}
+    assert len(strange) == 3
+    assert all(len(one) == 16 and one.isalnum() for one in strange)
+
+
+def test_a_long_diff_is_cut_in_the_config_only() -> None:
+    provenance = {"git": {"diff": "+" * (LONGEST_TEXT + 5)}, "packages": ["a" * 9]}
+    short = _shortened(provenance)
+    assert short["git"]["diff"].endswith("whole in provenance.json")
+    assert short["packages"] == ["a" * 9]
+    assert len(provenance["git"]["diff"]) == LONGEST_TEXT + 5
