@@ -96,8 +96,8 @@ def _hydra(words: list[str]) -> int:
             overrides.insert(0, "experiment=demo")
 
     import hydra
-    from hydra.errors import HydraException
     from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
     from hydra.types import RunMode
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -177,7 +177,9 @@ def explain_hydra(error: Exception) -> str:
         )
     wanted = re.search(r"Missing mandatory value: ([\w.]+)", text)
     if wanted:
-        return f"{wanted.group(1)} has no value yet, and this choice needs one: {wanted.group(1)}=..."
+        return (
+            f"{wanted.group(1)} has no value yet, and this choice needs one: {wanted.group(1)}=..."
+        )
     return text
 
 

@@ -62,6 +62,12 @@ def complete(exp: Experiment) -> Experiment:
         path=exp.model.path and _hub_or_local(exp.model.path, "model.path"),
         tokenizer=exp.model.tokenizer and _hub_or_local(exp.model.tokenizer, "model.tokenizer"),
     )
+    # Groups bring epochs and warmup_fraction; a user who types steps means steps.
+    task, optim = exp.task, exp.optim
+    if task.steps is not None:
+        task = dataclasses.replace(task, epochs=None)
+    if optim.warmup_steps is not None:
+        optim = dataclasses.replace(optim, warmup_fraction=None)
     # What a local model says of itself wins over nothing, and loses to what the user set.
     found = _local_model_config(model.path)
     if model.kind == "hf" and found:
@@ -69,7 +75,15 @@ def complete(exp: Experiment) -> Experiment:
     run_dir = os.path.abspath(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
     return dataclasses.replace(
-        exp, name=name, run_dir=run_dir, hardware=hardware, zero=zero, data=data, model=model
+        exp,
+        name=name,
+        run_dir=run_dir,
+        model=model,
+        data=data,
+        task=task,
+        zero=zero,
+        hardware=hardware,
+        optim=optim,
     )
 
 
@@ -120,25 +134,22 @@ def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:
 
 def _local_source(path: str, where: str) -> str:
     """Absolute path of a local data source; ``demo`` and Hub ids stay as they are."""
-    if path == "demo":
-        return path
-    expanded = os.path.expanduser(path)
-    if os.path.exists(expanded) or glob.glob(expanded, recursive=True):
-        return os.path.abspath(expanded)
-    return _hub_id(path, where)
+    expanded = str(Path(path).expanduser())
+    matches = glob.has_magic(expanded) and any(glob.iglob(expanded, recursive=True))  # noqa: PTH207
+    return os.path.abspath(expanded) if matches else _hub_or_local(path, where)
 
 
 def _hub_or_local(path: str, where: str) -> str:
     if path == "demo":
         return path
-    expanded = os.path.expanduser(path)
-    return os.path.abspath(expanded) if os.path.exists(expanded) else _hub_id(path, where)
+    expanded = Path(path).expanduser()
+    return os.path.abspath(expanded) if expanded.exists() else _hub_id(path, where)
 
 
 def _hub_id(path: str, where: str) -> str:
     """A path that is not here: a Hub id, or absolute and perhaps on the hosts only."""
     looks_local = path.startswith(("./", "../", "~")) or path.count("/") > 1
-    if looks_local and not os.path.isabs(path):
+    if looks_local and not Path(path).is_absolute():
         raise ConfigError(
             f"{where}={path}: no such file or directory (seen from {Path.cwd()}). Give an "
             "existing path, or a Hub id of the form owner/name."
@@ -148,10 +159,12 @@ def _hub_id(path: str, where: str) -> str:
 
 def _local_model_config(path: str | None) -> dict[str, Any]:
     """``config.json`` of a model directory on this machine, else empty."""
-    config = Path(path) / "config.json" if path and os.path.isabs(path) else None
+    config = Path(path) / "config.json" if path and Path(path).is_absolute() else None
     if config is None or not config.is_file():
         return {}
     try:
         return dict(json.loads(config.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config}: not valid JSON ({error}). Is the download complete?") from error
+        raise ConfigError(
+            f"{config}: not valid JSON ({error}). Is the download complete?"
+        ) from error

@@ -18,9 +18,7 @@ def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | No
     return run_composed(compose(values), overrides=overrides, stream=stream)
 
 
-def run_composed(
-    composed: Composed, *, overrides: list[str], stream: TextIO | None = None
-) -> int:
+def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | None = None) -> int:
     """Write the run directory, then plan only (``dry_run``) or launch and supervise."""
     from llmx.launch import prepare, supervise
 

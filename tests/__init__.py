@@ -1,1 +1,0 @@
-"""Tests of llmx; ``make test`` runs them all."""

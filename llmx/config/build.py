@@ -111,9 +111,7 @@ def _value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
         if not isinstance(value, list | tuple):
             problems.append(f"{where}: {value!r} is not a list; write [a, b].")
             return []
-        return [
-            _value(args[0], item, f"{where}[{i}]", problems) for i, item in enumerate(value)
-        ]
+        return [_value(args[0], item, f"{where}[{i}]", problems) for i, item in enumerate(value)]
     if origin is dict:
         if not isinstance(value, dict):
             problems.append(f"{where}: {value!r} is not a mapping; write {{key: value}}.")

@@ -58,9 +58,7 @@ class DataConfig:
     name: str = ""
     path: str = "demo"
     """A file, a directory, a glob; ``demo`` is the bundled set."""
-    form: str = choice(
-        "auto", "text", "alpaca", "sharegpt", "messages", "prompt_response"
-    )
+    form: str = choice("auto", "text", "alpaca", "sharegpt", "messages", "prompt_response")
     """How a row is laid out; ``auto`` recognises it from the keys of the first rows."""
     text_key: str = "text"
     columns: dict[str, str] = field(default_factory=dict)
@@ -100,7 +98,7 @@ class TaskConfig:
 
     kind: str = choice("sft", "pretrain")
     steps: int | None = None
-    """Optimizer steps. Give this or ``epochs``."""
+    """Optimizer steps; when set, it wins over ``epochs``."""
     epochs: float | None = None
     log_every_steps: int = 10
     eval_every_steps: int = 0
@@ -220,7 +218,7 @@ class OptimConfig:
     """Global gradient norm; 0 does not clip."""
     schedule: str = choice("cosine", "linear", "constant")
     warmup_steps: int | None = None
-    """Give this or ``warmup_fraction``; 0 is allowed."""
+    """Steps of linear warm-up, 0 allowed; when set, it wins over ``warmup_fraction``."""
     warmup_fraction: float | None = None
     decay_end_fraction: float = 1.0
     """The schedule reaches its floor at this part of all steps, and stays there."""
@@ -237,7 +235,7 @@ class BatchConfig:
     tokens_per_step: int | None = None
     """Tokens of one optimizer step; rounded to whole samples of ``data.seq_len``."""
     micro_batch: int = 1
-    """Samples that the strongest device takes at once."""
+    """Samples that the strongest device takes at once, at most."""
     accumulation: int | None = None
     """Micro steps of one optimizer step."""
     balance: str = choice("even", "speed")

@@ -75,7 +75,7 @@ def _hardware(exp: Experiment) -> Iterator[str]:
 def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str]:
     model, data = exp.model, exp.data
     if model.init == "pretrained" and not model.path:
-        yield "model.path is empty, but model.init=pretrained loads weights from it. Set model.path."
+        yield "model.path is empty, but model.init=pretrained loads weights from it. Set it."
     if model.init == "scratch" and model.kind == "hf" and not model.path:
         yield "model.kind=hf needs model.path (its config.json is the architecture)."
     if model.init == "scratch" and model.kind != "hf" and not model.config:
@@ -102,12 +102,8 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
 
 def _length(exp: Experiment) -> Iterator[str]:
     task = exp.task
-    if (task.steps is None) == (task.epochs is None):
-        given = "both are" if task.steps is not None else "neither is"
-        yield (
-            f"task.steps and task.epochs: {given} set; exactly one says how long to train. "
-            "E.g. task.steps=1000 task.epochs=null."
-        )
+    if task.steps is None and task.epochs is None:
+        yield "task.steps and task.epochs are both null: one says how long to train."
     if task.steps is not None and task.steps < 1:
         yield f"task.steps={task.steps}: train at least 1 step."
     if task.epochs is not None and task.epochs <= 0:
@@ -132,14 +128,11 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
         yield f"optim.betas={optim.betas}: two numbers in [0, 1), e.g. [0.9, 0.95]."
     if optim.clip_norm < 0 or optim.weight_decay < 0:
         yield "optim.clip_norm and optim.weight_decay are not negative; 0 turns them off."
-    if optim.warmup_steps is not None and optim.warmup_fraction is not None:
-        yield "optim.warmup_steps and optim.warmup_fraction are both set. Set one to null."
-    if optim.warmup_steps is not None and exp.task.steps is not None:
-        if optim.warmup_steps > exp.task.steps:
-            yield (
-                f"optim.warmup_steps={optim.warmup_steps} is more than task.steps="
-                f"{exp.task.steps}: the learning rate would never arrive."
-            )
+    if optim.warmup_steps is not None and optim.warmup_steps > (exp.task.steps or float("inf")):
+        yield (
+            f"optim.warmup_steps={optim.warmup_steps} is more than task.steps="
+            f"{exp.task.steps}: the learning rate would never arrive."
+        )
     for name in ("warmup_fraction", "decay_end_fraction", "min_lr_ratio"):
         value = getattr(optim, name)
         if value is not None and not 0 <= value <= 1:
@@ -177,9 +170,9 @@ def _zero(exp: Experiment) -> Iterator[str]:
             break
     if zero.quantized_weights or zero.quantized_gradients:
         if zero.stage != 3:
-            yield "zero.quantized_weights and quantized_gradients need stage 3 (zero=stage3_zeropp)."
+            yield "zero.quantized_weights and _gradients need stage 3. Use zero=stage3_zeropp."
         if "cpu" in _accelerators(exp):
-            yield "zero.quantized_weights (qwZ) and quantized_gradients (qgZ) need CUDA. Turn them off."
+            yield "zero.quantized_weights (qwZ) and _gradients (qgZ) need CUDA. Turn them off."
 
 
 def _launch(exp: Experiment) -> Iterator[str]:

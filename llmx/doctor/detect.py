@@ -13,7 +13,11 @@ from pathlib import Path
 
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 
-_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=name,memory.total,compute_cap",
+    "--format=csv,noheader,nounits",
+)
 
 
 @dataclass(frozen=True)

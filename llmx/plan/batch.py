@@ -16,39 +16,43 @@ from llmx.plan.types import BatchPlan
 def solve_batch(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) -> BatchPlan:
     """Solve for micro batches and accumulation.
 
-    ``speeds``: one positive number a rank, relative speed of its device (all equal: even).
+    ``speeds``: one positive number a rank, relative speed of its device; ``balance: even``
+    does not look at them. ``batch.micro_batch`` is what the strongest rank takes at most: a
+    global batch that does not divide evenly is shared out as evenly as whole samples allow,
+    which changes nothing in the gradient (one loss).
     Raises ConfigError when no exact solution exists; it lists the nearest ones.
     """
     world = len(speeds)
-    if batch.balance == "speed":
-        fastest = max(speeds)
-        ideal = [max(1, round(batch.micro_batch * speed / fastest)) for speed in speeds]
-    else:
-        ideal = [batch.micro_batch] * world
-    per_micro_step = sum(ideal)
+    weights = list(speeds) if batch.balance == "speed" else [1.0] * world
+    fastest = max(weights)
+    full = [max(1, round(batch.micro_batch * weight / fastest)) for weight in weights]
 
     target = _target_global_batch(batch, seq_len)
     if target is None:
         accumulation = batch.accumulation or 1
-        return BatchPlan(per_micro_step * accumulation, accumulation, tuple(ideal), seq_len)
+        return BatchPlan(sum(full) * accumulation, accumulation, tuple(full), seq_len)
+    if batch.tokens_per_step is not None and target >= sum(full):
+        # Asked for in tokens, the batch is a round number nobody chose: take the nearest.
+        accumulation = max(1, round(target / sum(full)))
+        return BatchPlan(sum(full) * accumulation, accumulation, tuple(full), seq_len)
 
-    if batch.accumulation is not None and batch.accumulation * per_micro_step != target:
+    candidates = range(1, target + 1) if batch.accumulation is None else [batch.accumulation]
+    for accumulation in candidates:
+        if target % accumulation:
+            continue
+        shares = tuple(full)
+        if sum(full) * accumulation != target:
+            shares = apportion(target // accumulation, weights)
+        if min(shares) >= 1 and max(shares) <= batch.micro_batch:
+            return BatchPlan(target, accumulation, shares, seq_len)
+    if batch.accumulation is not None:
         raise ConfigError(
             f"batch: global_batch={target}, micro_batch={batch.micro_batch} on {world} ranks and "
-            f"accumulation={batch.accumulation} disagree: {per_micro_step} x {batch.accumulation} "
-            f"= {per_micro_step * batch.accumulation}. Leave one of them out; it is computed."
+            f"accumulation={batch.accumulation} disagree: at most {sum(full)} x "
+            f"{batch.accumulation} = {sum(full) * batch.accumulation}, and whole micro steps. "
+            "Leave accumulation out; it is computed."
         )
-    if target % per_micro_step == 0:
-        return BatchPlan(target, target // per_micro_step, tuple(ideal), seq_len)
-    if batch.tokens_per_step is not None:
-        # Asked for in tokens, the batch is a round number nobody chose: take the nearest.
-        accumulation = max(1, round(target / per_micro_step))
-        return BatchPlan(per_micro_step * accumulation, accumulation, tuple(ideal), seq_len)
-    if batch.balance == "speed":
-        found = _divide_by_speed(target, batch.micro_batch, speeds)
-        if found is not None:
-            return BatchPlan(target, found[0], found[1], seq_len)
-    raise ConfigError(_no_solution(target, batch.micro_batch, world, per_micro_step))
+    raise ConfigError(_no_solution(target, batch.micro_batch, world, sum(full)))
 
 
 def _target_global_batch(batch: BatchConfig, seq_len: int) -> int | None:
@@ -56,21 +60,6 @@ def _target_global_batch(batch: BatchConfig, seq_len: int) -> int | None:
         return batch.global_batch
     if batch.tokens_per_step is not None:
         return max(1, round(batch.tokens_per_step / seq_len))
-    return None
-
-
-def _divide_by_speed(
-    target: int, micro_batch: int, speeds: Sequence[float]
-) -> tuple[int, tuple[int, ...]] | None:
-    """The fewest micro steps that divide ``target`` and keep every rank within its limit."""
-    for accumulation in range(1, target + 1):
-        if target % accumulation:
-            continue
-        shares = apportion(target // accumulation, speeds)
-        if min(shares) < 1:
-            return None
-        if max(shares) <= micro_batch:
-            return accumulation, shares
     return None
 
 
@@ -89,13 +78,15 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _no_solution(target: int, micro_batch: int, world: int, per_micro_step: int) -> str:
+    if target < world:
+        return (
+            f"batch.global_batch={target} is less than the {world} ranks: every rank takes at "
+            f"least one sample. Use batch.global_batch={world} or more, or fewer ranks."
+        )
     below = target // per_micro_step * per_micro_step
     near = [value for value in (below, below + per_micro_step) if value > 0]
-    smaller = [m for m in range(micro_batch, 0, -1) if target % (m * world) == 0]
-    fix = f"Use batch.global_batch={' or '.join(str(value) for value in near)}"
-    if smaller:
-        fix += f", or batch.micro_batch={smaller[0]}"
     return (
-        f"batch.global_batch={target} is not a multiple of {per_micro_step} "
-        f"(micro batches of {world} ranks, {micro_batch} each at most). {fix}."
+        f"batch.global_batch={target} cannot be cut into equal micro steps of {world} ranks with "
+        f"1 to {micro_batch} samples each. Use batch.global_batch="
+        f"{' or '.join(str(value) for value in near)}."
     )

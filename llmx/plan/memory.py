@@ -52,7 +52,7 @@ def predict_memory(
             parameters += width * n / zero.hpz_partition_size
 
     tokens = micro_batch * exp.data.seq_len
-    buffers = width * buckets["reduce"] * (2 if buckets["overlap"] else 1)
+    buffers: float = width * buckets["reduce"] * (2 if buckets["overlap"] else 1)
     buffers += width * buckets["allgather" if zero.stage < 3 else "prefetch"]
     if world_size == 1:
         buffers = 0.0

@@ -39,9 +39,7 @@ def choose_precision(
     return best, "every device supports it"
 
 
-def _best(
-    hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]
-) -> str:
+def _best(hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]) -> str:
     used = [devices[name] for name in hosts_by_device]
     if any(device.accelerator == "cpu" for device in used):
         return "fp32"

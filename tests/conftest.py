@@ -1,0 +1,45 @@
+"""Fixtures that every test may use: golden files, and the folder of real data.
+
+``LLMX_RECORD_GOLDEN=1 python -m pytest ...`` (``make golden``) records golden files anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compare text with a file under ``tests/golden``; a difference prints the diff."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if os.environ.get("LLMX_RECORD_GOLDEN") == "1":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"{path} is missing; record it: make golden"
+        expected = path.read_text(encoding="utf-8")
+        if text != expected:
+            diff = difflib.unified_diff(
+                expected.splitlines(), text.splitlines(), f"golden/{name}", "now", lineterm=""
+            )
+            pytest.fail("\n".join([*diff, "", "If this is what you mean: make golden"]))
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets; skips, saying so, where it is absent."""
+    folder = os.environ.get("LLMX_REAL_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("LLMX_REAL_DATA does not name the folder of real data sets")
+    return Path(folder)

@@ -1,0 +1,55 @@
+"""What the user typed: aliases, commands, the demo default, sweep files."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmx.arguments import resolve_alias, split_command, sweep_overrides, with_demo
+from llmx.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("zero_stage=stage3", "zero=stage3"),
+        ("zero_stage=stage1,stage2", "zero=stage1,stage2"),
+        ("+zero_stage=stage1", "+zero=stage1"),
+        ("~zero_stage", "~zero"),
+        ("zero_stages=stage3", "zero_stages=stage3"),
+        ("zero.stage=3", "zero.stage=3"),
+        ("--multirun", "--multirun"),
+        ("model.path=zero_stage=x", "model.path=zero_stage=x"),
+    ],
+)
+def test_alias(typed: str, meant: str) -> None:
+    assert resolve_alias(typed) == meant
+
+
+def test_commands() -> None:
+    commands = ("train", "plan")
+    assert split_command([], commands) == ("train", [])
+    assert split_command(["plan", "a=1"], commands) == ("plan", ["a=1"])
+    assert split_command(["-m", "a=1"], commands) == ("train", ["-m", "a=1"])
+    with pytest.raises(ConfigError, match='Did you mean "train"'):
+        split_command(["trian"], commands)
+
+
+def test_the_demo_runs_only_when_nothing_else_is_chosen() -> None:
+    assert with_demo(["zero=stage3"]) == ["experiment=demo", "zero=stage3"]
+    for chosen in ("model=gpt2", "data=file", "experiment=opt_1_3b_sft", "+data=file"):
+        assert with_demo([chosen]) == [chosen]
+    assert with_demo(["model.init=scratch"])[0] == "experiment=demo"
+
+
+def test_sweep_file(tmp_path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "grid: {zero: [stage1, stage2], a.b: [1e-3, null, true]}\noverrides: [seed=1]\n"
+    )
+    assert sweep_overrides(path) == ["seed=1", "zero=stage1,stage2", "a.b=1e-3,null,true"]
+    path.write_text("grid: {zero: stage1}\n")
+    with pytest.raises(ConfigError, match="an axis is a list"):
+        sweep_overrides(path)
+    path.write_text("gird: {}\n")
+    with pytest.raises(ConfigError, match="a sweep has a grid"):
+        sweep_overrides(path)

@@ -1,0 +1,183 @@
+"""Every option of every group composes and plans; what is impossible says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from llmx.catalogue import GROUPS, conf_dir, options
+from llmx.config import to_dict
+from llmx.errors import ConfigError
+from tests.composing import composed
+
+# What an option needs beside it to make a possible run.
+PARTNERS = {
+    ("data", "file"): ["data.path=/data/rows.jsonl", "model=tiny"],
+    ("data", "text"): ["data.path=/data/corpus.txt", "task=pretrain"],
+    ("data", "alpaca"): ["data.path=/data/alpaca.json"],
+    ("data", "sharegpt"): ["data.path=/data/chats.json", "model=llama3_8b"],
+    ("data", "fincorpus"): ["data.path=/data/FinCorpus", "task=pretrain", "model=llama2_7b"],
+    ("model", "hf"): ["model.path=owner/name"],
+    ("model", "llama_1_7b"): ["model.tokenizer=/data/tokenizer"],
+    ("zero", "stage3_zeropp"): ["hardware=a100x2_v100x2"],
+    ("hardware", "hostfile"): ["hardware.path={hostfile}", "hardware.device=a100_80g"],
+    ("launch", "slurm"): ["hardware=a100x2_v100x2"],
+    ("launch", "openmpi"): ["hardware=a100x2_v100x2"],
+    ("batch", "by_speed"): ["hardware=a100x2_v100x2"],
+    ("batch", "tokens_2m"): ["hardware=a800x2_n7"],
+}
+EVERY = [(group, name) for group in GROUPS for name in options(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY, ids=[f"{g}={n}" for g, n in EVERY])
+def test_every_option_composes_and_plans(group: str, name: str, tmp_path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("gpu-1 slots=8\ngpu-2 slots=8\n")
+    partners = [item.format(hostfile=hostfile) for item in PARTNERS.get((group, name), [])]
+    done = composed([f"{group}={name}", *partners])
+    assert done.plan.world_size >= 1
+    batch = done.plan.batch
+    assert batch.global_batch == sum(batch.micro_batches) * batch.accumulation
+    assert done.ds_config["train_batch_size"] == (
+        done.ds_config["train_micro_batch_size_per_gpu"] * batch.accumulation * done.plan.world_size
+    )
+    assert '"auto"' not in json.dumps(done.ds_config)
+
+
+@pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_file_opens_with_a_comment(path) -> None:
+    comments = [line for line in path.read_text().splitlines()[:2] if line.startswith("# ")]
+    comments = [line for line in comments if "@package" not in line]
+    assert comments, f"{path} must say what it is and when to use it"
+
+
+def test_the_command_of_the_mission() -> None:
+    done = composed(["task=sft", "zero=stage3", "hardware=a100x2_v100x2"])
+    plan = done.plan
+    assert [host.slots for host in plan.hosts] == [2, 2]
+    assert plan.transport == "pdsh"
+    assert plan.master_addr == "10.0.0.1"
+    assert plan.precision == "fp16"
+    assert plan.precision_reason == "v100_32g (node-b) has no bf16"
+    assert done.ds_config["zero_optimization"]["stage"] == 3
+    assert done.ds_config["fp16"]["enabled"]
+
+
+def test_recipes_are_what_they_say() -> None:
+    llama = composed(["experiment=llama2_7b_fincorpus"])
+    assert llama.plan.precision == "fp16"
+    assert llama.plan.batch.micro_batches == (4, 4, 4, 4)
+    assert llama.ds_config["zero_optimization"]["zero_hpz_partition_size"] == 2
+    assert llama.experiment.data.seq_len == 4096
+    assert llama.plan.num_parameters == 6_738_415_616
+    states = llama.plan.memory[0]
+    # Published: about 28.7 GB of states a GPU for 7B under ZeRO-3 on four.
+    sharded = states.optimizer_gib + states.gradients_gib + 2 * 6_738_415_616 / 4 / 1024**3
+    assert 24 < sharded < 27
+    assert any("v100_32g" in warning for warning in llama.plan.warnings)
+
+    small = composed(["experiment=llama_1_7b_pretrain"])
+    assert abs(small.plan.batch.tokens_per_step - 2_097_152) / 2_097_152 < 0.03
+    assert 1.6e9 < small.plan.num_parameters < 1.9e9
+    optim = small.experiment.optim
+    assert (optim.lr, optim.weight_decay, optim.betas) == (3e-4, 0.1, [0.9, 0.95])
+    assert (optim.warmup_fraction, optim.decay_end_fraction, optim.min_lr_ratio) == (0.03, 0.9, 0.1)
+
+    opt = composed(["experiment=opt_1_3b_sft"])
+    assert (opt.experiment.optim.lr, opt.experiment.data.seq_len) == (9.65e-6, 512)
+    assert opt.plan.batch.micro_batches == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["precision=bf16", "hardware=a100x2_v100x2"], r"v100_32g \(node-b\) computes fp32, fp16"),
+        (["zero.offload_param=cpu"], "needs stage 3"),
+        (["zero=stage3", "zero.hpz_partition_size=3", "hardware=a100x8"], "does not divide the 8"),
+        (["zero=stage2", "zero.hpz_partition_size=2", "hardware=a100x8"], "needs stage 3"),
+        (["data.seq_len=2048"], "takes at most 1024 positions"),
+        (["hardware=a100x8", "hardware.slots=9"], "has 8 a100_80g. Use at most 8"),
+        (["zero=stage3_zeropp", "hardware=cpu2"], "need CUDA"),
+        (["task.epochs=null"], "one says how long to train"),
+        (["batch.global_batch=13", "batch.micro_batch=4"], "Use batch.global_batch=8 or 16"),
+        (["launch.transport=local", "hardware=a100x2_v100x2"], "there are 2 hosts"),
+        (["data.packing=concat"], "would cut answers in two"),
+        (["optim.betas=[0.9]"], "two numbers"),
+        (["optim.warmup_steps=9", "task.steps=5"], "would never arrive"),
+        (["+zero.extra.zero_optimisation={}"], 'Did you mean "zero_optimization"'),
+        (["+zero.extra.elasticity={}"], "Removed from DeepSpeed"),
+        (["+zero.extra.train_batch_size=8"], "set batch.global_batch"),
+        (["+zero.extra.zero_optimization.round_robin=true"], "round_robin_gradients"),
+        (["+task.foo=1"], "task.foo: unknown key"),
+        (["model=hf"], "model.path is empty"),
+        (["model=gpt2", "model.path=./nowhere"], "no such file or directory"),
+        (["hardware=hostfile"], "needs hardware.path"),
+        (["zero=infinity", "zero.nvme_path=null", "hardware=a100x8"], "nvme_path is empty"),
+        (["optim.kind=fused_adam", "hardware=cpu2"], "needs CUDA"),
+        (["launch.transport=slurm", "launch.sync=rsync"], "shared file system"),
+        (["tracking.kinds=[wandbb]"], 'Did you mean "wandb"'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fails_at_compose_time(overrides, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(overrides)
+
+
+def test_unequal_slots_are_refused_for_slurm(tmp_path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=2\nb slots=1\n")
+    hardware = ["hardware=hostfile", f"hardware.path={hostfile}", "hardware.device=cpu"]
+    with pytest.raises(ConfigError, match="needs the same slots on every host"):
+        composed([*hardware, "launch=slurm"])
+    micro = ["batch.global_batch=null", "batch.micro_batch=2"]
+    plan = composed([*hardware, "launch=openmpi", *micro]).plan
+    assert [(rank.host, rank.local_rank) for rank in plan.ranks] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_local_paths_become_absolute(tmp_path, monkeypatch) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    exp = composed(["data=file", "data.path=rows.jsonl", "model=tiny"]).experiment
+    assert exp.data.path == str(tmp_path / "rows.jsonl")
+
+
+def test_a_local_model_directory_is_planned_from_its_config(tmp_path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = composed(["model=hf", f"model.path={tmp_path}", "data=demo"])
+    assert done.plan.num_parameters > 0
+    with pytest.raises(ConfigError, match="at most 128 positions"):
+        composed(["model=hf", f"model.path={tmp_path}", "data=demo", "data.seq_len=256"])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("demo", ["hardware=cpu2"]),
+        ("mission", ["task=sft", "zero=stage3", "hardware=a100x2_v100x2"]),
+        ("llama2_7b_fincorpus", ["experiment=llama2_7b_fincorpus"]),
+        ("infinity", ["zero=infinity", "hardware=a100x8"]),
+        ("zeropp", ["zero=stage3_zeropp", "hardware=a800x2_n7"]),
+    ],
+)
+def test_rendered_plan_and_ds_config(name, overrides, golden, monkeypatch) -> None:
+    for variable in ("LLMX_FINCORPUS", "LLMX_TOKENIZER", "LLMX_CORPUS", "LLMX_SFT_DATA"):
+        monkeypatch.delenv(variable, raising=False)
+    done = composed(overrides)
+    golden(f"plan/{name}.ds_config.json", json.dumps(done.ds_config, indent=2) + "\n")
+    golden(f"plan/{name}.plan.json", json.dumps(done.plan.to_dict(), indent=2) + "\n")
+    golden(
+        f"plan/{name}.config.yaml",
+        yaml.safe_dump(to_dict(done.experiment), sort_keys=False, width=100),
+    )
+
+
+def test_typed_steps_win_over_the_epochs_of_a_group() -> None:
+    exp = composed(["task.steps=10", "optim.warmup_steps=0"]).experiment
+    assert (exp.task.steps, exp.task.epochs) == (10, None)
+    assert (exp.optim.warmup_steps, exp.optim.warmup_fraction) == (0, None)

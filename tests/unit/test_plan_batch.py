@@ -1,0 +1,81 @@
+"""The batch algebra: exact, or an error that lists the nearest exact values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmx.config import BatchConfig
+from llmx.errors import ConfigError
+from llmx.plan.batch import apportion, solve_batch
+
+
+def test_accumulation_follows_from_the_global_batch() -> None:
+    plan = solve_batch(BatchConfig(global_batch=96, micro_batch=4), seq_len=512, speeds=[1.0] * 4)
+    assert plan.accumulation == 6
+    assert plan.micro_batches == (4, 4, 4, 4)
+    assert plan.tokens_per_step == 96 * 512
+
+
+def test_without_a_target_it_is_one_micro_step() -> None:
+    plan = solve_batch(BatchConfig(micro_batch=3), seq_len=8, speeds=[1.0, 1.0])
+    assert (plan.global_batch, plan.accumulation) == (6, 1)
+
+
+def test_tokens_per_step_are_rounded_to_whole_micro_steps() -> None:
+    batch = BatchConfig(tokens_per_step=2_097_152, micro_batch=4)
+    plan = solve_batch(batch, seq_len=2048, speeds=[1.0] * 14)
+    assert plan.global_batch % (14 * 4) == 0
+    assert abs(plan.tokens_per_step - 2_097_152) <= 14 * 4 * 2048 / 2
+
+
+def test_a_batch_that_does_not_divide_is_shared_out() -> None:
+    plan = solve_batch(BatchConfig(global_batch=64, micro_batch=16), seq_len=8, speeds=[1.0] * 14)
+    assert plan.accumulation == 1
+    assert sorted(plan.micro_batches) == [4] * 6 + [5] * 8
+
+
+def test_a_batch_that_cannot_be_cut_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Use batch.global_batch=12 or 16"):
+        solve_batch(BatchConfig(global_batch=13, micro_batch=2), seq_len=8, speeds=[1.0, 1.0])
+    with pytest.raises(ConfigError, match=r"less than the 4 ranks"):
+        solve_batch(BatchConfig(global_batch=3, micro_batch=2), seq_len=8, speeds=[1.0] * 4)
+
+
+def test_three_numbers_that_disagree() -> None:
+    batch = BatchConfig(global_batch=16, micro_batch=2, accumulation=3)
+    with pytest.raises(ConfigError, match=r"4 x 3 = 12"):
+        solve_batch(batch, seq_len=8, speeds=[1.0, 1.0])
+
+
+def test_slower_devices_get_smaller_micro_batches() -> None:
+    batch = BatchConfig(micro_batch=5, accumulation=2, balance="speed")
+    plan = solve_batch(batch, seq_len=8, speeds=[312.0, 312.0, 125.0, 125.0])
+    assert plan.micro_batches == (5, 5, 2, 2)
+    assert plan.global_batch == 28
+
+
+@given(
+    target=st.integers(1, 300),
+    micro=st.integers(1, 16),
+    speeds=st.lists(st.floats(0.5, 1000.0), min_size=1, max_size=8),
+    balance=st.sampled_from(["even", "speed"]),
+)
+def test_every_solution_is_exact(target, micro, speeds, balance) -> None:
+    batch = BatchConfig(global_batch=target, micro_batch=micro, balance=balance)
+    try:
+        plan = solve_batch(batch, seq_len=8, speeds=speeds)
+    except ConfigError:
+        return
+    assert plan.global_batch == target == sum(plan.micro_batches) * plan.accumulation
+    assert len(plan.micro_batches) == len(speeds)
+    assert all(1 <= size <= micro for size in plan.micro_batches)
+
+
+@given(st.integers(0, 500), st.lists(st.floats(0.1, 100.0), min_size=1, max_size=9))
+def test_apportion_shares_everything(total, weights) -> None:
+    shares = apportion(total, weights)
+    assert sum(shares) == total
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share - total * weight / sum(weights)) < 1.0 + 1e-6
