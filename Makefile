@@ -1,0 +1,59 @@
+# One door. `make demo` trains, `make test` tests; each sets up what it needs.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# The pinned set that CI uses. CONSTRAINTS= installs the newest instead.
+CONSTRAINTS ?= constraints.txt
+CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+TORCH := $(if $(CONSTRAINTS),$(shell grep '^torch==' $(CONSTRAINTS)),torch)
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test fast check golden bench clean venv system
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: venv ## set up, then train the bundled demo (GPU if there is one, else two CPU ranks)
+	$(BIN)/python -m llmx
+
+test: system venv ## set up, then run every test (clusters of network namespaces need root)
+	$(PYTEST) -n 2 --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel"
+	$(PYTEST) -m "(deepspeed or wheel) and not cluster and not chaos"
+	$(PYTEST) -m "cluster or chaos"
+
+fast: venv ## the tests that start neither DeepSpeed nor clusters
+	$(PYTEST) -n 2 --dist loadgroup
+
+check: venv ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+golden: venv ## record the golden files anew, on purpose
+	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit
+	git --no-pager diff --stat -- tests/golden
+
+bench: venv ## start-up and throughput against the Hugging Face Trainer
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/sft_throughput.py
+
+venv: $(VENV)/.installed
+
+# torch first: its pin decides the build, so that nothing later drags in another one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "llmx needs Python 3.10 or newer; set PYTHON=python3.11, say"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || scripts/install-system-packages.sh --minimal
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet $(CONSTRAIN) -e ".[dev]"
+	touch $@
+
+system:
+	scripts/install-system-packages.sh
+
+clean: ## remove the virtual environment and caches; runs under outputs/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build
