@@ -1,0 +1,132 @@
+"""The micro batches of one rank, made by a thread so that the loop never waits for data.
+
+Which samples they hold is a pure function of the step (``llmx.data.order``).
+Tried by ``python -m pytest tests/unit/test_train_batches.py``.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmx.data import collate
+from llmx.data.order import rank_slice, samples_of_step
+from llmx.plan.types import BatchPlan
+
+AHEAD = 2
+"""Steps that are prepared ahead."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How samples become tensors."""
+
+    seq_len: int
+    pad_id: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's part of one optimizer step."""
+
+    step: int
+    micro_batches: tuple[dict[str, torch.Tensor], ...]
+    target_tokens: int
+    """Of the whole step, over all ranks: known everywhere without asking."""
+    tokens: int
+    """Non-padding tokens of the whole step."""
+    square_tokens: int
+    """Sum over the rows of this rank of the squared length: what attention costs."""
+
+
+def make_step(
+    store: Any, step: int, *, batch: BatchPlan, rank: int, seed: int, layout: Layout
+) -> Step:
+    """The micro batches of ``rank`` at ``step``. Pure but for reading the store."""
+    samples = samples_of_step(
+        step, global_batch=batch.global_batch, num_samples=len(store), seed=seed
+    )
+    micro_batches = tuple(
+        collate(
+            [
+                store[int(index)]
+                for index in rank_slice(
+                    samples,
+                    micro_batches=batch.micro_batches,
+                    accumulation=batch.accumulation,
+                    rank=rank,
+                    micro_step=micro_step,
+                )
+            ],
+            seq_len=layout.seq_len,
+            pad_id=layout.pad_id,
+            layout=layout.layout,
+        )
+        for micro_step in range(batch.accumulation)
+    )
+    return Step(
+        step=step,
+        micro_batches=micro_batches,
+        target_tokens=store.num_target_tokens(samples),
+        tokens=store.num_tokens(samples),
+        square_tokens=sum(square_tokens(micro) for micro in micro_batches),
+    )
+
+
+def square_tokens(batch: dict[str, torch.Tensor]) -> int:
+    """Sum of squared row lengths: each token's position in its row is how far it looks back."""
+    seen = (batch["position_ids"] + 1) * (batch["segment_ids"] > 0)
+    tokens = int((batch["segment_ids"] > 0).sum())
+    return 2 * int(seen.sum()) - tokens  # n^2 = 2 * (1 + ... + n) - n
+
+
+class Prefetch:
+    """Iterates over steps that a daemon thread prepares ahead; errors come out in order."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._work, args=(steps,), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Step]:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        """End the thread, also in the middle."""
+        self._stop.set()
+        while self._thread.is_alive():
+            # It may wait for room in the queue.
+            try:
+                self._queue.get(timeout=0.05)
+            except queue.Empty:
+                self._thread.join(timeout=0.05)
+
+    def _work(self, steps: Iterator[Step]) -> None:
+        try:
+            for step in steps:
+                self._put(step)
+                if self._stop.is_set():
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Step | BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.2)
+                return
+            except queue.Full:
+                continue

@@ -1,0 +1,207 @@
+"""From an experiment to a DeepSpeed engine: process group, device, model, optimizer.
+
+Tried by ``python -m pytest tests/integration/test_train_run.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.config import Experiment, OptimConfig
+from llmx.errors import ConfigError
+from llmx.plan.types import Plan
+from llmx.train.attention import check_isolation
+from llmx.train.model import DTYPES, attention_implementation, build_model, model_config
+
+
+def join_process_group(plan: Plan) -> None:
+    """Initialise ``torch.distributed`` (NCCL on CUDA, gloo on CPU) through DeepSpeed.
+
+    DeepSpeed's shared-memory all-reduce for CPU is not used: it is compiled at the first run
+    (about 26 s, with a compiler and ninja on every host), it leaves a 69 MB file a rank in
+    ``/dev/shm``, and its sums depend on it being there.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        torch.set_num_threads(int(threads))
+    found = get_accelerator().device_name()
+    if found != plan.accelerator:
+        raise ConfigError(
+            f"The plan is for {plan.accelerator}, DeepSpeed found {found} on this host "
+            f"(DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR', '')!r}). Check the driver and "
+            "CUDA_VISIBLE_DEVICES there, or choose another hardware group."
+        )
+    if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
+        deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+
+
+def device_of(plan: Plan) -> torch.device:
+    """The device of this process."""
+    if plan.accelerator == "cuda":
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def seed_everything(exp: Experiment, *, accelerator: str) -> None:
+    """Deterministic algorithms where asked for; by default on CPU, where they cost nothing."""
+    wanted = exp.deterministic if exp.deterministic is not None else accelerator == "cpu"
+    # Asked for in words, a missing deterministic kernel is an error, else a warning.
+    torch.use_deterministic_algorithms(wanted, warn_only=exp.deterministic is None)
+    # Would fill every new buffer of DeepSpeed with NaN first.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.manual_seed(exp.seed)
+
+
+@dataclass
+class Engine:
+    """A DeepSpeed engine and what the loop must know about the model inside."""
+
+    engine: Any
+    config: Any
+    """The Hugging Face config, vocabulary as in memory."""
+    implementation: str
+    """Attention."""
+    dtype: torch.dtype
+    device: torch.device
+    stage: int
+    precision: str
+    _norm: torch.Tensor | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def note_grad_norm(self) -> None:
+        """Before ``engine.step``: keep the gradient's norm where DeepSpeed computes none.
+
+        That is stage 0 in fp32, where the reduced gradients lie whole on every rank after the
+        last backward of a step.
+        """
+        whole = self.stage == 0 and self.precision == "fp32"
+        if whole and self.engine.is_gradient_accumulation_boundary():
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self._norm = torch.nn.utils.get_total_norm(gradients)
+
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's gradient, before clipping; None where nobody computed it."""
+        norm = self._norm if self._norm is not None else self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def loss_scale(self) -> float:
+        """DeepSpeed's fp16 loss scale; 1 at the other precisions."""
+        if self.precision != "fp16":
+            return 1.0
+        optimizer = self.engine.optimizer
+        return float(getattr(optimizer, "loss_scale", None) or optimizer.cur_scale)
+
+
+def build_engine(
+    exp: Experiment, plan: Plan, ds_config: dict[str, Any], *, tokenizer: Any
+) -> Engine:
+    """Model, optimizer and ``deepspeed.initialize``. Collective; needs the process group."""
+    import deepspeed
+
+    device = device_of(plan)
+    seed_everything(exp, accelerator=plan.accelerator)
+    config = model_config(exp, tokenizer=tokenizer)
+    check_isolation(config, seq_len=exp.data.seq_len, layout=exp.data.layout)
+    implementation = attention_implementation(exp, accelerator=plan.accelerator)
+    model = build_model(
+        exp,
+        config,
+        precision=plan.precision,
+        device=device,
+        implementation=implementation,
+        ds_config=ds_config,
+    )
+    # Dropout draws differ from rank to rank, and not with how the model was built.
+    torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=build_optimizer(model, exp.optim, accelerator=plan.accelerator),
+        config=ds_config,
+        dist_init_required=False,
+    )
+    return Engine(
+        engine=engine,
+        config=config,
+        implementation=implementation,
+        dtype=DTYPES[plan.precision],
+        device=device,
+        stage=ds_config["zero_optimization"]["stage"],
+        precision=plan.precision,
+    )
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (biases and norms) do not. Order as in the model."""
+    matrices, vectors = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (matrices if len(shape) > 1 else vectors).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module, optim: OptimConfig, *, accelerator: str
+) -> torch.optim.Optimizer:
+    """The optimizer that DeepSpeed wraps. The learning rate is set at every step."""
+    groups = parameter_groups(model, weight_decay=optim.weight_decay)
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    betas = (optim.betas[0], optim.betas[1])
+    if optim.kind == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps)
+    _need_compiler(optim.kind)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    try:
+        if optim.kind == "cpu_adam":
+            return DeepSpeedCPUAdam(
+                groups, lr=optim.lr, betas=betas, eps=optim.eps, adamw_mode=True
+            )
+        if accelerator != "cuda":
+            raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
+        return FusedAdam(groups, lr=optim.lr, betas=betas, eps=optim.eps, adam_w_mode=True)
+    except (RuntimeError, OSError, ImportError) as error:
+        raise ConfigError(
+            f"DeepSpeed could not build its extension for optim.kind={optim.kind}: {error} "
+            "Set optim.kind=adamw, which is PyTorch's own and needs no build."
+        ) from error
+
+
+def _need_compiler(kind: str) -> None:
+    missing = []
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        missing.append("a C++ compiler (apt-get install g++)")
+    if not shutil.which("ninja"):
+        missing.append("ninja (pip install ninja)")
+    if missing:
+        raise ConfigError(
+            f"optim.kind={kind} is an extension that DeepSpeed compiles on each host, and this "
+            f"one lacks {' and '.join(missing)}. Install it, or set optim.kind=adamw."
+        )

@@ -1,0 +1,210 @@
+"""The final model as a Hugging Face directory, from every ZeRO stage.
+
+Gathered a few parameters at a time and written shard by shard, so that no more than one shard
+is in memory; checked; and only then moved to its name. Tried by
+``python -m pytest tests/integration/test_train_export.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.train.initialise import whole
+
+SHARD_BYTES = 2 * 2**30
+GATHER_BYTES = 256 * 2**20
+"""Parameters gathered together under ZeRO-3: few collectives, bounded memory."""
+
+
+def export_model(
+    model: nn.Module,
+    config: Any,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    directory: Path,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write ``directory`` for ``AutoModelForCausalLM.from_pretrained``. Collective.
+
+    Args:
+        model: the module inside the engine.
+        config: its config; the copy that is written names ``vocab_size`` and ``dtype``.
+        vocab_size: rows kept of the embeddings (they may have been padded).
+        directory: replaced as a whole when everything is written and checked.
+
+    Raises:
+        RuntimeError: what is on disk lacks a weight of the model, or has another shape.
+    """
+    writes = torch.distributed.get_rank() == 0
+    partial = directory.with_name(f".{directory.name}.partial")
+    final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    shards = _Shards(partial, shard_bytes=shard_bytes)
+    for name, tensor in gathered(model, vocab_size=vocab_size, padded=config.vocab_size):
+        if writes:
+            shards.add(name, tensor.to(dtype))
+    if not writes:
+        return
+    shards.finish()
+    final.save_pretrained(partial)
+    _generation_config(model, final).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    check_export(partial, model, final)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+
+
+def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
+    """The config as others should see it: true vocabulary, cache on, the dtype on disk."""
+    final = copy.deepcopy(config)
+    final.vocab_size = vocab_size
+    final.use_cache = True
+    final.dtype = dtype
+    return final
+
+
+def _generation_config(model: nn.Module, config: Any) -> Any:
+    from transformers import GenerationConfig
+
+    generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(generation, name, None) is None:
+            setattr(generation, name, getattr(config, name, None))
+    generation.use_cache = True
+    return generation
+
+
+def gathered(
+    model: nn.Module, *, vocab_size: int, padded: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and whole values, tied weights once, persistent buffers too. Collective.
+
+    Rows of an embedding or a head beyond ``vocab_size`` are left out. A value is a view that
+    is good until the next one is asked for.
+    """
+    by_vocabulary = {
+        id(parameter)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    for part in _parts(list(model.named_parameters())):
+        with torch.no_grad(), whole([parameter for _, parameter in part]):
+            for name, parameter in part:
+                value = parameter.data
+                if id(parameter) in by_vocabulary and value.shape[0] == padded:
+                    value = value[:vocab_size]
+                yield name, value
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{module_name}.{name}" if module_name else name), buffer
+
+
+def _parts(
+    parameters: list[tuple[str, nn.Parameter]],
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    part: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in parameters:
+        part.append((name, parameter))
+        size += getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if size >= GATHER_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+class _Shards:
+    """Collects tensors on the CPU and writes a file whenever ``shard_bytes`` are together."""
+
+    def __init__(self, directory: Path, *, shard_bytes: int) -> None:
+        self._directory = directory
+        self._limit = shard_bytes
+        self._open: dict[str, torch.Tensor] = {}
+        self._open_bytes = 0
+        self._total = 0
+        self._files: list[tuple[Path, list[str]]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._open and self._open_bytes + size > self._limit:
+            self._write()
+        # A copy of its own: the gathered value is gone with the next one.
+        self._open[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._open_bytes += size
+        self._total += size
+
+    def finish(self) -> None:
+        """Write the rest, give the files their names, and the index if there are several."""
+        self._write()
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._files, start=1):
+            file = "model.safetensors"
+            if count > 1:
+                file = f"model-{number:05d}-of-{count:05d}.safetensors"
+            path.rename(self._directory / file)
+            weight_map.update(dict.fromkeys(names, file))
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2) + "\n"
+            (self._directory / "model.safetensors.index.json").write_text(text)
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        path = self._directory / f"part-{len(self._files)}.safetensors"
+        save_file(self._open, path, metadata={"format": "pt"})
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+        self._files.append((path, list(self._open)))
+        self._open, self._open_bytes = {}, 0
+
+
+def check_export(directory: Path, model: nn.Module, config: Any) -> None:
+    """Raise RuntimeError unless every weight that ``config`` asks for is on disk, in its shape.
+
+    Read from the files' headers: a weight saved from one shard only has shape [0] or a part.
+    """
+    from safetensors import safe_open
+
+    on_disk: dict[str, list[int]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            names = list(opened.keys())
+            shapes = {name: opened.get_slice(name).get_shape() for name in names}
+        on_disk.update(shapes)
+        least = sum(math.prod(shape) for shape in shapes.values())
+        if file.stat().st_size < least:
+            raise RuntimeError(f"{file} has {file.stat().st_size} bytes for {least} weights")
+    with torch.device("meta"):
+        empty = type(model)(config)
+    empty.tie_weights()
+    wanted = {name: list(parameter.shape) for name, parameter in empty.named_parameters()}
+    wrong = {
+        name: (on_disk.get(name), shape)
+        for name, shape in wanted.items()
+        if on_disk.get(name) != shape
+    }
+    if wrong:
+        name, (found, shape) = next(iter(wrong.items()))
+        raise RuntimeError(
+            f"The exported model is wrong in {len(wrong)} of {len(wanted)} weights, e.g. "
+            f"{name}: {found} on disk, {shape} in the model. Nothing was put in place."
+        )

@@ -1,0 +1,168 @@
+"""The network of a rank: its config, its weights, sharded from the first moment under ZeRO-3.
+
+From scratch or pretrained, a model is built empty on its device and filled parameter by
+parameter, so that under ZeRO-3 no rank ever holds it whole. Tried by
+``python -m pytest tests/integration/test_train_model.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.config import Experiment
+from llmx.errors import ConfigError
+from llmx.train.initialise import initialise
+from llmx.train.load import load_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def padded_vocab(size: int, *, multiple_of: int) -> int:
+    """``size`` rounded up: rows of the embedding that a matrix unit likes."""
+    return math.ceil(size / multiple_of) * multiple_of if multiple_of > 1 else size
+
+
+def true_vocab(tokenizer: Any) -> int:
+    """Ids the tokenizer can give; ``len(tokenizer)`` misses the holes that some have."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def model_config(exp: Experiment, *, tokenizer: Any) -> Any:
+    """The Hugging Face config of the run's model, vocabulary padded when from scratch."""
+    from transformers import AutoConfig
+
+    model = exp.model
+    overrides = dict(model.config)
+    if model.kind == "hf" or (model.init == "pretrained" and model.path is not None):
+        config = AutoConfig.from_pretrained(
+            model.path,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            **overrides,
+        )
+    else:
+        config = AutoConfig.for_model(model.kind, **overrides)
+    if model.init == "scratch":
+        size = true_vocab(tokenizer)
+        config.vocab_size = padded_vocab(size, multiple_of=model.pad_vocab_to_multiple_of)
+        _take_special_tokens(config, tokenizer)
+    config.use_cache = False
+    _check(exp, config, tokenizer)
+    return config
+
+
+def _take_special_tokens(config: Any, tokenizer: Any) -> None:
+    """A new model answers with the tokenizer's own special tokens, not with its family's."""
+    config.bos_token_id = tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    # An embedding that names a padding row gives it a zero vector and no gradient: only right
+    # if that token is nothing but padding.
+    alone = tokenizer.pad_token_id not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    config.pad_token_id = tokenizer.pad_token_id if alone else None
+
+
+def _check(exp: Experiment, config: Any, tokenizer: Any) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and exp.data.seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len={exp.data.seq_len} is over the {limit} positions of the model. "
+            f"Set data.seq_len to at most {limit}, or model.config.max_position_embeddings."
+        )
+    if true_vocab(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"The tokenizer has ids up to {true_vocab(tokenizer) - 1}, the model an embedding "
+            f"of {config.vocab_size} rows. Set model.tokenizer to the model's own tokenizer."
+        )
+
+
+def attention_implementation(exp: Experiment, *, accelerator: str) -> str:
+    """The one that is used: ``auto`` is PyTorch's scaled_dot_product_attention."""
+    chosen = exp.model.attention
+    if chosen == "flash_attention_2" and accelerator != "cuda":
+        raise ConfigError(
+            f"model.attention=flash_attention_2 needs CUDA, this run is on {accelerator}. "
+            "Set model.attention=sdpa."
+        )
+    return "sdpa" if chosen == "auto" else chosen
+
+
+def build_model(
+    exp: Experiment,
+    config: Any,
+    *,
+    precision: str,
+    device: torch.device,
+    implementation: str,
+    ds_config: dict[str, Any],
+) -> nn.Module:
+    """A causal LM with its weights in place, in the training dtype.
+
+    Weights from scratch depend on ``exp.seed`` and the parameter's module alone: the same for
+    every ZeRO stage and number of ranks. Needs ``torch.distributed`` under ZeRO-3.
+    """
+    dtype = DTYPES[precision]
+    stage = ds_config["zero_optimization"]["stage"]
+    with _empty_model(stage=stage, device=device, ds_config=ds_config):
+        model = _construct(exp, config, dtype=dtype, implementation=implementation)
+    model.tie_weights()
+    if exp.model.init == "scratch":
+        initialise(model, seed=exp.seed)
+    else:
+        load_weights(model, exp.model)
+    if exp.model.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _construct(exp: Experiment, config: Any, *, dtype: torch.dtype, implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=implementation,
+            trust_remote_code=exp.model.trust_remote_code,
+        )
+    except ValueError as error:
+        if "attn_implementation" in str(error) or "attention" in str(error).lower():
+            raise ConfigError(
+                f"model.attention={implementation} does not work with "
+                f"{type(config).__name__}: {error} Set model.attention=eager."
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _empty_model(*, stage: int, device: torch.device, ds_config: dict[str, Any]) -> Iterator[None]:
+    """Inside, a model is made without drawing weights; under ZeRO-3 sharded as it is made.
+
+    Transformers' own way (``HfDeepSpeedConfig``) is not used: it keeps a process-wide state,
+    draws the weights of rank 0 from one stream, and reads a checkpoint whole on rank 0.
+    """
+    from transformers.initialization import no_init_weights
+
+    with contextlib.ExitStack() as stack:
+        if stage == 3:
+            import deepspeed
+            from transformers.integrations.deepspeed import prevent_arange_dtype_change
+
+            # zero.Init turns every new float tensor into the training dtype; the rotary
+            # frequencies come from arange and must stay fp32. Entered first, as it must be.
+            stack.enter_context(prevent_arange_dtype_change())
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
+        else:
+            stack.enter_context(device)
+        stack.enter_context(no_init_weights())
+        yield
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Elements of all parameters, tied ones once, whole also under ZeRO-3."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())

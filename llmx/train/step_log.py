@@ -1,0 +1,105 @@
+"""One ``train`` line of ``metrics.jsonl``: gathered over steps, written from all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from llmx.train.batches import Step
+from llmx.train.metrics import flops_of_step, memory_gib, model_flops
+from llmx.train.model import num_parameters
+from llmx.train.schedule import lr_at
+from llmx.train.session import Session
+
+
+class NonFiniteLoss(FloatingPointError):
+    """The loss is NaN or infinite: from here on the weights would be, too."""
+
+
+class StepLog:
+    """Gathers what a ``train`` line of ``metrics.jsonl`` says, over the steps since the last."""
+
+    def __init__(self, session: Session, *, total: int) -> None:
+        self.session = session
+        self.total = total
+        self.tokens_seen = 0
+        self.target_tokens_seen = 0
+        model = session.engine.module
+        self.flops = model_flops(model, session.engine.config, num_parameters=num_parameters(model))
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval now (evaluation does not count as training time)."""
+        self.began = self.waiting_since = time.perf_counter()
+        self.data_wait_s = 0.0
+        self.steps = self.tokens = self.targets = self.squares = 0
+        self.loss_sum: torch.Tensor | None = None
+
+    def data_is_here(self) -> None:
+        self.data_wait_s += time.perf_counter() - self.waiting_since
+
+    def add(self, step: Step, loss_sum: torch.Tensor) -> None:
+        """After each step; nothing here waits for the device."""
+        self.steps += 1
+        self.tokens += step.tokens
+        self.targets += step.target_tokens
+        self.squares += step.square_tokens
+        self.loss_sum = loss_sum
+        self.waiting_since = time.perf_counter()
+
+    def write(self, step: Step) -> None:
+        """One line, from all ranks. Collective. Raises NonFiniteLoss, on every rank alike."""
+        assert self.loss_sum is not None
+        session, engine = self.session, self.session.engine
+        mine = torch.tensor(
+            [
+                float(self.loss_sum),
+                self.squares,
+                memory_gib(engine.device.type),
+                self.data_wait_s,
+            ],
+            dtype=torch.float64,
+            device=engine.device,
+        )
+        everyone = [torch.empty_like(mine) for _ in range(session.plan.world_size)]
+        torch.distributed.all_gather(everyone, mine)
+        table = torch.stack(everyone).cpu()
+        loss_sum, squares = table[:, :2].sum(dim=0).tolist()
+        elapsed = time.perf_counter() - self.began
+        self.tokens_seen += self.tokens
+        self.target_tokens_seen += self.targets
+        flops = flops_of_step(
+            **self.flops, tokens=self.tokens, target_tokens=self.targets, square_tokens=squares
+        )
+        peak = session.plan.peak_tflops * 1e12
+        done, batch = step.step + 1, session.plan.batch
+        loss = loss_sum / max(step.target_tokens, 1)
+        tokens_per_s = self.tokens / elapsed
+        session.metrics.write(
+            "train",
+            step=done,
+            samples=done * batch.global_batch,
+            tokens=self.tokens_seen,
+            target_tokens=self.target_tokens_seen,
+            epoch=done * batch.global_batch / len(session.train_store),
+            loss=loss,
+            lr=lr_at(step.step, optim=session.exp.optim, total=self.total),
+            grad_norm=engine.grad_norm(),
+            loss_scale=engine.loss_scale(),
+            skipped_steps=engine.engine.skipped_steps,
+            step_time_s=elapsed / self.steps,
+            tokens_per_s=tokens_per_s,
+            mfu=flops / elapsed / peak if peak else None,
+            memory_gib=[round(value, 3) for value in table[:, 2].tolist()],
+            data_wait_s=float(table[:, 3].max()),
+        )
+        session.say(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"The loss of step {done} is {loss}. The last finite state is not kept; lower "
+                f"optim.lr (now {session.exp.optim.lr:g}), or set precision=bf16 or fp32 if this "
+                "is fp16."
+            )
+        self.restart()

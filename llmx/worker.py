@@ -1,0 +1,165 @@
+"""One rank: from a run directory to a trained model. Started by DeepSpeed's launcher.
+
+``deepspeed ... --module --no_local_rank llmx.worker RUN_DIR`` on every host. Reads
+``config.yaml``, ``plan.json`` and ``ds_config.json`` there and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Slurm's runner in DeepSpeed starts this file by its path, and Python puts the directory
+    # of the file first on sys.path, where llmx's modules would shadow others of their name.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from llmx.config import Experiment, experiment_from_dict
+from llmx.errors import ConfigError
+from llmx.plan.types import Plan
+from llmx.rundir import RunDir, read_json
+from llmx.train.status import RankStatus
+
+SOURCES = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
+}
+"""Where a rank's place stands when the transport, not DeepSpeed's launcher, started it."""
+
+INTERRUPTED = 128 + signal.SIGTERM
+
+
+def main(argv: list[str]) -> int:
+    """Run this rank; the exit code is 0 only if it finished."""
+    if len(argv) != 1:
+        print("usage: python -m llmx.worker RUN_DIR", file=sys.stderr)
+        return 2
+    run_dir = RunDir(Path(argv[0]))
+    complete_environment(os.environ)
+    rank = int(os.environ["RANK"])
+    redirect_output(run_dir, rank=rank)
+    status = RankStatus(run_dir, rank=rank)
+    end_on_signal(status)
+    status.start_heartbeat()
+    try:
+        train(run_dir, status)
+    except BaseException as error:
+        status.fail(error)
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Not sys.exit: clean-up would wait for peers that are dead, or for collectives.
+        os._exit(1)
+    status.stop_heartbeat()
+    return 0
+
+
+def train(run_dir: RunDir, status: RankStatus) -> None:
+    """Everything between the first and the last line of the status file."""
+    exp = read_experiment(run_dir)
+    plan = Plan.from_dict(read_json(run_dir.plan))
+    check_place(plan, os.environ)
+    os.environ["LOCAL_SIZE"] = str(local_size(plan, int(os.environ["RANK"])))
+    if exp.deterministic and plan.accelerator == "cuda":
+        # cuBLAS reads it at its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    import torch
+
+    from llmx.train.engine import join_process_group
+    from llmx.train.loop import run
+
+    join_process_group(plan)
+    run(exp, plan, read_json(run_dir.ds_config), run_dir, status)
+    status.enter("finished")
+    # Without it a rank sometimes aborts at exit, in a thread of the communication library.
+    torch.distributed.destroy_process_group()
+
+
+def complete_environment(environment: MutableMapping[str, str]) -> None:
+    """Set RANK, WORLD_SIZE and LOCAL_RANK from OpenMPI's or Slurm's names where they are absent.
+
+    Raises ConfigError that names what is missing when nothing started this process as a rank.
+    """
+    for name, sources in SOURCES.items():
+        if name not in environment:
+            for source in sources:
+                if source in environment:
+                    environment[name] = environment[source]
+                    break
+    wanted = (*SOURCES, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in wanted if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: this process is no rank of a run. Start runs with "
+            "`python -m llmx`; RUN_DIR/command.txt has the launcher's command."
+        )
+
+
+def check_place(plan: Plan, environment: Mapping[str, str]) -> None:
+    """The launcher started as many ranks as were planned; else ranks would train separately."""
+    world, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
+    if world != plan.world_size or not 0 <= rank < plan.world_size:
+        raise ConfigError(
+            f"This is rank {rank} of {world}, the plan has {plan.world_size} ranks: the "
+            "launcher started another number of processes, or the nodes do not know each "
+            "other. See logs/launcher.log."
+        )
+
+
+def local_size(plan: Plan, rank: int) -> int:
+    """Ranks on this rank's host (DeepSpeed counts CPU devices by LOCAL_SIZE)."""
+    host = plan.ranks[rank].host
+    return sum(other.host == host for other in plan.ranks)
+
+
+def read_experiment(run_dir: RunDir) -> Experiment:
+    """The snapshot's config, typed. Hydra and OmegaConf are not needed for it."""
+    import yaml
+
+    return experiment_from_dict(yaml.safe_load(run_dir.config.read_text(encoding="utf-8")))
+
+
+def redirect_output(run_dir: RunDir, *, rank: int) -> None:
+    """Send file descriptors 1 and 2 to this rank's log, so that C++ libraries land there too."""
+    path = run_dir.rank_log(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def end_on_signal(status: RankStatus) -> None:
+    """On SIGTERM or SIGINT: status ``interrupted``, then leave at once, wherever the main thread is.
+
+    A handler in Python waits for the main thread, which may sit in a collective that never
+    ends. The wake-up descriptor is written by the C handler itself, and a thread reads it.
+    """
+    ends = (signal.SIGTERM, signal.SIGINT)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    for number in ends:
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while (data := os.read(read_end, 1)) and data[0] not in ends:
+            continue
+        status.enter("interrupted")
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""Run directories for tests of the rank's side: config, plan and DeepSpeed's JSON, written as
+``llmx.snapshot`` writes them; and starting the ranks with the real ``deepspeed``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmx.config import Experiment, experiment_from_dict, to_dict
+from llmx.plan import ds_config, make_plan
+from llmx.plan.types import BatchPlan, Plan
+from llmx.rundir import RunDir, write_json, write_text
+
+TINY_LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def experiment(run_dir: Path, *, ranks: int = 2, **groups: Any) -> Experiment:
+    """A small CPU experiment on the bundled data; ``groups`` override key by key."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "run_dir": str(run_dir),
+        "precision": "fp32",
+        "model": {
+            "name": "tiny",
+            "kind": "llama",
+            "init": "scratch",
+            "tokenizer": "demo",
+            "config": dict(TINY_LLAMA),
+        },
+        "data": {
+            "path": "demo",
+            "seq_len": 128,
+            "max_rows": 400,
+            "eval_samples": 0,
+            "cache_dir": str(run_dir.parent / "cache"),
+        },
+        "task": {"kind": "sft", "steps": 6, "log_every_steps": 1},
+        "zero": {"stage": 2},
+        "hardware": {
+            "name": "cpu",
+            "hosts": [{"name": "localhost", "slots": ranks, "device": "cpu"}],
+            "devices": {"cpu": {"accelerator": "cpu", "precisions": ["fp32", "bf16", "fp16"]}},
+        },
+        "optim": {"kind": "adamw", "lr": 1e-3, "warmup_steps": 2},
+        "batch": {"micro_batch": 4, "accumulation": 1},
+        "launch": {"transport": "local"},
+    }
+    for group, override in groups.items():
+        if isinstance(override, dict):
+            values[group] = {**values[group], **override}
+        else:
+            values[group] = override
+    return experiment_from_dict(values)
+
+
+def write_run(exp: Experiment, *, plan: Plan | None = None) -> RunDir:
+    """The files that the ranks read."""
+    run_dir = RunDir(Path(exp.run_dir))
+    plan = plan or make_plan(exp)
+    write_text(run_dir.config, yaml.safe_dump(to_dict(exp), sort_keys=False))
+    write_json(run_dir.plan, plan.to_dict())
+    write_json(run_dir.ds_config, ds_config(exp, plan))
+    return run_dir
+
+
+def with_batch(plan: Plan, micro_batches: tuple[int, ...], accumulation: int) -> Plan:
+    """The same plan with this split, equal or not."""
+    batch = BatchPlan(
+        sum(micro_batches) * accumulation, accumulation, micro_batches, plan.batch.seq_len
+    )
+    ranks = tuple(
+        replace(rank, micro_batch=micro)
+        for rank, micro in zip(plan.ranks, micro_batches, strict=True)
+    )
+    return replace(plan, batch=batch, ranks=ranks)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def rank_environment(**more: str) -> dict[str, str]:
+    """What a rank gets: no GPU, one thread, nothing of this test run's own."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_"))
+    }
+    return {
+        **kept,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **more,
+    }
+
+
+def launch(
+    target: str, *arguments: str, ranks: int, timeout_s: float = 300.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Start ``ranks`` processes of a module (or of a script, by its path) with ``deepspeed``."""
+    command = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        f"--num_gpus={ranks}",
+        f"--master_port={free_port()}",
+        "--no_local_rank",
+        *([] if target.endswith(".py") else ["--module"]),
+        target,
+        *arguments,
+    ]
+    return subprocess.run(
+        command,
+        env=rank_environment(LOCAL_SIZE=str(ranks), **environment),
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def logs(run_dir: RunDir) -> str:
+    """All ranks' logs, for the message of a failed assertion."""
+    return "\n".join(
+        f"== {path.name}\n{path.read_text()[-4000:]}" for path in sorted(run_dir.logs.glob("*"))
+    )
