@@ -1,0 +1,82 @@
+"""The one sample order: which samples make up step k is a pure function of (seed, k).
+
+Nothing else enters: not the number of ranks, not the micro batches, not the accumulation,
+not a restart. Ranks take consecutive slices of a step's samples. So a resumed run needs one
+integer, and a run on other hardware sees the same data.
+
+    >>> samples_of_step(0, global_batch=4, num_samples=10, seed=0)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from llmx.errors import DataError
+
+
+@lru_cache(maxsize=2)  # A step touches one epoch, or two at a border.
+def permutation(epoch: int, *, num_samples: int, seed: int) -> np.ndarray:
+    """The order of all samples in one epoch, int64 [num_samples]; read-only.
+
+    Philox is counter-based: its stream is fixed by its key for every platform and every
+    NumPy version. The permutation is the sort order of its 64-bit draws, ties (of which there
+    are none in practice) in index order, so that no shuffle algorithm enters either.
+    """
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    draws = np.random.Philox(key=key).random_raw(num_samples)
+    order = np.argsort(draws, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def samples_of_step(step: int, *, global_batch: int, num_samples: int, seed: int) -> np.ndarray:
+    """Indices of the samples of optimizer step ``step`` (from 0), int64 [global_batch].
+
+    Sample ``i = step * global_batch + j`` of the run is position ``i % num_samples`` of epoch
+    ``i // num_samples``: every epoch sees every sample once, and a step may lie across two
+    epochs (or more, when there are fewer samples than the batch takes).
+    """
+    if step < 0 or global_batch < 1:
+        raise ValueError(f"step {step} must be >= 0 and global_batch {global_batch} >= 1")
+    if num_samples < 1:
+        raise DataError("The data has no samples: nothing to train on. Check data.path.")
+    first = step * global_batch
+    parts: list[np.ndarray] = []
+    missing = global_batch
+    while missing:
+        epoch, position = divmod(first, num_samples)
+        order = permutation(epoch, num_samples=num_samples, seed=seed)
+        part = order[position : position + missing]
+        parts.append(part)
+        first += len(part)
+        missing -= len(part)
+    return np.concatenate(parts)
+
+
+def rank_slice(
+    samples: np.ndarray,
+    *,
+    micro_batches: tuple[int, ...],
+    accumulation: int,
+    rank: int,
+    micro_step: int,
+) -> np.ndarray:
+    """The part of a step's ``samples`` that ``rank`` takes in ``micro_step`` (from 0).
+
+    ``micro_batches`` are samples a rank takes in one micro step, one entry a rank, not
+    necessarily equal. Micro step a takes the samples ``[a*S, (a+1)*S)`` with S their sum, and
+    the ranks take consecutive parts of those. Over all ranks and micro steps the slices cover
+    the step exactly once.
+    """
+    together = sum(micro_batches)
+    if len(samples) != together * accumulation:
+        raise ValueError(
+            f"{len(samples)} samples of a step are not sum(micro_batches) x accumulation "
+            f"= {together} x {accumulation}"
+        )
+    if not 0 <= micro_step < accumulation:
+        raise ValueError(f"micro_step {micro_step} is not in [0, {accumulation})")
+    start = micro_step * together + sum(micro_batches[:rank])
+    return samples[start : start + micro_batches[rank]]

@@ -1,0 +1,58 @@
+"""Held-out questions for generation: prompt, expected answer and where to stop.
+
+A prompt is cut from the very row that would be trained, so a model is asked exactly as it
+was taught.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmx.config import Experiment
+from llmx.data.forms import Conversation
+from llmx.data.render import Renderer
+from llmx.data.source import Source
+from llmx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Question:
+    """One held-out question: the last turn of a conversation is its expected answer."""
+
+    text: str
+    """The user's last words, for a table."""
+    prompt: np.ndarray
+    """uint32 [n]: the whole conversation up to the answer, template included."""
+    expected: str
+
+
+def held_out_questions(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Question]:
+    """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
+    ``seq_len``. Raises ConfigError for a source of plain text, in which nothing is asked."""
+    source = Source.of(exp, "eval")
+    if source.form == "text":
+        raise ConfigError(
+            f"task.eval_generate asks questions, {source.path} holds plain text. Set it to 0."
+        )
+    renderer = Renderer(tokenizer, template=exp.data.template)
+    questions: list[Question] = []
+    rows = source.rows()
+    while len(questions) < limit:
+        row = next(rows, False)
+        if row is False:
+            break
+        if not isinstance(row, Conversation):
+            continue
+        prompt, expected = renderer.prompt(row)
+        if len(prompt) < exp.data.seq_len:
+            questions.append(Question(row.messages[-2].content, prompt, expected.strip()))
+    return questions
+
+
+def stop_token_ids(tokenizer: Any, *, template: str = "auto") -> list[int]:
+    """The tokens at which an answer ends: the end token, and the one that closes an
+    assistant's turn in the template where that is another."""
+    return Renderer(tokenizer, template=template).stop_token_ids

@@ -1,0 +1,256 @@
+"""Makes the bundled demo set: instructions that a small model learns from scratch in a minute.
+
+    python scripts/make_demo_data.py [--output llmx/assets/demo]
+
+Writes ``train.jsonl``, ``eval.jsonl`` and ``tokenizer/``. Seeded: the same bytes every time
+(a test compares them with the bundled ones). Every row is a ``messages`` conversation.
+
+Why it proves something: the held-out questions are new. Either their answer lies in the
+question itself (who has the kite, what colour is the boat), so that it can only be found by
+reading, or a known item is asked for in a phrasing that it was never seen in. No held-out
+question is a training question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+SEED = 20
+TRAIN_ROWS = 6000
+EVAL_ROWS = 160
+VOCABULARY = 1024
+
+NAMES = (
+    "Anna Ben Carla David Emma Felix Grace Hugo Iris Jack Kate Leo Mia Noah Olga Paul "
+    "Rosa Sam Tina Victor"
+).split()
+THINGS = (
+    "ball kite boat book lamp drum bell cup hat coat chair clock key map ring shoe spoon "
+    "table train wagon"
+).split()
+COLOURS = "red blue green yellow black white brown pink purple orange grey golden".split()
+WORDS = (
+    "maple river cloud stone candle garden winter bridge silver forest meadow harbour "
+    "window mountain shadow thunder pepper velvet island feather copper marble lantern "
+    "castle breeze acorn valley willow ember comet"
+).split()
+SEQUENCES = (
+    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
+    "January February March April May June July August September October November December".split(),
+    "one two three four five six seven eight nine ten eleven twelve".split(),
+)
+OPPOSITES = [
+    pair.split("-")
+    for pair in (
+        "hot-cold big-small fast-slow high-low old-young hard-soft wet-dry full-empty "
+        "open-closed early-late light-dark long-short rich-poor thick-thin loud-quiet "
+        "strong-weak happy-sad sweet-sour near-far clean-dirty day-night up-down left-right "
+        "inside-outside"
+    ).split()
+]
+KINDS = {
+    "bird": "robin eagle swan owl crow pigeon heron gull".split(),
+    "fish": "salmon trout shark tuna herring carp cod pike".split(),
+    "fruit": "pear apple plum cherry lemon grape peach banana".split(),
+    "tool": "hammer saw drill wrench chisel pliers spade axe".split(),
+    "tree": "oak birch pine cedar elm ash beech spruce".split(),
+    "instrument": "violin flute piano guitar trumpet harp cello organ".split(),
+}
+AFTER = (
+    "What comes after {}?",
+    "Which one follows {}?",
+    "Name the one right after {}.",
+    "Tell me what is next after {}.",
+    "After {} comes what?",
+    "{} is followed by what?",
+)
+BEFORE = (
+    "What comes before {}?",
+    "Which one precedes {}?",
+    "Name the one right before {}.",
+    "Tell me what is just before {}.",
+    "Before {} comes what?",
+    "{} is preceded by what?",
+)
+OPPOSITE = (
+    "What is the opposite of {}?",
+    "Give me the opposite of {}.",
+    "Name the opposite of {}.",
+    "Which word means the opposite of {}?",
+    "{} is the opposite of what?",
+    "Tell me the opposite of {}.",
+)
+KIND = (
+    "What kind of thing is a {}?",
+    "A {} is what kind of thing?",
+    "Name the kind of thing that a {} is.",
+    "Tell me what kind of thing a {} is.",
+    "What is a {}?",
+    "Say what a {} is.",
+)
+Question = tuple[str, str]
+
+
+def known_items() -> list[Question]:
+    """Every known item in every phrasing; the held-out ones are combinations never trained."""
+    questions: list[Question] = []
+    for sequence in SEQUENCES:
+        for first, second in itertools.pairwise(sequence):
+            after, before = f"After {first} comes {second}.", f"Before {second} comes {first}."
+            questions += [(phrase.format(first), after) for phrase in AFTER]
+            questions += [(phrase.format(second), before) for phrase in BEFORE]
+    for pair in OPPOSITES:
+        for one, other in (pair, pair[::-1]):
+            answer = f"The opposite of {one} is {other}."
+            questions += [(phrase.format(one), answer) for phrase in OPPOSITE]
+    for kind, members in KINDS.items():
+        for member in members:
+            answer = f"The {member} is a kind of {kind}."
+            questions += [(phrase.format(member), answer) for phrase in KIND]
+    return [(question[0].upper() + question[1:], answer) for question, answer in questions]
+
+
+def colour_of(rng: random.Random) -> Question:
+    things, colours = rng.sample(THINGS, 3), rng.sample(COLOURS, 3)
+    pairs = list(zip(things, colours, strict=True))
+    story = " ".join(f"The {thing} is {colour}." for thing, colour in pairs)
+    thing, colour = rng.choice(pairs)
+    return f"{story} What colour is the {thing}?", f"The {thing} is {colour}."
+
+
+def owned_by(rng: random.Random) -> Question:
+    names, things = rng.sample(NAMES, 3), rng.sample(THINGS, 3)
+    pairs = list(zip(names, things, strict=True))
+    story = " ".join(f"{name} has the {thing}." for name, thing in pairs)
+    name, thing = rng.choice(pairs)
+    return f"{story} What does {name} have?", f"{name} has the {thing}."
+
+
+def repeated(rng: random.Random) -> Question:
+    word, (number, times) = rng.choice(WORDS), rng.choice((("two", 2), ("three", 3)))
+    phrase = rng.choice(
+        ("Say the word {} {} times.", "Repeat the word {} {} times.", "Write {} {} times.")
+    )
+    return phrase.format(word, number), " ".join([word] * times)
+
+
+def place_in_list(rng: random.Random) -> Question:
+    words = rng.sample(WORDS, 4)
+    place, index = rng.choice((("first", 0), ("last", 3)))
+    return f"What is the {place} word of this list: {', '.join(words)}?", words[index]
+
+
+def reversed_list(rng: random.Random) -> Question:
+    words = rng.sample(WORDS, 3)
+    return f"Reverse the order: {', '.join(words)}.", ", ".join(reversed(words))
+
+
+FAMILIES = (colour_of, owned_by, repeated, place_in_list, reversed_list)
+
+
+def generated(rng: random.Random, taken: set[str]) -> Iterator[Question]:
+    """Endless questions whose answer lies in the question; none that is already ``taken``."""
+    for family in itertools.cycle(FAMILIES):
+        for _ in range(1000):
+            question = family(rng)
+            if question[0] not in taken:
+                break
+        else:
+            continue
+        taken.add(question[0])
+        yield question
+
+
+def make_rows() -> tuple[list[Question], list[Question]]:
+    """(train, eval) questions with answers, shuffled; no question is in both."""
+    rng = random.Random(SEED)
+    known = known_items()
+    rng.shuffle(known)
+    half = EVAL_ROWS // 4
+    fresh = generated(rng, taken={question for question, _ in known})
+    held_out = known[:half] + list(itertools.islice(fresh, EVAL_ROWS - half))
+    train = known[half:] + list(itertools.islice(fresh, TRAIN_ROWS - len(known) + half))
+    rng.shuffle(held_out)
+    rng.shuffle(train)
+    return train, held_out
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>' }}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SPECIAL_TOKENS = (
+    "<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
+)  # fmt: skip
+
+
+def make_tokenizer(texts: list[str], directory: Path) -> None:
+    """A byte-level BPE (no text is unknown to it) in which most words are one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    # A word is the same token at the start of a turn and inside a sentence.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Strip(content=" ", left=1, right=0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 2048,
+        "pad_token": "<|pad|>",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
+
+
+def write_rows(path: Path, rows: list[Question]) -> None:
+    lines = []
+    for question, answer in rows:
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+        lines.append(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = Path(__file__).resolve().parent.parent / "llmx" / "assets" / "demo"
+    parser.add_argument("--output", type=Path, default=default)
+    output: Path = parser.parse_args().output
+    output.mkdir(parents=True, exist_ok=True)
+    train, held_out = make_rows()
+    write_rows(output / "train.jsonl", train)
+    write_rows(output / "eval.jsonl", held_out)
+    make_tokenizer([text for row in train for text in row], output / "tokenizer")
+    print(f"{len(train)} training and {len(held_out)} held-out rows in {output}")
+
+
+if __name__ == "__main__":
+    main()
