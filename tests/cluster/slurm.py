@@ -70,10 +70,8 @@ def _start_munge(host: Host, *, key: Path) -> None:
     run.mkdir(mode=0o755)
     directory = host.directory / "munge"
     directory.mkdir(mode=0o700)
-    host.run(
-        ["munged", "--force", "--key-file", key]
-        + ["--log-file", directory / "log", "--seed-file", directory / "seed"]
-    )
+    files = ["--key-file", key, "--log-file", directory / "log", "--seed-file", directory / "seed"]
+    host.run(["munged", "--force", *files])
     wait_until((run / "munge.socket.2").exists, timeout_s=10, what=f"munged on {host.name}")
 
 
@@ -100,6 +98,8 @@ def _slurm_conf(cluster: Cluster, *, state: Path, slots: int) -> str:
         "SchedulerType=sched/builtin\nSchedulerParameters=batch_sched_delay=0\n"
         f"StateSaveLocation={state}\n"
         f"SlurmdSpoolDir={state}/spool-%n\n"
+        # Private to the host; the hosts share /tmp.
+        "TmpFS=/run\n"
         "SlurmctldPidFile=/run/slurmctld.pid\nSlurmdPidFile=/run/slurmd.pid\n"
         f"SlurmctldLogFile={state}/slurmctld.log\nSlurmdLogFile={state}/slurmd-%n.log\n"
         f"{nodes}"
