@@ -1,0 +1,360 @@
+"""The known failures of launching and of ranks: what they look like, what they are, what helps.
+
+Each row was seen on real clusters or provoked on purpose; the tests hold the message as it is
+printed. Earlier rows win, so the specific ones come first. ``{name}`` in a cause or a fix is
+filled from the group of that name in the pattern.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """One row of the catalogue."""
+
+    name: str
+    outcome: str
+    pattern: re.Pattern[str]
+    cause: str
+    fix: str
+    consequence: bool = False
+    """Usually follows from another rank's death; never the first thing to look at."""
+
+
+def _known(
+    name: str, outcome: str, pattern: str, cause: str, fix: str, *, consequence: bool = False
+) -> Known:
+    return Known(name, outcome, re.compile(pattern, re.MULTILINE), cause, fix, consequence)
+
+
+MEMORY_LADDER = (
+    "in this order: batch.micro_batch=1 (accumulation keeps the global batch), "
+    "model.activation_checkpointing=true, zero=stage2, zero=stage2_offload, zero=stage3, "
+    "zero=stage3_offload, zero=infinity. `dry_run=true` shows the predicted memory"
+)
+
+CATALOGUE: tuple[Known, ...] = (
+    # Memory and disk.
+    _known(
+        "cuda_oom",
+        "oom",
+        r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
+        r"|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory",
+        "the GPU's memory is full",
+        MEMORY_LADDER,
+    ),
+    _known(
+        "shm_full",
+        "disk_full",
+        r"(/dev/shm|shm_open|shared memory).{0,200}(No space left|Bus error|Errno 28)"
+        r"|(No space left|Errno 28).{0,200}/dev/shm|insufficient shared memory \(shm\)",
+        "/dev/shm of the host is full or too small",
+        "give containers more of it (docker run --shm-size=8g), or remove what dead runs left: "
+        "ls -la /dev/shm",
+    ),
+    _known(
+        "disk_full",
+        "disk_full",
+        r"No space left on device|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]|ENOSPC",
+        "the disk is full (or the quota is used up)",
+        "free some space or set run_dir and data.cache_dir to a larger disk; `df -h` shows them",
+    ),
+    _known(
+        "host_oom",
+        "oom",
+        r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|\[Errno 12\]"
+        r"|^MemoryError|cudaHostAlloc|unable to allocate .{0,40}pinned",
+        "the host's RAM is full",
+        "offload less (zero.offload_optimizer, zero.offload_param), zero.pin_memory=false, fewer "
+        "ranks on the host, or zero=infinity to use an NVMe disk",
+    ),
+    _known(
+        "open_files",
+        "config",
+        r"Too many open files|\[Errno 24\]",
+        "more files are open than the limit of the user allows",
+        "raise it (ulimit -n 65536) or use fewer processes: data.num_workers=4",
+    ),
+    # Files, modules and versions that differ between hosts.
+    _known(
+        "worker_missing",
+        "config",
+        r"can't open file '(?P<path>[^']*worker\.py)'"
+        r"|No such file or directory: '(?P<file>[^']*config\.yaml)'"
+        r"|(bash|sh):.{0,20} cd: (?P<dir>[^:\n]+): No such file",
+        "a host does not see the code or the run directory",
+        "there is no shared file system: set launch.sync=rsync, or put run_dir on a shared one",
+    ),
+    _known(
+        "python_missing",
+        "config",
+        r"(?P<python>/\S*python[\d.]*): (No such file|not found|command not found)",
+        "{python} does not exist on a host",
+        "install the same environment at the same path on every host, or set launch.python",
+    ),
+    _known(
+        "ninja",
+        "config",
+        r"Ninja is required to load C\+\+ extensions",
+        "DeepSpeed builds an extension and finds no ninja",
+        "pip install ninja on that host, or use optim=adamw, which needs no extension",
+    ),
+    _known(
+        "compiler",
+        "config",
+        r"No such file or directory: '(?P<a>g\+\+|c\+\+|gcc|cc)'"
+        r"|(?P<b>g\+\+|c\+\+|gcc): (command )?not found"
+        r"|Command '\['which', '(?P<c>g\+\+|c\+\+)'\]' returned non-zero",
+        "DeepSpeed builds an extension and finds no C++ compiler",
+        "apt-get install g++ on that host, or use optim=adamw, which needs no extension",
+    ),
+    _known(
+        "cuda_home",
+        "config",
+        r"CUDA_HOME environment variable is not set|CUDA_HOME does not exist|nvcc: not found"
+        r"|No such file or directory: '[^']*nvcc'",
+        "DeepSpeed builds a CUDA extension and finds no CUDA toolkit",
+        "install the toolkit and export CUDA_HOME, or use optim=adamw, which needs no extension",
+    ),
+    _known(
+        "cuda_mismatch",
+        "config",
+        r"CUDAMismatchException|Installed CUDA version (?P<a>\S+) does not match",
+        "the CUDA toolkit of the host is not the one torch was built with",
+        "install the toolkit of torch.version.cuda, or export DS_SKIP_CUDA_CHECK=1 for a minor "
+        "difference",
+    ),
+    _known(
+        "cuda_library",
+        "config",
+        r"(?P<lib>lib(cudart|nccl|cublas|cublasLt|cudnn|cusparse|curand|nvrtc)[^:\s]*\.so[.\d]*): "
+        r"cannot open shared object file",
+        "{lib} is missing on a host, or another version of it is there",
+        "reinstall torch with the CUDA wheels of this host, and rebuild the extension: "
+        "rm -r ~/.cache/torch_extensions",
+    ),
+    _known(
+        "stale_extension",
+        "config",
+        r"undefined symbol: \S+.{0,300}|cannot open shared object file: .{0,200}torch_extensions",
+        "an extension was built against another torch",
+        "rm -r ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR) on that host",
+    ),
+    _known(
+        "module",
+        "config",
+        r"(ModuleNotFoundError|ImportError): No module named '?(?P<module>[\w.]+)|"
+        r"Error while finding module specification for '(?P<spec>[\w.]+)'",
+        "a module is missing in the Python of a host",
+        "install the same environment on every host; for the code itself launch.sync=rsync",
+    ),
+    # ssh and launchers.
+    _known(
+        "ssh_refused",
+        "comm",
+        r"connect to host (?P<host>\S+) port (?P<port>\d+): Connection refused",
+        "nothing listens for ssh on {host} port {port}",
+        "start sshd there, or set the right port of the host (hardware.hosts[i].ssh_port)",
+    ),
+    _known(
+        "ssh_route",
+        "comm",
+        r"connect to host (?P<host>\S+) port (?P<port>\d+): "
+        r"(?P<why>No route to host|Network is unreachable|(Connection|Operation) timed out)",
+        "{host} does not answer ({why})",
+        "check that it is up and that a firewall lets port {port} through",
+    ),
+    _known(
+        "ssh_name",
+        "config",
+        r"Could not resolve hostname (?P<host>[^\s:]+)",
+        "the name {host} has no address",
+        "set the address of the host (hardware.hosts[i].address), or add it to /etc/hosts",
+    ),
+    _known(
+        "ssh_key",
+        "config",
+        r"Permission denied \((?P<methods>publickey[^)]*)\)|Too many authentication failures",
+        "the host does not accept this user's key",
+        "ssh-copy-id to it, or set hardware.hosts[i].user and hardware.hosts[i].identity_file",
+    ),
+    _known(
+        "ssh_host_key",
+        "config",
+        r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "the host answers with another key than before",
+        "if it was reinstalled: ssh-keygen -R HOST; else somebody else answers",
+    ),
+    _known(
+        "launcher_missing",
+        "config",
+        r"launcher '(?P<launcher>\w+)' not installed|(?P<program>pdsh|mpirun|srun|orted): "
+        r"(command )?not found",
+        "the launcher is not installed on every host",
+        "scripts/install-system-packages.sh, or choose another launch.transport",
+    ),
+    _known(
+        "mpi_slots",
+        "config",
+        r"There are not enough slots available in the system",
+        "mpirun counts fewer slots than ranks",
+        "correct the slots of the hosts, or launch.openmpi_args=[--oversubscribe]",
+    ),
+    _known(
+        "mpi_daemons",
+        "comm",
+        r"ORTE was unable to reliably start one or more daemons|ORTE has lost communication with "
+        r"a remote daemon|orted: (command )?not found",
+        "mpirun could not start or lost its daemon on a host",
+        "install the same OpenMPI on every host; set hardware.hosts[i].interface to the network "
+        "between them",
+    ),
+    _known(
+        "slurm_request",
+        "config",
+        r"srun: error: (?P<why>.*(Requested node configuration is not available|"
+        r"Invalid generic resource|invalid partition|Invalid account|Unable to allocate resources"
+        r"|More processors requested).*)",
+        "Slurm refuses the request: {why}",
+        "compare the hosts and slots with `sinfo -N -o '%N %G %c %T'`; launch.slurm.partition and "
+        "launch.slurm.account name the right ones",
+    ),
+    _known(
+        "slurm_unreachable",
+        "comm",
+        r"Unable to contact slurm controller|slurm_receive_msg.*Zero Bytes|Munge decode failed",
+        "Slurm's controller does not answer",
+        "`scontrol ping`; munged must run on every host with one key and one clock",
+    ),
+    _known(
+        "arguments",
+        "crash",
+        r"error: unrecognized arguments: (?P<arguments>.+)",
+        "an argument was not understood: {arguments}",
+        "compare RUN_DIR/command.txt with `deepspeed --help`; DeepSpeed 0.19.8 or newer is needed",
+    ),
+    # The network between ranks.
+    _known(
+        "port_in_use",
+        "comm",
+        r"(server socket has failed to (listen|bind)|EADDRINUSE|[Aa]ddress already in use"
+        r"|errno: 98)",
+        "the port of the rendezvous is taken on the master host",
+        "set launch.master_port=0, which takes a free one; a dead run may hold it: "
+        "ss -ltnp | grep PORT",
+    ),
+    _known(
+        "nccl_two_builds",
+        "config",
+        r"Invalid config blocking attribute value",
+        "two NCCL builds are on a host, or the hosts have different ones",
+        "pip list | grep nvidia-nccl on every host; uninstall the one that torch does not name "
+        "(torch.cuda.nccl.version())",
+    ),
+    _known(
+        "gloo_loopback",
+        "comm",
+        r"connectFullMesh failed|gloo.{0,200}Connection refused, remote=\[?127\.",
+        "gloo connects over the wrong interface: a host's name resolves to its loopback",
+        "set the interface towards the other hosts (hardware.interface, or of each host)",
+    ),
+    _known(
+        "gloo_interface",
+        "config",
+        r"Unable to find address for: (?P<name>\S+)|Unable to find interface for: (?P<b>\S+)"
+        r"|no (socket )?interface found|NCCL WARN Bootstrap : no socket interface",
+        "a host does not have the interface that was named",
+        "correct hardware.hosts[i].interface; `ip -br addr` on the host lists them",
+    ),
+    _known(
+        "nccl_system",
+        "comm",
+        r"ncclSystemError|ncclInternalError|NCCL.{0,80}(internal error|unhandled system error)",
+        "NCCL cannot use the network or the memory between the devices",
+        "set the interface of the hosts; without InfiniBand hardware.env.NCCL_IB_DISABLE=1, in "
+        "containers hardware.env.NCCL_P2P_DISABLE=1; launch.env.NCCL_DEBUG=INFO tells more",
+    ),
+    _known(
+        "rendezvous",
+        "comm",
+        r"client socket has timed out|timed out.{0,60}(waiting for clients|to connect to)"
+        r"|DistStoreError|connection to \S+:\d+ timed out|failed to connect to .{0,60}:\d+",
+        "the ranks did not find each other at the master's address and port",
+        "set hardware.master_addr to an address of the first host that the others reach; a "
+        "firewall must let the ports between the hosts through",
+    ),
+    _known(
+        "collective_timeout",
+        "comm",
+        r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
+        r"|Timed out waiting \d+ms for (recv|send) operation",
+        "a rank waited for another one for too long",
+        "look at the rank that is behind the others: its log and its host",
+        consequence=True,
+    ),
+    _known(
+        "peer_died",
+        "comm",
+        r"Connection reset by peer|Connection closed by peer|Broken pipe|Socket closed"
+        r"|ncclRemoteError|remote process exited",
+        "the connection to another rank broke: that rank died first, or the network did",
+        "look for the first failing rank; the logs of all ranks are in RUN_DIR/logs",
+        consequence=True,
+    ),
+    # The device.
+    _known(
+        "cuda_driver",
+        "config",
+        r"CUDA driver version is insufficient|The NVIDIA driver on your system is too old"
+        r"|no kernel image is available|Found no NVIDIA driver|invalid device ordinal"
+        r"|No CUDA GPUs are available",
+        "torch cannot use the GPU of this host",
+        "`nvidia-smi` must list the GPUs; the driver must be new enough for torch.version.cuda, "
+        "and slots no more than its GPUs",
+    ),
+    _known(
+        "cuda_hardware",
+        "crash",
+        r"uncorrectable ECC error|CUDA error: (unspecified launch failure|an illegal memory access"
+        r"|hardware stack error)|GPU has fallen off the bus|Xid",
+        "the GPU reports a fault",
+        "`nvidia-smi -q -d ECC` and `dmesg | grep Xid` on the host; reboot it or leave it out",
+    ),
+    # The model and its data.
+    _known(
+        "hub_offline",
+        "data",
+        r"couldn't connect to '?https?://[^ ]*huggingface|LocalEntryNotFoundError"
+        r"|OfflineModeIsEnabled|Name or service not known.*huggingface",
+        "the Hugging Face Hub cannot be reached from the host",
+        "download before the run and give the directory (model.path=/abs/dir), with "
+        "launch.sync=rsync to bring it to every host",
+    ),
+    _known(
+        "hub_gated",
+        "data",
+        r"gated repo|401 Client Error|403 Client Error"
+        r"|RepositoryNotFoundError|Repository Not Found",
+        "the model does not exist on the Hub or needs a login; ranks never see a token",
+        "`hf download MODEL --local-dir DIR` once, then model.path=DIR",
+    ),
+    _known(
+        "nan",
+        "nan",
+        r"loss is (nan|inf|not finite)|non-?finite loss|minimum loss scale already reached"
+        r"|Current loss scale already at minimum",
+        "the loss is no longer a finite number",
+        "a lower optim.lr, a longer warm-up, optim.clip_norm=1.0, or precision=bf16 (fp32) where "
+        "the devices can",
+    ),
+    _known(
+        "permission",
+        "config",
+        r"PermissionError: \[Errno 13\][^\n]*?'(?P<path>[^']+)'",
+        "no permission for {path}",
+        "give the user the right to it, or set run_dir and data.cache_dir to places of their own",
+    ),
+)

@@ -1,0 +1,100 @@
+"""What goes on beside and after a run: the trackers' process, the failure on the screen, the
+report. None of it can slow, stop or fail the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TextIO
+
+from llmx.launch.follow import tail_text
+from llmx.launch.result import Result
+from llmx.launch.spec import LaunchSpec
+from llmx.rundir import RunDir
+
+REPORT_TIMEOUT_S = 120.0
+TRACEBACK_LINES = 25
+
+
+def start_mirror(spec: LaunchSpec) -> subprocess.Popen[bytes] | None:
+    """Start the trackers in a process of their own: the only one that keeps the secrets of the
+    environment. Its stdin stays open as long as the supervisor lives."""
+    if not spec.exp.tracking.kinds:
+        return None
+    log = spec.run_dir.logs / "tracking.log"
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "llmx.tracking.mirror", str(spec.run_dir.root)],
+            stdin=subprocess.PIPE,
+            stderr=stream,
+            start_new_session=True,
+        )
+
+
+def finish_mirror(
+    mirror: subprocess.Popen[bytes] | None, timeout_s: float, run_dir: RunDir
+) -> str | None:
+    """Wait for the trackers after ``result.json`` is there; a warning where they do not end."""
+    if mirror is None:
+        return None
+    again = f"python -m llmx.tracking.mirror {run_dir.root} --replay"
+    try:
+        code = mirror.wait(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        mirror.kill()
+        mirror.wait()
+        return f"tracking did not end within {timeout_s:.0f} s and was ended; once more: {again}"
+    finally:
+        if mirror.stdin is not None:
+            mirror.stdin.close()
+    if code != 0:
+        return f"tracking ended with code {code}, see logs/tracking.log; once more: {again}"
+    return None
+
+
+def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
+    """Write the report; print its tables to ``stream`` where one is given."""
+    argv = [sys.executable, "-m", "llmx.report", str(run_dir.root)]
+    # Straight to our own stdout where that is a terminal, for colours and the right width.
+    direct = stream is sys.stdout and stream.isatty()
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=None if direct else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=REPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"the report took longer than {REPORT_TIMEOUT_S:.0f} s; once more: {' '.join(argv)}"
+    if stream is not None and not direct:
+        print(done.stdout, file=stream, end="", flush=True)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return f"no report ({last}); once more: {' '.join(argv)}"
+    return None
+
+
+def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
+    """The one thing to look at: the earliest failing rank's traceback, the cause, the fix."""
+    lines = [""]
+    if result.traceback:
+        shown = result.traceback.rstrip().splitlines()
+        if len(shown) > TRACEBACK_LINES:
+            shown = ["  ...", *shown[-TRACEBACK_LINES:]]
+        lines += [f"  {line}" for line in shown] + [""]
+    where = "" if result.failed_rank is None else f", rank {result.failed_rank}"
+    where += f" on {result.host}" if result.host else ""
+    lines.append(f"{result.outcome}{where}: {result.cause}")
+    if result.fix:
+        lines.append(f"fix: {result.fix}")
+    if result.log:
+        lines.append(f"log: {result.log}")
+    elif result.launched and result.outcome != "interrupted":
+        lines.append(f"log: {run_dir.launcher_log}")
+        said = tail_text(run_dir.launcher_log, max_bytes=2000).strip().splitlines()[-8:]
+        if not result.traceback:
+            lines += [f"  {line}" for line in said]
+    print("\n".join(lines), file=stream, flush=True)

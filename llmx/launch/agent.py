@@ -1,0 +1,492 @@
+"""The host agent: one small process a host, that watches a run there and ends it for certain.
+
+Standard library only, one file, so that it can be sent over ssh to a host which has neither
+llmx nor a shared file system. It speaks JSON lines over stdin and stdout with the
+supervisor, and it finds the processes of its run by ``LLMX_RUN_TOKEN`` in their
+environment, never by a pattern that another run might share.
+
+It ends the run on this host when it is told to, when its stdin closes (the supervisor is
+dead, however it died), and when no word came for ``silence_s`` (its host or the network is).
+
+    python llmx/launch/agent.py          # then type: {"cmd": "hello", "id": 1, "token": "x"}
+"""
+
+# os instead of pathlib, whose import would be a third of this process's start.
+# ruff: noqa: PTH103, PTH108, PTH110, PTH115, PTH116, PTH118, PTH119, PTH123, PTH202, PTH207, PTH208
+from __future__ import annotations
+
+import array
+import base64
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Message = dict[str, Any]
+SCAN_S = 0.5
+CHUNK = 65536
+STREAMED = ("logs/rank-*.log", "metrics.jsonl")
+REPLACED = ("ranks/rank-*.json", "samples.json")
+RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+PORTS = range(20000, 32700)  # below the ports that the kernel gives to outgoing connections
+
+
+class Process:
+    """One process of the run, as /proc shows it."""
+
+    def __init__(self, pid: int, parent: int, argv: list[str], environ: dict[str, str]) -> None:
+        self.pid, self.parent, self.argv, self.environ = pid, parent, argv, environ
+
+    @property
+    def rank(self) -> int | None:
+        for name in RANK_NAMES:
+            value = self.environ.get(name, "")
+            if value.isdigit():
+                return int(value)
+        return None
+
+    @property
+    def is_runner(self) -> bool:
+        """DeepSpeed's runner, whose SIGTERM handler does `pkill -f` on a pattern that every
+        DeepSpeed launch of this user shares: it must only ever be killed outright."""
+        head = self.argv[:4]
+        return "deepspeed.launcher.runner" in head or any(
+            os.path.basename(part) == "deepspeed" for part in head[:2]
+        )
+
+
+class ProcessTable:
+    """Finds the run's processes; remembers the ones that are not, to look at each once."""
+
+    def __init__(self, token: str) -> None:
+        self.mark = f"LLMX_RUN_TOKEN={token}".encode()
+        self.token = token.encode()
+        self.others: dict[int, str] = {}
+        self.host = _link("/proc/self/ns/uts")
+
+    def find(self, *, fresh: bool = False) -> list[Process]:
+        """Every living process of the run on this host, without this one and its ancestors."""
+        own = _ancestors(os.getpid())
+        found, others = [], {}
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit() or int(entry) in own:
+                continue
+            pid = int(entry)
+            stat = _stat(pid)
+            if stat is None or stat[0] in ("Z", "X"):
+                continue
+            if not fresh and self.others.get(pid) == stat[2]:
+                others[pid] = stat[2]
+                continue
+            process = self._read(pid, int(stat[1]))
+            if process is not None:
+                found.append(process)
+            elif _age_s(stat[2]) > 5:  # a younger one may still be between fork and exec
+                others[pid] = stat[2]
+        self.others = others
+        return found
+
+    def _read(self, pid: int, parent: int) -> Process | None:
+        environ, cmdline = _bytes(f"/proc/{pid}/environ"), _bytes(f"/proc/{pid}/cmdline")
+        argv = cmdline.rstrip(b"\0").split(b"\0")
+        # A remote shell of pdsh has the variable in its command, a daemon of mpirun the token.
+        if not (self.mark in environ.split(b"\0") or self.mark in cmdline or self.token in argv):
+            return None
+        # A container or a namespace that shares the process table is another host.
+        if self.host and _link(f"/proc/{pid}/ns/uts") not in ("", self.host):
+            return None
+        pairs = (part.split(b"=", 1) for part in environ.split(b"\0") if b"=" in part)
+        return Process(
+            pid,
+            parent,
+            [part.decode("utf-8", "replace") for part in argv],
+            {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in pairs},
+        )
+
+
+def end_processes(
+    table: ProcessTable, grace_s: float, hurry: Callable[[], bool] = lambda: False
+) -> dict[str, int]:
+    """End every process of the run here: ranks are asked first, then all, then all are killed.
+
+    ``hurry`` cuts the grace short.
+
+    Returns how many were found, how many had to be killed, and how many are left (0, unless
+    the kernel itself holds one).
+    """
+    seen: set[int] = set()
+    killed: set[int] = set()
+
+    def alive() -> list[Process]:
+        found = table.find(fresh=True)
+        seen.update(process.pid for process in found)
+        for process in found:
+            if process.is_runner:
+                _signal(process.pid, signal.SIGKILL)
+        return [process for process in found if not process.is_runner]
+
+    def wait(seconds: float, only_ranks: bool) -> list[Process]:
+        deadline = time.monotonic() + seconds
+        while True:
+            left = [p for p in alive() if p.rank is not None or not only_ranks]
+            if not left or time.monotonic() >= deadline or hurry():
+                return left
+            time.sleep(0.1)
+
+    if grace_s > 0:
+        for process in alive():
+            if process.rank is not None:
+                _signal(process.pid, signal.SIGTERM)
+        wait(grace_s, only_ranks=True)
+        for process in alive():
+            if process.rank is None:
+                _signal(process.pid, signal.SIGTERM)
+        wait(min(2.0, grace_s), only_ranks=False)
+    deadline = time.monotonic() + 5
+    left = alive()
+    while left and time.monotonic() < deadline:
+        for process in left:
+            killed.add(process.pid)
+            _signal(process.pid, signal.SIGKILL)
+        time.sleep(0.05)
+        left = alive()
+    return {"ended": len(seen), "killed": len(killed), "left": len(left)}
+
+
+class Agent:
+    """Answers the supervisor's commands; between them watches ranks and files."""
+
+    def __init__(self) -> None:
+        self.token = ""
+        self.run_dir = ""
+        self.table: ProcessTable | None = None
+        self.silence_s = 0.0
+        self.grace_s = 10.0
+        self.cancel: list[list[str]] = []
+        self.port = 0
+        self.reserved: socket.socket | None = None
+        self.watching = self.streaming = self.done = False
+        self.ranks: dict[int, int] = {}
+        self.offsets: dict[str, int] = {}
+        self.stamps: dict[str, tuple[int, int]] = {}
+        self.output = True
+
+    def serve(self) -> None:
+        """Until stdin closes, a stop is done, or the supervisor is silent for too long."""
+        for number in (signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._asked_to_end)
+        pending, last_word, last_scan = b"", time.monotonic(), 0.0
+        try:
+            while True:
+                readable, _, _ = select.select([0], [], [], 0.2)
+                now = time.monotonic()
+                if readable:
+                    data = os.read(0, CHUNK)
+                    if not data:
+                        break
+                    last_word = now
+                    *lines, pending = (pending + data).split(b"\n")
+                    for line in lines:
+                        if line.strip():
+                            self.answer(json.loads(line))
+                elif self.silence_s and now - last_word > self.silence_s:
+                    break
+                if self.watching and now - last_scan >= SCAN_S:
+                    last_scan = now
+                    self.look()
+        except (KeyboardInterrupt, OSError, ValueError):
+            pass  # the channel is broken: the supervisor is gone
+        self.output = False
+        if not self.done:
+            self.end(min(self.grace_s, 15.0))
+
+    def answer(self, message: Message) -> None:
+        """One command; the answer carries its ``id``."""
+        command = getattr(self, f"do_{message['cmd']}")
+        try:
+            reply = command(message)
+        except Exception as error:  # the supervisor decides what it means
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        self.send({"event": message["cmd"], "id": message.get("id"), **reply})
+
+    def do_hello(self, message: Message) -> Message:
+        self.token = message["token"]
+        self.table = ProcessTable(self.token)
+        self.run_dir = message.get("run_dir", "")
+        self.silence_s = message.get("silence_s", 0.0)
+        self.grace_s = message.get("grace_s", 10.0)
+        self.cancel = message.get("cancel", [])
+        nonce = message.get("nonce", "")
+        code, python = message.get("code"), message.get("python")
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "agent_python": sys.version.split()[0],
+            "cores": len(os.sched_getaffinity(0)),
+            "sees_run_dir": bool(nonce) and os.path.exists(os.path.join(self.run_dir, nonce)),
+            "sees_code": code is None or os.path.exists(code),
+            "python": _ask_python(python, message.get("modules", [])) if python else None,
+            "rsync": any(
+                os.access(os.path.join(path, "rsync"), os.X_OK)
+                for path in os.environ.get("PATH", "/usr/bin:/bin").split(":")
+            ),
+            "oom_kills": _oom_kills(),
+        }
+
+    def do_ping(self, message: Message) -> Message:
+        return {"sent": message.get("sent"), "time": time.time()}
+
+    def do_port(self, message: Message) -> Message:
+        """A port that nobody listens on, kept from other runs as long as this process lives."""
+        wanted = message.get("want", 0)
+        candidates = [wanted] if wanted else random.sample(PORTS, 200)
+        for port in candidates:
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                # An abstract name vanishes with its owner, however that dies.
+                claim.bind(f"\0llmx-port-{port}")
+                _bind_test(port)
+            except OSError:
+                claim.close()
+                continue
+            self.port, self.reserved = port, claim
+            return {"port": port}
+        return {"port": 0}
+
+    def do_route(self, message: Message) -> Message:
+        """The address and interface of this host on the way to another."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((message["to"], 9))
+            address = probe.getsockname()[0]
+        return {"address": address, "interface": _interface_of(address)}
+
+    def do_mkdir(self, message: Message) -> Message:
+        for path in message["paths"]:
+            os.makedirs(path, exist_ok=True)
+        return {}
+
+    def do_watch(self, message: Message) -> Message:
+        """Begin to report ranks, and (where the file system is not shared) what they write."""
+        self.streaming = message.get("stream", False)
+        self.port = message.get("port", self.port)
+        if self.streaming:
+            for path in glob.glob(os.path.join(self.run_dir, "ranks/rank-*.json")):
+                os.unlink(path)  # of an earlier attempt
+            for path in self._matches(STREAMED):
+                self.offsets[path] = os.path.getsize(os.path.join(self.run_dir, path))
+        self.watching = True
+        return {}
+
+    def do_flush(self, message: Message) -> Message:
+        self.look()
+        return {"oom_kills": _oom_kills()}
+
+    def do_stop(self, message: Message) -> Message:
+        self.watching = False
+        # Any further word while the ranks have their time means: at once.
+        hurry = lambda: bool(select.select([0], [], [], 0)[0])  # noqa: E731
+        counts = self.end(message.get("grace_s", self.grace_s), hurry)
+        if self.streaming:
+            self.stream()
+        self.done = True
+        return counts
+
+    def end(self, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> dict[str, int]:
+        """End the run on this host and remove what it left in /dev/shm."""
+        if self.table is None:
+            return {"ended": 0, "killed": 0, "left": 0}
+        for argv in self.cancel:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(
+                    argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False
+                )
+        counts = end_processes(self.table, grace_s, hurry)
+        if self.port:
+            pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"
+            for path in glob.glob(pattern):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        return counts
+
+    def look(self) -> None:
+        """Report ranks that came and went, and new content of files."""
+        if self.table is None:
+            return
+        processes = self.table.find()
+        ranks_by_pid = {p.pid: p.rank for p in processes if p.rank is not None}
+        for process in processes:
+            rank = process.rank
+            # A rank's own children inherit its number.
+            if rank is None or rank in self.ranks or ranks_by_pid.get(process.parent) == rank:
+                continue
+            self.ranks[rank] = process.pid
+            self.send({"event": "rank_start", "rank": rank, "pid": process.pid})
+        if self.streaming:
+            self.stream()
+        for rank, pid in list(self.ranks.items()):
+            if pid and pid not in ranks_by_pid:
+                self.ranks[rank] = 0
+                self.send(
+                    {
+                        "event": "rank_exit",
+                        "rank": rank,
+                        "pid": pid,
+                        "time": time.time(),
+                        "oom_kills": _oom_kills(),
+                    }
+                )
+
+    def stream(self) -> None:
+        """Send what ranks wrote since the last time; whole files where they are replaced."""
+        for path in self._matches(STREAMED):
+            with contextlib.suppress(OSError), open(os.path.join(self.run_dir, path), "rb") as file:
+                file.seek(self.offsets.get(path, 0))
+                while data := file.read(CHUNK):
+                    offset = self.offsets.get(path, 0)
+                    self.send_file({"event": "append", "path": path, "offset": offset}, data)
+                    self.offsets[path] = offset + len(data)
+        for path in self._matches(REPLACED):
+            with contextlib.suppress(OSError):
+                full = os.path.join(self.run_dir, path)
+                status = os.stat(full)
+                stamp = (status.st_mtime_ns, status.st_ino)
+                if self.stamps.get(path) != stamp:
+                    with open(full, "rb") as file:
+                        self.send_file({"event": "replace", "path": path}, file.read())
+                    self.stamps[path] = stamp
+
+    def _matches(self, patterns: tuple[str, ...]) -> list[str]:
+        return [
+            os.path.relpath(path, self.run_dir)
+            for pattern in patterns
+            for path in sorted(glob.glob(os.path.join(self.run_dir, pattern)))
+        ]
+
+    def send_file(self, message: Message, data: bytes) -> None:
+        self.send({**message, "data": base64.b64encode(data).decode()})
+
+    def send(self, message: Message) -> None:
+        if not self.output:
+            return
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(1, data) :]
+
+    def _asked_to_end(self, number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+
+def _bind_test(port: int) -> None:
+    """OSError where somebody listens on the port, on any address."""
+    families = [(socket.AF_INET, "0.0.0.0")]
+    if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6"):
+        families.append((socket.AF_INET6, "::"))
+    for family, address in families:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # Connections of a run that ended a moment ago do not count as in use.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            probe.listen(1)
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(probe.fileno(), 0x8915, request, True)  # SIOCGIFADDR
+                if socket.inet_ntoa(request.tobytes()[20:24]) == address:
+                    return name
+    return None
+
+
+def _ask_python(python: str, modules: list[str]) -> Message:
+    """Version of a Python here and which of the modules it misses, without importing them."""
+    code = (
+        "import sys, importlib.util as u, json;"
+        "print(json.dumps([sys.version.split()[0],"
+        "[m for m in sys.argv[1:] if u.find_spec(m) is None]]))"
+    )
+    try:
+        done = subprocess.run(
+            [python, "-c", code, *modules],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        version, missing = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return {"error": str(error)}
+    return {"version": version, "missing": missing}
+
+
+def _oom_kills() -> int:
+    """How often the kernel's OOM killer struck on this host since it started."""
+    for line in _bytes("/proc/vmstat").splitlines():
+        if line.startswith(b"oom_kill "):
+            return int(line.split()[1])
+    return 0
+
+
+def _ancestors(pid: int) -> set[int]:
+    own = set()
+    while pid > 0:
+        own.add(pid)
+        stat = _stat(pid)
+        pid = int(stat[1]) if stat else 0
+    return own
+
+
+def _stat(pid: int) -> tuple[str, str, str] | None:
+    """State, parent and start time (clock ticks since boot) of a process."""
+    fields = _bytes(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    if len(fields) < 20:
+        return None
+    return fields[0].decode(), fields[1].decode(), fields[19].decode()
+
+
+def _age_s(start_ticks: str) -> float:
+    boot = float(_bytes("/proc/uptime").split()[0] or 0)
+    return boot - int(start_ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    Agent().serve()

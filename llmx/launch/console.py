@@ -1,0 +1,151 @@
+"""What the user sees while a run goes on: rank 0's words and the progress of training.
+
+On a terminal a bar with loss, tokens/s, MFU and the time left; elsewhere one line a logged
+step. Both come from ``metrics.jsonl``, the truth.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_NOISE = re.compile(
+    r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[(INFO|WARNING)\] \[|^\s*$|^\[rank\d+\]:\[W|^\[W\d+ "
+    r"|FutureWarning|UserWarning|^\s+warnings\.warn\(|^Loading extension module|^Time to load "
+    r"|^Using .* as PyTorch extensions root|^Detected CUDA files|^ninja: no work|^Emitting ninja"
+    r"|^Building extension module|^Allowing ninja to set"
+)
+"""Of rank 0's log, what nobody needs to see twice; the log file has all of it."""
+
+
+class Console:
+    """Prints to ``stream``; a progress bar where that is a terminal."""
+
+    def __init__(self, stream: TextIO | None = None, *, total_steps: int | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._total = total_steps
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._first: tuple[int, float] | None = None
+
+    def say(self, text: str) -> None:
+        """One line of the supervisor's own."""
+        self._print(text)
+
+    def rank_line(self, line: str) -> None:
+        """One line of rank 0's log."""
+        if not _NOISE.search(line):
+            self._print(f"  {line}")
+
+    def record(self, record: dict[str, Any]) -> None:
+        """One record of ``metrics.jsonl``."""
+        kind = record.get("kind")
+        if kind == "start":
+            self._total = int(record.get("total_steps") or 0) or self._total
+            if self._stream.isatty():
+                self._begin_bar()
+        elif kind == "train":
+            self._train(record)
+        elif kind == "eval":
+            self._print(eval_line(record))
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _train(self, record: dict[str, Any]) -> None:
+        step, now = int(record["step"]), float(record["time"])
+        self._first = self._first or (step, now)
+        left_s = self._left_s(step, now)
+        if self._progress is None or self._task is None:
+            self._print(train_line(record, total=self._total, left_s=left_s))
+            return
+        self._progress.update(
+            self._task,
+            completed=step,
+            values="  ".join(_values(record)),
+            left="" if left_s is None else duration(left_s),
+        )
+
+    def _left_s(self, step: int, now: float) -> float | None:
+        """Seconds to the last step, from the pace since the first logged one."""
+        assert self._first is not None
+        first_step, first_time = self._first
+        if not self._total or step <= first_step:
+            return None
+        return (now - first_time) / (step - first_step) * (self._total - step)
+
+    def _begin_bar(self) -> None:
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[values]}"),
+            TextColumn("[dim]{task.fields[left]}"),
+            console=RichConsole(file=self._stream),
+        )
+        self._task = self._progress.add_task("", total=self._total, values="", left="")
+        self._progress.start()
+
+    def _print(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+            return
+        print(text, file=self._stream, flush=True)
+
+
+def train_line(record: dict[str, Any], *, total: int | None, left_s: float | None) -> str:
+    """One plain line of a logged step."""
+    of = f"/{total}" if total else ""
+    width = len(str(total or "")) or 6
+    parts = [f"step {record['step']:>{width}}{of}", *_values(record)]
+    if left_s is not None:
+        parts.append(f"left {duration(left_s)}")
+    return "  ".join(parts)
+
+
+def eval_line(record: dict[str, Any]) -> str:
+    """One line of an evaluation."""
+    parts = [f"eval at step {record.get('step')}:"]
+    if record.get("loss") is not None:
+        parts.append(f"loss {record['loss']:.4f}")
+    if record.get("exact_match") is not None:
+        parts.append(f"exact match {100 * record['exact_match']:.1f} %")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    text = f"{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+    return f"{hours}:{text}" if hours else text
+
+
+def clock() -> str:
+    """The time of day, for lines of the supervisor."""
+    return time.strftime("%H:%M:%S")
+
+
+def _values(record: dict[str, Any]) -> list[str]:
+    loss = record.get("loss")
+    parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
+    if record.get("lr") is not None:
+        parts.append(f"lr {record['lr']:.1e}")
+    if record.get("grad_norm") is not None:
+        parts.append(f"grad {record['grad_norm']:.2f}")
+    if record.get("tokens_per_s") is not None:
+        parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
+    if record.get("mfu") is not None:
+        parts.append(f"mfu {100 * record['mfu']:.1f} %")
+    return parts

@@ -1,0 +1,115 @@
+"""Reads what the ranks write into the run directory, while they write it.
+
+Only whole lines are taken; a file that is not there yet is simply empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from llmx.rundir import RunDir
+
+_STREAMED = re.compile(
+    r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl|samples\.json", re.ASCII
+)
+FINAL_STATES = frozenset({"finished", "failed", "interrupted"})
+
+
+class LineReader:
+    """New whole lines of a growing file, from where the reader was made."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._rest = b""
+
+    def read(self, *, final: bool = False) -> list[str]:
+        """Lines completed since the last call; ``final`` takes an unfinished one too."""
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read()
+        except OSError:
+            data = b""
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if final and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return [line.decode("utf-8", "replace") for line in lines]
+
+
+class MetricsReader:
+    """New records of ``metrics.jsonl``; a line that is no JSON is left out."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._lines = LineReader(run_dir.metrics, from_end=True)
+
+    def read(self, *, final: bool = False) -> list[dict[str, Any]]:
+        records = []
+        for line in self._lines.read(final=final):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                records.append(record)
+        return records
+
+
+class StatusReader:
+    """The latest status of every rank that wrote one."""
+
+    def __init__(self, run_dir: RunDir, world_size: int) -> None:
+        self._paths = {rank: run_dir.rank_status(rank) for rank in range(world_size)}
+        self._stamps: dict[int, tuple[int, int]] = {}
+        self.statuses: dict[int, dict[str, Any]] = {}
+
+    def clear(self) -> None:
+        """Remove what an earlier attempt left, so that every status is of this one."""
+        for path in self._paths.values():
+            path.unlink(missing_ok=True)
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Rank -> status; only files that changed are read again."""
+        for rank, path in self._paths.items():
+            try:
+                found = path.stat()
+                stamp = (found.st_mtime_ns, found.st_ino)
+                if self._stamps.get(rank) != stamp:
+                    self.statuses[rank] = json.loads(path.read_text(encoding="utf-8"))
+                    self._stamps[rank] = stamp
+            except (OSError, ValueError):
+                continue  # not there yet; a replaced file is never half written
+        return self.statuses
+
+
+def tail_text(path: Path, *, max_bytes: int = 16384) -> str:
+    """The end of a file, for a diagnosis; empty where there is none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - max_bytes))
+            return stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def apply_update(run_dir: RunDir, message: dict[str, Any], data: bytes) -> None:
+    """Bring what an agent saw on a private disk into this machine's run directory."""
+    name = str(message["path"])
+    if not _STREAMED.fullmatch(name):
+        raise ValueError(f"{name!r} is no file that ranks write")
+    path = run_dir.root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if message["event"] == "replace":
+        temporary = path.with_name(f".{path.name}.agent")
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+        return
+    with path.open("ab") as stream:
+        stream.write(data)

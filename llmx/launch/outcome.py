@@ -1,0 +1,208 @@
+"""From everything that was seen of a run to one verdict. Pure.
+
+The rule: the *earliest* failure is the cause, by clocks corrected per host, and a failure
+that is known to follow from another rank's death (a broken connection) is only named when
+there is nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmx.doctor.diagnose import Diagnosis, Failure, diagnose, signal_in_log
+from llmx.launch.follow import FINAL_STATES
+from llmx.plan.types import Plan
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """A rank's process went away."""
+
+    time: float
+    """On the supervisor's clock."""
+    oom_kills: int = 0
+    """Of the kernel of its host, since the run began."""
+
+
+@dataclass
+class Evidence:
+    """What the supervisor saw."""
+
+    statuses: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Rank -> content of its status file, of this run only."""
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    offsets_s: dict[int, float] = field(default_factory=dict)
+    """Rank -> clock of its host minus the supervisor's."""
+    lost_hosts: dict[str, float] = field(default_factory=dict)
+    """Host -> when it was last heard."""
+    runner_code: int | None = None
+    """Exit code of ``deepspeed``; None while it runs or when the supervisor ended it."""
+    launcher_log: str = ""
+    rank_logs: dict[int, str] = field(default_factory=dict)
+    """Rank -> the end of its log."""
+    interrupted_at: float | None = None
+    interrupted_by: str = ""
+    start_timeout_s: float | None = None
+    """Set when ranks did not show up for so long."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How it ended, and whom to look at."""
+
+    outcome: str
+    cause: str = ""
+    fix: str = ""
+    rank: int | None = None
+    host: str | None = None
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    time: float
+    diagnosis: Diagnosis
+    rank: int | None
+    host: str
+    traceback: str = ""
+
+
+def all_finished(evidence: Evidence, plan: Plan) -> bool:
+    """Whether every rank of the plan says so itself."""
+    return all(
+        evidence.statuses.get(rank.rank, {}).get("state") == "finished" for rank in plan.ranks
+    )
+
+
+def judge(evidence: Evidence, plan: Plan) -> Verdict:
+    """The verdict on a run that is over."""
+    if all_finished(evidence, plan):
+        return Verdict("ok")
+    candidates = _candidates(evidence, plan)
+    if evidence.interrupted_at is not None:
+        # Ranks that are asked to end may break each other's connections; that is no failure.
+        candidates = [c for c in candidates if c.time < evidence.interrupted_at]
+        if not candidates:
+            return Verdict(
+                "interrupted",
+                f"ended by {evidence.interrupted_by or 'the user'}",
+                "nothing to fix; the same command starts the run again",
+            )
+    if candidates:
+        first = min(candidates, key=lambda c: (c.diagnosis.consequence, c.time))
+        found = first.diagnosis
+        return Verdict(
+            found.outcome, found.cause, found.fix, first.rank, first.host, first.traceback
+        )
+    if evidence.start_timeout_s is not None:
+        return _never_started(evidence, plan)
+    return _from_launcher(evidence, plan)
+
+
+def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    for rank in plan.ranks:
+        status = evidence.statuses.get(rank.rank, {})
+        host = plan.hosts[rank.host].name
+        offset = evidence.offsets_s.get(rank.rank, 0.0)
+        if status.get("state") == "failed":
+            error = status.get("error") or {}
+            found.append(
+                _Candidate(
+                    float(error.get("time") or status.get("time") or 0.0) - offset,
+                    diagnose(
+                        Failure(
+                            error_type=str(error.get("type") or ""),
+                            message=str(error.get("message") or ""),
+                            traceback=str(error.get("traceback") or ""),
+                            category=str(error.get("category") or ""),
+                        )
+                    ),
+                    rank.rank,
+                    host,
+                    str(error.get("traceback") or ""),
+                )
+            )
+        elif rank.rank in evidence.exits and status.get("state") not in FINAL_STATES:
+            gone = evidence.exits[rank.rank]
+            log = evidence.rank_logs.get(rank.rank, "")
+            failure = Failure(
+                signal=signal_in_log(evidence.launcher_log), oom_kills=gone.oom_kills, log=log
+            )
+            found.append(
+                _Candidate(gone.time, diagnose(failure), rank.rank, host, _traceback_in(log))
+            )
+    for name, time in evidence.lost_hosts.items():
+        diagnosis = Diagnosis(
+            "host_lost",
+            f"{name} is not heard of any more: it is down, or cut off from the network",
+            f"check that {name} is up and reachable: ssh -F RUN_DIR/ssh_config {name} uptime; run "
+            "without it, or start again when it is back",
+        )
+        found.append(_Candidate(time, diagnosis, None, name))
+    return found
+
+
+def _never_started(evidence: Evidence, plan: Plan) -> Verdict:
+    missing = [rank for rank in plan.ranks if rank.rank not in evidence.statuses]
+    hosts = sorted({plan.hosts[rank.host].name for rank in missing})
+    found = diagnose(Failure(log=evidence.launcher_log))
+    numbers = ", ".join(str(rank.rank) for rank in missing)
+    cause = f"rank {numbers} on {', '.join(hosts)} did not start within "
+    cause += f"{evidence.start_timeout_s:.0f} s (launch.start_timeout_s)"
+    if found.name:
+        return Verdict(
+            found.outcome, f"{cause}: {found.cause}", found.fix, missing[0].rank, hosts[0]
+        )
+    return Verdict(
+        "comm",
+        cause,
+        "look at RUN_DIR/logs/launcher.log; a stale lock of a compiler cache also waits like this: "
+        "find ~/.cache/torch_extensions -name lock",
+        missing[0].rank if missing else None,
+        hosts[0] if hosts else None,
+    )
+
+
+def _from_launcher(evidence: Evidence, plan: Plan) -> Verdict:
+    """No rank said anything: the launcher's own log is all there is."""
+    log = evidence.launcher_log
+    ended = [r for r, s in evidence.statuses.items() if s.get("state") == "interrupted"]
+    rank = _rank_in_log(log, plan)
+    signal = signal_in_log(log)
+    if ended and not signal:
+        host = plan.hosts[plan.ranks[ended[0]].host].name
+        return Verdict(
+            "interrupted",
+            f"rank {ended[0]} on {host} was asked to end (SIGTERM) by somebody else: a job's time "
+            "limit, a preemption, or a person",
+            "start the run again; under Slurm, ask for more time (launch.slurm.time_limit)",
+            ended[0],
+            host,
+        )
+    found = diagnose(Failure(signal=signal, log=log))
+    cause = found.cause
+    if not found.name:
+        code = evidence.runner_code
+        said = "ended" if code is None else f"ended with code {code}"
+        cause = f"deepspeed {said} before every rank had finished"
+        last = [line.strip() for line in log.splitlines() if line.strip()][-1:]
+        cause += f": {last[0]}" if last else ""
+    where = None if rank is None else plan.hosts[plan.ranks[rank].host].name
+    return Verdict(found.outcome, cause, found.fix, rank, where, _traceback_in(log))
+
+
+def _rank_in_log(log: str, plan: Plan) -> int | None:
+    """The rank that srun or mpirun names as the one that died."""
+    match = re.search(r"srun: error: \S+: task (\d+): (?!Terminated)", log)
+    match = match or re.search(r"process rank (\d+) with PID", log)
+    return int(match[1]) if match and int(match[1]) < plan.world_size else None
+
+
+def _traceback_in(log: str) -> str:
+    """The last Python traceback of a log, or nothing."""
+    start = log.rfind("Traceback (most recent call last)")
+    start = start if start >= 0 else log.rfind("Fatal Python error")
+    return log[start:].strip() if start >= 0 else ""

@@ -1,0 +1,223 @@
+"""Everything between the snapshot and the start of ``deepspeed``: agents, checks, port, sync.
+
+Each step that fails raises LaunchError with the host, what is wrong there and the fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+from collections.abc import Callable
+
+from llmx.doctor.diagnose import Failure, diagnose
+from llmx.errors import LaunchError
+from llmx.launch import sync
+from llmx.launch.fleet import AgentError, Channel, Message, local_channel, remote_channel
+from llmx.launch.render import write_rendered
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.ssh import render_ssh_config
+from llmx.launch.transports import transport_of
+from llmx.rundir import write_text
+
+HELLO_TIMEOUT_S = 60.0
+MODULES = ("torch", "deepspeed", "transformers", "numpy", "yaml")
+"""What a rank imports; looked for on every other host without importing them."""
+
+
+def start_agents(spec: LaunchSpec, inbox: queue.Queue[tuple[Channel, Message]]) -> list[Channel]:
+    """Start an agent on this machine and on every host that ssh reaches; this one's is first."""
+    plan, run_dir = spec.plan, spec.run_dir
+    write_text(run_dir.ssh_config, render_ssh_config(plan.hosts))
+    local = tuple(index for index, host in enumerate(plan.hosts) if host.is_local)
+    name = plan.hosts[local[0]].name if local else "this machine"
+    channels = [local_channel(name, local, run_dir.logs / "agent-local.log", inbox)]
+    if transport_of(plan.transport).has_agents:
+        channels += [
+            remote_channel(
+                host.name,
+                (index,),
+                run_dir.logs / f"agent-{host.name}.log",
+                inbox,
+                ssh_config=run_dir.ssh_config,
+                python=spec.python,
+            )
+            for index, host in enumerate(plan.hosts)
+            if not host.is_local
+        ]
+    for channel in channels:
+        channel.start(agent_env())
+    return channels
+
+
+def agent_env() -> dict[str, str]:
+    """For agents and their ssh. Without a token: they are no processes of the run."""
+    return {name: value for name, value in os.environ.items() if name != "LLMX_RUN_TOKEN"}
+
+
+def greet(spec: LaunchSpec, channels: list[Channel]) -> None:
+    """Introduce every agent to the run and check what it finds on its host."""
+    nonce = f".run-{spec.token}"
+    write_text(spec.run_dir.root / nonce, "")
+    try:
+        pending = [
+            (channel, channel.post("hello", **hello_message(spec, channel, nonce)))
+            for channel in channels
+        ]
+        problems: list[str] = []
+        for channel, replies in pending:
+            try:
+                channel.hello = channel.wait(replies, timeout_s=HELLO_TIMEOUT_S)
+            except AgentError as error:
+                problems.append(_unreachable(channel, str(error)))
+                continue
+            channel.shared = not channel.is_remote or bool(channel.hello["sees_run_dir"])
+            problems += _host_problems(spec, channel)
+        for channel in channels:
+            channel.ping()
+    finally:
+        (spec.run_dir.root / nonce).unlink(missing_ok=True)
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def hello_message(spec: LaunchSpec, channel: Channel, nonce: str) -> Message:
+    """What an agent must know of its run; the agent looks for the file ``nonce`` there."""
+    launch = spec.exp.launch
+    message: Message = {
+        "token": spec.token,
+        "run_dir": str(spec.run_dir.root),
+        "nonce": nonce,
+        "grace_s": launch.stop_grace_s,
+        "code": spec.worker_path,
+    }
+    if channel.is_remote:
+        message |= {
+            # A hiccup of the network is shorter than that; a dead supervisor closes the channel.
+            "silence_s": max(15.0, launch.heartbeat_timeout_s / 2),
+            "python": spec.python,
+            "modules": list(MODULES) if spec.code_root else [*MODULES, "llmx"],
+        }
+    else:
+        message["cancel"] = transport_of(spec.plan.transport).cancel(spec)
+    return message
+
+
+def _unreachable(channel: Channel, said: str) -> str:
+    found = diagnose(Failure(log=said))
+    if found.name:
+        return f"{channel.name}: {found.cause}. Fix: {found.fix}."
+    return (
+        f"{channel.name}: not reached over ssh: {said}. Try it: ssh -F RUN_DIR/ssh_config "
+        f"{channel.name} true"
+    )
+
+
+def _host_problems(spec: LaunchSpec, channel: Channel) -> list[str]:
+    """What keeps ranks from starting on a host that answered."""
+    if not channel.is_remote:
+        return []
+    hello, problems = channel.hello, []
+    python = hello.get("python") or {}
+    if "error" in python:
+        problems.append(
+            f"{channel.name}: {spec.python} does not run there ({python['error']}). Install the "
+            "same environment at the same path on every host, or set launch.python."
+        )
+    elif python.get("missing"):
+        problems.append(
+            f"{channel.name}: {spec.python} has no {', '.join(python['missing'])}. Install the "
+            "same packages on every host (pip install -c constraints.txt ...)."
+        )
+    if spec.exp.launch.sync == "rsync":
+        if not hello["rsync"]:
+            problems.append(
+                f"{channel.name}: launch.sync=rsync needs rsync there; apt-get install rsync."
+            )
+    elif not channel.shared:
+        problems.append(
+            f"{channel.name}: does not see the run directory {spec.run_dir.root}: there is no "
+            "shared file system. Set launch.sync=rsync, or put run_dir on a shared one."
+        )
+    elif not hello["sees_code"]:
+        problems.append(
+            f"{channel.name}: does not see the code ({spec.worker_path}). Set launch.sync=rsync, "
+            "or install llmx on every host."
+        )
+    return problems
+
+
+def settle(spec: LaunchSpec, channels: list[Channel]) -> LaunchSpec:
+    """Take a free port on the master's host and find the interfaces; writes the final files."""
+    spec = dataclasses.replace(
+        spec, port=_port(spec, channels), interfaces=_interfaces(spec, channels)
+    )
+    write_rendered(spec)
+    return spec
+
+
+def channel_of(channels: list[Channel], host: int) -> Channel | None:
+    """The channel that covers a host of the plan."""
+    return next((channel for channel in channels if host in channel.hosts), None)
+
+
+def _port(spec: LaunchSpec, channels: list[Channel]) -> int:
+    wanted = spec.exp.launch.master_port
+    # Under Slurm the master may be out of reach; a port that is free here is the best guess.
+    channel = channel_of(channels, 0) or channels[0]
+    try:
+        port = int(channel.ask("port", want=wanted, timeout_s=30)["port"])
+    except AgentError as error:
+        raise LaunchError(f"{channel.name}: no answer about a free port: {error}") from error
+    if not port:
+        raise LaunchError(
+            f"launch.master_port={wanted}: taken on {channel.name} (`ss -ltnp 'sport = :{wanted}'` "
+            "shows by whom). Set launch.master_port=0, which takes a free one."
+            if wanted
+            else f"{channel.name}: found no free port between 20000 and 32700."
+        )
+    return port
+
+
+def _interfaces(spec: LaunchSpec, channels: list[Channel]) -> tuple[str | None, ...]:
+    """As configured; where nothing is, the interface on the way to another host."""
+    hosts = spec.plan.hosts
+    found: list[str | None] = [host.interface for host in hosts]
+    if len(hosts) == 1 or all(found):
+        return tuple(found)
+    for index, host in enumerate(hosts):
+        channel = channel_of(channels, index)
+        if found[index] is None and channel is not None:
+            peer = next(other for other in hosts if other is not host)
+            try:
+                found[index] = channel.ask("route", to=peer.address, timeout_s=30)["interface"]
+            except AgentError as error:
+                raise LaunchError(
+                    f"{host.name}: finds no way to {peer.name} at {peer.address} ({error}). Set "
+                    "the address of the host to one that the other hosts can reach."
+                ) from error
+    return tuple(found)
+
+
+def bring(spec: LaunchSpec, channels: list[Channel], say: Callable[[str], None]) -> None:
+    """``launch.sync=rsync``: everything the ranks read, to every other host."""
+    remote = {channel.name: channel for channel in channels if channel.is_remote}
+    if spec.exp.launch.sync != "rsync" or not remote:
+        return
+
+    def make_dirs(host: str, paths: list[str]) -> None:
+        try:
+            remote[host].ask("mkdir", paths=paths, timeout_s=60)
+        except AgentError as error:
+            raise LaunchError(
+                f"launch.sync=rsync: {host}: cannot make the directories: {error}. The same paths "
+                "must be writable on every host."
+            ) from error
+
+    sync.push(
+        spec,
+        list(remote),
+        private_run_dirs={name for name, channel in remote.items() if not channel.shared},
+        make_dirs=make_dirs,
+        say=say,
+    )

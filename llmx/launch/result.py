@@ -1,0 +1,51 @@
+"""How a run ended: the content of ``result.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+EXIT_CODES = {"ok": 0, "config": 2, "data": 3, "interrupted": 130}
+"""By outcome; 1 for all others. A run that could not be started ends with 4."""
+
+
+@dataclass
+class Result:
+    """Typed outcome, cause and fix, and the numbers a sweep compares (docs/contracts.md)."""
+
+    run_token: str = ""
+    outcome: str = "ok"
+    cause: str = ""
+    fix: str = ""
+    failed_rank: int | None = None
+    host: str | None = None
+    log: str | None = None
+    """The log file of the rank that failed first."""
+    traceback: str = ""
+    started: float = 0.0
+    """Seconds since the epoch, as ``ended``."""
+    ended: float = 0.0
+    steps: int = 0
+    final_loss: float | None = None
+    exact_match: float | None = None
+    tokens_per_s: float | None = None
+    model: str | None = None
+    exit_code: int = 0
+    launched: bool = True
+    """Whether ``deepspeed`` was started at all."""
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def exit_code_of(outcome: str, *, launched: bool) -> int:
+    """What the shell gets."""
+    if not launched and outcome not in ("ok", "interrupted", "config", "data"):
+        return 4
+    return EXIT_CODES.get(outcome, 1)

@@ -1,0 +1,61 @@
+"""The ssh settings of one run: a file of its own, so that every host may have its own port.
+
+DeepSpeed knows one ``--ssh_port`` for all hosts and checks only the first one. Instead,
+every ssh of a run (pdsh's, mpirun's, rsync's, the agents') reads ``RUN_DIR/ssh_config``.
+
+``ssh -F RUN_DIR/ssh_config HOST`` logs in exactly as the run does.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from llmx.plan.types import HostPlan
+
+CONNECT_TIMEOUT_S = 10
+ALIVE_INTERVAL_S = 15
+ALIVE_COUNT = 4
+
+
+def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
+    """One block a host, then the user's and the system's own settings.
+
+    ssh takes the *first* value it finds for a key, so what stands here wins and a jump host
+    or a cipher of ``~/.ssh/config`` still applies.
+    """
+    blocks = ["# Written by llmx for this run. Log in with: ssh -F THIS_FILE HOST\n"]
+    for host in hosts:
+        lines = [f"Host {host.name}", f"    HostName {host.address}", f"    Port {host.ssh_port}"]
+        if host.user:
+            lines.append(f"    User {host.user}")
+        if host.identity_file:
+            lines.append(f"    IdentityFile {_quoted(host.identity_file)}")
+            lines.append("    IdentitiesOnly yes")
+        blocks.append("\n".join(lines) + "\n")
+    blocks.append(
+        "\n".join(
+            [
+                "Host *",
+                "    BatchMode yes",
+                f"    ConnectTimeout {CONNECT_TIMEOUT_S}",
+                f"    ServerAliveInterval {ALIVE_INTERVAL_S}",
+                f"    ServerAliveCountMax {ALIVE_COUNT}",
+                "    StrictHostKeyChecking accept-new",
+                "    LogLevel ERROR",
+            ]
+        )
+        + "\n"
+    )
+    blocks.append("Include ~/.ssh/config\nInclude /etc/ssh/ssh_config\n")
+    return "\n".join(blocks)
+
+
+def ssh_argv(ssh_config: Path, host: str, remote: list[str]) -> list[str]:
+    """``ssh`` to ``host`` running ``remote``, quoted for the login shell there."""
+    return ["ssh", "-F", str(ssh_config), host, shlex.join(remote)]
+
+
+def _quoted(path: str) -> str:
+    return f'"{path}"' if " " in path else path

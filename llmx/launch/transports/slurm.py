@@ -1,0 +1,97 @@
+"""Through ``srun``, inside or outside an allocation. Ranks take their numbers from
+``SLURM_PROCID`` and its kin. The run directory must lie on a file system that all hosts
+share; the supervisor reaches the hosts through Slurm alone and needs no ssh."""
+
+from __future__ import annotations
+
+import shlex
+
+from llmx.config.schema import Experiment
+from llmx.launch.environment import render_ds_env
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.transports.base import deepspeed_argv
+from llmx.plan.types import Plan
+
+
+class SlurmTransport:
+    """``deepspeed --launcher slurm`` with every request explicit."""
+
+    name = "slurm"
+    programs: tuple[tuple[str, str], ...] = (
+        ("srun", "slurm-client"),
+        ("scancel", "slurm-client"),
+        ("sinfo", "slurm-client"),
+    )
+    has_agents = False
+
+    def problems(self, exp: Experiment, plan: Plan) -> list[str]:
+        problems: list[str] = []
+        slots = {host.name: host.slots for host in plan.hosts}
+        if len(set(slots.values())) > 1:
+            listed = ", ".join(f"{name} {count}" for name, count in slots.items())
+            problems.append(
+                f"launch.transport=slurm: DeepSpeed's Slurm launcher needs the same number of "
+                f"slots on every host, got {listed}; give them all {min(slots.values())}, or use "
+                "launch.transport=pdsh inside the allocation."
+            )
+        if exp.launch.sync != "none":
+            problems.append(
+                "launch.sync=rsync: hosts are reached through Slurm without ssh, so nothing can "
+                "be copied to them; keep the run directory on the shared file system (run_dir=...) "
+                "with launch.sync=none, or use launch.transport=pdsh."
+            )
+        return problems
+
+    def argv(self, spec: LaunchSpec) -> list[str]:
+        launcher = [
+            "--launcher=slurm",
+            "--force_multi",
+            f"--launcher_args={shlex.join(self._srun_args(spec))}",
+        ]
+        # DeepSpeed drops --module here: the worker is named by its path.
+        worker = ["--no_local_rank", spec.worker_path, str(spec.run_dir.root)]
+        return deepspeed_argv(spec, [*launcher, *worker])
+
+    def _srun_args(self, spec: LaunchSpec) -> list[str]:
+        hosts, slurm = spec.plan.hosts, spec.exp.launch.slurm
+        args = [
+            f"--job-name={spec.job_name}",
+            f"--nodes={len(hosts)}",
+            f"--ntasks-per-node={hosts[0].slots}",
+            # In the order of the plan: rank 0 must be where the rendezvous is.
+            "--distribution=arbitrary",
+            f"--chdir={spec.run_dir.root}",
+            "--kill-on-bad-exit=1",
+            "--unbuffered",
+            "--label",
+            "--mpi=none",
+        ]
+        if spec.plan.accelerator == "cuda":
+            args.append(f"--gpus-per-node={hosts[0].slots}")
+        if slurm.partition:
+            args.append(f"--partition={slurm.partition}")
+        if slurm.account:
+            args.append(f"--account={slurm.account}")
+        if slurm.time_limit:
+            args.append(f"--time={slurm.time_limit}")
+        return [*args, *slurm.extra_args]
+
+    def env(self, spec: LaunchSpec) -> dict[str, str]:
+        return {
+            # srun --export=ALL,K=V breaks at a comma in a value, so the ranks inherit their
+            # environment from srun. Without a name here DeepSpeed reads ~/.deepspeed_env.
+            "DS_ENV_FILE": "/dev/null",
+            "SLURM_HOSTFILE": str(spec.run_dir.root / "slurm_hosts"),
+        }
+
+    def ds_env(self, spec: LaunchSpec, env: dict[str, str]) -> str:
+        return render_ds_env(env, shell=True)
+
+    def cancel(self, spec: LaunchSpec) -> list[list[str]]:
+        return [["scancel", "--quiet", f"--name={spec.job_name}"]]
+
+
+def render_slurm_hosts(spec: LaunchSpec) -> str:
+    """One line a rank, in rank order: what ``--distribution=arbitrary`` reads."""
+    hosts = spec.plan.hosts
+    return "".join(f"{hosts[rank.host].name}\n" for rank in spec.plan.ranks)

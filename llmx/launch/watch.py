@@ -1,0 +1,227 @@
+"""Watches a run: what ranks write, what agents report, and when it is over.
+
+Sees: a rank that failed, one that died without a word, a host that is silent, ranks that
+never start, a launcher that ends early, and the good end.
+"""
+
+from __future__ import annotations
+
+import base64
+import queue
+import time
+from collections.abc import Callable
+
+from llmx.launch.console import Console
+from llmx.launch.fleet import AgentError, Channel, Message
+from llmx.launch.follow import (
+    FINAL_STATES,
+    LineReader,
+    MetricsReader,
+    StatusReader,
+    apply_update,
+    tail_text,
+)
+from llmx.launch.outcome import Evidence, RankExit, all_finished
+from llmx.launch.result import Result
+from llmx.launch.spec import LaunchSpec
+
+PING_S = 3.0
+SETTLE_S = 5.0
+"""From the first failure to the end of the run: time for an earlier one to be written down."""
+SHARED_DELAY_S = 3.0
+"""How much later than a process's end its last status may show on a network file system."""
+EXIT_S = 60.0
+"""For the launcher to end after every rank has finished."""
+PROBE_S = 15.0
+"""For a host to answer once something has failed."""
+
+
+class Watch:
+    """The eyes of the supervisor on one run. ``evidence`` is what it has seen."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        channels: list[Channel],
+        inbox: queue.Queue[tuple[Channel, Message]],
+        console: Console,
+        log: Callable[[str], None],
+    ) -> None:
+        self.spec, self.plan, self.run_dir = spec, spec.plan, spec.run_dir
+        self.channels, self.inbox, self.console, self.log = channels, inbox, console, log
+        self.evidence = Evidence()
+        self.failed_at: float | None = None
+        """Monotonic clock at the first failure."""
+        self._statuses = StatusReader(self.run_dir, self.plan.world_size)
+        self._metrics = MetricsReader(self.run_dir)
+        self._rank_0 = LineReader(self.run_dir.rank_log(0), from_end=True)
+        self._launcher = LineReader(self.run_dir.launcher_log, from_end=True)
+        self._launcher_log: list[str] = []
+        self._rates: list[float] = []
+        self._last: dict[str, Message] = {}
+        self._started = self._pinged = time.monotonic()
+        self._finished_at: float | None = None
+        self._exited_at: float | None = None
+
+    def begin(self) -> None:
+        """Forget an earlier attempt in the same run directory; the agents begin to watch."""
+        self._statuses.clear()
+        pending = [
+            (channel, channel.post("watch", stream=not channel.shared, port=self.spec.port))
+            for channel in self.channels
+        ]
+        for channel, replies in pending:
+            try:
+                channel.wait(replies, timeout_s=30)
+            except AgentError as error:
+                self.log(f"{channel.name}: does not watch: {error}")
+        self._started = time.monotonic()
+
+    def tick(self, *, final: bool = False) -> None:
+        """Take in everything that is new; waits at most a tenth of a second."""
+        self._take_messages(wait_s=0.0 if final else 0.1)
+        self._statuses.read()
+        self.evidence.statuses = self._statuses.statuses
+        for line in self._launcher.read(final=final):
+            self._launcher_log = [*self._launcher_log[-400:], line]
+        for line in self._rank_0.read(final=final):
+            self.console.rank_line(line)
+        for record in self._metrics.read(final=final):
+            self._take_record(record)
+        now = time.monotonic()
+        if not final and now - self._pinged >= PING_S:
+            self._pinged = now
+            for channel in self.channels:
+                channel.ping()
+        self._take_offsets()
+
+    def is_over(self, runner_code: int | None) -> bool:
+        """Whether there is nothing left to wait for. Finds out about failures on the way."""
+        now = time.monotonic()
+        if runner_code is not None:
+            self.evidence.runner_code = runner_code
+            return self._launcher_ended(now)
+        if all_finished(self.evidence, self.plan):
+            self._finished_at = self._finished_at or now
+            return now - self._finished_at > EXIT_S
+        problem = self._problem(now)
+        if problem and self.failed_at is None:
+            self.failed_at = now
+            self.log(problem)
+            for channel in self.channels:
+                channel.ping()
+        if self.failed_at is not None:
+            return self._settled(now)
+        if now - self._started > self.spec.exp.launch.start_timeout_s and self._not_started():
+            self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
+            return True
+        return False
+
+    def collect_logs(self) -> None:
+        """Read what the verdict needs of the logs, once everything is written."""
+        self.evidence.launcher_log = "\n".join(self._launcher_log)
+        for rank in self.plan.ranks:
+            if rank.rank in self.evidence.exits:
+                self.evidence.rank_logs[rank.rank] = tail_text(self.run_dir.rank_log(rank.rank))
+
+    def fill(self, result: Result) -> None:
+        """The numbers of a result, as far as they are known."""
+        train, evaluation = self._last.get("train", {}), self._last.get("eval", {})
+        result.steps = int(train.get("step") or 0)
+        result.final_loss = train.get("loss")
+        result.exact_match = evaluation.get("exact_match")
+        # The first half has the start of every cache and clock in it.
+        late = sorted(self._rates[len(self._rates) // 2 :])
+        result.tokens_per_s = late[len(late) // 2] if late else None
+
+    def _launcher_ended(self, now: float) -> bool:
+        """The launcher is gone: wait for the last words of every host."""
+        if self._exited_at is None:
+            self._exited_at = now
+            self.log(f"deepspeed ended with code {self.evidence.runner_code}")
+            for channel in self.channels:
+                if channel.lost_at is None:
+                    try:
+                        channel.ask("flush", timeout_s=10)
+                    except AgentError as error:
+                        self.log(f"{channel.name}: {error}")
+            return False  # one more look at what they sent
+        if all_finished(self.evidence, self.plan):
+            return True
+        # A shared file system may show the last status a little later than the process's end.
+        return now - self._exited_at > SHARED_DELAY_S
+
+    def _problem(self, now: float) -> str:
+        """The first failure that can be seen now, in words for the log; empty where none can."""
+        for rank, status in self.evidence.statuses.items():
+            if status.get("state") in ("failed", "interrupted"):
+                return f"rank {rank} {status['state']}"
+        wall = time.time()
+        for rank, gone in self.evidence.exits.items():
+            state = self.evidence.statuses.get(rank, {}).get("state")
+            if state not in FINAL_STATES and wall - gone.time > SHARED_DELAY_S:
+                return f"rank {rank} died without a word"
+        limit_s = self.spec.exp.launch.heartbeat_timeout_s
+        for channel in self.channels:
+            silent = now - channel.last_heard > limit_s
+            if channel.is_remote and (silent or channel.lost_at is not None):
+                self._lose(channel)
+                return f"{channel.name} is lost"
+        return ""
+
+    def _settled(self, now: float) -> bool:
+        """After a failure: whether every host had its chance to tell an earlier one."""
+        assert self.failed_at is not None
+        if now - self.failed_at < SETTLE_S:
+            return False
+        silent = [
+            channel
+            for channel in self.channels
+            if channel.is_remote and channel.last_heard < self.failed_at
+        ]
+        if silent and now - self.failed_at < PROBE_S:
+            return False
+        for channel in silent:
+            self._lose(channel)
+        return True
+
+    def _lose(self, channel: Channel) -> None:
+        heard = time.time() - (time.monotonic() - channel.last_heard)
+        self.evidence.lost_hosts.setdefault(channel.name, heard)
+
+    def _not_started(self) -> bool:
+        return any(rank.rank not in self.evidence.statuses for rank in self.plan.ranks)
+
+    def _take_messages(self, *, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                timeout = deadline - time.monotonic()
+                channel, message = self.inbox.get(block=timeout > 0, timeout=max(timeout, 0.001))
+            except queue.Empty:
+                return
+            event = message.get("event")
+            if event in ("append", "replace"):
+                apply_update(self.run_dir, message, base64.b64decode(message["data"]))
+            elif event == "rank_exit" and message["rank"] < self.plan.world_size:
+                self._take_exit(channel, message)
+            elif event == "lost":
+                self.log(f"{channel.name}: the connection to its agent closed")
+
+    def _take_exit(self, channel: Channel, message: Message) -> None:
+        oom_kills = message.get("oom_kills", 0) - channel.hello.get("oom_kills", 0)
+        self.evidence.exits.setdefault(
+            message["rank"], RankExit(message["time"] - channel.offset_s, oom_kills)
+        )
+
+    def _take_record(self, record: Message) -> None:
+        self.console.record(record)
+        self._last[str(record.get("kind"))] = record
+        if record.get("kind") == "train" and record.get("tokens_per_s"):
+            self._rates.append(float(record["tokens_per_s"]))
+
+    def _take_offsets(self) -> None:
+        for rank in self.plan.ranks:
+            for channel in self.channels:
+                if rank.host in channel.hosts:
+                    self.evidence.offsets_s[rank.rank] = channel.offset_s
