@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 
+TIMES = " \N{MULTIPLICATION SIGN} "
+
 
 def count(value: float) -> str:
     """``950``, ``1.4 M``, ``6.74 B``: three digits and the unit."""
-    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " k")):
-        if abs(value) >= size:
-            scaled = value / (1e3 if unit == " k" else size)
-            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:,.0f}{unit}"
+    for size, unit, least in ((1e12, "T", 1e12), (1e9, "B", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
+        # 999,999 rounds up to the next unit: 1 M, not 1000 k.
+        if abs(value) >= 0.9995 * least:
+            return f"{value / size:.3g} {unit}"
     return f"{value:,.0f}"
 
 
@@ -33,7 +35,7 @@ def duration(seconds: float) -> str:
 
 def loss(value: float) -> str:
     """Four significant digits; ``nan`` where there is none."""
-    return "nan" if math.isnan(value) else f"{value:.4g}"
+    return "nan" if math.isnan(value) else f"{value:#.4g}".rstrip(".")
 
 
 def percent(part: float) -> str:

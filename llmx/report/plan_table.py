@@ -57,7 +57,9 @@ def render_plan(plan: Plan, exp: Experiment, command: str | None) -> list[Render
     if plan.memory:
         parts += [Text("\nPredicted peak memory of one rank, GiB", style="bold"), _memory(plan)]
     if plan.warnings:
-        parts += [Text(""), warnings_table(plan.warnings)]
+        # A table ends with an empty line of its own.
+        parts += [] if plan.memory else [Text("")]
+        parts.append(warnings_table(plan.warnings))
     if command:
         parts += [Text("\nCommand", style="bold"), Text(command.rstrip() + "\n")]
     return parts
@@ -80,7 +82,7 @@ def hosts_table(plan: Plan) -> Table:
         table.add_row(
             _host_name(host),
             _span([rank.rank for rank in ranks]),
-            f"{len(ranks)} × {host.device}",
+            f"{len(ranks)}{human.TIMES}{host.device}",
             _micro_batches(ranks),
             str(plan.batch.accumulation),
             plan.precision,
@@ -121,19 +123,19 @@ def warnings_table(warnings: tuple[str, ...]) -> Table:
 
 
 def batch_line(plan: Plan) -> str:
-    """The batch algebra: ``(4 + 4 + 2 + 2) × 8 = 96 samples = 393,216 tokens a step``."""
+    """The batch algebra: ``(4 + 4 + 2 + 2) x 8 = 96 samples of 4,096 = ...``."""
     batch = plan.batch
     sizes = batch.micro_batches
     if len(sizes) <= 8:
         total = " + ".join(map(str, sizes))
     else:
         runs = [(size, len(list(run))) for size, run in groupby(sizes)]
-        total = " + ".join(f"{length} ranks × {size}" for size, length in runs)
+        total = " + ".join(f"{length} ranks{human.TIMES}{size}" for size, length in runs)
     if len(sizes) > 1:
         total = f"({total})"
     return (
-        f"{total} × {batch.accumulation} = {batch.global_batch:,} samples of {batch.seq_len:,} "
-        f"= {batch.tokens_per_step:,} tokens a step"
+        f"{total}{human.TIMES}{batch.accumulation} = {batch.global_batch:,} samples "
+        f"of {batch.seq_len:,} = {batch.tokens_per_step:,} tokens a step"
     )
 
 
@@ -222,7 +224,7 @@ def _host_name(host: HostPlan) -> str:
 def _span(ranks: list[int]) -> str:
     if not ranks:
         return "none"
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _micro_batches(ranks: list[RankPlan]) -> str:

@@ -1,0 +1,52 @@
+"""Report on a run: tables here, ``loss.png`` and ``report.html`` in its directory.
+
+    python -m llmx.report RUN_DIR [--width N]
+
+Reads the run directory only; works for a run that still trains, and for one that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from llmx.errors import LlmxError
+from llmx.report.figure import draw_loss
+from llmx.report.page import page
+from llmx.report.run_data import RunData, load_run
+from llmx.report.terminal import print_report
+from llmx.rundir import write_text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code (0 also for a run that failed: it is reported)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m llmx.report",
+        description="Tables, loss curve and HTML of a run directory.",
+    )
+    parser.add_argument("run_dir", type=Path, help="a run directory of llmx")
+    parser.add_argument("--width", type=int, default=None, help="columns of the tables")
+    options = parser.parse_args(argv)
+    try:
+        data = load_run(options.run_dir)
+    except LlmxError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        write_files(data)
+    except OSError as error:
+        # A full or read-only disk: what can be printed is printed all the same.
+        data.warnings.append(f"{error.filename or data.run.root}: not written ({error.strerror}).")
+    print_report(data, stream=sys.stdout, width=options.width)
+    return 0
+
+
+def write_files(data: RunData) -> None:
+    """Write ``loss.png`` (where there is something to draw) and ``report.html``."""
+    picture = data.run.loss_curve.read_bytes() if draw_loss(data, data.run.loss_curve) else None
+    write_text(data.run.report, page(data, picture=picture))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

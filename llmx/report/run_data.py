@@ -1,0 +1,111 @@
+"""Everything that a run directory has to tell, read once; missing and torn files are fine.
+
+Reads ``config.yaml``, ``plan.json``, ``metrics.jsonl``, ``samples.json``, ``result.json`` and
+``tracking.json``; writes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmx.errors import ConfigError
+from llmx.rundir import RunDir, read_json
+from llmx.tracking.metrics import MetricsTail, Record, Summary, step_of
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run as it lies on disk."""
+
+    run: RunDir
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    records: list[Record]
+    samples: dict[str, Any]
+    result: dict[str, Any] | None
+    """None while the run goes on, or where the supervisor was killed."""
+    tracking: dict[str, dict[str, str]]
+    summary: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+    now: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The run's name, else that of its directory."""
+        return self.config.get("name") or self.run.root.name
+
+    @property
+    def train(self) -> list[Record]:
+        """The ``train`` lines; of a step that was repeated after a restart, the last."""
+        return _last_of_each_step(self.records, "train")
+
+    @property
+    def evals(self) -> list[Record]:
+        """The ``eval`` lines."""
+        return _last_of_each_step(self.records, "eval")
+
+
+def load_run(root: Path) -> RunData:
+    """Read a run directory; ConfigError where it is none."""
+    run = RunDir(root)
+    if not run.config.is_file():
+        raise ConfigError(
+            f"{run.root} is no run directory: it has no config.yaml. Give the directory that a "
+            "run printed as its own, e.g. outputs/2030-01-01/12-00-00."
+        )
+    warnings: list[str] = []
+    plan = _read(run.plan, read_json, warnings)
+    warnings = [str(text) for text in plan.get("warnings") or []] + warnings
+    tail = MetricsTail(run.metrics)
+    records = tail.read()
+    if tail.bad_lines:
+        warnings.append(f"metrics.jsonl: {tail.bad_lines} lines cannot be read and are left out.")
+    result = _read(run.result, read_json, warnings) or None
+    summary = Summary()
+    for record in records:
+        summary.add(record)
+    return RunData(
+        run=run,
+        config=_read(run.config, _read_yaml, warnings),
+        plan=plan,
+        records=records,
+        samples=_read(run.samples, read_json, warnings),
+        result=result,
+        tracking=_read(run.root / "tracking.json", read_json, warnings),
+        summary=summary.values(result),
+        warnings=warnings,
+        now=time.time(),
+    )
+
+
+def _read(path: Path, read: Callable[[Path], Any], warnings: list[str]) -> dict[str, Any]:
+    """A mapping from ``path``; empty where there is no file, with a warning where it is torn."""
+    try:
+        value = read(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.append(f"{path.name} cannot be read: {error}")
+        return {}
+    if not isinstance(value, dict):
+        warnings.append(f"{path.name} holds no mapping and is left out.")
+        return {}
+    return value
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _last_of_each_step(records: list[Record], kind: str) -> list[Record]:
+    by_step = {step_of(record): record for record in records if record.get("kind") == kind}
+    return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,191 @@
+"""What a run comes to, in words: the result line, the summary, where everything lies.
+
+Pure; the terminal and the HTML show the same rows.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.report import format as human
+from llmx.report.run_data import RunData
+
+SHOWN_ANSWERS = 6
+TRACEBACK_LINES = 12
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended, in one line, with its cause and the fix."""
+
+    state: str
+    """``ok``, ``failed`` or ``open`` (no result yet)."""
+    line: str
+    cause: str = ""
+    fix: str = ""
+
+
+def verdict(data: RunData) -> Verdict:
+    """The result line."""
+    steps = f"{data.summary.get('steps', 0):,}"
+    total = data.summary.get("total_steps")
+    whole = not total or total == data.summary.get("steps")
+    of = f"{steps} steps" if whole else f"{steps} of {total:,} steps"
+    if data.result is None:
+        last = max((record.get("time") or 0.0 for record in data.records), default=0.0)
+        seen = f", last line {human.duration(data.now - last)} ago" if last else ""
+        return Verdict("open", f"{data.name}: no result.json yet ({of}{seen})")
+    took_s = (data.result.get("ended") or 0.0) - (data.result.get("started") or 0.0)
+    took = f" in {human.duration(took_s)}" if took_s > 0 else ""
+    outcome = data.result.get("outcome", "crash")
+    if outcome == "ok":
+        return Verdict("ok", f"{data.name}: trained {of}{took}")
+    where = [f"rank {data.result['failed_rank']}"] * (data.result.get("failed_rank") is not None)
+    where += [str(data.result["host"])] * bool(data.result.get("host"))
+    at = f" ({', '.join(where)})" if where else ""
+    return Verdict(
+        "failed",
+        f"{data.name}: {outcome} after {of}{took}{at}",
+        cause=data.result.get("cause") or "",
+        fix=data.result.get("fix") or "",
+    )
+
+
+def summary_rows(data: RunData) -> list[tuple[str, str]]:
+    """What is known of loss, evaluation, speed, time, memory and size, as (what, value)."""
+    values, rows = data.summary, []
+    if "first_loss" in values:
+        first, last = human.loss(values["first_loss"]), human.loss(values["final_loss"])
+        steps = [record["step"] for record in data.train]
+        rows.append(("train loss", f"{first} → {last}   (steps {steps[0]:,} → {steps[-1]:,})"))
+    if "final_eval_loss" in values:
+        first, last = values["first_eval_loss"], values["final_eval_loss"]
+        text = human.loss(last) if len(data.evals) == 1 else f"{human.loss(first)} → "
+        text += human.loss(last) if len(data.evals) > 1 else ""
+        if values["best_eval_loss"] < last:
+            text += f"   (best {human.loss(values['best_eval_loss'])}"
+            text += f" at step {values['best_eval_step']:,})"
+        rows.append(("eval loss", text))
+    rows += _exact_match(data)
+    if "tokens_per_s" in values:
+        text = f"{human.count(values['tokens_per_s'])} tokens/s"
+        text += f", MFU {human.percent(values['mfu'])}" if "mfu" in values else ""
+        rows.append(("speed", text))
+    if data.result and data.result.get("ended"):
+        took_s = data.result["ended"] - data.result["started"]
+        text = human.duration(took_s)
+        if "train_time_s" in values:
+            text += f", of it {human.duration(values['train_time_s'])} from first to last metric"
+        rows.append(("time", text))
+    if "memory_gib_max" in values:
+        text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
+        rows.append(("peak memory", text))
+    if values.get("num_parameters") or values.get("tokens"):
+        text = f"{human.count(values.get('num_parameters', 0))} parameters"
+        if values.get("tokens"):
+            text += f", {human.count(values['tokens'])} tokens"
+        if values.get("epoch"):
+            text += f", {values['epoch']:.3g} epochs"
+        rows.append(("trained", text))
+    return rows
+
+
+def _exact_match(data: RunData) -> list[tuple[str, str]]:
+    before = data.samples.get("exact_match_before", data.summary.get("exact_match_before"))
+    after = data.samples.get("exact_match_after", data.summary.get("exact_match"))
+    if before is None and after is None:
+        return []
+    parts = [human.percent(part) for part in (before, after) if part is not None]
+    count = len(data.samples.get("rows") or [])
+    of = f"   ({count} held-out questions)" if count else ""
+    return [("exact match", " → ".join(parts) + of)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One held-out question; ``right_*`` is None where there is no answer yet."""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+    right_before: bool | None
+    right_after: bool | None
+
+
+def answers(data: RunData, *, limit: int | None = None) -> list[Answer]:
+    """The questions with their answers before and after training."""
+    rows: list[dict[str, Any]] = data.samples.get("rows") or []
+    return [
+        Answer(
+            prompt=row.get("prompt") or "",
+            expected=row.get("expected") or "",
+            before=row.get("before") or "",
+            after=row.get("after") or "",
+            right_before=_right(row, "before"),
+            right_after=_right(row, "after"),
+        )
+        for row in rows[:limit]
+    ]
+
+
+def _right(row: dict[str, Any], key: str) -> bool | None:
+    if row.get(key) is None:
+        return None
+    return bool(str(row[key]).strip() == str(row.get("expected") or "").strip())
+
+
+def places(data: RunData) -> list[tuple[str, str]]:
+    """Where everything lies, and the commands that go on from here."""
+    run = data.run
+    rows = [("run directory", str(run.root))]
+    for name, path in (
+        ("model", run.final_model),
+        ("loss curve", run.loss_curve),
+        ("report", run.report),
+        ("logs", run.logs),
+    ):
+        if path.exists():
+            rows.append((name, str(path)))
+    failed = (data.result or {}).get("failed_rank")
+    if failed is not None and run.rank_log(failed).exists():
+        rows.append((f"log of rank {failed}", str(run.rank_log(failed))))
+    for tracker, status in data.tracking.items():
+        if status.get("sync"):
+            rows.append((f"{tracker}, to upload", status["sync"]))
+        elif status.get("state") != "failed" and status.get("message"):
+            rows.append((tracker, status["message"]))
+    if run.final_model.exists():
+        rows.append(("try it", _try_it(data)))
+    rows.append(("the same again", f"python -m llmx reproduce {shlex.quote(str(run.root))}"))
+    return rows
+
+
+def _try_it(data: RunData) -> str:
+    """A command with a question that is short and needs no escapes in a shell, if there is one."""
+    prompts = [row.prompt.strip() for row in answers(data)]
+    short = [text for text in prompts if 0 < len(text) <= 120 and "\n" not in text]
+    short.sort(key=lambda text: bool(set(text) & set("'\"$`!\\")))
+    words = ["python", "-m", "llmx", "generate", str(data.run.root), *(short or ["Hello"])[:1]]
+    return shlex.join(words)
+
+
+def warnings(data: RunData) -> list[str]:
+    """The plan's warnings, what could not be read, and trackers that failed."""
+    failed = [
+        f"{tracker}: {status.get('message')}. Then: {status.get('fix')}"
+        for tracker, status in data.tracking.items()
+        if status.get("state") == "failed"
+    ]
+    return [*data.warnings, *failed]
+
+
+def traceback_excerpt(data: RunData) -> str:
+    """The end of the failing rank's traceback, which is where the reason stands."""
+    lines = ((data.result or {}).get("traceback") or "").rstrip().splitlines()
+    if len(lines) <= TRACEBACK_LINES:
+        return "\n".join(lines)
+    left_out = len(lines) - TRACEBACK_LINES
+    return "\n".join([f"... {left_out} lines before", *lines[-TRACEBACK_LINES:]])

@@ -1,0 +1,132 @@
+"""The plan on the screen: golden text at 100 and 80 columns, and nothing heavy imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmx.config import Experiment, ModelConfig, TaskConfig, ZeroConfig
+from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.report.plan_table import batch_line, print_plan
+
+COMMAND = (
+    "cd /runs/mixed && DS_ENV_FILE=/runs/mixed/ds_env deepspeed --hostfile /runs/mixed/hostfile "
+    "--master_addr 10.0.0.1 --master_port 29512 --module --no_local_rank llmx.worker /runs/mixed\n"
+)
+
+
+def mixed_plan() -> Plan:
+    """Two A100 and two V100, unequal micro batches, one of them too full."""
+    hosts = (
+        HostPlan("node-a", "10.0.0.1", 2222, None, None, 2, "a100_40g", "eth1", False),
+        HostPlan("node-b", "10.0.0.2", 22, None, None, 2, "v100_32g", "eth1", False),
+    )
+    return Plan(
+        hosts=hosts,
+        ranks=(
+            RankPlan(0, 0, 0, "a100_40g", 4),
+            RankPlan(1, 0, 1, "a100_40g", 4),
+            RankPlan(2, 1, 0, "v100_32g", 3),
+            RankPlan(3, 1, 1, "v100_32g", 2),
+        ),
+        accelerator="cuda",
+        precision="fp16",
+        precision_reason="v100_32g has no bf16",
+        batch=BatchPlan(104, 8, (4, 4, 3, 2), 4096),
+        transport="pdsh",
+        master_addr="10.0.0.1",
+        num_parameters=6_738_415_616,
+        peak_tflops=874.0,
+        memory=(
+            MemoryPlan("a100_40g", 10.2, 3.1, 12.0, 6.8, 3.2, 0.09, 1.0, 0.0, 40.0),
+            MemoryPlan("v100_32g", 10.2, 3.1, 18.8, 3.4, 1.6, 0.09, 1.0, 120.0, 32.0),
+        ),
+        warnings=(
+            "v100_32g: 38.2 GiB predicted, 32 GiB there: expect out of memory. Cheapest next "
+            "step: zero=stage3_offload.",
+        ),
+    )
+
+
+def experiment(**task: object) -> Experiment:
+    return Experiment(
+        name="mixed",
+        model=ModelConfig(name="llama2_7b", activation_checkpointing=True),
+        task=TaskConfig(**task),  # type: ignore[arg-type]
+        zero=ZeroConfig(stage=3, hpz_partition_size=2, offload_optimizer="cpu"),
+    )
+
+
+def rendered(plan: Plan, exp: Experiment, *, width: int) -> str:
+    stream = io.StringIO()
+    print_plan(plan, exp, command=COMMAND, run_dir=Path("/runs/mixed"), stream=stream, width=width)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+@pytest.mark.parametrize("width", [100, 80])
+def test_golden(golden, width: int) -> None:
+    golden(f"report/plan_{width}.txt", rendered(mixed_plan(), experiment(steps=600), width=width))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_fits_the_terminal_and_keeps_the_command_whole(width: int) -> None:
+    text = rendered(mixed_plan(), experiment(steps=600), width=width)
+    assert COMMAND.strip() in text.splitlines(), "the command can be copied"
+    others = [
+        line for line in text.splitlines() if line not in (COMMAND.strip(), text.splitlines()[-1])
+    ]
+    assert max(map(len, others)) <= width
+    assert "8 = 104 samples" in " ".join(text.split())
+
+
+def test_what_is_not_known_is_said() -> None:
+    plan = dataclasses.replace(mixed_plan(), num_parameters=0, memory=(), warnings=())
+    text = rendered(plan, experiment(epochs=1.0), width=100)
+    assert "an unknown number of parameters" in text
+    assert "1 epoch; steps follow from the number of samples" in text
+    assert "Predicted peak memory" not in text
+    unknown = dataclasses.replace(mixed_plan().memory[0], capacity_gib=0.0)
+    text = rendered(dataclasses.replace(plan, memory=(unknown,)), experiment(), width=100)
+    assert "not checked" in text
+    assert "give task.steps or task.epochs" in text
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 64))
+def test_the_batch_line_is_true(sizes: list[int], accumulation: int) -> None:
+    """What the line says, evaluated, is the global batch."""
+    total = sum(sizes) * accumulation
+    plan = dataclasses.replace(
+        mixed_plan(), batch=BatchPlan(total, accumulation, tuple(sizes), 128)
+    )
+    left, right, tokens = batch_line(plan).split(" = ")
+    product = left.replace(" ranks", "").replace("\N{MULTIPLICATION SIGN}", "*")
+    assert eval(product, {"__builtins__": {}}) == total
+    assert right == f"{total:,} samples of 128"
+    assert tokens == f"{total * 128:,} tokens a step"
+
+
+def test_the_control_process_stays_light() -> None:
+    code = (
+        "import io, json, sys\n"
+        "from pathlib import Path\n"
+        "from tests.unit.test_report_plan_table import *\n"
+        "rendered(mixed_plan(), experiment(steps=1), width=80)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    modules = set(found.stdout.split('"'))
+    assert "rich.table" in modules
+    assert {"torch", "deepspeed", "transformers", "matplotlib", "wandb"}.isdisjoint(modules)

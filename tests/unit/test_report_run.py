@@ -1,0 +1,259 @@
+"""The report of whole, failed, unfinished and damaged runs, from their directories only."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import math
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from llmx.report import figure, format, wording
+from llmx.report.__main__ import main
+from llmx.report.run_data import load_run
+from llmx.rundir import RunDir, write_json, write_text
+from tests import tracked_run
+
+SAMPLES = {
+    "rows": [
+        {
+            "prompt": "Anna has a red ball. Ben has a blue kite.\nWhat colour is Ben's kite?",
+            "expected": "blue",
+            "before": "the the <script>alert(1)</script>",
+            "after": " blue\n",
+        },
+        {"prompt": "用英文说你好[/bold]", "expected": "hello", "before": "", "after": "hallo"},
+        {"prompt": "Say yes.", "expected": "yes", "before": "no", "after": None},
+    ],
+    "exact_match_before": 0.0,
+    "exact_match_after": 0.5,
+}
+FAILURE = {
+    "cause": "CUDA out of memory in the first optimizer step.",
+    "fix": "batch.micro_batch=2, or zero=stage3",
+    "failed_rank": 3,
+    "host": "node-b",
+    "traceback": "Traceback (most recent call last):\n"
+    + "".join(f'  File "model.py", line {i}, in forward\n' for i in range(30))
+    + "torch.OutOfMemoryError: CUDA out of memory",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = tracked_run.write_start(tmp_path / "run", kinds=["wandb"])
+    tracked_run.append(run, tracked_run.lines())
+    write_json(run.samples, SAMPLES)
+    write_json(run.result, tracked_run.result())
+    write_text(run.rank_log(3), "the log\n")
+    (run.final_model).mkdir()
+    sync = {"state": "offline", "message": "no API key", "sync": "wandb sync /runs/x/wandb/o"}
+    write_json(run.root / "tracking.json", {"wandb": sync})
+    return run
+
+
+def report(run: RunDir, capsys: pytest.CaptureFixture[str], *, width: int = 80) -> str:
+    assert main([str(run.root), "--width", str(width)]) == 0
+    return capsys.readouterr().out
+
+
+def test_golden(run: RunDir, capsys: pytest.CaptureFixture[str], golden) -> None:
+    text = report(run, capsys).replace(str(run.root), "/runs/tiny")
+    golden("report/run_80.txt", "\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_tables_fit_and_places_can_be_copied(
+    run: RunDir, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    text = report(run, capsys, width=width)
+    head, places = text.split(" run directory", 1)
+    assert all(len(line) <= width for line in head.splitlines())
+    assert str(run.loss_curve) in places
+    assert "wandb sync /runs/x/wandb/o" in places
+    assert f"python -m llmx generate {run.root} " in places
+    assert "\x1b" not in text, "plain where it is no terminal"
+
+
+def test_failed_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(run.result, tracked_run.result("oom", **FAILURE))
+    text = report(run, capsys, width=100)
+    first = text.strip().splitlines()[0]
+    assert first.startswith("✗ tiny-演示: oom after 40 steps")
+    assert "(rank 3, node-b)" in first
+    assert FAILURE["cause"] in text
+    assert FAILURE["fix"] in text
+    assert "torch.OutOfMemoryError: CUDA out of memory" in text
+    assert "... 20 lines before" in text
+    assert str(run.rank_log(3)) in text
+    page = run.report.read_text(encoding="utf-8")
+    assert "torch.OutOfMemoryError" in page
+    assert FAILURE["fix"] in page
+
+
+def test_run_that_still_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    tracked_run.append(run, tracked_run.lines()[:7])
+    text = report(run, capsys)
+    assert "no result.json yet (10 of 40 steps" in text
+    assert run.loss_curve.is_file()
+    assert "reproduce" in text
+
+
+def test_run_that_never_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    write_json(run.result, tracked_run.result("config", cause="ssh: connection refused"))
+    text = report(run, capsys)
+    assert "config after 0 steps" in text
+    assert "ssh: connection refused" in text
+    assert not run.loss_curve.exists()
+    assert run.report.is_file()
+
+
+def test_damaged_files_are_named_and_the_rest_is_shown(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.plan.write_text('{"hosts": [')
+    run.samples.write_text("[]")
+    with run.metrics.open("a", encoding="utf-8") as stream:
+        stream.write("garbage\n" + '{"kind": "train", "st')
+    text = report(run, capsys, width=100)
+    assert "trained 40 steps" in text
+    assert "plan.json cannot be read" in text
+    assert "samples.json holds no mapping" in text
+    assert "metrics.jsonl: 1 lines cannot be read" in text
+
+
+def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "is no run directory" in error
+    assert "config.yaml" in error
+
+
+def test_answers_are_marked(run: RunDir) -> None:
+    rows = wording.answers(load_run(run.root))
+    assert [(row.right_before, row.right_after) for row in rows] == [
+        (False, True),
+        (False, False),
+        (False, None),
+    ]
+
+
+def test_a_step_repeated_after_a_restart_counts_once(tmp_path: Path) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    again = {**tracked_run.train_line(4), "loss": 1.0}
+    tracked_run.append(run, [*map(tracked_run.train_line, (2, 4, 6)), again])
+    train = load_run(run.root).train
+    assert [(line["step"], line["loss"] == 1.0) for line in train] == [
+        (2, False),
+        (4, True),
+        (6, False),
+    ]
+
+
+class Balanced(html.parser.HTMLParser):
+    """Raises where a tag is closed that is not open; keeps tags and text."""
+
+    VOID = frozenset({"meta", "img", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.images: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "img":
+            self.images.append(dict(attrs)["src"] or "")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_page_is_one_whole_escaped_file(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    report(run, capsys)
+    text = run.report.read_text(encoding="utf-8")
+    page = Balanced()
+    page.feed(text)
+    assert page.open == []
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.text, "shown as text"
+    assert "用英文说你好[/bold]" in page.text
+    (image,) = page.images
+    png = base64.b64decode(image.removeprefix("data:image/png;base64,"))
+    assert png == run.loss_curve.read_bytes()
+    for shown in ("hidden_size: 128", '"stage": 2', "abc123", "0.96875", "train/loss"):
+        assert shown in page.text
+    assert not re.search(r'(?:src|href)="(?!data:)', text), "nothing is loaded from elsewhere"
+
+
+def test_picture_shows_the_curve_in_any_language(run: RunDir) -> None:
+    from matplotlib import pyplot
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of every glyph it lacks
+        assert figure.draw_loss(load_run(run.root), run.loss_curve)
+    pixels = pyplot.imread(run.loss_curve)[..., :3]
+    blue = (abs(pixels - (0.12, 0.47, 0.71)) < 0.1).all(axis=-1)
+    orange = (abs(pixels - (1.0, 0.50, 0.05)) < 0.1).all(axis=-1)
+    assert blue.sum() > 500, "the train loss is drawn"
+    assert orange.sum() > 50, "the evaluations are drawn"
+    columns = blue.any(axis=0).nonzero()[0]
+    assert columns[-1] - columns[0] > pixels.shape[1] / 2
+
+
+def test_smoothing_follows_a_line_without_lag_and_skips_nan() -> None:
+    line = [float(i) for i in range(120)]
+    assert figure.smoothed(line) == pytest.approx(line)
+    line[50] = math.nan
+    assert all(math.isfinite(value) for value in figure.smoothed(line))
+    noisy = [(-1.0) ** i for i in range(200)]
+    assert max(abs(value) for value in figure.smoothed(noisy)[10:-10]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (format.count(950), "950"),
+        (format.count(15_600), "15.6 k"),
+        (format.count(6_738_415_616), "6.74 B"),
+        (format.count(999_999), "1 M"),
+        (format.duration(0.84), "0.8 s"),
+        (format.duration(72), "1 min 12 s"),
+        (format.duration(59.7), "1 min"),
+        (format.duration(11_100), "3 h 5 min"),
+        (format.duration(187_200), "2 d 4 h"),
+        (format.percent(0.96875), "96.9 %"),
+        (format.percent(0), "0 %"),
+        (format.loss(0.4), "0.4000"),
+        (format.loss(1234.4), "1234"),
+        (format.loss(math.nan), "nan"),
+        (format.one_line("a\n  b c", limit=4), "a b…"),
+    ],
+)
+def test_forms(found: str, expected: str) -> None:
+    assert found == expected
+
+
+def test_ascii_terminal(run: RunDir) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llmx.report", str(run.root)],
+        env={"PATH": "", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"trained 40 steps" in done.stdout
