@@ -80,7 +80,8 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
 def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
     """The one thing to look at: the earliest failing rank's traceback, the cause, the fix."""
     lines = [""]
-    if result.traceback:
+    # An error of our own is written for the user; its traceback says no more.
+    if result.traceback and "llmx.errors." not in result.traceback.rstrip().rsplit("\n", 1)[-1]:
         shown = result.traceback.rstrip().splitlines()
         if len(shown) > TRACEBACK_LINES:
             shown = ["  ...", *shown[-TRACEBACK_LINES:]]

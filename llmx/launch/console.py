@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 _NOISE = re.compile(
     r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[(INFO|WARNING)\] \[|^\s*$|^\[rank\d+\]:\[W|^\[W\d+ "
-    r"|FutureWarning|UserWarning|^\s+warnings\.warn\(|^Loading extension module|^Time to load "
+    # The same numbers come from metrics.jsonl.
+    r"|^step \d+/\d+ |^evaluation at step "
+    r"|^Loading extension module|^Time to load "
     r"|^Using .* as PyTorch extensions root|^Detected CUDA files|^ninja: no work|^Emitting ninja"
     r"|^Building extension module|^Allowing ninja to set"
 )
 """Of rank 0's log, what nobody needs to see twice; the log file has all of it."""
+_WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 
 
 class Console:
@@ -32,15 +35,27 @@ class Console:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._first: tuple[int, float] | None = None
+        self._in_traceback = False
+        self._in_warning = False
 
     def say(self, text: str) -> None:
         """One line of the supervisor's own."""
         self._print(text)
 
     def rank_line(self, line: str) -> None:
-        """One line of rank 0's log."""
-        if not _NOISE.search(line):
-            self._print(f"  {line}")
+        """One line of rank 0's log. Tracebacks are left out: the end of the run shows the one
+        that matters, which may be another rank's."""
+        if line.startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        elif self._in_traceback:
+            # Indented frames, then one line with the error itself.
+            self._in_traceback = line.startswith(" ")
+        elif self._in_warning and line.startswith(" "):
+            self._in_warning = False  # the line of code that a Python warning quotes
+        else:
+            self._in_warning = bool(_WARNING.search(line))
+            if not self._in_warning and not _NOISE.search(line):
+                self._print(f"  {line}")
 
     def record(self, record: dict[str, Any]) -> None:
         """One record of ``metrics.jsonl``."""

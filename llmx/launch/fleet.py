@@ -137,6 +137,7 @@ class Channel:
         """Close the channel: an agent that is still there ends the run on its host, and ends."""
         if self._process is None:
             return
+        self.lost_at = self.lost_at or time.time()  # no news from now on
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it may be gone already
             self._process.stdin.close()

@@ -184,7 +184,10 @@ class Supervisor:
                         continue
                     self._warn(f"{channel.name}: not known whether the run is ended there: {error}")
                     break
-                self._log(f"{channel.name}: {counts}")
+                self._log(
+                    f"{channel.name}: {counts['ended']} processes ended, {counts['killed']} killed, "
+                    f"{counts['left']} left"
+                )
                 if counts["left"]:
                     self._warn(
                         f"{channel.name}: {counts['left']} processes do not end; the kernel holds "

@@ -146,7 +146,8 @@ class Watch:
                     except AgentError as error:
                         self.log(f"{channel.name}: {error}")
             return False  # one more look at what they sent
-        if all_finished(self.evidence, self.plan):
+        states = [status.get("state") for status in self.evidence.statuses.values()]
+        if len(states) == self.plan.world_size and FINAL_STATES.issuperset(states):
             return True
         # A shared file system may show the last status a little later than the process's end.
         return now - self._exited_at > SHARED_DELAY_S
