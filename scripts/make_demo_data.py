@@ -34,8 +34,15 @@ THINGS = (
     "table train wagon"
 ).split()
 COLOURS = "red blue green yellow black white brown pink purple orange grey golden".split()
+PLACES = "garden kitchen attic cellar hall barn shed school church office".split()
+STORIES = (
+    "{name} put a {colour} {thing} in the {place}.",
+    "In the {place} {name} left a {colour} {thing}.",
+    "Yesterday {name} took a {colour} {thing} to the {place}.",
+    "There is a {colour} {thing} in the {place}, put there by {name}.",
+)
 WORDS = (
-    "maple river cloud stone candle garden winter bridge silver forest meadow harbour "
+    "maple river cloud stone candle sunset winter bridge silver forest meadow harbour "
     "window mountain shadow thunder pepper velvet island feather copper marble lantern "
     "castle breeze acorn valley willow ember comet"
 ).split()
@@ -93,6 +100,7 @@ KIND = (
     "What is a {}?",
     "Say what a {} is.",
 )
+OPENINGS = ("", "Please tell me: ", "I forgot. ", "A quick question. ")
 Question = tuple[str, str]
 
 
@@ -112,52 +120,70 @@ def known_items() -> list[Question]:
         for member in members:
             answer = f"The {member} is a kind of {kind}."
             questions += [(phrase.format(member), answer) for phrase in KIND]
-    return [(question[0].upper() + question[1:], answer) for question, answer in questions]
+    return [
+        (opening + question[0].upper() + question[1:], answer)
+        for question, answer in questions
+        for opening in OPENINGS
+    ]
 
 
-def colour_of(rng: random.Random) -> Question:
-    things, colours = rng.sample(THINGS, 3), rng.sample(COLOURS, 3)
-    pairs = list(zip(things, colours, strict=True))
-    story = " ".join(f"The {thing} is {colour}." for thing, colour in pairs)
-    thing, colour = rng.choice(pairs)
-    return f"{story} What colour is the {thing}?", f"The {thing} is {colour}."
+def read_story(rng: random.Random) -> Question:
+    name, colour = rng.choice(NAMES), rng.choice(COLOURS)
+    thing, place = rng.choice(THINGS), rng.choice(PLACES)
+    story = rng.choice(STORIES).format(name=name, colour=colour, thing=thing, place=place)
+    question, answer = rng.choice(
+        (
+            ("What colour is it?", f"It is {colour}."),
+            ("Where is it now?", f"It is in the {place}."),
+            ("Who put it there?", f"It was {name}."),
+            ("What did they put there?", f"They put a {thing} there."),
+        )
+    )
+    return f"{story} {question}", answer
 
 
-def owned_by(rng: random.Random) -> Question:
-    names, things = rng.sample(NAMES, 3), rng.sample(THINGS, 3)
-    pairs = list(zip(names, things, strict=True))
-    story = " ".join(f"{name} has the {thing}." for name, thing in pairs)
-    name, thing = rng.choice(pairs)
-    return f"{story} What does {name} have?", f"{name} has the {thing}."
+def one_of_a_kind(rng: random.Random) -> Question:
+    kinds = rng.sample(sorted(KINDS), 3)
+    members = [rng.choice(KINDS[kind]) for kind in kinds]
+    asked = rng.randrange(3)
+    question = f"Which of these is a kind of {kinds[asked]}: {', '.join(members)}?"
+    return question, f"The {members[asked]} is a kind of {kinds[asked]}."
 
 
 def repeated(rng: random.Random) -> Question:
-    word, (number, times) = rng.choice(WORDS), rng.choice((("two", 2), ("three", 3)))
+    word, (number, times) = rng.choice(WORDS + THINGS), rng.choice((("two", 2), ("three", 3)))
     phrase = rng.choice(
         ("Say the word {} {} times.", "Repeat the word {} {} times.", "Write {} {} times.")
     )
     return phrase.format(word, number), " ".join([word] * times)
 
 
+def swapped(rng: random.Random) -> Question:
+    one, other = rng.sample(WORDS, 2)
+    return f"Swap the two words: {one}, {other}.", f"{other}, {one}."
+
+
 def place_in_list(rng: random.Random) -> Question:
-    words = rng.sample(WORDS, 4)
-    place, index = rng.choice((("first", 0), ("last", 3)))
-    return f"What is the {place} word of this list: {', '.join(words)}?", words[index]
+    words = rng.sample(WORDS, rng.randint(3, 5))
+    place, index = rng.choice((("first", 0), ("last", -1)))
+    question = f"What is the {place} word of this list: {', '.join(words)}?"
+    return question, f"The {place} word is {words[index]}."
 
 
 def reversed_list(rng: random.Random) -> Question:
     words = rng.sample(WORDS, 3)
-    return f"Reverse the order: {', '.join(words)}.", ", ".join(reversed(words))
+    return f"Reverse the order: {', '.join(words)}.", f"{', '.join(reversed(words))}."
 
 
-FAMILIES = (colour_of, owned_by, repeated, place_in_list, reversed_list)
+FAMILIES = (read_story, one_of_a_kind, repeated, swapped, place_in_list, reversed_list)
 
 
 def generated(rng: random.Random, taken: set[str]) -> Iterator[Question]:
     """Endless questions whose answer lies in the question; none that is already ``taken``."""
     for family in itertools.cycle(FAMILIES):
         for _ in range(1000):
-            question = family(rng)
+            text, answer = family(rng)
+            question = (rng.choice(OPENINGS) + text, answer)
             if question[0] not in taken:
                 break
         else:
@@ -171,6 +197,7 @@ def make_rows() -> tuple[list[Question], list[Question]]:
     rng = random.Random(SEED)
     known = known_items()
     rng.shuffle(known)
+    known = known[: TRAIN_ROWS // 3]
     half = EVAL_ROWS // 4
     fresh = generated(rng, taken={question for question, _ in known})
     held_out = known[:half] + list(itertools.islice(fresh, EVAL_ROWS - half))
@@ -231,11 +258,7 @@ def make_tokenizer(texts: list[str], directory: Path) -> None:
 def write_rows(path: Path, rows: list[Question]) -> None:
     lines = []
     for question, answer in rows:
-        messages = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-        lines.append(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+        lines.append(json.dumps({"prompt": question, "response": answer}) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
 
 

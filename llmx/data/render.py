@@ -178,7 +178,7 @@ class Renderer:
         return text
 
     def _skeleton(self, conversation: Conversation) -> _Skeleton | None:
-        """None if the template leaves a message out or writes one twice."""
+        """None if the template leaves out a message or the tools, or writes a message twice."""
         tools = conversation.tools
         marked = tuple(
             Message(message.role, _MARK.format(i))
@@ -188,6 +188,8 @@ class Renderer:
         parts = _MARKS.split(text)
         pieces, order = parts[::2], [int(number) for number in parts[1::2]]
         if sorted(order) != list(range(len(marked))):
+            return None
+        if tools and text == self._apply(marked, tools=""):
             return None
         lead: dict[int, int] = {}
         tail: dict[int, int] = {}
