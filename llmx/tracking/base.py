@@ -110,8 +110,9 @@ class CompositeTracker:
             lane.put("log", record)
 
     def finish(self, result: Record | None) -> None:
-        """Wait for every tracker, at most ``finish_timeout_s`` in all; name the late ones."""
-        deadline = time.monotonic() + self._timeout_s
+        """Wait for every tracker, within ``finish_timeout_s`` in all; name the late ones."""
+        # A little earlier than the supervisor loses patience: the late ones are to be named.
+        deadline = time.monotonic() + 0.95 * self._timeout_s
         for lane in self._lanes:
             lane.put("finish", result)
         for lane in self._lanes:

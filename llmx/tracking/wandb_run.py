@@ -75,8 +75,8 @@ class WandbTracker:
             mode=mode,
             settings=wandb.Settings(
                 # Together with the first look at the server these stay below the whole.
-                init_timeout=0.3 * meta.finish_timeout_s,
-                finish_timeout=0.5 * meta.finish_timeout_s,
+                init_timeout=0.25 * meta.finish_timeout_s,
+                finish_timeout=0.45 * meta.finish_timeout_s,
                 finish_timeout_raises=True,
                 x_transaction_log_flush_interval=1.0,  # a SIGKILL loses a second, not 15
                 console="off",

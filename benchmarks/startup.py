@@ -1,0 +1,122 @@
+"""Start-up: seconds from the command to ``deepspeed`` started, of the real ``python -m llmx``.
+
+    python benchmarks/startup.py [--runs 9]
+
+Every run is a real one, ended as soon as DeepSpeed's runner is there. Both times are start
+times of processes as the kernel keeps them (``/proc/PID/stat``, 10 ms), so nothing is
+instrumented. One more run under ``-X importtime`` lists what the control process imports.
+Exits with 1 where the median is over a second or something heavy was imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from machine import write_result
+
+TARGET_S = 1.0
+FOUND_WITHIN_S = 60.0
+HEAVY = ("torch", "deepspeed", "transformers", "datasets", "wandb", "matplotlib", "tensorboard")
+SHAPES = {
+    "bundled demo, two CPU ranks": ["hardware=cpu2"],
+    "ZeRO-3, with the W&B mirror": ["hardware=cpu2", "zero=stage3", "tracking=wandb"],
+}
+
+
+def main() -> int:
+    """Measure, print, write benchmarks/results/startup.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=9, help="runs of each shape")
+    options = parser.parse_args()
+    lines = ["| command | median s | fastest | slowest | runs |", "|---|---|---|---|---|"]
+    medians = []
+    for name, overrides in SHAPES.items():
+        seconds = [one_run(overrides)[0] for _ in range(options.runs)]
+        medians.append(statistics.median(seconds))
+        lines.append(
+            f"| {name}: `python -m llmx {' '.join(overrides)}` | {medians[-1]:.2f} "
+            f"| {min(seconds):.2f} | {max(seconds):.2f} | {len(seconds)} |"
+        )
+        print(lines[-1], flush=True)
+    _, stderr = one_run(next(iter(SHAPES.values())), importtime=True)
+    modules = imported(stderr)
+    heavy = sorted({name.split(".")[0] for name in modules} & set(HEAVY))
+    lines += ["", f"Modules imported by the control process: {len(modules)}."]
+    lines.append(f"Of {', '.join(HEAVY)}: {', '.join(heavy) or 'none'}.")
+    print("\n".join(lines[-2:]))
+    good = max(medians) < TARGET_S and not heavy
+    lines.append(f"Target: under {TARGET_S:g} s and none of them: {'met' if good else 'MISSED'}.")
+    print(lines[-1])
+    write_result("startup", "Start-up: from the command to deepspeed started", lines)
+    return 0 if good else 1
+
+
+def one_run(overrides: list[str], *, importtime: bool = False) -> tuple[float, str]:
+    """Seconds from the start of ``python -m llmx`` to that of DeepSpeed's runner; its stderr."""
+    with tempfile.TemporaryDirectory(prefix="llmx-startup-") as directory:
+        run_dir = Path(directory) / "run"
+        flags = ["-X", "importtime"] if importtime else []
+        words = [*overrides, f"run_dir={run_dir}", "launch.stop_grace_s=1"]
+        with (Path(directory) / "stderr").open("w+") as stderr:
+            control = subprocess.Popen(
+                [sys.executable, *flags, "-m", "llmx", *words],
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                cwd=directory,
+            )
+            try:
+                runner = wait_for_runner(control, run_dir)
+                seconds = start_time_s(runner) - start_time_s(control.pid)
+            finally:
+                control.send_signal(signal.SIGTERM)
+                control.wait(60)
+            stderr.seek(0)
+            return seconds, stderr.read()
+
+
+def wait_for_runner(control: subprocess.Popen[bytes], run_dir: Path) -> int:
+    """The process id of ``deepspeed ... RUN_DIR``, as soon as it is there."""
+    deadline = time.monotonic() + FOUND_WITHIN_S
+    parent = psutil.Process(control.pid)
+    while time.monotonic() < deadline:
+        if control.poll() is not None:
+            raise RuntimeError(f"python -m llmx ended by itself with {control.returncode}")
+        for process in parent.children(recursive=True):
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            if words and words[-1] == str(run_dir) and any(is_runner(word) for word in words[:2]):
+                return process.pid
+        time.sleep(0.005)
+    raise TimeoutError(f"no deepspeed process within {FOUND_WITHIN_S:g} s")
+
+
+def is_runner(word: str) -> bool:
+    """DeepSpeed's console script, whether run by its first line or by an interpreter."""
+    return Path(word).name in ("deepspeed", "ds")
+
+
+def start_time_s(pid: int) -> float:
+    """When a process was started, seconds since boot (field 22 of ``/proc/PID/stat``)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def imported(importtime: str) -> set[str]:
+    """Module names from the output of ``python -X importtime``."""
+    return set(re.findall(r"^import time: +\d+ \| +\d+ \| +(\S+)$", importtime, re.M))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
