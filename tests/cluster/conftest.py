@@ -68,9 +68,11 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     accelerator = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+    # The ninja beside this Python: another version cannot read its log, and builds again.
+    ninja = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(
         [sys.executable, HERE / "allreduce.py", tmp_path_factory.mktemp("extensions")],
-        env={**os.environ, **alone, **rendezvous, **accelerator},
+        env={**os.environ, **alone, **rendezvous, **accelerator, **ninja},
         check=True,
         timeout=500,
     )

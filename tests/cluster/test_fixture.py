@@ -293,6 +293,7 @@ def _deepspeed(
 ) -> list[dict[str, Any]]:
     """Run allreduce.py with the real launcher, on node-a; read back what each host wrote."""
     first, out = cluster.first, work / "out"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     hostfile, env_file = work / "hostfile", work / "ds_env"
     lines = [f"{host.name} slots={n}\n" for host, n in zip(cluster.hosts, slots, strict=True)]
     first.path(hostfile).write_text("".join(lines))
@@ -300,6 +301,8 @@ def _deepspeed(
         f"DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME={INTERFACE}\nOMP_NUM_THREADS=1\n"
         f"MASTER_ADDR={first.address}\nMASTER_PORT=29511\n"
         f"TORCH_EXTENSIONS_DIR={extensions}\n"
+        # One ninja for all: another version does not read this one's log, and builds again.
+        f"PATH={path}\n"
     )
     process = first.run(
         [
@@ -320,7 +323,7 @@ def _deepspeed(
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": str(extensions),
             "PYTHONPATH": "",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": path,
         },
     )
     ranks = []

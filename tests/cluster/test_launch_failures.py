@@ -1,0 +1,120 @@
+"""What a user is told when something is wrong, and that it is told in time.
+
+``pytest tests/cluster/test_launch_failures.py``
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.launching import nothing_left, start_llmx
+from tests.cluster.netns import Cluster
+from tests.cluster.slurm import start_slurm
+
+Make = Callable[..., Cluster]
+Need = Callable[..., None]
+LONG = "task.steps=100000"
+
+
+@pytest.mark.parametrize("transport", ["pdsh", "openmpi", "slurm"])
+def test_a_killed_rank_is_named(
+    transport: str, make_cluster: Make, tmp_path: Path, need: Need
+) -> None:
+    """SIGKILL leaves no traceback; the other rank's broken connection is not the cause."""
+    need(transport)
+    cluster = make_cluster()
+    if transport == "slurm":
+        start_slurm(cluster)
+    run = start_llmx(cluster, tmp_path, overrides=[f"launch.transport={transport}", LONG])
+    run.until_step(5)
+    far = cluster["node-b"]
+    (rank,) = [
+        pid
+        for pid, argv in far.processes().items()
+        if "worker" in argv[-2] and "launch" not in " ".join(argv[:-2])
+    ]
+    far.run(["kill", "-KILL", str(rank)])
+    assert run.wait(timeout_s=60) == 1, run.output()
+    result = run.result()
+    assert (result["outcome"], result["failed_rank"], result["host"]) == ("crash", 1, "node-b"), (
+        run.output()
+    )
+    assert "SIGKILL" in result["cause"]
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_a_host_without_power(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    need("pdsh")
+    cluster = make_cluster()
+    overrides = ["launch.transport=pdsh", "launch.heartbeat_timeout_s=15", LONG]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    run.until_step(5)
+    cluster["node-b"].kill()
+    assert run.wait(timeout_s=90) == 1, run.output()
+    result = run.result()
+    assert (result["outcome"], result["host"]) == ("host_lost", "node-b"), run.output()
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_no_shared_file_system(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    need("pdsh")
+    cluster = make_cluster(private_paths=[tmp_path / "runs"])
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    overrides = ["launch.transport=pdsh", f"run_dir={tmp_path}/runs/x"]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    assert run.wait(timeout_s=60) == 4, run.output()
+    assert "launch.sync=rsync" in run.out.read_text()
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_ssh_on_the_wrong_port(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    need("pdsh")
+    cluster = make_cluster()
+    cluster["node-b"].stop_sshd()
+    run = start_llmx(cluster, tmp_path, overrides=["launch.transport=pdsh"])
+    assert run.wait(timeout_s=60) == 4, run.output()
+    said = run.out.read_text()
+    assert "node-b" in said
+    assert "ssh_port" in said
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_a_taken_port(cluster: Cluster, tmp_path: Path, need: Need) -> None:
+    need("pdsh")
+    host = cluster.first
+    overrides = ["launch.transport=pdsh", f"launch.master_port={host.ssh_port}"]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    assert run.wait(timeout_s=60) == 4, run.output()
+    assert f"launch.master_port={host.ssh_port}: taken on node-a" in run.out.read_text()
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_ranks_that_never_start(cluster: Cluster, tmp_path: Path, need: Need) -> None:
+    """A start time-out names the ranks and their hosts."""
+    need("pdsh")
+    overrides = ["launch.transport=pdsh", "launch.start_timeout_s=1", LONG]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    assert run.wait(timeout_s=60) == 1, run.output()
+    result = run.result()
+    assert "did not start within 1 s" in result["cause"]
+    assert "node-a" in result["cause"]
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_sigterm_from_outside(cluster: Cluster, tmp_path: Path, need: Need) -> None:
+    """A rank that somebody else ends is not called a crash."""
+    need("pdsh")
+    run = start_llmx(cluster, tmp_path, overrides=["launch.transport=pdsh", LONG])
+    run.until_step(5)
+    far = cluster["node-b"]
+    for pid, argv in far.processes().items():
+        if argv[-2:-1] == ["llmx.worker"] and "deepspeed.launcher.launch" not in argv:
+            far.run(["kill", f"-{signal.SIGTERM.value}", str(pid)])
+    assert run.wait(timeout_s=60) != 0, run.output()
+    result = run.result()
+    assert (result["outcome"], result["failed_rank"]) == ("interrupted", 1), run.output()
+    nothing_left(cluster, timeout_s=5)

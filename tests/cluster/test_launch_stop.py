@@ -1,0 +1,128 @@
+"""However a run is ended, nothing of it is left on any host, and others' processes stay.
+
+``pytest tests/cluster/test_launch_stop.py``
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
+from tests.cluster.netns import Cluster, Host, wait_until
+from tests.cluster.slurm import start_slurm
+
+LONG = ["task.steps=100000"]
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[Cluster]:
+    with Cluster(hosts=2) as pair:
+        start_slurm(pair)
+        yield pair
+
+
+def bystander(host: Host) -> subprocess.Popen[Any]:
+    """Somebody else's run: a token of its own, and a command line that `pkill -f` would match."""
+    code = "import signal; signal.pause()"
+    words = ["-m", "deepspeed.launcher.launch", "--node_rank=0", "llmx.worker"]
+    return host.popen([sys.executable, "-c", code, *words], env={"LLMX_RUN_TOKEN": "another"})
+
+
+def start(cluster: Cluster, directory: Path, transport: str) -> LlmxRun:
+    overrides = [f"launch.transport={transport}", *LONG]
+    run = start_llmx(cluster, directory, overrides=overrides)
+    run.until_step(5)
+    return run
+
+
+def pick(transport: str, request: pytest.FixtureRequest) -> Cluster:
+    cluster = request.getfixturevalue("slurm_cluster" if transport == "slurm" else "cluster")
+    assert isinstance(cluster, Cluster)
+    return cluster
+
+
+def only(cluster: Cluster, pids: dict[str, int]) -> bool:
+    """Whether each host runs its bystander and nothing else."""
+    return all(len(host.processes()) == 1 for host in cluster.hosts) and bool(pids)
+
+
+@pytest.mark.parametrize("transport", ["pdsh", "openmpi", "slurm"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left(
+    number: signal.Signals,
+    transport: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    need: Callable[..., None],
+) -> None:
+    need(transport)
+    cluster = pick(transport, request)
+    others = {host.name: bystander(host) for host in cluster.hosts}
+    try:
+        run = start(cluster, tmp_path, transport)
+        began = time.monotonic()
+        run.signal(number)
+        code = run.wait(timeout_s=40)
+        wait_until(
+            lambda: only(cluster, {name: p.pid for name, p in others.items()}),
+            timeout_s=30 - (time.monotonic() - began),
+            what=f"only the bystanders are left: {[h.processes() for h in cluster.hosts]}",
+        )
+        assert all(process.poll() is None for process in others.values())
+        if number == signal.SIGKILL:
+            assert code == -signal.SIGKILL
+        else:
+            assert code == 130, run.output()
+            assert run.result()["outcome"] == "interrupted"
+    finally:
+        for process in others.values():
+            process.kill()
+            process.wait()
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_ctrl_c_twice_does_not_wait(
+    cluster: Cluster, tmp_path: Path, need: Callable[..., None]
+) -> None:
+    """Ranks that ignore the first request (stopped ones cannot hear it) are killed at once."""
+    need("pdsh")
+    overrides = ["launch.transport=pdsh", "launch.stop_grace_s=60", *LONG]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    run.until_step(5)
+    for host in cluster.hosts:
+        for pid, argv in host.processes().items():
+            if argv[-2:-1] == ["llmx.worker"] and "deepspeed.launcher.launch" not in argv:
+                host.run(["kill", "-STOP", str(pid)])
+    run.signal(signal.SIGINT)
+    wait_until(lambda: "once more" in run.out.read_text(), timeout_s=10, what="the first request")
+    began = time.monotonic()
+    run.signal(signal.SIGINT)
+    assert run.wait(timeout_s=40) == 130, run.output()
+    assert time.monotonic() - began < 30
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_a_dead_network_ends_the_run_on_the_far_host(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
+) -> None:
+    """The agent there hears nothing any more and ends its ranks by itself."""
+    need("pdsh")
+    cluster = make_cluster()
+    overrides = ["launch.transport=pdsh", "launch.heartbeat_timeout_s=20", *LONG]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    run.until_step(5)
+    cluster["node-b"].cut()
+    far = cluster["node-b"]
+    wait_until(lambda: not far.processes(), timeout_s=45, what="node-b is empty")
+    assert run.wait(timeout_s=60) == 1, run.output()
+    assert run.result()["outcome"] == "host_lost", run.output()
+    assert run.result()["host"] == "node-b"
+    wait_until(lambda: not cluster.first.processes(), timeout_s=10, what="node-a is empty")

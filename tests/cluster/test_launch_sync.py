@@ -1,0 +1,91 @@
+"""Without a shared file system: rsync out, train, outputs back.
+
+``pytest tests/cluster/test_launch_sync.py``
+"""
+
+from __future__ import annotations
+
+import filecmp
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cluster.launching import nothing_left, start_llmx
+from tests.cluster.netns import Cluster
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_private_disks_and_no_checkout(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
+) -> None:
+    need("pdsh", "rsync")
+    work = tmp_path / "work"
+    work.mkdir()
+    cluster = make_cluster(private_paths=[work], hidden={"node-b": [REPOSITORY]})
+    far = cluster["node-b"]
+    assert not far.path(REPOSITORY / "llmx").exists()
+    overrides = [
+        "launch.transport=pdsh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
+        f"data.cache_dir={work}/cache",
+    ]  # fmt: skip
+    run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides)
+    run.dir = type(run.dir)(work / "run")
+    assert run.wait(timeout_s=240) == 0, run.output()
+    said = run.out.read_text()
+    assert "node-b: code" in said
+    sent = re.search(r"sync: node-b: (\d+) files sent", said)
+    assert sent is not None
+    assert int(sent[1]) > 50
+
+    # The code there is the code here; the ranks there wrote on their own disk only.
+    for module in (REPOSITORY / "llmx").rglob("*.py"):
+        assert filecmp.cmp(module, far.path(module), shallow=False)
+    for rank in (1, 2):
+        status, log = run.dir.rank_status(rank), run.dir.rank_log(rank)
+        for path in (status, log):
+            assert far.path(path).read_bytes() == run.path(path).read_bytes(), path
+    assert not far.path(run.dir.rank_log(0)).exists()
+    assert run.result()["outcome"] == "ok"
+    assert len([r for r in run.records() if r["kind"] == "train"]) >= 2
+    nothing_left(cluster, timeout_s=5)
+
+    # A second run sends only its own run directory, and notices a damaged file.
+    victim = far.path(REPOSITORY / "llmx" / "rundir.py")
+    victim.write_text("broken = True\n")
+    stale = far.path(REPOSITORY / "llmx" / "stale.py")
+    stale.write_text("removed here, still there\n")
+    again = start_llmx(
+        cluster, tmp_path, slots=(1, 2), overrides=[*overrides[:3], f"run_dir={work}/again"]
+    )
+    again.dir = type(again.dir)(work / "again")
+    assert again.wait(timeout_s=240) == 0, again.output()
+    sent = re.search(r"sync: node-b: (\d+) files sent", again.out.read_text())
+    assert sent is not None
+    assert int(sent[1]) < 20
+    assert filecmp.cmp(REPOSITORY / "llmx" / "rundir.py", victim, shallow=False)
+    assert not stale.exists()
+
+
+def test_rank_0_on_the_far_host(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
+) -> None:
+    """The model and the metrics are written there and come back here, live and at the end."""
+    need("pdsh", "rsync")
+    work = tmp_path / "work"
+    work.mkdir()
+    cluster = make_cluster(hosts=["node-a", "node-b"], private_paths=[work])
+    far = cluster["node-b"]
+    overrides = [
+        "launch.transport=pdsh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
+        f"data.cache_dir={work}/cache",
+    ]  # fmt: skip
+    run = start_llmx(cluster, tmp_path, slots=(1, 1), overrides=overrides, reverse=True)
+    run.dir = type(run.dir)(work / "run")
+    assert run.wait(timeout_s=240) == 0, run.output()
+    assert far.path(run.dir.final_model).is_dir()
+    for path in far.path(run.dir.final_model).iterdir():
+        assert filecmp.cmp(path, run.path(run.dir.final_model) / path.name, shallow=False)
+    assert far.path(run.dir.metrics).read_bytes() == run.path(run.dir.metrics).read_bytes()
+    assert run.result()["model"] == str(run.dir.final_model)
+    nothing_left(cluster, timeout_s=5)
