@@ -126,11 +126,13 @@ def start_llmx(
     interface: str | None = INTERFACE,
     env: dict[str, str] | None = None,
     reverse: bool = False,
+    rank_env: dict[str, str] | None = None,
 ) -> LlmxRun:
     """Start a run on the first host, its run directory under ``directory``."""
     conf = directory / "conf" / "hardware"
     conf.mkdir(parents=True, exist_ok=True)
     hardware = hardware_of(cluster, slots, interface=interface, reverse=reverse)
+    hardware["env"] = rank_env or {}
     (conf / f"{name}.yaml").write_text(yaml.safe_dump(hardware))
     run_dir = directory / name
     out = directory / f"{name}.out"

@@ -68,12 +68,8 @@ def test_values_arrive_as_they_are(
     """Spaces, quotes, dollars and per cents go through pdsh and two shells unchanged."""
     need("pdsh")
     value = "two words $HOME `id` \"quoted\" 'single' 50%n back\\slash;&|"
-    overrides = [
-        "launch.transport=pdsh",
-        "task.steps=100000",
-        f"launch.env={{ODD: {quoted(value)}}}",
-    ]
-    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    overrides = ["launch.transport=pdsh", "task.steps=100000"]
+    run = start_llmx(cluster, tmp_path, overrides=overrides, rank_env={"ODD": value})
     run.until_step(1)
     seen = set()
     for host in cluster.hosts:
@@ -86,11 +82,6 @@ def test_values_arrive_as_they_are(
     run.signal(15)
     assert run.wait(timeout_s=60) == 130, run.output()
     nothing_left(cluster, timeout_s=5)
-
-
-def quoted(value: str) -> str:
-    """As Hydra's grammar wants text: in double quotes, those inside escaped."""
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def test_slurm_keeps_the_order_of_the_plan(

@@ -1,0 +1,326 @@
+"""Everything that is rendered before a launch: golden files, properties, and every refusal.
+
+``pytest tests/unit/test_launch_render.py``; ``make golden`` records the golden files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmx.config import experiment_from_dict
+from llmx.config.schema import Experiment
+from llmx.errors import ConfigError, LaunchError
+from llmx.launch.environment import is_secret, launcher_env, rank_env, render_ds_env
+from llmx.launch.hostfile import HostSlots, parse_hostfile, render_hostfile
+from llmx.launch.render import check, check_programs, render_argv, rendered_files, runner_env
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.transports import TRANSPORTS, transport_of
+from llmx.plan import make_plan
+from llmx.plan.types import Plan
+from llmx.rundir import RunDir
+
+ENVIRON = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/home/ada",
+    "LANG": "C.UTF-8",
+    "NCCL_DEBUG": "WARN",
+    "HF_HOME": "/data/hf",
+    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",
+    "WANDB_API_KEY": "0123456789abcdef",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "LLMX_PROXY": "http://ada:pw@proxy:3128",
+    "SSH_AUTH_SOCK": "/tmp/agent",
+    "CUDA_VISIBLE_DEVICES": "2,3",
+    "PS1": "$ ",
+}
+
+
+def experiment(
+    transport: str, slots: tuple[int, ...], device: str = "a100", **launch: object
+) -> Experiment:
+    local = transport == "local"
+    hosts = [
+        {
+            "name": "localhost" if local else f"node-{chr(97 + i)}",
+            "address": None if local else f"10.0.0.{i + 1}",
+            "ssh_port": 22 if local else 2201 + i,
+            "user": None if local else "ada",
+            "identity_file": None if local else "/home/ada/.ssh/id cluster",
+            "slots": count,
+            "device": device,
+            "interface": None if local else "eth1",
+        }
+        for i, count in enumerate(slots)
+    ]
+    return experiment_from_dict(
+        {
+            "run_dir": "/runs/demo",
+            "model": {"kind": "llama", "init": "scratch", "config": {"hidden_size": 64}},
+            "task": {"steps": 10},
+            "batch": {"accumulation": 1},
+            "precision": "fp32",
+            "hardware": {
+                "hosts": hosts,
+                "devices": {
+                    "a100": {"accelerator": "cuda", "precisions": ["fp32", "bf16", "fp16"]},
+                    "cpu": {"accelerator": "cpu", "precisions": ["fp32"]},
+                },
+                "env": {"NCCL_IB_DISABLE": "1"},
+            },
+            "launch": {"transport": transport, **launch},
+        }
+    )
+
+
+def spec_of(exp: Experiment, **changes: object) -> LaunchSpec:
+    plan = make_plan(exp)
+    spec = LaunchSpec(
+        exp=exp,
+        plan=plan,
+        run_dir=RunDir(Path(exp.run_dir)),
+        port=29876,
+        token="00c0ffee00c0ffee",
+        python="/opt/venv/bin/python3",
+        code_root="/home/ada/llmx",
+        environ=ENVIRON,
+        cores=16,
+        interfaces=tuple(host.interface for host in plan.hosts),
+    )
+    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+
+
+SLOTS = {"local": (2,), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2)}
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_rendered_files(transport: str, golden: Callable[[str, str], None]) -> None:
+    files = rendered_files(spec_of(experiment(transport, SLOTS[transport])))
+    text = "".join(f"===== {name}\n{content}" for name, content in files.items())
+    golden(f"launch/{transport}.txt", text)
+
+
+def test_every_transport_has_a_golden_file() -> None:
+    assert set(SLOTS) == set(TRANSPORTS)
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_no_secret_gets_through(transport: str) -> None:
+    spec = spec_of(experiment(transport, SLOTS[transport]))
+    text = "".join(rendered_files(spec).values()) + repr(runner_env(spec))
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "LLMX_PROXY"):
+        assert name not in text
+        assert ENVIRON[name] not in text or len(ENVIRON[name]) < 4
+    assert "PS1" not in runner_env(spec)
+
+
+@given(st.lists(st.text(min_size=1).filter(lambda s: "\0" not in s), min_size=1))
+def test_argv_survives_a_shell(argv: list[str]) -> None:
+    assert shlex.split(render_argv(argv)) == argv
+
+
+_NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
+
+
+@given(st.dictionaries(_NAMES, st.integers(1, 64), min_size=1))
+def test_hostfile_round_trip(slots: dict[str, int]) -> None:
+    hosts = tuple(HostSlots(name, count) for name, count in slots.items())
+    assert parse_hostfile(render_hostfile(hosts)) == hosts
+
+
+def test_hostfile_of_a_user() -> None:
+    text = "# my cluster\n\nworker-0 slots=4 # rack 1\n  worker-1\tslots=2 max_slots=2\n"
+    assert parse_hostfile(text) == (HostSlots("worker-0", 4), HostSlots("worker-1", 2))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("// rack 1", "a comment begins with #"),
+        ("a slots = 2", 'write "a slots=2"'),
+        ("a", "the number of ranks is missing"),
+        ("a slots=0", "at least one slot"),
+        ("a slots=two", 'expected "slots=N"'),
+        ("a:2222 slots=2", "hardware.ssh_port=2222"),
+        ("ada@a slots=2", "hardware.user=ada"),
+        ("node[1-3] slots=2", "one host a line"),
+        ("good slots=1", "stands already in line 1"),
+    ],
+)
+def test_hostfile_errors_name_line_and_fix(line: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile(f"good slots=1\n{line}\n", source="/job/hostfile")
+    assert str(caught.value).startswith("/job/hostfile:2: ")
+    assert expected in str(caught.value)
+
+
+def test_hostfile_reports_all_lines_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile("a\nb slots=1\nc slots = 3\n")
+    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["1", "3"]
+
+
+def test_empty_hostfile() -> None:
+    with pytest.raises(ConfigError, match="no host in it"):
+        parse_hostfile("# nothing\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "WANDB_API_KEY", "WANDB_MODE", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "API_KEY",
+     "OPENAI_API_KEY", "GIT_AUTH", "MY_CREDENTIALS"],
+)  # fmt: skip
+def test_secrets_in_the_config_are_refused(name: str) -> None:
+    exp = experiment("pdsh", (1, 1), env={name: "value"})
+    with pytest.raises(ConfigError, match=f"launch.env.{name}: looks like a secret"):
+        check(exp, make_plan(exp))
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY_X", "MONKEY", "KEYBOARD"])
+def test_harmless_names_are_not_secrets(name: str) -> None:
+    assert not is_secret(name, "1")
+
+
+def test_reserved_names_say_what_to_set_instead() -> None:
+    exp = experiment("pdsh", (1, 1), env={"MASTER_PORT": "1", "RANK": "0"})
+    with pytest.raises(ConfigError) as caught:
+        check(exp, make_plan(exp))
+    assert "launch.env.MASTER_PORT" in str(caught.value)
+    assert "launch.master_port" in str(caught.value)
+    assert "launch.env.RANK" in str(caught.value)
+
+
+def test_the_config_wins_over_the_environment() -> None:
+    exp = experiment("pdsh", (1, 1), env={"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"})
+    env = rank_env(spec_of(exp))
+    assert (env["NCCL_DEBUG"], env["OMP_NUM_THREADS"]) == ("INFO", "3")
+    assert env["NCCL_IB_DISABLE"] == "1"
+
+
+def test_ds_env_is_what_deepspeed_can_read() -> None:
+    """Its reader splits at the first = and crashes at a blank line."""
+    env = rank_env(spec_of(experiment("pdsh", (1, 1), env={"ODD": 'a "b" $c `d` \\ 10%'})))
+    for line in render_ds_env(env, shell=True).splitlines():
+        name, value = line.split("=", maxsplit=1)
+        assert name
+        assert value == value.strip() or name == "ODD"
+    assert 'ODD=a \\"b\\" \\$c \\`d\\` \\\\ 10%%\n' in render_ds_env(env, shell=True)
+
+
+def test_values_that_openmpi_would_change_are_refused() -> None:
+    exp = experiment("openmpi", (1, 1), env={"ODD": "two words"})
+    with pytest.raises(ConfigError, match="ODD='two words'"):
+        rendered_files(spec_of(exp))
+
+
+def test_interfaces_that_differ() -> None:
+    spec = spec_of(experiment("pdsh", (1, 1)), interfaces=("eth0", "ens5"))
+    env = rank_env(spec)
+    assert "GLOO_SOCKET_IFNAME" not in env
+    assert env["LLMX_INTERFACES"] == "eth0,ens5"
+    (arguments,) = [a for a in transport_of("openmpi").argv(spec) if "launcher_args" in a]
+    assert "oob_tcp_if_include ens5,eth0" in arguments
+
+
+def test_unequal_slots_under_slurm() -> None:
+    exp = experiment("slurm", (2, 1))
+    with pytest.raises(ConfigError, match="node-a 2, node-b 1; give them all 1"):
+        check(exp, make_plan(exp))
+
+
+def test_rsync_under_slurm() -> None:
+    exp = experiment("slurm", (1, 1), sync="rsync")
+    with pytest.raises(ConfigError, match="launch.sync=rsync: hosts are reached through Slurm"):
+        check(exp, make_plan(exp))
+
+
+def test_local_refuses_other_machines() -> None:
+    exp = experiment("local", (1,))
+    plan = make_plan(exp)
+    far = dataclasses.replace(plan.hosts[0], name="far", is_local=False)
+    with pytest.raises(ConfigError, match='"far" is another machine'):
+        check(exp, dataclasses.replace(plan, hosts=(far,)))
+
+
+def test_a_host_name_with_a_port() -> None:
+    exp = experiment("pdsh", (1, 1))
+    plan = make_plan(exp)
+    bad = dataclasses.replace(plan.hosts[1], name="b:22")
+    with pytest.raises(ConfigError, match="hardware.ssh_port=22"):
+        check(exp, dataclasses.replace(plan, hosts=(plan.hosts[0], bad)))
+
+
+def test_a_missing_program_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    exp = experiment("pdsh", (1, 1), sync="rsync")
+    with pytest.raises(LaunchError, match="apt-get install openssh-client pdsh rsync"):
+        check_programs(exp, make_plan(exp))
+
+
+def test_chosen_gpus_stay_chosen() -> None:
+    """DeepSpeed would put the ranks of everybody on GPUs 0 and 1."""
+    spec = spec_of(experiment("local", (2,)))
+    assert "--include=localhost:2,3" in transport_of("local").argv(spec)
+    assert rendered_files(spec)["hostfile"] == "localhost slots=4\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("GPU-1f,GPU-2f", "indices"), ("0", "1 GPUs for 2")]
+)
+def test_gpus_that_cannot_be_chosen(value: str, expected: str) -> None:
+    spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": value})
+    with pytest.raises(LaunchError, match=expected):
+        transport_of("local").argv(spec)
+
+
+def test_slurm_asks_for_gpus_only_where_there_are_some() -> None:
+    for device, wanted in (("a100", True), ("cpu", False)):
+        argv = transport_of("slurm").argv(spec_of(experiment("slurm", (2, 2), device)))
+        assert any("--gpus-per-node=2" in part for part in argv) == wanted
+
+
+def test_launcher_only_variables_stay_here() -> None:
+    spec = spec_of(experiment("pdsh", (1, 1)))
+    assert launcher_env(spec)["SSH_AUTH_SOCK"] == "/tmp/agent"
+    assert "SSH_AUTH_SOCK" not in rank_env(spec)
+
+
+def test_command_can_be_pasted(tmp_path: Path) -> None:
+    """A shell that runs command.txt gives the program exactly the argv and the variables."""
+    exp = experiment("local", (2,), "cpu", env={"ODD": 'it\'s $HOME "here"'})
+    exp.run_dir = str(tmp_path)
+    spec = spec_of(exp)
+    command = rendered_files(spec)["command.txt"]
+    *head, last = command.strip().splitlines()
+    show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'], os.getcwd()]))"
+    argv = shlex.split(last)
+    assert argv == transport_of("local").argv(spec)
+    script = "\n".join([*head, render_argv([sys.executable, "-c", show, *argv])])
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    import json
+
+    assert json.loads(done.stdout) == [argv, 'it\'s $HOME "here"', str(tmp_path)]
+
+
+def test_plan_is_typed() -> None:
+    assert isinstance(make_plan(experiment("pdsh", (1, 1))), Plan)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """The control process starts in well under a second because of it."""
+    code = (
+        "import sys, llmx.launch, llmx.doctor.diagnose;"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'datasets', 'wandb', 'matplotlib', 'numpy',"
+        "'hydra', 'omegaconf', 'rich', 'psutil'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
