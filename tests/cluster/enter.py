@@ -1,8 +1,9 @@
 """Runs one program inside a pretend host, as if it had been started there.
 
-``python -I -S enter.py PID [--cgroup DIR] [--cwd DIR] -- PROGRAM ARGS`` joins the namespaces of
-process PID. Signals sent to this process reach the program, its death by a signal becomes ours,
-and a SIGKILL of this process kills the program: for the caller the two are one.
+``python -I -S enter.py PID [--cgroup DIR] [--cwd DIR] [--terminal 1] -- PROGRAM ARGS`` joins the
+namespaces of process PID. Signals sent to this process reach the program, its death by a signal
+becomes ours, and a SIGKILL of this process kills the program: for the caller the two are one.
+With ``--terminal`` the program keeps the terminal, whose signals it then gets by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     kernel.join(pid)
     child = os.fork()
     if child == 0:
-        _become(program, values.get("--cwd", "/"))
+        _become(program, values.get("--cwd", "/"), terminal="--terminal" in values)
 
     def forward(number: int, _frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -40,6 +41,9 @@ def main(argv: list[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    if "--terminal" in values:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
@@ -51,11 +55,12 @@ def main(argv: list[str]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _become(program: list[str], directory: str) -> None:
+def _become(program: list[str], directory: str, *, terminal: bool) -> None:
     try:
         kernel.die_with_parent(0)
         # A session of its own: a Ctrl-C in pytest's terminal must not reach it twice.
-        os.setsid()
+        if not terminal:
+            os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         # Python set it to ignored; a program expects the default.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -80,6 +80,7 @@ class Host(Faults):
             f"link set {INTERFACE} up",
         )
         self.start_sshd()
+        self.cluster.note_hosts()
 
     def _spec(self) -> dict[str, Any]:
         cluster, ssh = self.cluster, Path.home() / ".ssh"
@@ -219,6 +220,7 @@ class Host(Faults):
             self._init.kill()
             self._init.wait()
         self.pid, self._init, self._daemons = 0, None, set()
+        self.cluster.note_hosts()
 
 
 def start_init(

@@ -15,6 +15,8 @@ from pathlib import Path
 
 PREFIX = "llmx-cluster-"
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
+HOSTS = "hosts.json"
+"""Host name -> pid of its process 1."""
 _OWNER = "owner.json"
 
 
@@ -37,11 +39,6 @@ def sweep() -> list[Path]:
             shutil.rmtree(directory, ignore_errors=True)
             removed.append(directory)
     return removed
-
-
-def living() -> list[Path]:
-    """The directories of the clusters that are up now."""
-    return [path.parent for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/hosts.json")]
 
 
 def remove_cgroups(directory: Path) -> None:

@@ -123,9 +123,11 @@ class Cluster:
             ip_batch(None, f"addr add {self.root_address}/24 dev {near}", f"link set {near} up")
         for host in self.hosts:
             host.boot()
-        (self.directory / "hosts.json").write_text(
-            json.dumps({h.name: {"pid": h.pid, "address": h.address} for h in self.hosts})
-        )
+
+    def note_hosts(self) -> None:
+        """Write down which process is which host, for whoever wants to enter one."""
+        pids = {host.name: host.pid for host in self.hosts if host.is_up}
+        (self.directory / leftovers.HOSTS).write_text(json.dumps(pids))
 
     def __enter__(self) -> Cluster:
         return self
