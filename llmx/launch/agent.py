@@ -181,6 +181,7 @@ class Agent:
         self.offsets: dict[str, int] = {}
         self.stamps: dict[str, tuple[int, int]] = {}
         self.output = True
+        self.backlog: list[bytes] = []
 
     def serve(self) -> None:
         """Until stdin closes, a stop is done, or the supervisor is silent for too long."""
@@ -198,8 +199,9 @@ class Agent:
                     if not data:
                         break
                     last_word = now
-                    *lines, pending = (pending + data).split(b"\n")
-                    for line in lines:
+                    *self.backlog, pending = (pending + data).split(b"\n")
+                    while self.backlog:
+                        line = self.backlog.pop(0)
                         if line.strip():
                             self.answer(json.loads(line))
                 elif self.silence_s and now - last_word > self.silence_s:
@@ -297,8 +299,11 @@ class Agent:
 
     def do_stop(self, message: Message) -> Message:
         self.watching = False
-        # Any further word while the ranks have their time means: at once.
-        hurry = lambda: bool(select.select([0], [], [], 0)[0])  # noqa: E731
+
+        def hurry() -> bool:
+            """Any further word while the ranks have their time means: at once."""
+            return bool(self.backlog or select.select([0], [], [], 0)[0])
+
         counts = self.end(message.get("grace_s", self.grace_s), hurry)
         if self.streaming:
             self.stream()

@@ -27,7 +27,12 @@ def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
     """
     blocks = ["# Written by llmx for this run. Log in with: ssh -F THIS_FILE HOST\n"]
     for host in hosts:
-        lines = [f"Host {host.name}", f"    HostName {host.address}", f"    Port {host.ssh_port}"]
+        lines = [f"Host {host.name}"]
+        # What the config leaves at its default is left to the user's own settings.
+        if host.address != host.name:
+            lines.append(f"    HostName {host.address}")
+        if host.ssh_port != 22:
+            lines.append(f"    Port {host.ssh_port}")
         if host.user:
             lines.append(f"    User {host.user}")
         if host.identity_file:

@@ -98,7 +98,7 @@ class Supervisor:
             except Interrupted:
                 verdict = Verdict("interrupted", f"ended by {self.asked_by} before the start")
             except LlmxError as error:
-                verdict = _not_started(error)
+                verdict = not_started(error)
             finally:
                 self.preparing = False
                 self.console.close()
@@ -185,8 +185,8 @@ class Supervisor:
                     self._warn(f"{channel.name}: not known whether the run is ended there: {error}")
                     break
                 self._log(
-                    f"{channel.name}: {counts['ended']} processes ended, {counts['killed']} killed, "
-                    f"{counts['left']} left"
+                    f"{channel.name}: {counts['ended']} processes ended, {counts['killed']} "
+                    f"killed, {counts['left']} left"
                 )
                 if counts["left"]:
                     self._warn(
@@ -305,7 +305,7 @@ class Supervisor:
             stream.write(f"{clock()} {text}\n")
 
 
-def _not_started(error: LlmxError) -> Verdict:
+def not_started(error: LlmxError) -> Verdict:
     """The verdict on a launch that was given up before a rank existed."""
     from llmx.errors import ConfigError, DataError
 

@@ -1,0 +1,311 @@
+"""The host agent on this machine, with real processes and real signals.
+
+``pytest tests/unit/test_launch_agent.py``
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.launch.fleet import AGENT, AgentError, Channel, local_channel
+
+PAUSE = "import signal; signal.pause()"
+STUBBORN = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True);"
+    "signal.pause()"
+)
+
+
+def wait_until(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+    return value
+
+
+class Rig:
+    """One agent, introduced to a run, and the processes that a test starts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.token = secrets.token_hex(8)
+        self.directory = directory
+        self.inbox: queue.Queue[tuple[Channel, dict[str, Any]]] = queue.Queue()
+        self.channel = local_channel("here", (0,), directory / "agent.log", self.inbox)
+        self.channel.start(dict(os.environ))
+        self.hello: dict[str, Any] = {}
+        self.started: list[subprocess.Popen[Any]] = []
+
+    def greet(self, **values: Any) -> dict[str, Any]:
+        message = {"token": self.token, "run_dir": str(self.directory), "grace_s": 2.0, **values}
+        return self.channel.ask("hello", timeout_s=10, **message)
+
+    def process(
+        self, code: str = PAUSE, *words: str, env: dict[str, str] | None = None, own: bool = True
+    ) -> subprocess.Popen[Any]:
+        """A process that is of the run (``own``) or of another one."""
+        token = self.token if own else "another"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            env={**os.environ, "LLMX_RUN_TOKEN": token, **(env or {})},
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def stop(self, grace_s: float = 2.0) -> dict[str, Any]:
+        return self.channel.ask("stop", grace_s=grace_s, timeout_s=30)
+
+    def event(self, name: str, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The next event of that name; others are dropped."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            _, message = self.inbox.get(timeout=max(0.01, deadline - time.monotonic()))
+            if message["event"] == name:
+                return message
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.channel.close(timeout_s=20)
+    for process in made.started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def test_stop_ends_this_run_only(rig: Rig) -> None:
+    rig.greet()
+    mine = [rig.process(), rig.process(env={"RANK": "0"})]
+    other = rig.process(own=False)
+    counts = rig.stop()
+    assert (counts["ended"], counts["left"]) == (2, 0)
+    assert [process.wait(timeout=5) for process in mine] == [-signal.SIGTERM, -signal.SIGTERM]
+    assert other.poll() is None
+
+
+def test_what_ignores_sigterm_is_killed(rig: Rig) -> None:
+    rig.greet()
+    stubborn = rig.process(STUBBORN, env={"RANK": "0"})
+    assert stubborn.stdout is not None
+    assert stubborn.stdout.readline()
+    counts = rig.stop(grace_s=0.5)
+    assert (counts["killed"], counts["left"]) == (1, 0)
+    assert stubborn.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_a_second_word_cuts_the_grace_short(rig: Rig) -> None:
+    rig.greet()
+    stubborn = rig.process(STUBBORN, env={"RANK": "0"})
+    assert stubborn.stdout is not None
+    assert stubborn.stdout.readline()
+    began = time.monotonic()
+    first = rig.channel.post("stop", grace_s=60)
+    rig.channel.post("stop", grace_s=0)
+    assert rig.channel.wait(first, timeout_s=20)["left"] == 0
+    assert time.monotonic() - began < 15
+    assert stubborn.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_ranks_are_asked_before_their_launcher(rig: Rig) -> None:
+    """A launcher that is ended first would kill its ranks before they have saved anything."""
+    rig.greet()
+    note = rig.directory / "note"
+    code = (
+        "import signal, sys, time\n"
+        f"def end(*_): open({str(note)!r}, 'a').write(sys.argv[1]); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print(1, flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    for name, env in (("launcher ", {}), ("rank ", {"RANK": "0"})):
+        process = rig.process(code, name, env=env)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+    rig.stop(grace_s=5)
+    assert note.read_text() == "rank launcher "
+
+
+def test_the_runner_of_deepspeed_is_never_asked(rig: Rig) -> None:
+    """Its handler of SIGTERM would run `pkill -f` on everybody's launches."""
+    rig.greet()
+    runner = rig.process(PAUSE, "deepspeed.launcher.runner")
+    assert rig.stop(grace_s=2)["left"] == 0
+    assert runner.wait(timeout=5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("end", ["close", "kill the pipe's writer"])
+def test_a_dead_supervisor_ends_the_run(end: str, tmp_path: Path) -> None:
+    """Here the supervisor is a process of its own, killed outright."""
+    token = secrets.token_hex(8)
+    hello = json.dumps({"cmd": "hello", "id": 1, "token": token, "grace_s": 1})
+    supervisor_code = (
+        "import subprocess, sys, signal\n"
+        f"argv = [sys.executable, '-I', '-S', {str(AGENT)!r}]\n"
+        "agent = subprocess.Popen(argv, stdin=-1, stdout=-1, start_new_session=True)\n"
+        f"agent.stdin.write({hello!r}.encode() + b'\\n'); agent.stdin.flush()\n"
+        "agent.stdout.readline(); print(agent.pid, flush=True)\n"
+        "sys.stdin.readline(); agent.stdin.close(); agent.wait()\n"
+    )
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", supervisor_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", PAUSE], env={**os.environ, "LLMX_RUN_TOKEN": token, "RANK": "0"}
+    )
+    try:
+        assert supervisor.stdout is not None
+        assert supervisor.stdin is not None
+        agent_pid = int(supervisor.stdout.readline())
+        if end == "close":
+            supervisor.stdin.close()
+        else:
+            supervisor.kill()
+        assert rank.wait(timeout=20) == -signal.SIGTERM
+        supervisor.wait(timeout=20)
+        wait_until(lambda: not _running(agent_pid))
+    finally:
+        rank.kill()
+        rank.wait()
+        supervisor.kill()
+        supervisor.wait()
+
+
+def _running(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_silence_ends_the_run(rig: Rig) -> None:
+    rig.greet(silence_s=1.0)
+    rank = rig.process(env={"RANK": "0"})
+    assert rank.wait(timeout=20) == -signal.SIGTERM
+    wait_until(lambda: rig.channel.lost_at)
+
+
+def test_what_a_run_leaves_in_dev_shm(rig: Rig) -> None:
+    rig.greet()
+    port = rig.channel.ask("port", want=0, timeout_s=10)["port"]
+    base = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1"
+    mine, other = Path(f"{base}_{port}_0"), Path(f"{base}_{port + 1}_llmx-test")
+    mine.touch()
+    other.touch()
+    try:
+        rig.stop()
+        assert not mine.exists()
+        assert other.exists()
+    finally:
+        mine.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+
+
+def test_ports_are_free_and_reserved(rig: Rig, tmp_path: Path) -> None:
+    rig.greet()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        assert rig.channel.ask("port", want=taken, timeout_s=10)["port"] == 0
+    port = rig.channel.ask("port", want=0, timeout_s=10)["port"]
+    assert 20000 <= port < 32768
+    second = Rig(tmp_path / "second")
+    try:
+        second.greet()
+        assert second.channel.ask("port", want=port, timeout_s=10)["port"] == 0
+    finally:
+        second.channel.close(timeout_s=10)
+
+
+def test_ranks_are_reported(rig: Rig) -> None:
+    rig.greet()
+    rig.channel.ask("watch", stream=False, timeout_s=10)
+    code = (
+        "import subprocess, sys, signal\n"
+        "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "signal.pause()\n"
+    )
+    rank = rig.process(code, env={"RANK": "3"})
+    started = rig.event("rank_start")
+    assert (started["rank"], started["pid"]) == (3, rank.pid)
+    before = time.time()
+    rank.kill()
+    rank.wait()
+    ended = rig.event("rank_exit")
+    assert (ended["rank"], ended["pid"]) == (3, rank.pid)
+    assert before - 1 < ended["time"] < time.time() + 1
+    assert rig.stop()["ended"] == 1  # its child
+
+
+def test_files_of_a_private_disk_are_streamed(rig: Rig) -> None:
+    (rig.directory / "logs").mkdir()
+    (rig.directory / "ranks").mkdir()
+    log, status = rig.directory / "logs/rank-001.log", rig.directory / "ranks/rank-001.json"
+    log.write_text("of an earlier attempt\n")
+    status.write_text("{}")
+    rig.greet()
+    rig.channel.ask("watch", stream=True, timeout_s=10)
+    assert not status.exists()
+    big = "x" * 200_000
+    with log.open("a") as stream:
+        stream.write(f"first\n{big}\n")
+    text = b""
+    while not text.endswith(b"x\n"):
+        text += base64.b64decode(rig.event("append")["data"])
+    assert text.decode() == f"first\n{big}\n"
+    (rig.directory / "ranks/tmp").write_text('{"state": "training"}')
+    (rig.directory / "ranks/tmp").replace(status)
+    message = rig.event("replace")
+    assert message["path"] == "ranks/rank-001.json"
+    assert json.loads(base64.b64decode(message["data"])) == {"state": "training"}
+    with log.open("a") as stream:
+        stream.write("last words\n")
+    rig.channel.ask("flush", timeout_s=10)
+    assert base64.b64decode(rig.event("append")["data"]) == b"last words\n"
+
+
+def test_hello_looks_around(rig: Rig) -> None:
+    (rig.directory / ".nonce").touch()
+    answer = rig.greet(
+        nonce=".nonce", code="/nonexistent.py", python=sys.executable, modules=["json", "no_such"]
+    )
+    assert answer["sees_run_dir"] is True
+    assert answer["sees_code"] is False
+    assert answer["python"]["missing"] == ["no_such"]
+    assert answer["host"] == socket.gethostname()
+    missing = rig.greet(python="/nonexistent/python")
+    assert "error" in missing["python"]
+    assert missing["sees_run_dir"] is False
+
+
+def test_errors_come_back(rig: Rig) -> None:
+    rig.greet()
+    with pytest.raises(AgentError, match="NotADirectoryError|FileExistsError"):
+        rig.channel.ask("mkdir", paths=["/dev/null/x"], timeout_s=10)
+
+
+def test_an_agent_that_died_is_noticed(rig: Rig) -> None:
+    rig.greet()
+    pid = rig.channel.ask("hello", token=rig.token, timeout_s=10)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(AgentError):
+        rig.channel.ask("flush", timeout_s=10)

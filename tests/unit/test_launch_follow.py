@@ -1,0 +1,148 @@
+"""Reading a growing run directory, and what the user sees of it.
+
+``pytest tests/unit/test_launch_follow.py``
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.launch.console import Console, duration, train_line
+from llmx.launch.follow import LineReader, MetricsReader, StatusReader, apply_update, tail_text
+from llmx.rundir import RunDir, write_json
+
+TRAIN: dict[str, Any] = {
+    "kind": "train", "step": 10, "time": 100.0, "loss": 3.2, "lr": 1e-3, "grad_norm": 0.9,
+    "tokens_per_s": 40960.4, "mfu": 0.312,
+}  # fmt: skip
+
+
+def test_only_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    reader = LineReader(path)
+    assert reader.read() == []
+    path.write_bytes("one\ntwö".encode())
+    assert reader.read() == ["one"]
+    with path.open("ab") as stream:
+        stream.write(b" more\nthree")
+    assert reader.read() == ["twö more"]
+    assert reader.read(final=True) == ["three"]
+    assert reader.read(final=True) == []
+
+
+def test_a_character_cut_in_two(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    reader = LineReader(path)
+    data = "語\n".encode()
+    path.write_bytes(data[:1])
+    assert reader.read() == []
+    path.write_bytes(data)
+    assert reader.read() == ["語"]
+
+
+def test_an_earlier_attempt_is_not_read_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text(json.dumps(TRAIN) + "\n")
+    reader = MetricsReader(run_dir)
+    assert reader.read() == []
+    with run_dir.metrics.open("a") as stream:
+        stream.write('{"kind": "train", "step": 20}\nnot json\n[1]\n{"kind": "end"}\n')
+    assert [record["kind"] for record in reader.read()] == ["train", "end"]
+
+
+def test_statuses_are_of_this_attempt(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_json(run_dir.rank_status(0), {"state": "finished"})
+    reader = StatusReader(run_dir, 2)
+    reader.clear()
+    assert reader.read() == {}
+    write_json(run_dir.rank_status(1), {"state": "training"})
+    assert reader.read() == {1: {"state": "training"}}
+    write_json(run_dir.rank_status(1), {"state": "finished"})
+    assert reader.read() == {1: {"state": "finished"}}
+
+
+def test_updates_of_private_disks(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for data in (b"one\n", b"two\n"):
+        apply_update(run_dir, {"event": "append", "path": "logs/rank-001.log"}, data)
+    assert run_dir.rank_log(1).read_text() == "one\ntwo\n"
+    for data in (b"{}", b'{"state": "x"}'):
+        apply_update(run_dir, {"event": "replace", "path": "ranks/rank-001.json"}, data)
+    assert json.loads(run_dir.rank_status(1).read_text()) == {"state": "x"}
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "logs/../../x", "config.yaml", "logs/rank-1.log/../x", "ds_env"]
+)
+def test_a_host_cannot_write_anything_else(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no file that ranks write"):
+        apply_update(RunDir(tmp_path), {"event": "append", "path": path}, b"x")
+
+
+def test_tail(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert tail_text(path) == ""
+    path.write_text("x" * 100 + "end")
+    assert tail_text(path, max_bytes=5) == "xxend"
+
+
+def console_lines(*records: dict[str, Any], rank_lines: tuple[str, ...] = ()) -> list[str]:
+    stream = io.StringIO()
+    console = Console(stream)
+    for line in rank_lines:
+        console.rank_line(line)
+    for record in records:
+        console.record(record)
+    console.close()
+    return stream.getvalue().splitlines()
+
+
+def test_plain_lines() -> None:
+    lines = console_lines(
+        {"kind": "start", "total_steps": 600},
+        {"kind": "eval", "step": 0, "loss": 6.5, "exact_match": None},
+        TRAIN,
+        {**TRAIN, "step": 20, "time": 101.0, "loss": None, "mfu": None},
+        {"kind": "eval", "step": 600, "loss": 1.1, "exact_match": 0.97},
+        {"kind": "end", "step": 600},
+    )
+    assert lines == [
+        "eval at step 0:  loss 6.5000",
+        "step  10/600  loss 3.2000  lr 1.0e-03  grad 0.90  40,960 tok/s  mfu 31.2 %",
+        "step  20/600  loss not finite  lr 1.0e-03  grad 0.90  40,960 tok/s  left 0:58",
+        "eval at step 600:  loss 1.1000  exact match 97.0 %",
+    ]
+
+
+def test_a_line_without_a_total() -> None:
+    assert train_line({"step": 7, "loss": 1.0}, total=None, left_s=None).startswith("step      7  ")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_rank_0_without_the_noise() -> None:
+    lines = console_lines(
+        rank_lines=(
+            "[2026-01-01 10:00:00,123] [INFO] [comm.py:658:init_distributed] cdb=None",
+            "[W101 10:00:00.1 socket.cpp:460] [c10d] waiting",
+            "/opt/x.py:10: UserWarning: something",
+            "  warnings.warn('something')",
+            "step 10/600  loss 3.2",
+            "",
+            "what the model says",
+            "Traceback (most recent call last):",
+            '  File "x.py", line 1, in f',
+            "ValueError: boom",
+            "after it",
+        )
+    )
+    assert lines == ["  what the model says", "  after it"]

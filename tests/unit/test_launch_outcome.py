@@ -1,0 +1,173 @@
+"""Verdicts: which of many failures is the cause.
+
+``pytest tests/unit/test_launch_outcome.py``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmx.errors import ConfigError, LaunchError
+from llmx.launch.outcome import Evidence, RankExit, all_finished, judge
+from llmx.launch.result import exit_code_of
+from llmx.launch.supervisor import not_started
+from llmx.plan import make_plan
+from llmx.plan.types import Plan
+from tests.unit.test_launch_render import experiment
+
+RESET = "RuntimeError: [../gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Ranks 0 and 1 on node-a, rank 2 on node-b."""
+    return make_plan(experiment("pdsh", (2, 1)))
+
+
+def failed(
+    time: float, message: str, *, kind: str = "RuntimeError", category: str = "crash"
+) -> Any:
+    error = {"type": kind, "message": message, "traceback": f"Traceback\n{kind}: {message}",
+             "category": category, "time": time}  # fmt: skip
+    return {"state": "failed", "time": time, "error": error}
+
+
+def state(name: str) -> dict[str, Any]:
+    return {"state": name, "time": 1.0, "error": None}
+
+
+FINISHED = {0: state("finished"), 1: state("finished"), 2: state("finished")}
+
+
+def test_success_needs_every_rank(plan: Plan) -> None:
+    assert judge(Evidence(statuses=dict(FINISHED)), plan).outcome == "ok"
+    partial = {0: state("finished"), 1: state("finished")}
+    assert not all_finished(Evidence(statuses=partial), plan)
+    assert judge(Evidence(statuses=partial, runner_code=0), plan).outcome == "crash"
+
+
+def test_exit_code_0_is_no_success(plan: Plan) -> None:
+    """DeepSpeed's runner ends with 0 although a rank died of a signal."""
+    log = "[ERROR] ['python'] exits with return code = -11"
+    verdict = judge(Evidence(runner_code=0, launcher_log=log), plan)
+    assert verdict.outcome == "crash"
+    assert "SIGSEGV" in verdict.cause
+
+
+def test_the_earliest_failure_is_shown(plan: Plan) -> None:
+    statuses = {
+        0: failed(110.0, "second"),
+        1: state("interrupted"),
+        2: failed(100.0, "first", kind="ValueError"),
+    }
+    verdict = judge(Evidence(statuses=statuses), plan)
+    assert (verdict.rank, verdict.host) == (2, "node-b")
+    assert "first" in verdict.traceback
+
+
+def test_clocks_are_corrected(plan: Plan) -> None:
+    """node-b's clock is a minute ahead, so its 150 was our 90."""
+    statuses = {0: failed(100.0, "here"), 2: failed(150.0, "there")}
+    evidence = Evidence(statuses=statuses, offsets_s={0: 0.0, 2: 60.0})
+    assert judge(evidence, plan).rank == 2
+
+
+def test_a_broken_connection_is_not_the_cause(plan: Plan) -> None:
+    statuses = {0: failed(100.0, RESET, category="comm"), 1: failed(101.0, "boom")}
+    verdict = judge(Evidence(statuses=statuses), plan)
+    assert (verdict.rank, verdict.outcome) == (1, "crash")
+
+
+def test_a_broken_connection_alone_is_reported(plan: Plan) -> None:
+    statuses = {0: failed(100.0, RESET, category="comm"), 1: state("interrupted")}
+    verdict = judge(Evidence(statuses=statuses), plan)
+    assert (verdict.rank, verdict.outcome) == (0, "comm")
+
+
+def test_a_silent_death_is_the_cause_of_broken_connections(plan: Plan) -> None:
+    statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
+    log = "exits with return code = -9"
+    evidence = Evidence(
+        statuses=statuses, exits={2: RankExit(100.4, oom_kills=1)}, launcher_log=log
+    )
+    verdict = judge(evidence, plan)
+    assert (verdict.rank, verdict.host, verdict.outcome) == (2, "node-b", "oom")
+
+
+def test_an_exit_after_a_final_word_is_no_death(plan: Plan) -> None:
+    statuses = {0: failed(100.0, "boom"), 1: state("interrupted"), 2: state("finished")}
+    exits = {rank: RankExit(99.0) for rank in range(3)}
+    assert judge(Evidence(statuses=statuses, exits=exits), plan).rank == 0
+
+
+def test_a_lost_host_explains_broken_connections(plan: Plan) -> None:
+    statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
+    verdict = judge(Evidence(statuses=statuses, lost_hosts={"node-b": 99.0}), plan)
+    assert (verdict.outcome, verdict.host, verdict.rank) == ("host_lost", "node-b", None)
+
+
+def test_interrupted_by_the_user(plan: Plan) -> None:
+    statuses = {0: state("interrupted"), 1: failed(101.0, RESET, category="comm")}
+    evidence = Evidence(statuses=statuses, interrupted_at=100.0, interrupted_by="Ctrl-C")
+    verdict = judge(evidence, plan)
+    assert verdict.outcome == "interrupted"
+    assert "Ctrl-C" in verdict.cause
+
+
+def test_a_failure_before_the_interrupt_stays_one(plan: Plan) -> None:
+    statuses = {0: failed(99.0, "boom"), 1: state("interrupted")}
+    evidence = Evidence(statuses=statuses, interrupted_at=100.0)
+    assert judge(evidence, plan).outcome == "crash"
+
+
+def test_ended_by_somebody_else(plan: Plan) -> None:
+    verdict = judge(Evidence(statuses={2: state("interrupted")}, runner_code=1), plan)
+    assert (verdict.outcome, verdict.rank) == ("interrupted", 2)
+    assert "SIGTERM" in verdict.cause
+
+
+def test_start_timeout_names_ranks_and_hosts(plan: Plan) -> None:
+    evidence = Evidence(statuses={0: state("starting")}, start_timeout_s=5.0)
+    verdict = judge(evidence, plan)
+    assert "rank 1, 2 on node-a, node-b" in verdict.cause
+    log = "ssh: connect to host 10.0.0.2 port 22: Connection refused"
+    evidence.launcher_log = log
+    assert "ssh" in judge(evidence, plan).cause
+
+
+@pytest.mark.parametrize(
+    ("log", "rank"),
+    [
+        ("srun: error: node-b: task 2: Killed", 2),
+        ("mpirun noticed that process rank 1 with PID 0 on node node-a exited on signal 9", 1),
+        ("srun: error: node-a: task 0: Terminated\nsrun: error: node-b: task 2: Killed", 2),
+    ],
+)
+def test_the_launchers_word_names_the_rank(log: str, rank: int, plan: Plan) -> None:
+    verdict = judge(Evidence(launcher_log=log, runner_code=137), plan)
+    assert (verdict.rank, verdict.outcome) == (rank, "crash")
+
+
+def test_a_worker_that_cannot_be_imported(plan: Plan) -> None:
+    log = (
+        "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
+    )
+    verdict = judge(Evidence(launcher_log=log, runner_code=1), plan)
+    assert verdict.outcome == "config"
+    assert verdict.traceback.startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "launched", "code"),
+    [("ok", True, 0), ("crash", True, 1), ("oom", True, 1), ("config", False, 2), ("data", True, 3),
+     ("interrupted", True, 130), ("comm", False, 4), ("comm", True, 1)],
+)  # fmt: skip
+def test_exit_codes(outcome: str, launched: bool, code: int) -> None:
+    assert exit_code_of(outcome, launched=launched) == code
+
+
+def test_what_never_started() -> None:
+    assert not_started(ConfigError("x")).outcome == "config"
+    assert not_started(LaunchError("x")).outcome == "comm"
