@@ -65,6 +65,7 @@ def train(run_dir: RunDir, status: RankStatus) -> None:
     plan = Plan.from_dict(read_json(run_dir.plan))
     check_place(plan, os.environ)
     os.environ["LOCAL_SIZE"] = str(local_size(plan, int(os.environ["RANK"])))
+    choose_interface(plan, os.environ)
     if exp.deterministic and plan.accelerator == "cuda":
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -117,6 +118,18 @@ def local_size(plan: Plan, rank: int) -> int:
     """Ranks on this rank's host (DeepSpeed counts CPU devices by LOCAL_SIZE)."""
     host = plan.ranks[rank].host
     return sum(other.host == host for other in plan.ranks)
+
+
+def choose_interface(plan: Plan, environment: MutableMapping[str, str]) -> None:
+    """Take this host's network interface where they differ from host to host.
+
+    One environment goes to all ranks, so the launch names them all, in the order of the hosts.
+    """
+    names = environment.get("LLMX_INTERFACES", "").split(",")
+    if len(names) == len(plan.hosts) and all(names):
+        name = names[plan.ranks[int(environment["RANK"])].host]
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+        environment.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def read_experiment(run_dir: RunDir) -> Experiment:

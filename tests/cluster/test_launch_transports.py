@@ -62,6 +62,20 @@ def test_interfaces_are_found(cluster: Cluster, tmp_path: Path, need: Callable[.
     assert "GLOO_SOCKET_IFNAME=lan0\n" in run.dir.ds_env.read_text()
 
 
+def test_interfaces_that_differ(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
+) -> None:
+    need("pdsh")
+    cluster = make_cluster()
+    for change in (["down"], ["name", "ib7"], ["up"]):
+        device = "lan0" if change[-1] != "up" else "ib7"
+        cluster["node-b"].run(["ip", "link", "set", device, *change])
+    overrides = ["launch.transport=pdsh", "task.steps=10"]
+    run = start_llmx(cluster, tmp_path, overrides=overrides, interface=None)
+    check_good(run, cluster, ["node-a", "node-b"])
+    assert "LLMX_INTERFACES=lan0,ib7\n" in run.dir.ds_env.read_text()
+
+
 def test_values_arrive_as_they_are(
     cluster: Cluster, tmp_path: Path, need: Callable[..., None]
 ) -> None:
