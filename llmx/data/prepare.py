@@ -138,10 +138,11 @@ def _make(
     ):
         for row, more in _token_rows(exp, source, renderer, counts):
             spool.append(row, more=more)
+        rows_read = counts.pop("rows", 0)
         if not spool.lengths:
             reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
             raise DataError(
-                f"{source.path}: no row is left ({reasons or 'all are empty'}). "
+                f"{source.path}: none of {rows_read} rows is left ({reasons or 'all are empty'}). "
                 "Check data.seq_len, data.over_long and the columns."
             )
         pack = PACKERS[exp.data.packing]
@@ -157,7 +158,7 @@ def _make(
                 "template": None if source.form == "text" else renderer.template_name,
                 "tokenizer": str(renderer.tokenizer.name_or_path),
                 "identity": identity,
-                "rows_read": counts.pop("rows"),
+                "rows_read": rows_read,
                 "truncated": counts.pop("truncated", 0),
                 "dropped": dict(counts),
                 "row_length_percentiles": _percentiles(spool.lengths),

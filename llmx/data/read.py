@@ -25,6 +25,7 @@ TEXT_SUFFIXES = (".txt", ".text")
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".tsv", ".csv")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+_DAMAGED = "{file}: the compressed file is damaged or cut off ({error}). Fetch it again."
 PIECE_CHARS = 4 << 20
 """A text file is tokenized in pieces of about this many characters."""
 
@@ -112,10 +113,10 @@ def read_file(file: Path) -> Iterator[Record | TextPiece]:
             else:
                 yield from _json_lines(file, stream)
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{file}: the compressed file is damaged or cut off ({error}). Fetch it again."
-        ) from error
+        raise DataError(_DAMAGED.format(file=file, error=error)) from error
     except OSError as error:
+        if error.errno is None:  # how bz2 says that the content is damaged
+            raise DataError(_DAMAGED.format(file=file, error=error)) from error
         raise DataError(f"{file}: cannot be read ({error}).") from error
 
 
@@ -126,14 +127,53 @@ def excerpt(value: Any, *, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+class _Zstandard(io.RawIOBase):
+    """The content of a .zst file. The library's own reader takes a file that is cut off for one
+    that ends; this one raises EOFError."""
+
+    def __init__(self, file: Path) -> None:
+        import zstandard
+
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._error = zstandard.ZstdError
+        self._stream = file.open("rb")
+        self._frame: Any = None
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._stream.read(1 << 16)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            self._frame = self._frame or self._new_frame()
+            try:
+                self._output = memoryview(self._frame.decompress(self._input))
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
 def _opened(file: Path) -> IO[bytes]:
     """The file's bytes, decompressed, as a buffered stream that can ``peek``."""
     suffix = file.suffix.lower()
     if suffix == ".zst":
-        import zstandard
-
-        raw = zstandard.open(file, "rb")
-        return io.BufferedReader(raw)  # type: ignore[arg-type]
+        return io.BufferedReader(_Zstandard(file))
     if suffix in (".gz", ".bz2", ".xz"):
         opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
         return opener(file, "rb")  # type: ignore[operator,no-any-return]
@@ -180,7 +220,7 @@ def _text(file: Path, stream: IO[bytes]) -> Iterator[TextPiece]:
 def _json_lines(file: Path, stream: IO[bytes]) -> Iterator[Record]:
     for line, where in _lines(file, stream):
         if line.strip():
-            yield Record(_object(_parsed(line, file, where), where), where)
+            yield Record(_object(_parsed(line.rstrip(), file, where), where), where)
 
 
 def _json_array(file: Path, stream: IO[bytes]) -> Iterator[Record]:

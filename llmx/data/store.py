@@ -197,10 +197,14 @@ def locked(path: Path) -> Iterator[None]:
         ) from error
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        # Whoever holds the lock is alone: parts left by a killed process can go.
-        for left in path.parent.glob(f"{path.name}.tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        yield
+        try:
+            # Whoever holds the lock is alone: parts left by a killed process can go.
+            for left in path.parent.glob(f"{path.name}.tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+        finally:
+            # Closing is not enough: a child forked meanwhile would hold the lock on.
+            fcntl.flock(stream, fcntl.LOCK_UN)
 
 
 def sha256_of_file(path: Path) -> str:

@@ -78,9 +78,7 @@ def test_no_samples_give_a_line_without_targets(layout: str):
 def samples(draw) -> list[Sample]:
     def row() -> tuple[list[int], list[int]]:
         tokens = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-        targets = draw(
-            st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens))
-        )
+        targets = draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens)))
         return tokens, [0, *targets[1:]]
 
     return [

@@ -221,9 +221,7 @@ def test_own_template_that_trims_and_refuses_system():
 
 
 def test_own_template_that_writes_thoughts():
-    tokenizer = byte_tokenizer(
-        *CHATML, chat_template=THINKING, plain_added=("<think>", "</think>")
-    )
+    tokenizer = byte_tokenizer(*CHATML, chat_template=THINKING, plain_added=("<think>", "</think>"))
     # What stands between the generation prompt and the answer must be learned as well.
     _, spans = rendered(tokenizer, chat("U1", "A1", "U2", "A2"))
     assert spans == ["A1<|im_end|>", "<think>\n\n</think>\n\nA2<|im_end|>"]

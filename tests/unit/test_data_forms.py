@@ -1,0 +1,156 @@
+"""Rows in the forms of the field become conversations, or say what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmx.data.forms import Message, detect_form, to_conversation, to_document
+from llmx.data.read import Record, Where
+from llmx.errors import DataError
+
+WHERE = Where(Path("rows.json"), 3, "row")
+
+
+def conversation(value: dict, *, columns: dict | None = None, system: str | None = None):
+    record = Record(value, WHERE)
+    form = detect_form(record, text_key="text", columns=columns or {})
+    return to_conversation(record, form, columns=columns or {}, system=system)
+
+
+def turns(value: dict, **options) -> list[tuple[str, str]]:
+    found = conversation(value, **options)
+    assert found is not None
+    return [(message.role, message.content) for message in found.messages]
+
+
+QA = [("user", "Q"), ("assistant", "A")]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"instruction": "Q", "input": "", "output": "A"},
+        {"instruction": "Q", "output": "A"},
+        {"prompt": "Q", "response": "A"},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Q"}]},
+                {"role": "assistant", "content": "A"},
+                {"role": "user", "content": "an unanswered question is left out"},
+            ]
+        },
+    ],
+)
+def test_one_question(value: dict):
+    assert turns(value) == QA
+
+
+def test_alpaca_input_history_and_system():
+    value = {"instruction": "Q", "input": "I", "output": "A", "history": [["q", "a"]]}
+    before = [("user", "q"), ("assistant", "a")]
+    assert turns(value) == [*before, ("user", "Q\nI"), ("assistant", "A")]
+    assert turns({**value, "system": "S"}, system="other")[0] == ("system", "S")
+    assert turns(value, system="S")[0] == ("system", "S")
+
+
+def test_own_column_names():
+    columns = {"instruction": "question", "output": "answer"}
+    assert turns({"question": "Q", "answer": "A"}, columns=columns) == QA
+
+
+def test_sharegpt_with_tools():
+    value = {
+        "conversations": [
+            {"from": "system", "value": "S"},
+            {"from": "human", "value": "Q"},
+            {"from": "function_call", "value": '{"name": "f"}'},
+            {"from": "observation", "value": "42"},
+            {"from": "gpt", "value": "A"},
+        ],
+        "tools": [{"name": "f"}],
+    }
+    assert turns(value, system="not used") == [
+        ("system", "S"),
+        ("user", "Q"),
+        ("assistant", '<tool_call>\n{"name": "f"}\n</tool_call>'),
+        ("tool", "42"),
+        ("assistant", "A"),
+    ]
+    assert conversation(value).tools == '[{"name": "f"}]'
+    assert conversation({**value, "tools": "[]"}).tools == ""
+
+
+def test_openai_tool_calls():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "ü"}'}}
+    value = {
+        "messages": [
+            {"role": "user", "content": "Q"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+    }
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
+    assert turns(value)[1] == ("assistant", text)
+
+
+def test_a_row_without_an_answer_is_nothing_to_learn():
+    assert conversation({"instruction": "Q", "output": " "}) is None
+    assert conversation({"conversations": [{"from": "human", "value": "Q"}]}) is None
+
+
+def test_text():
+    record = Record({"body": "T"}, WHERE)
+    assert detect_form(record, text_key="body", columns={}) == "text"
+    assert to_document(record, text_key="body").text == "T"
+    with pytest.raises(DataError, match=r'no key "text"; there is body'):
+        to_document(record, text_key="text")
+    with pytest.raises(DataError, match=r'"text" is int \(7\), not text'):
+        to_document(Record({"text": 7}, WHERE), text_key="text")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": 1}, r"the keys \(a\) fit none"),
+        ({"text": "T", "prompt": "Q", "response": "A"}, "fit prompt_response and text"),
+        ({"instruction": "Q", "output": None}, r'"output" is NoneType'),
+        ({"instruction": "Q", "output": "A", "history": ["q"]}, r"must be \[question, answer\]"),
+        ({"conversations": []}, "must be a list of turns"),
+        ({"conversations": ["Q"]}, r'turn 1 of "conversations" is Q, not an object'),
+        ({"conversations": [{"from": "humans", "value": "Q"}]}, "has the role humans"),
+        ({"messages": [{"role": "user", "content": 3}]}, "has the content 3"),
+        ({"messages": [{"role": "assistant", "content": "A"}]}, "nothing was asked before"),
+        (
+            {"messages": [{"role": "user", "content": c} for c in "ab"]},
+            "turns 1 and 2 of .* are both of the user: b",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Q"},
+                    {"role": "system", "content": "S"},
+                ]
+            },
+            "only the first turn may be one",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Q"},
+                    {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+                ]
+            },
+            "tool_calls",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_row(value: dict, message: str):
+    with pytest.raises(DataError, match=f"rows.json, row 3.*{message}"):
+        conversation(value)
+
+
+def test_messages_are_values():
+    assert Message("user", "a") == Message("user", "a")

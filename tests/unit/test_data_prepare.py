@@ -1,0 +1,290 @@
+"""Preparing: nothing lost or duplicated, found again when unchanged, never mistaken."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmx.config import Experiment
+from llmx.data import (
+    has_eval,
+    held_out_questions,
+    load_tokenizer,
+    prepare,
+    read,
+    store_path,
+    summary,
+)
+from llmx.data.pack import best_fit, concat
+from llmx.data.prepare import cache_directory
+from llmx.errors import ConfigError, DataError
+from tests.small_tokenizers import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ ('Q' if m['role'] == 'user' else 'A') + m['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'A' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_tokenizer("<|end|>", chat_template=TEMPLATE)
+
+
+def experiment(tmp_path: Path, rows: list[tuple[str, str]] | str, **data) -> Experiment:
+    """An SFT experiment on (question, answer) rows, or pretraining on a text."""
+    exp = Experiment()
+    if isinstance(rows, str):
+        exp.task.kind, exp.data.packing = "pretrain", "concat"
+        path = tmp_path / "corpus.txt"
+        path.write_text(rows, encoding="utf-8")
+    else:
+        path = tmp_path / "rows.jsonl"
+        lines = [json.dumps({"prompt": q, "response": a}) + "\n" for q, a in rows]
+        path.write_text("".join(lines), encoding="utf-8")
+    exp.data.path, exp.data.cache_dir = str(path), str(tmp_path / "cache")
+    exp.data.seq_len = 32
+    for name, value in data.items():
+        setattr(exp.data, name, value)
+    return exp
+
+
+def numbered(count: int) -> list[tuple[str, str]]:
+    return [(f"q{i}" + "x" * (i % 7), f"a{i}") for i in range(count)]
+
+
+def texts(store, tokenizer) -> list[str]:
+    """Every row of a store as text, in the order of the store."""
+    return [tokenizer.decode(tokens) for i in range(len(store)) for tokens, _ in store[i].rows()]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_every_row_is_in_the_store_once(tmp_path: Path, tokenizer, packing: str):
+    rows = numbered(1100)  # more than two batches of the tokenizer
+    store = prepare(experiment(tmp_path, rows, packing=packing), tokenizer)
+    wanted = Counter(f"Q{q}<|end|>A{a}<|end|>" for q, a in rows)
+    assert Counter(texts(store, tokenizer)) == wanted
+    assert store.num_rows == 1100
+    assert (len(store) == 1100) == (packing == "none")
+    learned = [
+        tokenizer.decode(tokens[targets])
+        for i in range(len(store))
+        for tokens, targets in store[i].rows()
+    ]
+    assert Counter(learned) == Counter(f"{a}<|end|>" for _, a in rows)
+    assert max(len(store[i].tokens) for i in range(len(store))) <= 32
+    assert store.meta["dropped"] == {}
+    store.verify()
+
+
+def test_pretraining_text_is_all_there_and_cut_at_seq_len(tmp_path: Path, tokenizer, monkeypatch):
+    text = "".join(f"line {i} ü\n" for i in range(200))
+    monkeypatch.setattr(read, "PIECE_CHARS", 100)
+    store = prepare(experiment(tmp_path, text), tokenizer)
+    lengths = [len(store[i].tokens) for i in range(len(store))]
+    assert set(lengths[:-1]) == {32}
+    tokens = np.concatenate([store[i].tokens for i in range(len(store))])
+    assert tokenizer.decode(tokens) == text + "</s>"
+    # One document: every sample is one row, of which all is learned but its first token.
+    assert [store.num_target_tokens(i) for i in range(len(store))] == [n - 1 for n in lengths]
+    assert store.num_rows == len(store)
+
+
+def test_documents_are_isolated(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, "")
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in (3, 20, 1)))
+    exp.data.path = str(path)
+    store = prepare(exp, tokenizer)
+    assert [store[i].row_starts.tolist() for i in range(len(store))] == [[0, 7], [0, 16]]
+    assert texts(store, tokenizer) == [
+        "ababab</s>",
+        "ab" * 12 + "a",
+        "b" + "ab" * 7 + "</s>",
+        "ab</s>",
+    ]
+
+
+def test_found_again_only_when_nothing_that_matters_changed(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, numbered(20))
+    first = prepare(exp, tokenizer)
+    stamp = (first.path / "meta.json").stat().st_mtime_ns
+    exp.data.num_workers, exp.batch.micro_batch, exp.seed = 7, 3, 5
+    again = prepare(exp, tokenizer)
+    assert again.path == first.path == store_path(exp, tokenizer)
+    assert (again.path / "meta.json").stat().st_mtime_ns == stamp
+
+    fingerprints = {first.fingerprint}
+    changes = {
+        "seq_len": 48,
+        "packing": "none",
+        "over_long": "drop",
+        "template": "human_assistant",
+        "system": "Be.",
+        "loss_on": "last",
+        "max_rows": 5,
+        "eval_samples": 4,
+    }
+    for name, value in changes.items():
+        before = getattr(exp.data, name)
+        setattr(exp.data, name, value)
+        fingerprints.add(prepare(exp, tokenizer).fingerprint)
+        setattr(exp.data, name, before)
+    other = byte_tokenizer("<|end|>", "<|more|>", chat_template=TEMPLATE)
+    fingerprints.add(prepare(exp, other).fingerprint)
+    with Path(exp.data.path).open("a") as stream:
+        stream.write('{"prompt": "new", "response": "row"}\n')
+    fingerprints.add(prepare(exp, tokenizer).fingerprint)
+    assert len(fingerprints) == len(changes) + 3
+
+
+def test_held_out_rows(tmp_path: Path, tokenizer):
+    rows = numbered(50)
+    exp = experiment(tmp_path, rows, eval_samples=8)
+    train, held_out = (
+        texts(prepare(exp, tokenizer, split=s), tokenizer) for s in ("train", "eval")
+    )
+    assert len(held_out) == 8
+    assert Counter(train + held_out) == Counter(f"Q{q}<|end|>A{a}<|end|>" for q, a in rows)
+    exp.seed = 1
+    assert set(texts(prepare(exp, tokenizer, split="eval"), tokenizer)) != set(held_out)
+    exp.data.eval_samples = 50
+    with pytest.raises(ConfigError, match="eval_samples=50 of 50 rows"):
+        prepare(exp, tokenizer)
+
+
+def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, numbered(9))
+    assert not has_eval(exp)
+    with pytest.raises(ConfigError, match="no evaluation data"):
+        prepare(exp, tokenizer, split="eval")
+    other = tmp_path / "eval.jsonl"
+    other.write_text('{"prompt": "Q?", "response": " A. "}\n')
+    exp.data.eval_path = str(other)
+    assert has_eval(exp)
+    assert texts(prepare(exp, tokenizer, split="eval"), tokenizer) == ["QQ?<|end|>A A. <|end|>"]
+    assert prepare(exp, tokenizer).num_rows == 9
+    (question,) = held_out_questions(exp, tokenizer, limit=5)
+    assert (question.text, question.expected) == ("Q?", "A.")
+    assert tokenizer.decode(question.prompt) == "QQ?<|end|>A"
+
+
+LONG = [("q", "a"), ("q" * 40, "lost"), ("q", "a" * 60)]
+
+
+def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
+    store = prepare(experiment(tmp_path, LONG), tokenizer)
+    assert store.meta["truncated"] == 1
+    assert store.meta["dropped"] == {"without an answer in the first seq_len tokens": 1}
+    assert texts(store, tokenizer)[0] == "Qq<|end|>A" + "a" * 28
+    assert "1 without an answer in the first seq_len tokens, 1 truncated to 32" in summary(store)
+
+    dropped = prepare(experiment(tmp_path, LONG, over_long="drop"), tokenizer)
+    assert (dropped.num_rows, dropped.meta["dropped"]) == (1, {"too long": 2})
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: 48 tokens, data\.seq_len is 32"):
+        prepare(experiment(tmp_path, LONG, over_long="error"), tokenizer)
+
+
+def test_nothing_left_is_an_error_and_leaves_nothing(tmp_path: Path, tokenizer):
+    with pytest.raises(DataError, match="none of 2 rows is left .2 too long"):
+        prepare(experiment(tmp_path, LONG[1:], over_long="drop"), tokenizer)
+    with pytest.raises(DataError, match="no row in it"):
+        prepare(experiment(tmp_path, []), tokenizer)
+    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"] * 2
+
+
+def test_task_and_form_must_go_together(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, "some text")
+    exp.task.kind = "sft"
+    with pytest.raises(ConfigError, match="task=sft needs questions and answers"):
+        prepare(exp, tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.packing=concat cuts rows"):
+        prepare(experiment(tmp_path, numbered(3), packing="concat"), tokenizer)
+    exp = experiment(tmp_path, "some text", form="alpaca")
+    with pytest.raises(DataError, match=r"corpus\.txt, line 1: a text file has no keys"):
+        prepare(exp, tokenizer)
+    # Pretraining on conversations learns all of them.
+    exp = experiment(tmp_path, [("q", "a")])
+    exp.task.kind = "pretrain"
+    store = prepare(exp, tokenizer)
+    assert store.num_target_tokens(0) == len(store[0].tokens) - 1
+
+
+def _prepare_in_child(exp: Experiment, start, results) -> None:
+    tokenizer = byte_tokenizer("<|end|>", chat_template=TEMPLATE)
+    start.wait()
+    store = prepare(exp, tokenizer)
+    results.put((store.fingerprint, (store.path / "meta.json").stat().st_ino))
+
+
+def test_processes_that_prepare_at_once_share_one_store(tmp_path: Path):
+    exp = experiment(tmp_path, numbered(300))
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Event(), context.Queue()
+    children = [
+        context.Process(target=_prepare_in_child, args=(exp, start, results)) for _ in range(3)
+    ]
+    for child in children:
+        child.start()
+    start.set()
+    found = {results.get(timeout=120) for _ in children}
+    for child in children:
+        child.join(60)
+    assert len(found) == 1
+    stores = [path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()]
+    assert len(stores) == 1
+
+
+def test_cache_directory(tmp_path: Path, monkeypatch):
+    exp = Experiment()
+    monkeypatch.delenv("LLMX_CACHE", raising=False)
+    assert cache_directory(exp) == Path.home() / ".cache" / "llmx"
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path))
+    assert cache_directory(exp) == tmp_path
+    exp.data.cache_dir = "/elsewhere"
+    assert cache_directory(exp) == Path("/elsewhere")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 40))
+def test_best_fit_places_every_row_once_and_fits(lengths: list[int], capacity: int):
+    samples = best_fit(lengths, capacity=capacity)
+    assert sorted(piece for sample in samples for piece in sample) == [
+        (row, 0, length) for row, length in enumerate(lengths)
+    ]
+    sums = sorted(sum(stop for _, _, stop in sample) for sample in samples)
+    assert not sums or sums[-1] <= capacity
+    # No two samples could have been one.
+    assert len(sums) < 2 or sums[0] + sums[1] > capacity
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(2, 16))
+def test_concat_loses_at_most_one_token(lengths: list[int], capacity: int):
+    samples = list(concat(lengths, capacity=capacity))
+    sizes = [sum(stop - start for _, start, stop in sample) for sample in samples]
+    assert all(size == capacity for size in sizes[:-1])
+    assert sum(lengths) - sum(sizes) == (1 if sum(lengths) % capacity == 1 else 0)
+    flat = [(row, i) for sample in samples for row, a, b in sample for i in range(a, b)]
+    every = [(row, i) for row, length in enumerate(lengths) for i in range(length)]
+    assert flat == every[: len(flat)]
+
+
+def test_tokenizer_that_cannot_be_loaded(monkeypatch):
+    exp = Experiment()
+    with pytest.raises(ConfigError, match=r"Neither model\.tokenizer nor model\.path"):
+        load_tokenizer(exp)
+    exp.model.tokenizer = "/nowhere/model"
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        load_tokenizer(exp)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    exp.model.tokenizer = "nobody/no-such-model"
+    with pytest.raises(ConfigError, match=r"'nobody/no-such-model' cannot be loaded.*hf download"):
+        load_tokenizer(exp)

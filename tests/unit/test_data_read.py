@@ -1,0 +1,104 @@
+"""Reading sources, and what is said about bad ones: file, line, what is wrong, excerpt."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from llmx.data import read
+from llmx.data.read import Record, TextPiece, read_file, source_files
+from llmx.errors import DataError
+
+ROWS = [{"text": "one ü"}, {"text": "two\nlines"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def values(path: Path) -> list[dict]:
+    records = list(read_file(path))
+    assert all(isinstance(record, Record) for record in records)
+    return [record.value for record in records]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", LINES),
+        ("a.json", LINES),
+        ("a.json", json.dumps(ROWS, indent=1).encode()),
+        ("a.json", b"\xef\xbb\xbf  \n" + json.dumps(ROWS).encode()),
+        ("a.jsonl", LINES.replace(b"\n", b"\r\n\r\n")),
+        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("a.json.zst", zstandard.compress(json.dumps(ROWS).encode())),
+        ("a.jsonl.zst", zstandard.compress(LINES[:9]) + zstandard.compress(LINES[9:])),
+        ("a.jsonl.bz2", bz2.compress(LINES)),
+        ("a.JSONL.XZ", lzma.compress(LINES)),
+        ("a.csv", 'text\none ü\n"two\nlines"\n'.encode()),
+    ],
+)
+def test_forms_and_compressions(tmp_path: Path, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    assert values(tmp_path / name) == ROWS
+
+
+def test_tsv_has_no_quoting(tmp_path: Path):
+    (tmp_path / "a.tsv").write_text('label\ttext\n1\t"so he said\n')
+    assert values(tmp_path / "a.tsv") == [{"label": "1", "text": '"so he said'}]
+
+
+def test_text_is_one_document_in_pieces(tmp_path: Path, monkeypatch):
+    text = "first line\n  indented\n\n\nlast line ü\r\nx"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    monkeypatch.setattr(read, "PIECE_CHARS", 5)
+    pieces = list(read_file(tmp_path / "a.txt"))
+    assert [piece.text for piece in pieces] == [
+        "first line\n  indented\n\n\n",
+        "last line ü\r\n",
+        "x",
+    ]
+    assert all(isinstance(piece, TextPiece) for piece in pieces)
+    assert [piece.last for piece in pieces] == [False, False, True]
+    assert "".join(piece.text for piece in pieces) == text
+    assert str(pieces[1].where) == f"{tmp_path}/a.txt, line 5"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2, column 13: not JSON"),
+        ("a.json", b'[{"text": "a"},\n {"text": }]', r"a\.json, line 2, column 11: not JSON"),
+        ("a.json", b'[{"text": "a"}, 3]', r"a\.json, row 2: 3 is not an object"),
+        ("a.jsonl", b'{"text": "a"}\n"b"\n', r"a\.jsonl, line 2: b is not an object"),
+        ("a.jsonl", b'{"a": 1}\n{"text": "\xff"}\n', r"line 2: byte 11 is not UTF-8.*iconv"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "damaged or cut off"),
+        ("a.jsonl.gz", LINES, "damaged or cut off"),
+        ("a.jsonl.zst", zstandard.compress(LINES)[:-3], "damaged or cut off"),
+        ("a.jsonl.zst", b"not zstandard", "damaged or cut off"),
+        ("a.jsonl.xz", b"not xz", "damaged or cut off"),
+        ("a.jsonl.bz2", b"not bzip2", "damaged or cut off"),
+        ("a.tsv", b"a\tb\n1\t2\n1\n", r"line 3: 1 cells, the header names 2 \(a, b\)"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: bytes, message: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(read_file(tmp_path / name))
+
+
+def test_files_of_a_path(tmp_path: Path):
+    for name in ("b.jsonl", "a.txt", "deep/c.json.gz", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    names = [file.name for file in source_files(str(tmp_path))]
+    assert names == ["a.txt", "b.jsonl", "c.json.gz"]
+    assert [file.name for file in source_files(f"{tmp_path}/*.jsonl")] == ["b.jsonl"]
+    assert [file.name for file in source_files(f"{tmp_path}/**/*.gz")] == ["c.json.gz"]
+    with pytest.raises(DataError, match="no such file"):
+        source_files(f"{tmp_path}/none/*.json")
+    with pytest.raises(DataError, match=r"\.md suffix"):
+        source_files(f"{tmp_path}/README.md")
