@@ -3,6 +3,7 @@ report. None of it can slow, stop or fail the run."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import TextIO
@@ -70,7 +71,8 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
     except subprocess.TimeoutExpired:
         return f"the report took longer than {REPORT_TIMEOUT_S:.0f} s; once more: {' '.join(argv)}"
     if stream is not None and not direct:
-        print(done.stdout, file=stream, end="", flush=True)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            print(done.stdout, file=stream, end="", flush=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         return f"no report ({last}); once more: {' '.join(argv)}"
@@ -98,4 +100,5 @@ def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
         said = tail_text(run_dir.launcher_log, max_bytes=2000).strip().splitlines()[-8:]
         if not result.traceback:
             lines += [f"  {line}" for line in said]
-    print("\n".join(lines), file=stream, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads any more
+        print("\n".join(lines), file=stream, flush=True)

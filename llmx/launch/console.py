@@ -6,6 +6,7 @@ step. Both come from ``metrics.jsonl``, the truth.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -113,10 +114,12 @@ class Console:
         self._progress.start()
 
     def _print(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
-            return
-        print(text, file=self._stream, flush=True)
+        # A closed terminal or a finished `| head` must not end a training.
+        with contextlib.suppress(OSError):
+            if self._progress is not None:
+                self._progress.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, file=self._stream, flush=True)
 
 
 def train_line(record: dict[str, Any], *, total: int | None, left_s: float | None) -> str:

@@ -1,8 +1,8 @@
 """From everything that was seen of a run to one verdict. Pure.
 
 The rule: the *earliest* failure is the cause, by clocks corrected per host, and a failure
-that is known to follow from another rank's death (a broken connection) is only named when
-there is nothing else.
+that usually follows from another one (a broken connection, a rank that was asked to end) is
+only named when there is nothing else.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
     if candidates:
         first = min(candidates, key=lambda c: (c.diagnosis.consequence, c.time))
         found = first.diagnosis
+        if found.consequence and signal_in_log(evidence.launcher_log):
+            # Where no agent looks (Slurm), only the launcher knows who was killed.
+            return _from_launcher(evidence, plan)
         return Verdict(
             found.outcome, found.cause, found.fix, first.rank, first.host, first.traceback
         )
@@ -134,6 +137,23 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
             found.append(
                 _Candidate(gone.time, diagnose(failure), rank.rank, host, _traceback_in(log))
             )
+        elif status.get("state") == "interrupted" and evidence.interrupted_at is None:
+            found.append(
+                _Candidate(
+                    float(status.get("time") or 0.0) - offset,
+                    Diagnosis(
+                        "interrupted",
+                        f"rank {rank.rank} on {host} was asked to end (SIGTERM) by somebody else: a "
+                        "job's time limit, a preemption, or a person",
+                        "start the run again; under Slurm, ask for more time "
+                        "(launch.slurm.time_limit)",
+                        # The launcher does the same to the other ranks of a host after a failure.
+                        consequence=True,
+                    ),
+                    rank.rank,
+                    host,
+                )
+            )
     for name, time in evidence.lost_hosts.items():
         diagnosis = Diagnosis(
             "host_lost",
@@ -169,19 +189,8 @@ def _never_started(evidence: Evidence, plan: Plan) -> Verdict:
 def _from_launcher(evidence: Evidence, plan: Plan) -> Verdict:
     """No rank said anything: the launcher's own log is all there is."""
     log = evidence.launcher_log
-    ended = [r for r, s in evidence.statuses.items() if s.get("state") == "interrupted"]
     rank = _rank_in_log(log, plan)
     signal = signal_in_log(log)
-    if ended and not signal:
-        host = plan.hosts[plan.ranks[ended[0]].host].name
-        return Verdict(
-            "interrupted",
-            f"rank {ended[0]} on {host} was asked to end (SIGTERM) by somebody else: a job's time "
-            "limit, a preemption, or a person",
-            "start the run again; under Slurm, ask for more time (launch.slurm.time_limit)",
-            ended[0],
-            host,
-        )
     found = diagnose(Failure(signal=signal, log=log))
     cause = found.cause
     if not found.name:
@@ -190,8 +199,8 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Verdict:
         cause = f"deepspeed {said} before every rank had finished"
         last = [line.strip() for line in log.splitlines() if line.strip()][-1:]
         cause += f": {last[0]}" if last else ""
-    where = None if rank is None else plan.hosts[plan.ranks[rank].host].name
-    return Verdict(found.outcome, cause, found.fix, rank, where, _traceback_in(log))
+    host = None if rank is None else plan.hosts[plan.ranks[rank].host].name
+    return Verdict(found.outcome, cause, found.fix, rank, host, _traceback_in(log))
 
 
 def _rank_in_log(log: str, plan: Plan) -> int | None:

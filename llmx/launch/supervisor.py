@@ -20,19 +20,12 @@ from typing import TextIO
 
 from llmx.config.schema import Experiment
 from llmx.errors import LlmxError
-from llmx.launch import sync
 from llmx.launch.aftermath import finish_mirror, print_failure, print_report, start_mirror
 from llmx.launch.console import Console, clock
-from llmx.launch.fleet import AgentError, Channel, Message
+from llmx.launch.ending import Ending
+from llmx.launch.fleet import Channel, Message
 from llmx.launch.outcome import Verdict, judge
-from llmx.launch.prepare import (
-    agent_env,
-    bring,
-    greet,
-    hello_message,
-    settle,
-    start_agents,
-)
+from llmx.launch.prepare import bring, greet, settle, start_agents
 from llmx.launch.render import check, check_programs, runner_env
 from llmx.launch.result import Result, exit_code_of
 from llmx.launch.spec import LaunchSpec, make_spec
@@ -165,76 +158,18 @@ class Supervisor:
         return judge(self.watch.evidence, self.plan)
 
     def _end_processes(self, grace_s: float = 3.0) -> None:
-        """Have every agent end the run on its host, and wait for its word that nothing is left."""
-        self.channels = [self._reached(channel) for channel in self.channels]
-        alive = [channel for channel in self.channels if channel.lost_at is None]
-        pending = [(channel, channel.post("stop", grace_s=grace_s)) for channel in alive]
-        asked = self.asked
-        deadline = time.monotonic() + grace_s + 15
-        for channel, replies in pending:
-            while True:
-                if self.asked > asked:
-                    asked = self.asked
-                    for other in alive:
-                        other.post("stop", grace_s=0)  # any word cuts the grace short
-                try:
-                    counts = channel.wait(replies, timeout_s=0.2)
-                except AgentError as error:
-                    if channel.lost_at is None and time.monotonic() < deadline:
-                        continue
-                    self._warn(f"{channel.name}: not known whether the run is ended there: {error}")
-                    break
-                self._log(
-                    f"{channel.name}: {counts['ended']} processes ended, {counts['killed']} "
-                    f"killed, {counts['left']} left"
-                )
-                if counts["left"]:
-                    self._warn(
-                        f"{channel.name}: {counts['left']} processes do not end; the kernel holds "
-                        f"them (ps -o pid,stat,wchan; LLMX_RUN_TOKEN={self.spec.token})"
-                    )
-                break
+        """End the run on every host, bring its outputs back, let the agents go."""
+        ending = Ending(self.spec, asked=lambda: self.asked, log=self._log, warn=self._warn)
+        channels, self.channels = self.channels, []
+        channels = ending.end(channels, grace_s=grace_s, launched=self.runner is not None)
         if self.runner is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self.runner.wait(timeout=5)
                 if self.watch is not None and code >= 0:
                     self.watch.evidence.runner_code = code
-        self._bring_back()
-        for channel in self.channels:
+            ending.bring_back(channels)
+        for channel in channels:
             channel.close(timeout_s=5)
-        self.channels = []
-
-    def _reached(self, channel: Channel) -> Channel:
-        """The channel; where its agent was lost, a new one, if the host answers at all."""
-        if channel.lost_at is None or self.runner is None:
-            return channel
-        again = channel.renewed()
-        again.start(agent_env())
-        try:
-            again.hello = again.ask("hello", timeout_s=15, **hello_message(self.spec, again, ""))
-            again.ask("watch", timeout_s=15, stream=False, port=self.spec.port)
-        except AgentError as error:
-            again.close(timeout_s=0)
-            self._warn(
-                f"{channel.name}: not reached any more ({error}); its own agent ends the run there "
-                "as soon as it misses us"
-            )
-            return channel
-        return again
-
-    def _bring_back(self) -> None:
-        """Outputs of hosts with disks of their own come to this machine's run directory."""
-        if self.runner is None:
-            return
-        for channel in self.channels:
-            if channel.shared or channel.lost_at is not None:
-                continue
-            ranks = [rank.rank for rank in self.plan.ranks if rank.host in channel.hosts]
-            try:
-                received = sync.pull(self.spec, channel.name, ranks)
-                self._log(f"{channel.name}: {received} bytes brought back")
-            except LlmxError as error:
-                self._warn(f"{channel.name}: outputs stay there: {error}")
 
     def _record(self, verdict: Verdict) -> None:
         """Write ``result.json``."""
@@ -250,7 +185,10 @@ class Supervisor:
             result.model = str(self.run_dir.final_model)
         result.ended = time.time()
         result.exit_code = exit_code_of(result.outcome, launched=result.launched)
-        write_json(self.run_dir.result, result.to_dict())
+        try:
+            write_json(self.run_dir.result, result.to_dict())
+        except OSError as error:  # a full disk must not hide what happened
+            self._warn(f"result.json cannot be written: {error}")
         self._log(f"{result.outcome}: {result.cause}")
 
     def _after(self) -> None:
@@ -271,7 +209,9 @@ class Supervisor:
         saved = {}
         try:
             for number in _ENDING:
-                saved[number] = signal.signal(number, self._ask_to_end)
+                # nohup and background shells have a signal ignored: then so do we.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    saved[number] = signal.signal(number, self._ask_to_end)
             saved[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._refuse_to_pause)
         except ValueError:
             saved = {}  # not the main thread: whoever owns it ends us
@@ -301,7 +241,10 @@ class Supervisor:
         self._say(f"warning: {text}")
 
     def _log(self, text: str) -> None:
-        with self.run_dir.supervisor_log.open("a", encoding="utf-8") as stream:
+        with (
+            contextlib.suppress(OSError),  # a full disk
+            self.run_dir.supervisor_log.open("a", encoding="utf-8") as stream,
+        ):
             stream.write(f"{clock()} {text}\n")
 
 

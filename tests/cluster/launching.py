@@ -152,6 +152,17 @@ def start_llmx(
     return LlmxRun(cluster.first, process, run_dir, out)
 
 
+def rank_pids(host: Host) -> list[int]:
+    """The ranks on a host, by process number there; without DeepSpeed's launcher and srun."""
+    return [
+        pid
+        for pid, argv in host.processes().items()
+        if (argv[-2:-1] == ["llmx.worker"] or argv[-2:-1] and argv[-2].endswith("/worker.py"))
+        and Path(argv[0]).name.startswith("python")
+        and not any("deepspeed" in part for part in argv)
+    ]
+
+
 def nothing_left(cluster: Cluster, *, timeout_s: float = 30.0) -> None:
     """Every host is as empty as before the run, and /dev/shm too."""
 

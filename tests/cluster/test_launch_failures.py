@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.launching import nothing_left, start_llmx
+from tests.cluster.launching import nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster
 from tests.cluster.slurm import start_slurm
 
@@ -32,11 +31,7 @@ def test_a_killed_rank_is_named(
     run = start_llmx(cluster, tmp_path, overrides=[f"launch.transport={transport}", LONG])
     run.until_step(5)
     far = cluster["node-b"]
-    (rank,) = [
-        pid
-        for pid, argv in far.processes().items()
-        if "worker" in argv[-2] and "launch" not in " ".join(argv[:-2])
-    ]
+    (rank,) = rank_pids(far)
     far.run(["kill", "-KILL", str(rank)])
     assert run.wait(timeout_s=60) == 1, run.output()
     result = run.result()
@@ -111,9 +106,8 @@ def test_sigterm_from_outside(cluster: Cluster, tmp_path: Path, need: Need) -> N
     run = start_llmx(cluster, tmp_path, overrides=["launch.transport=pdsh", LONG])
     run.until_step(5)
     far = cluster["node-b"]
-    for pid, argv in far.processes().items():
-        if argv[-2:-1] == ["llmx.worker"] and "deepspeed.launcher.launch" not in argv:
-            far.run(["kill", f"-{signal.SIGTERM.value}", str(pid)])
+    (rank,) = rank_pids(far)
+    far.run(["kill", "-TERM", str(rank)])
     assert run.wait(timeout_s=60) != 0, run.output()
     result = run.result()
     assert (result["outcome"], result["failed_rank"]) == ("interrupted", 1), run.output()

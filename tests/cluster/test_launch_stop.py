@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
+from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, Host, wait_until
 from tests.cluster.slurm import start_slurm
 
@@ -98,9 +98,8 @@ def test_ctrl_c_twice_does_not_wait(
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     run.until_step(5)
     for host in cluster.hosts:
-        for pid, argv in host.processes().items():
-            if argv[-2:-1] == ["llmx.worker"] and "deepspeed.launcher.launch" not in argv:
-                host.run(["kill", "-STOP", str(pid)])
+        (rank,) = rank_pids(host)
+        host.run(["kill", "-STOP", str(rank)])
     run.signal(signal.SIGINT)
     wait_until(lambda: "once more" in run.out.read_text(), timeout_s=10, what="the first request")
     began = time.monotonic()

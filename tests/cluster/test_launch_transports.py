@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
+from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster
 from tests.cluster.slurm import start_slurm
 
@@ -87,11 +87,10 @@ def test_values_arrive_as_they_are(
     run.until_step(1)
     seen = set()
     for host in cluster.hosts:
-        for pid, argv in host.processes().items():
-            if "llmx.worker" in argv and "-m" in argv and "deepspeed.launcher.launch" not in argv:
-                environ = host.path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-                assert f"ODD={value}" in environ
-                seen.add(host.name)
+        for pid in rank_pids(host):
+            environ = host.path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            assert f"ODD={value}" in environ
+            seen.add(host.name)
     assert seen == {"node-a", "node-b"}
     run.signal(15)
     assert run.wait(timeout_s=60) == 130, run.output()

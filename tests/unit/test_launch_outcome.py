@@ -128,6 +128,30 @@ def test_ended_by_somebody_else(plan: Plan) -> None:
     assert "SIGTERM" in verdict.cause
 
 
+def test_ended_by_somebody_else_and_what_followed(plan: Plan) -> None:
+    statuses = {
+        0: failed(100.5, RESET, category="comm"),
+        2: {"state": "interrupted", "time": 100.0},
+    }
+    assert judge(Evidence(statuses=statuses), plan).outcome == "interrupted"
+
+
+def test_the_launcher_ends_the_neighbours_of_a_failed_rank(plan: Plan) -> None:
+    statuses = {
+        0: failed(100.0, RESET, category="comm"),
+        1: {"state": "interrupted", "time": 101.0},
+    }
+    assert judge(Evidence(statuses=statuses), plan).rank == 0
+
+
+def test_slurm_knows_who_was_killed(plan: Plan) -> None:
+    """No agent sees the far host; the near ranks only lose their connections."""
+    statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
+    log = "srun: error: node-b: task 2: Killed"
+    verdict = judge(Evidence(statuses=statuses, launcher_log=log), plan)
+    assert (verdict.rank, verdict.host, verdict.outcome) == (2, "node-b", "crash")
+
+
 def test_start_timeout_names_ranks_and_hosts(plan: Plan) -> None:
     evidence = Evidence(statuses={0: state("starting")}, start_timeout_s=5.0)
     verdict = judge(evidence, plan)

@@ -1,0 +1,141 @@
+"""Real DeepSpeed on this machine, from the command line: ends, failures, other runs.
+
+``pytest -m deepspeed tests/integration/test_launch_local.py``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.launch.agent import ProcessTable
+from llmx.rundir import RunDir
+from tests.cluster.launching import SMALL
+
+pytestmark = pytest.mark.deepspeed
+
+
+class LocalRun:
+    """One ``python -m llmx`` of this machine."""
+
+    def __init__(self, directory: Path, *overrides: str, **env: str) -> None:
+        self.dir = RunDir(directory / "run")
+        self.out = directory / "out"
+        argv = [sys.executable, "-m", "llmx", *SMALL, "hardware=cpu2", f"run_dir={self.dir.root}"]
+        with self.out.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [*argv, f"data.cache_dir={directory / 'cache'}", *overrides],
+                cwd=directory,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+
+    def until(self, condition: Callable[[], Any], *, timeout_s: float = 120.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert self.process.poll() is None, self.out.read_text()
+            assert time.monotonic() < deadline, self.out.read_text()
+            time.sleep(0.05)
+        return value
+
+    def until_training(self) -> None:
+        self.until(lambda: self.dir.metrics.exists() and '"train"' in self.dir.metrics.read_text())
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        return self.process.wait(timeout=timeout_s)
+
+    def result(self) -> dict[str, Any]:
+        return json.loads(self.dir.result.read_text())
+
+    def pid_of_rank(self, rank: int) -> int:
+        return int(json.loads(self.dir.rank_status(rank).read_text())["pid"])
+
+    def token(self) -> str:
+        for line in self.dir.ds_env.read_text().splitlines():
+            if line.startswith("LLMX_RUN_TOKEN="):
+                return line.partition("=")[2]
+        raise AssertionError("no token in ds_env")
+
+    def left(self) -> list[list[str]]:
+        """The argv of every process of the run that is still there."""
+        return [process.argv for process in ProcessTable(self.token()).find(fresh=True)]
+
+
+def test_a_killed_rank(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, "task.steps=100000")
+    run.until_training()
+    os.kill(run.pid_of_rank(1), signal.SIGKILL)
+    assert run.wait() == 1
+    result = run.result()
+    assert (result["outcome"], result["failed_rank"]) == ("crash", 1), run.out.read_text()
+    assert "SIGKILL" in result["cause"]
+    assert run.left() == []
+    port = next(
+        line.partition("=")[2]
+        for line in run.dir.ds_env.read_text().splitlines()
+        if line.startswith("MASTER_PORT=")
+    )
+    assert list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*")) == []
+
+
+def test_two_runs_at_once_and_ctrl_c_on_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = LocalRun(tmp_path / "a", "task.steps=100000")
+    second = LocalRun(tmp_path / "b", "task.steps=100000")
+    first.until_training()
+    second.until_training()
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait() == 130
+    assert first.result()["outcome"] == "interrupted"
+    assert first.left() == []
+    assert len(second.left()) >= 3
+    second.process.send_signal(signal.SIGKILL)
+    second.wait()
+    deadline = time.monotonic() + 30
+    while second.left():
+        assert time.monotonic() < deadline, second.left()
+        time.sleep(0.1)
+
+
+def test_an_error_of_the_users_data(tmp_path: Path) -> None:
+    """The message, no traceback, its own exit code; and nobody waits for a time-out."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\nnot json\n')
+    began = time.monotonic()
+    run = LocalRun(tmp_path, f"data.path={data}", "data.form=prompt_response", "task.steps=5")
+    assert run.wait(120) == 3, run.out.read_text()
+    said = run.out.read_text()
+    assert f"{data}" in said
+    assert "line 2" in said
+    assert "Traceback" not in said
+    assert "fix: " in said
+    assert run.result()["outcome"] == "data"
+    assert time.monotonic() - began < 90
+    assert run.left() == []
+
+
+def test_a_defect_shows_its_traceback_once(tmp_path: Path) -> None:
+    """An import that fails in every rank, before anything is logged."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "safetensors.py").write_text("raise RuntimeError('a broken package')\n")
+    run = LocalRun(tmp_path, "task.steps=5", PYTHONPATH=str(broken))
+    assert run.wait(120) == 1, run.out.read_text()
+    said = run.out.read_text()
+    assert said.count("RuntimeError: a broken package") <= 2
+    assert "Traceback (most recent call last)" in said
+    assert run.result()["outcome"] == "crash"
+    assert run.result()["failed_rank"] in (0, 1)
+    assert run.left() == []
