@@ -73,6 +73,8 @@ class Source:
         if self.data.form != "auto":
             return self.data.form
         first = next(self._raw(), None)
+        if first is None:
+            raise self._empty()
         if isinstance(first, Record):
             return detect_form(first, text_key=self.data.text_key, columns=self.data.columns)
         return "text"
@@ -108,7 +110,10 @@ class Source:
                 continue
             yield self._row(raw)
         if empty:
-            raise DataError(f"{self.path}: there is no row in it. Check data.path.")
+            raise self._empty()
+
+    def _empty(self) -> DataError:
+        return DataError(f"{self.path}: there is no row in it. Check data.path.")
 
     def _raw(self) -> Iterator[Record | TextPiece]:
         everything = (raw for file in self.files for raw in read_file(file))
