@@ -1,0 +1,243 @@
+"""The main job on a real cluster: one training, however its ranks are started and sharded.
+
+A run of one process gives the curve and the model; every transport, ZeRO stage and split of the
+same global batch must give them again. Then real text: instructions and plays.
+
+``pytest -m cluster tests/cluster/test_train.py``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
+from tests.cluster.netns import Cluster
+from tests.cluster.slurm import start_slurm
+from tests.wandb_file import WandbFile
+
+Make = Callable[..., Cluster]
+Need = Callable[..., None]
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = 8
+CURVE = (f"task.steps={STEPS}", "task.log_every_steps=1", "optim.lr=1e-3")
+TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run leaves that must not depend on where it ran."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    model: Path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """The same training in one process."""
+    with Cluster(hosts=1) as single:
+        run = start_llmx(single, tmp_path_factory.mktemp("alone"), slots=[1], overrides=CURVE)
+        yield _trained(run)
+
+
+@pytest.mark.parametrize(
+    ("transport", "zero", "slots"),
+    [
+        ("pdsh", "stage1", (1, 1)),
+        ("pdsh", "stage2", (2, 1)),
+        ("pdsh", "stage3", (1, 1)),
+        ("pdsh", "stage3", (1, 1, 1)),
+        ("openmpi", "stage2", (1, 1)),
+        ("slurm", "stage3", (1, 1)),
+    ],
+    ids=lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else value,
+)
+def test_one_training(
+    transport: str,
+    zero: str,
+    slots: tuple[int, ...],
+    alone: Trained,
+    make_cluster: Make,
+    need: Need,
+    tmp_path: Path,
+) -> None:
+    need(transport)
+    cluster = make_cluster(hosts=len(slots))
+    if transport == "slurm":
+        start_slurm(cluster)
+    how = [f"launch.transport={transport}", f"zero={zero}"]
+    run = start_llmx(cluster, tmp_path, slots=slots, overrides=[*CURVE, *how])
+    trained = _trained(run)
+    assert run.records()[0]["world_size"] == sum(slots)
+    # AdamW in fp32: near-zero gradients differ in their last bits with the order of a sum.
+    assert trained.losses == pytest.approx(alone.losses, abs=2e-4)
+    assert trained.grad_norms == pytest.approx(alone.grad_norms, rel=2e-3)
+    _assert_same_model(trained.model, alone.model)
+    nothing_left(cluster)
+
+
+def test_wandb_offline_holds_the_run(make_cluster: Make, need: Need, tmp_path: Path) -> None:
+    """No way out of the cluster: the run is kept on disk, config and losses and all."""
+    need("pdsh")
+    cluster = make_cluster()
+    overrides = [*CURVE, "launch.transport=pdsh", "tracking.kinds=[wandb]", "tracking.tags=[lan]"]
+    run = start_llmx(cluster, tmp_path, overrides=overrides, env={"WANDB_API_KEY": ""})
+    trained = _trained(run)
+    (path,) = run.dir.root.rglob("run-*.wandb")
+    kept = WandbFile(path)
+    snapshot = yaml.safe_load(run.dir.config.read_text())
+    for group, values in snapshot.items():
+        # W&B keeps no empty mapping; all that has content must be there, nested as it was.
+        if values not in ({}, None):
+            assert _without_empty(kept.config[group]) == _without_empty(values), group
+    assert list(kept.run.tags) == ["lan"]
+    assert kept.exit_code == 0
+    logged = [value for row in kept.history for key, value in row.items() if key == "train/loss"]
+    assert logged == pytest.approx(trained.losses)
+    assert "wandb sync" in run.output()
+
+
+def test_sft_on_real_instructions_without_a_shared_disk(
+    make_cluster: Make, need: Need, real_data: Path, tmp_path: Path
+) -> None:
+    need("pdsh", "rsync")
+    source = _file(real_data, "alpaca_zh_demo.json")
+    work = tmp_path / "work"
+    work.mkdir()
+    cluster = make_cluster(private_paths=[work], hidden={"node-b": [REPOSITORY, real_data]})
+    first, second = cluster.hosts
+    assert not second.path(source).exists()
+    _write_tokenizer(real_data, first.path(work / "tokenizer"))
+    overrides = [
+        *("task=sft", "zero=stage3", "launch.sync=rsync", "data=alpaca", f"data.path={source}"),
+        *("data.seq_len=256", "data.max_rows=300", "data.eval_samples=16"),
+    ]
+    run = _start_real(cluster, tmp_path, work, overrides)
+    trained = _trained(run)
+    assert _mean(trained.losses[:2]) == pytest.approx(math.log(50_265), abs=0.7)
+    assert _mean(trained.losses[-3:]) < _mean(trained.losses[:2]) - 2.0
+    (evaluation,) = [r for r in run.records() if r["kind"] == "eval" and r["step"] == 20]
+    assert evaluation["loss"] < trained.losses[0] - 1.5
+    _assert_generates(trained.model, "请介绍一下北京。")
+    nothing_left(cluster)
+
+
+def test_pretraining_on_real_text(
+    make_cluster: Make, need: Need, real_data: Path, tmp_path: Path
+) -> None:
+    need("pdsh")
+    source = _file(real_data, "tinyshakespeare.txt")
+    work = tmp_path / "work"
+    work.mkdir()
+    cluster = make_cluster()
+    _write_tokenizer(real_data, work / "tokenizer")
+    overrides = [
+        *("task=pretrain", "task.epochs=null", "zero=stage2", "data=text", f"data.path={source}"),
+        *("data.seq_len=128", "data.max_rows=8000"),
+    ]
+    run = _start_real(cluster, tmp_path, work, overrides)
+    trained = _trained(run)
+    assert _mean(trained.losses[:2]) == pytest.approx(math.log(50_265), abs=0.7)
+    assert _mean(trained.losses[-3:]) < _mean(trained.losses[:2]) - 2.5
+    _assert_generates(trained.model, "ROMEO:")
+    nothing_left(cluster)
+
+
+def _start_real(cluster: Cluster, directory: Path, work: Path, overrides: list[str]) -> LlmxRun:
+    """Twenty steps of a small Llama with the 50k vocabulary, its run directory in ``work``."""
+    common = [
+        *("launch.transport=pdsh", "task.steps=20", "task.log_every_steps=1"),
+        *("model.config.hidden_size=64", "model.config.intermediate_size=128"),
+        *("model.config.num_attention_heads=4", "model.config.num_key_value_heads=4"),
+        *("model.config.vocab_size=50265", f"model.tokenizer={work / 'tokenizer'}"),
+        *("optim.lr=1e-2", "batch.global_batch=8", "batch.micro_batch=2"),
+        *(f"data.cache_dir={work / 'cache'}", f"run_dir={work / 'run'}"),
+    ]
+    run = start_llmx(cluster, directory, overrides=[*common, *overrides])
+    run.dir = type(run.dir)(work / "run")
+    return run
+
+
+def _trained(run: LlmxRun) -> Trained:
+    """Wait for a good end; what was logged, and where the model lies as seen from here."""
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
+    result = run.result()
+    assert result["outcome"] == "ok", run.output()
+    lines = [record for record in run.records() if record["kind"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, result["steps"] + 1))
+    return Trained(
+        losses=[line["loss"] for line in lines],
+        grad_norms=[line["grad_norm"] for line in lines],
+        model=run.path(Path(result["model"])),
+    )
+
+
+def _assert_same_model(one: Path, other: Path) -> None:
+    from safetensors.torch import load_file
+    from torch.testing import assert_close
+
+    ours, theirs = (load_file(path / "model.safetensors") for path in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert_close(
+            value, theirs[name], atol=2e-3, rtol=1e-2, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    _assert_generates(one, "What is 2 plus 3?")
+
+
+def _assert_generates(model: Path, prompt: str) -> None:
+    """The exported directory is all that Transformers needs."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    network = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    answer = network.generate(**inputs, max_new_tokens=8, do_sample=False)
+    new = answer[0, inputs["input_ids"].shape[1] :]
+    assert 1 <= len(new) <= 8
+    assert network.config.vocab_size == len(tokenizer)
+    assert int(new.max()) < len(tokenizer)
+
+
+def _write_tokenizer(real_data: Path, directory: Path) -> None:
+    """The real 50k byte-level BPE as a tokenizer directory (RoBERTa's ids)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    files = [str(_file(real_data, f"gpt2_bpe/{name}")) for name in ("vocab.json", "merges.txt")]
+    backend = Tokenizer(models.BPE.from_file(*files))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    )
+    tokenizer.save_pretrained(str(directory))
+
+
+def _file(real_data: Path, name: str) -> Path:
+    path = real_data / name
+    if not path.is_file():
+        pytest.skip(f"{path} is missing")
+    return path
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        cleaned = {key: _without_empty(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in cleaned.items() if inner not in ({}, None)}
+    return value
