@@ -7,24 +7,20 @@ and an excerpt.
 
 from __future__ import annotations
 
-import bz2
 import csv
 import glob
-import gzip
-import io
 import json
-import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from llmx.data.compressed import DAMAGED, SUFFIXES, opened
 from llmx.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".text")
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".tsv", ".csv")
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 _DAMAGED = "{file}: the compressed file is damaged or cut off ({error}). Fetch it again."
 PIECE_CHARS = 4 << 20
 """A text file is tokenized in pieces of about this many characters."""
@@ -79,7 +75,7 @@ def source_files(path: str) -> list[Path]:
     if not files:
         raise DataError(
             f"data.path={path!r}: no such file, or no file there ends in {', '.join(known)} "
-            f"(or one of these and {', '.join(COMPRESSED_SUFFIXES)}). Relative paths start at "
+            f"(or one of these and {', '.join(SUFFIXES)}). Relative paths start at "
             f"{Path.cwd()}."
         )
     for file in files:
@@ -94,7 +90,7 @@ def source_files(path: str) -> list[Path]:
 def kind_of(file: Path) -> str:
     """The suffix that tells the form, in lower case, without that of a compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES:
+    if suffixes and suffixes[-1] in SUFFIXES:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
@@ -103,7 +99,7 @@ def read_file(file: Path) -> Iterator[Record | TextPiece]:
     """Records of one file (or the pieces of one text), in order."""
     kind = kind_of(file)
     try:
-        with _opened(file) as stream:
+        with opened(file) as stream:
             if kind in TEXT_SUFFIXES:
                 yield from _text(file, stream)
             elif kind in TABLE_SUFFIXES:
@@ -112,7 +108,7 @@ def read_file(file: Path) -> Iterator[Record | TextPiece]:
                 yield from _json_array(file, stream)
             else:
                 yield from _json_lines(file, stream)
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except DAMAGED as error:
         raise DataError(_DAMAGED.format(file=file, error=error)) from error
     except OSError as error:
         if error.errno is None:  # how bz2 says that the content is damaged
@@ -125,59 +121,6 @@ def excerpt(value: Any, *, limit: int = 80) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-class _Zstandard(io.RawIOBase):
-    """The content of a .zst file. The library's own reader takes a file that is cut off for one
-    that ends; this one raises EOFError."""
-
-    def __init__(self, file: Path) -> None:
-        import zstandard
-
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._error = zstandard.ZstdError
-        self._stream = file.open("rb")
-        self._frame: Any = None
-        self._input = b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._stream.read(1 << 16)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            self._frame = self._frame or self._new_frame()
-            try:
-                self._output = memoryview(self._frame.decompress(self._input))
-            except self._error as error:
-                raise EOFError(str(error)) from error
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
-
-def _opened(file: Path) -> IO[bytes]:
-    """The file's bytes, decompressed, as a buffered stream that can ``peek``."""
-    suffix = file.suffix.lower()
-    if suffix == ".zst":
-        return io.BufferedReader(_Zstandard(file))
-    if suffix in (".gz", ".bz2", ".xz"):
-        opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
-        return opener(file, "rb")  # type: ignore[operator,no-any-return]
-    return file.open("rb")
 
 
 def _first_character(stream: IO[bytes]) -> bytes:
@@ -254,7 +197,7 @@ def _object(value: Any, where: Where) -> dict[str, Any]:
 def _table(file: Path, stream: IO[bytes], *, delimiter: str) -> Iterator[Record]:
     lines = _lines(file, stream)
     # A TSV is written without quoting, in which a quotation mark is only itself.
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     reader = csv.reader((line for line, _ in lines), delimiter=delimiter, quoting=quoting)
     names: list[str] | None = None
     try:
