@@ -1,0 +1,1 @@
+"""A rank's side: the engine, the visible loop, evaluation, export. Started by ``llmx.worker``."""
