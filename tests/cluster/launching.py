@@ -157,7 +157,8 @@ def rank_pids(host: Host) -> list[int]:
     return [
         pid
         for pid, argv in host.processes().items()
-        if (argv[-2:-1] == ["llmx.worker"] or argv[-2:-1] and argv[-2].endswith("/worker.py"))
+        if len(argv) > 2
+        and argv[-2].endswith(("llmx.worker", "/worker.py"))
         and Path(argv[0]).name.startswith("python")
         and not any("deepspeed" in part for part in argv)
     ]

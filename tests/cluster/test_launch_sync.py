@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import filecmp
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,16 +21,21 @@ def test_private_disks_and_no_checkout(
     make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
 ) -> None:
     need("pdsh", "rsync")
-    work = tmp_path / "work"
+    work, code = tmp_path / "work", tmp_path / "code"
     work.mkdir()
-    cluster = make_cluster(private_paths=[work], hidden={"node-b": [REPOSITORY]})
-    far = cluster["node-b"]
+    code.mkdir()
+    cluster = make_cluster(private_paths=[work, code], hidden={"node-b": [REPOSITORY]})
+    near, far = cluster.hosts
     assert not far.path(REPOSITORY / "llmx").exists()
+    # A checkout of its own, on node-a alone: what is edited meanwhile does not matter.
+    for part in ("llmx", "conf", "sweeps", "launchers"):
+        shutil.copytree(REPOSITORY / part, near.path(code / part))
     overrides = [
         "launch.transport=pdsh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
         f"data.cache_dir={work}/cache",
     ]  # fmt: skip
-    run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides)
+    env = {"PYTHONPATH": str(code)}
+    run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides, env=env)
     run.dir = type(run.dir)(work / "run")
     assert run.wait(timeout_s=240) == 0, run.output()
     said = run.out.read_text()
@@ -39,8 +45,10 @@ def test_private_disks_and_no_checkout(
     assert int(sent[1]) > 50
 
     # The code there is the code here; the ranks there wrote on their own disk only.
-    for module in (REPOSITORY / "llmx").rglob("*.py"):
-        assert filecmp.cmp(module, far.path(module), shallow=False)
+    modules = [path.relative_to(near.path(code)) for path in near.path(code).rglob("*.py")]
+    assert len(modules) > 50
+    for module in modules:
+        assert filecmp.cmp(near.path(code) / module, far.path(code) / module, shallow=False)
     for rank in (1, 2):
         status, log = run.dir.rank_status(rank), run.dir.rank_log(rank)
         for path in (status, log):
@@ -51,19 +59,18 @@ def test_private_disks_and_no_checkout(
     nothing_left(cluster, timeout_s=5)
 
     # A second run sends only its own run directory, and notices a damaged file.
-    victim = far.path(REPOSITORY / "llmx" / "rundir.py")
+    victim = far.path(code / "llmx/rundir.py")
     victim.write_text("broken = True\n")
-    stale = far.path(REPOSITORY / "llmx" / "stale.py")
+    stale = far.path(code / "llmx/stale.py")
     stale.write_text("removed here, still there\n")
-    again = start_llmx(
-        cluster, tmp_path, slots=(1, 2), overrides=[*overrides[:3], f"run_dir={work}/again"]
-    )
+    more = [*overrides[:3], f"run_dir={work}/again"]
+    again = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=more, env=env)
     again.dir = type(again.dir)(work / "again")
     assert again.wait(timeout_s=240) == 0, again.output()
     sent = re.search(r"sync: node-b: (\d+) files sent", again.out.read_text())
     assert sent is not None
     assert int(sent[1]) < 20
-    assert filecmp.cmp(REPOSITORY / "llmx" / "rundir.py", victim, shallow=False)
+    assert filecmp.cmp(near.path(code / "llmx/rundir.py"), victim, shallow=False)
     assert not stale.exists()
 
 

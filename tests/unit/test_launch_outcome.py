@@ -34,8 +34,8 @@ def failed(
     return {"state": "failed", "time": time, "error": error}
 
 
-def state(name: str) -> dict[str, Any]:
-    return {"state": name, "time": 1.0, "error": None}
+def state(name: str, time: float = 200.0) -> dict[str, Any]:
+    return {"state": name, "time": time, "error": None}
 
 
 FINISHED = {0: state("finished"), 1: state("finished"), 2: state("finished")}
@@ -131,7 +131,7 @@ def test_ended_by_somebody_else(plan: Plan) -> None:
 def test_ended_by_somebody_else_and_what_followed(plan: Plan) -> None:
     statuses = {
         0: failed(100.5, RESET, category="comm"),
-        2: {"state": "interrupted", "time": 100.0},
+        2: state("interrupted", 100.0),
     }
     assert judge(Evidence(statuses=statuses), plan).outcome == "interrupted"
 
@@ -139,7 +139,7 @@ def test_ended_by_somebody_else_and_what_followed(plan: Plan) -> None:
 def test_the_launcher_ends_the_neighbours_of_a_failed_rank(plan: Plan) -> None:
     statuses = {
         0: failed(100.0, RESET, category="comm"),
-        1: {"state": "interrupted", "time": 101.0},
+        1: state("interrupted", 101.0),
     }
     assert judge(Evidence(statuses=statuses), plan).rank == 0
 
