@@ -220,7 +220,14 @@ def test_sync_of_an_offline_run(tmp_path: Path, mirror: Callable[..., Mirror]) -
     with WandbServer() as server:
         env = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
         program = str(Path(sys.executable).with_name(sync[0]))
-        subprocess.run([program, *sync[1:]], env=env, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            [program, *sync[1:]],
+            env=env,
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
         assert_history(server.history, records)
 
 
