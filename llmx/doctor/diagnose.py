@@ -155,6 +155,21 @@ def signal_in_log(text: str) -> int:
     return number if number in (4, 6, 7, 9, 11) else 0
 
 
+def signal_of_silent_death(log: str) -> int:
+    """The signal that ended a rank which left no status, from its own log.
+
+    Ranks run with Python's fault handler, which writes a line for every deadly signal that
+    can be caught; one that ended without it and without a traceback was killed outright.
+    """
+    end = log[-16384:]
+    match = re.search(r"Fatal Python error: ([A-Z][a-z]+(?: [a-z]+)*)", end)
+    if match:
+        words = {"Segmentation fault": 11, "Bus error": 7, "Aborted": 6, "Illegal instruction": 4,
+                 "Floating point exception": 8, "Floating-point exception": 8}  # fmt: skip
+        return words.get(match[1].strip(), 0)
+    return 0 if "Traceback (most recent call last)" in end else int(signals.SIGKILL)
+
+
 def _headline(failure: Failure) -> str:
     if failure.error_type and failure.message:
         return f"{failure.error_type}: {failure.message}"

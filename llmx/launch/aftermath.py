@@ -4,6 +4,7 @@ report. None of it can slow, stop or fail the run."""
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from typing import TextIO
@@ -15,6 +16,11 @@ from llmx.rundir import RunDir
 
 REPORT_TIMEOUT_S = 120.0
 TRACEBACK_LINES = 25
+CAUSE_LINES = 5
+_CHAIN = re.compile(
+    r"\n\n(The above exception was the direct cause of the following exception:"
+    r"|During handling of the above exception, another exception occurred:)\n\n"
+)
 
 
 def start_mirror(spec: LaunchSpec) -> subprocess.Popen[bytes] | None:
@@ -84,10 +90,7 @@ def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
     lines = [""]
     # An error of our own is written for the user; its traceback says no more.
     if result.traceback and "llmx.errors." not in result.traceback.rstrip().rsplit("\n", 1)[-1]:
-        shown = result.traceback.rstrip().splitlines()
-        if len(shown) > TRACEBACK_LINES:
-            shown = ["  ...", *shown[-TRACEBACK_LINES:]]
-        lines += [f"  {line}" for line in shown] + [""]
+        lines += [f"  {line}".rstrip() for line in shortened(result.traceback)] + [""]
     where = "" if result.failed_rank is None else f", rank {result.failed_rank}"
     where += f" on {result.host}" if result.host else ""
     lines.append(f"{result.outcome}{where}: {result.cause}")
@@ -102,3 +105,21 @@ def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
             lines += [f"  {line}" for line in said]
     with contextlib.suppress(OSError):  # nobody reads any more
         print("\n".join(lines), file=stream, flush=True)
+
+
+def shortened(traceback: str) -> list[str]:
+    """The end of a traceback; of one with causes, the end of each, for the first is the root."""
+    *links, last = _CHAIN.split(traceback.strip())
+    lines: list[str] = []
+    for link in links:
+        if _CHAIN.fullmatch(f"\n\n{link}\n\n"):
+            lines += ["", link, ""]
+        else:
+            lines += _end(link, CAUSE_LINES)
+    return [*lines, *_end(last, TRACEBACK_LINES)]
+
+
+def _end(text: str, count: int) -> list[str]:
+    """The first line, which says what it is, and the last ``count``."""
+    lines = text.strip().splitlines()
+    return lines if len(lines) <= count + 2 else [lines[0], "  ...", *lines[-count:]]

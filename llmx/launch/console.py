@@ -19,6 +19,7 @@ _NOISE = re.compile(
     r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[(INFO|WARNING)\] \[|^\s*$|^\[rank\d+\]:\[W|^\[W\d+ "
     # The same numbers come from metrics.jsonl.
     r"|^step \d+/\d+ |^evaluation at step "
+    r"|^The above exception was the direct cause|^During handling of the above exception"
     r"|^Loading extension module|^Time to load "
     r"|^Using .* as PyTorch extensions root|^Detected CUDA files|^ninja: no work|^Emitting ninja"
     r"|^Building extension module|^Allowing ninja to set"

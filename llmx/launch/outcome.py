@@ -11,7 +11,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmx.doctor.diagnose import Diagnosis, Failure, diagnose, signal_in_log
+from llmx.doctor.diagnose import (
+    Diagnosis,
+    Failure,
+    diagnose,
+    signal_in_log,
+    signal_of_silent_death,
+)
 from llmx.launch.follow import FINAL_STATES
 from llmx.plan.types import Plan
 
@@ -131,9 +137,7 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
         elif rank.rank in evidence.exits and status.get("state") not in FINAL_STATES:
             gone = evidence.exits[rank.rank]
             log = evidence.rank_logs.get(rank.rank, "")
-            failure = Failure(
-                signal=signal_in_log(evidence.launcher_log), oom_kills=gone.oom_kills, log=log
-            )
+            failure = Failure(signal=signal_of_silent_death(log), oom_kills=gone.oom_kills, log=log)
             found.append(
                 _Candidate(gone.time, diagnose(failure), rank.rank, host, _traceback_in(log))
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llmx.launch.aftermath import shortened
 from llmx.launch.console import Console, duration, train_line
 from llmx.launch.follow import LineReader, MetricsReader, StatusReader, apply_update, tail_text
 from llmx.rundir import RunDir, write_json
@@ -146,3 +147,22 @@ def test_rank_0_without_the_noise() -> None:
         )
     )
     assert lines == ["  what the model says", "  after it"]
+
+
+def test_a_long_traceback_keeps_its_root() -> None:
+    """Of a chain, the first error is the root; the last one often says little."""
+    frames = "".join(f"  File {i}\n    call()\n" for i in range(40))
+    head = "Traceback (most recent call last):\n"
+    link = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+    lines = shortened(
+        f"{head}{frames}ValueError: the root{link}{head}{frames}ImportError: the end\n"
+    )
+    assert "ValueError: the root" in lines
+    assert lines[-1] == "ImportError: the end"
+    assert lines.count("Traceback (most recent call last):") == 2
+    assert len(lines) < 45
+
+
+def test_a_short_traceback_is_whole() -> None:
+    text = "Traceback (most recent call last):\n  File 1\nValueError: x"
+    assert shortened(text) == text.splitlines()

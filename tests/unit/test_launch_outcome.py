@@ -96,6 +96,24 @@ def test_a_silent_death_is_the_cause_of_broken_connections(plan: Plan) -> None:
     assert (verdict.rank, verdict.host, verdict.outcome) == (2, "node-b", "oom")
 
 
+def test_a_rank_that_died_of_a_fault_says_where(plan: Plan) -> None:
+    log = (
+        'step 10\nFatal Python error: Segmentation fault\n\nThread 0x1:\n  File "x.py", line 3 in f'
+    )
+    evidence = Evidence(exits={1: RankExit(100.0)}, rank_logs={1: log})
+    verdict = judge(evidence, plan)
+    assert "SIGSEGV" in verdict.cause
+    assert verdict.traceback.startswith("Fatal Python error")
+
+
+def test_a_rank_that_never_came_to_its_status(plan: Plan) -> None:
+    log = (
+        "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
+    )
+    verdict = judge(Evidence(exits={1: RankExit(100.0)}, rank_logs={1: log}), plan)
+    assert (verdict.outcome, verdict.rank) == ("config", 1)
+
+
 def test_an_exit_after_a_final_word_is_no_death(plan: Plan) -> None:
     statuses = {0: failed(100.0, "boom"), 1: state("interrupted"), 2: state("finished")}
     exits = {rank: RankExit(99.0) for rank in range(3)}
