@@ -83,6 +83,19 @@ def test_one_training(
     nothing_left(cluster)
 
 
+def test_host_names_that_resolve_to_loopback(
+    alone: Trained, make_cluster: Make, need: Need, tmp_path: Path
+) -> None:
+    """As Debian sets hosts up: gloo would offer 127.0.1.1 to the others, and they would hang."""
+    need("pdsh")
+    cluster = make_cluster(loopback_names=True)
+    for host in cluster.hosts:
+        assert host.run(["getent", "ahostsv4", host.name]).stdout.startswith("127.0.1.1 ")
+    overrides = [*CURVE, "launch.transport=pdsh"]
+    run = start_llmx(cluster, tmp_path, overrides=overrides, interface=None)
+    assert _trained(run).losses == pytest.approx(alone.losses, abs=2e-4)
+
+
 def test_wandb_offline_holds_the_run(make_cluster: Make, need: Need, tmp_path: Path) -> None:
     """No way out of the cluster: the run is kept on disk, config and losses and all."""
     need("pdsh")
