@@ -83,18 +83,28 @@ def choose_template(tokenizer: Any, name: str) -> tuple[str, str]:
         if isinstance(own, dict):  # several, by name
             own = own.get("default")
         if own:
-            return "own", own
+            # A tokenizer that we exported carries the named template it was trained with.
+            named = (known for known in TEMPLATES if _resolved(tokenizer, known) == own)
+            return next(named, "own"), own
         name = "chatml"
+    template = _resolved(tokenizer, name)
+    if template is None:
+        raise ConfigError(
+            f"data.template={name}: the tokenizer of {tokenizer.name_or_path!r} has neither "
+            f"{TEMPLATES[name][0] or 'a marker for the end of a turn'} nor an end token, so a "
+            "model could never learn to stop. Set eos_token in its tokenizer_config.json."
+        )
+    return name, template
+
+
+def _resolved(tokenizer: Any, name: str) -> str | None:
+    """A named template for this tokenizer; None if there is nothing to close a turn with."""
     marker, template = TEMPLATES[name]
     end = marker if marker in control_tokens(tokenizer) else tokenizer.eos_token
     if not end:
-        raise ConfigError(
-            f"data.template={name}: the tokenizer of {tokenizer.name_or_path!r} has neither "
-            f"{marker or 'a marker for the end of a turn'} nor an end token, so a model could "
-            "never learn to stop. Set eos_token in its tokenizer_config.json."
-        )
+        return None
     start = "{{ bos_token }}" if adds_begin_token(tokenizer) else ""
-    return name, start + template.replace(" END ", f" {json.dumps(end)} ")
+    return start + template.replace(" END ", f" {json.dumps(end)} ")
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:

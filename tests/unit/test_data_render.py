@@ -205,6 +205,9 @@ def test_missing_marker_is_replaced_by_the_end_token():
     text, spans = rendered(byte_tokenizer(end="</s>"), chat("U", "A"), template="chatml")
     assert text == "<|im_start|>user\nU</s>\n<|im_start|>assistant\nA</s>"
     assert spans == ["A</s>"]
+    tokenizer = byte_tokenizer(end="</s>")
+    tokenizer.chat_template = Renderer(tokenizer).template  # as an exported one has it
+    assert Renderer(tokenizer).template_name == "chatml"
     with pytest.raises(ConfigError, match="neither .*nor an end token"):
         Renderer(byte_tokenizer(end=None), template="chatml")
 
