@@ -124,7 +124,7 @@ def _introduce(cluster: Cluster, slots: list[int]) -> None:
         f"hardware, in {option}:\n\n{text}\n"
         f"a shell:   {python} -m tests.cluster enter {first}\n"
         f"train:     {python} -m tests.cluster enter {first} {python} -m llmx \\\n"
-        f"             --config-dir={option.parents[1]} hardware=pretend\n"
+        f"             hardware=pretend --config-dir={option.parents[1]}\n"
         f"ssh:       ssh -F {cluster.ssh_config} {cluster.hosts[-1].name}   (on a host)\n\n"
         "Ctrl-C ends it; help lists what can be done to a host.",
         flush=True,
