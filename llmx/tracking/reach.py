@@ -29,6 +29,7 @@ def _why_no_credentials(base_url: str) -> str:
 def _why_no_answer(base_url: str, *, timeout_s: float) -> str:
     """Any HTTP answer will do. In a thread, because name resolution knows no time-out."""
     answer: list[str] = []
+    silent = f"{base_url} did not answer within {timeout_s:g} s"
 
     def ask() -> None:
         try:
@@ -36,12 +37,12 @@ def _why_no_answer(base_url: str, *, timeout_s: float) -> str:
                 answer.append("")
         except urllib.error.HTTPError:
             answer.append("")
-        except urllib.error.URLError as error:
-            answer.append(f"{base_url} cannot be reached ({error.reason})")
-        except (OSError, ValueError) as error:
-            answer.append(f"{base_url} cannot be reached ({error})")
+        except (OSError, ValueError) as error:  # URLError is an OSError around the reason
+            reason = getattr(error, "reason", error)
+            late = isinstance(reason, TimeoutError)
+            answer.append(silent if late else f"{base_url} cannot be reached ({reason})")
 
     thread = threading.Thread(target=ask, name="wandb-probe", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    return answer[0] if answer else f"{base_url} did not answer within {timeout_s:g} s"
+    return answer[0] if answer else silent
