@@ -57,8 +57,8 @@ def main() -> int:
     """Measure both in turn, print, write benchmarks/results/sft_throughput.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=14, help="optimizer steps of each run")
-    parser.add_argument("--skip", type=int, default=4, help="steps of warming up, not counted")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
+    parser.add_argument("--skip", type=int, default=3, help="steps of warming up, not counted")
     parser.add_argument("--rows-per-rank", type=int, default=5, help="the Trainer's batch size")
     options = parser.parse_args()
     source = os.environ.get("LLMX_REAL_DATA")

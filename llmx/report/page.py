@@ -17,6 +17,8 @@ from llmx.report.run_data import RunData
 from llmx.tracking.metrics import Record, scalars
 
 MOST_METRIC_ROWS = 200
+LONGEST_FILE = 60_000
+"""Characters of a file that is shown (provenance.json may hold a diff of megabytes)."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
@@ -185,9 +187,12 @@ def _plan(plan: dict[str, Any]) -> str:
 
 def _file(data: RunData, name: str) -> str:
     try:
-        return (data.run.root / name).read_text(encoding="utf-8", errors="replace")
+        text = (data.run.root / name).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    if len(text) <= LONGEST_FILE:
+        return text
+    return f"{text[:LONGEST_FILE]}\n... {len(text):,} characters, whole in {name}"
 
 
 def _json(value: Any) -> str:

@@ -116,8 +116,11 @@ class Answer:
 
 
 def answers(data: RunData, *, limit: int | None = None) -> list[Answer]:
-    """The questions with their answers before and after training."""
+    """The questions with their answers before and after training; ``limit`` of them, evenly
+    chosen, because neighbours are often of one kind."""
     rows: list[dict[str, Any]] = data.samples.get("rows") or []
+    if limit is not None and len(rows) > limit:
+        rows = [rows[index * len(rows) // limit] for index in range(limit)]
     return [
         Answer(
             prompt=row.get("prompt") or "",
@@ -127,7 +130,7 @@ def answers(data: RunData, *, limit: int | None = None) -> list[Answer]:
             right_before=_right(row, "before"),
             right_after=_right(row, "after"),
         )
-        for row in rows[:limit]
+        for row in rows
     ]
 
 

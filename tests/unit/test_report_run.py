@@ -145,6 +145,23 @@ def test_answers_are_marked(run: RunDir) -> None:
     ]
 
 
+def test_a_few_answers_of_many_are_chosen_evenly(run: RunDir) -> None:
+    rows = [{"prompt": str(i), "expected": "", "before": "", "after": ""} for i in range(50)]
+    write_json(run.samples, {"rows": rows})
+    chosen = [int(row.prompt) for row in wording.answers(load_run(run.root), limit=5)]
+    assert chosen == [0, 10, 20, 30, 40]
+    assert len(wording.answers(load_run(run.root))) == 50
+
+
+def test_a_huge_diff_does_not_make_a_huge_page(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(run.provenance, {"git": {"diff": "+" * 3_000_000}})
+    report(run, capsys)
+    assert run.report.stat().st_size < 500_000
+    assert "whole in provenance.json" in run.report.read_text(encoding="utf-8")
+
+
 def test_a_step_repeated_after_a_restart_counts_once(tmp_path: Path) -> None:
     run = tracked_run.write_start(tmp_path / "run")
     again = {**tracked_run.train_line(4), "loss": 1.0}
