@@ -45,6 +45,9 @@ def _answer(options: argparse.Namespace) -> int:
         )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # its bar would stand between the answers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(run.final_model)

@@ -181,3 +181,10 @@ def test_typed_steps_win_over_the_epochs_of_a_group() -> None:
     exp = composed(["task.steps=10", "optim.warmup_steps=0"]).experiment
     assert (exp.task.steps, exp.task.epochs) == (10, None)
     assert (exp.optim.warmup_steps, exp.optim.warmup_fraction) == (0, None)
+
+
+@pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: path.stem)
+def test_no_shipped_option_sets_steps(path) -> None:
+    """Steps win over epochs, so a shipped value would silently beat an epochs that was typed."""
+    task = (yaml.safe_load(path.read_text()) or {}).get("task")
+    assert not (isinstance(task, dict) and task.get("steps"))
