@@ -30,7 +30,11 @@ def main(argv: list[str]) -> int:
         Path(values["--cgroup"], "cgroup.procs").write_text(str(os.getpid()))
     # Blocked until the handlers stand: a signal that comes early is delivered, not lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    kernel.join(pid)
+    try:
+        kernel.join(pid)
+    except FileNotFoundError:
+        print(f"enter: the host with process {pid} has ended", file=sys.stderr)
+        return 127
     child = os.fork()
     if child == 0:
         _become(program, values.get("--cwd", "/"), terminal="--terminal" in values)

@@ -94,6 +94,7 @@ def test_a_killed_host_comes_back_empty(make_cluster: Make, tmp_path: Path) -> N
     first, second = cluster.hosts
     second.path(tmp_path / "work" / "file").touch()
     process = second.popen(["sleep", "1000"])
+    wait_until(second.processes, timeout_s=10, what="sleep runs")
     second.kill()
     assert process.wait(timeout=10) == -signal.SIGKILL
     assert not _can_connect(first, second)
