@@ -20,12 +20,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors for the user are printed, not raised."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except LlmxError as error:
         print(f"llmx: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); Python must not complain of it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _dispatch(words: list[str]) -> int:
@@ -85,13 +91,13 @@ def _module(command: str, words: list[str]) -> int:
 
 def _hydra(words: list[str]) -> int:
     """Hand the overrides to Hydra; its launcher plugin takes over in a multirun."""
-    from llmx.arguments import resolve_alias, with_demo
+    from llmx.arguments import options_last, resolve_alias, with_demo
 
-    flags_only = any(word in ("--info", "-i", "--hydra-help", "-sc") for word in words)
     overrides = [resolve_alias(word) for word in words]
-    completing = any(word.startswith(("-sc", "--shell-completion")) for word in words)
-    if not completing and not flags_only:
-        plain = [word for word in overrides if "=" in word and not word.startswith("-")]
+    # Completion hands over half-typed words: they are nobody's overrides yet.
+    if not any(word.startswith(("-sc", "--shell-completion")) for word in words):
+        overrides = options_last(overrides)
+        plain = [word for word in overrides if not word.startswith("-")]
         if len(with_demo(plain)) > len(plain):
             overrides.insert(0, "experiment=demo")
 

@@ -14,6 +14,13 @@ ALIASES = {"zero_stage": "zero"}
 """Other spellings of a group, accepted wherever an override is written."""
 
 _ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<rest>[=.@].*)?$")
+_WITH_VALUE = frozenset(
+    "--config-path -cp --config-name -cn --config-dir -cd --package -p --cfg -c "
+    "--experimental-rerun".split()
+)
+_WITH_CHOICE = frozenset({"--info", "-i"})
+"""Hydra's options that take a value, always or perhaps."""
+
 _WHOLE_RUN = ("experiment", "model", "data")
 
 
@@ -38,6 +45,27 @@ def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, li
         f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
         f"Commands: {', '.join(commands)}. See python -m llmx --help."
     )
+
+
+def options_last(words: Sequence[str]) -> list[str]:
+    """Overrides first, then Hydra's options, each with its value.
+
+    argparse takes only one run of positional words, so ``--config-dir D a=1 -m b=2`` would be
+    refused; people write the two in any order.
+    """
+    overrides: list[str] = []
+    options: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        options.append(word)
+        takes = word in _WITH_VALUE or (word in _WITH_CHOICE and rest[:1] and "=" not in rest[0])
+        if takes and rest and not rest[0].startswith("-"):
+            options.append(rest.pop(0))
+    return [*overrides, *options]
 
 
 def with_demo(overrides: Sequence[str]) -> list[str]:

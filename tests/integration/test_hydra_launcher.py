@@ -8,7 +8,6 @@ from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
 from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
 
-
 # The suite composes without a version_base, of which Hydra warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions")
 

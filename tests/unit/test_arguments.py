@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.arguments import resolve_alias, split_command, sweep_overrides, with_demo
+from llmx.arguments import (
+    options_last,
+    resolve_alias,
+    split_command,
+    sweep_overrides,
+    with_demo,
+)
 from llmx.errors import ConfigError
 
 
@@ -53,3 +59,18 @@ def test_sweep_file(tmp_path) -> None:
     path.write_text("gird: {}\n")
     with pytest.raises(ConfigError, match="a sweep has a grid"):
         sweep_overrides(path)
+
+
+@pytest.mark.parametrize(
+    ("typed", "handed_over"),
+    [
+        ("--config-dir D a=1 -m b=2", "a=1 b=2 --config-dir D -m"),
+        ("--config-dir=D a=1", "a=1 --config-dir=D"),
+        ("--cfg job -p zero a=1", "a=1 --cfg job -p zero"),
+        ("--info plugins a=1", "a=1 --info plugins"),
+        ("--info a=1", "a=1 --info"),
+        ("a=1 ~b", "a=1 ~b"),
+    ],
+)
+def test_options_and_overrides_in_any_order(typed: str, handed_over: str) -> None:
+    assert options_last(typed.split()) == handed_over.split()
