@@ -31,9 +31,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Message = dict[str, Any]
+if TYPE_CHECKING:
+    Message = dict[str, Any]  # at run time an old Python on a host must do
 SCAN_S = 0.5
 CHUNK = 65536
 STREAMED = ("logs/rank-*.log", "metrics.jsonl")
@@ -174,6 +175,7 @@ class Agent:
         self.silence_s = 0.0
         self.grace_s = 10.0
         self.cancel: list[list[str]] = []
+        self.cancel_force: list[list[str]] = []
         self.port = 0
         self.reserved: socket.socket | None = None
         self.watching = self.streaming = self.done = False
@@ -231,6 +233,7 @@ class Agent:
         self.silence_s = message.get("silence_s", 0.0)
         self.grace_s = message.get("grace_s", 10.0)
         self.cancel = message.get("cancel", [])
+        self.cancel_force = message.get("cancel_force", [])
         nonce = message.get("nonce", "")
         code, python = message.get("code"), message.get("python")
         return {
@@ -314,12 +317,9 @@ class Agent:
         """End the run on this host and remove what it left in /dev/shm."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
-        for argv in self.cancel:
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run(
-                    argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False
-                )
+        _run_all(self.cancel)
         counts = end_processes(self.table, grace_s, hurry)
+        _run_all(self.cancel_force)
         if self.port:
             pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"
             for path in glob.glob(pattern):
@@ -393,6 +393,14 @@ class Agent:
 
     def _asked_to_end(self, number: int, frame: object) -> None:
         raise KeyboardInterrupt
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    for argv in commands:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False
+            )
 
 
 def _bind_test(port: int) -> None:

@@ -99,7 +99,9 @@ def hello_message(spec: LaunchSpec, channel: Channel, nonce: str) -> Message:
             "modules": list(MODULES) if spec.code_root else [*MODULES, "llmx"],
         }
     else:
-        message["cancel"] = transport_of(spec.plan.transport).cancel(spec)
+        transport = transport_of(spec.plan.transport)
+        message["cancel"] = transport.cancel(spec, force=False)
+        message["cancel_force"] = transport.cancel(spec, force=True)
     return message
 
 

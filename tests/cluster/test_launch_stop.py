@@ -89,6 +89,35 @@ def test_nothing_is_left(
     nothing_left(cluster, timeout_s=5)
 
 
+def test_inside_an_allocation(
+    slurm_cluster: Cluster, tmp_path: Path, need: Callable[..., None]
+) -> None:
+    """There the run is a step: it ends, and the allocation stays."""
+    need("slurm")
+    host = slurm_cluster.first
+    host.run(["salloc", "--no-shell", "-N2", "-n2", "--job-name=mine"])
+    (job,) = host.run(["squeue", "-ho", "%A"]).stdout.split()
+    try:
+        overrides = ["launch.transport=slurm", *LONG]
+        env = {"SLURM_JOB_ID": job, "SLURM_JOBID": job}
+        run = start_llmx(slurm_cluster, tmp_path, overrides=overrides, env=env)
+        run.until_step(5)
+        for host in slurm_cluster.hosts:
+            for pid in rank_pids(host):
+                host.run(["kill", "-STOP", str(pid)])  # deaf to SIGTERM
+        run.signal(signal.SIGKILL)
+        run.wait(timeout_s=10)
+        wait_until(
+            lambda: not any(rank_pids(h) for h in slurm_cluster.hosts),
+            timeout_s=30,
+            what="no rank is left",
+        )
+        assert job in slurm_cluster.first.run(["squeue", "-ho", "%A %j"]).stdout
+    finally:
+        slurm_cluster.first.run(["scancel", job])
+    nothing_left(slurm_cluster, timeout_s=20)
+
+
 def test_ctrl_c_twice_does_not_wait(
     cluster: Cluster, tmp_path: Path, need: Callable[..., None]
 ) -> None:

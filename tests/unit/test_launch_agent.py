@@ -242,9 +242,11 @@ def test_ranks_are_reported(rig: Rig) -> None:
     code = (
         "import subprocess, sys, signal\n"
         "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
-        "signal.pause()\n"
+        "print(1, flush=True); signal.pause()\n"
     )
     rank = rig.process(code, env={"RANK": "3"})
+    assert rank.stdout is not None
+    assert rank.stdout.readline()
     started = rig.event("rank_start")
     assert (started["rank"], started["pid"]) == (3, rank.pid)
     before = time.time()

@@ -31,8 +31,9 @@ class Transport(Protocol):
     def ds_env(self, spec: LaunchSpec, env: dict[str, str]) -> str:
         """The text of ``RUN_DIR/ds_env`` for the environment of a rank."""
 
-    def cancel(self, spec: LaunchSpec) -> list[list[str]]:
-        """Commands that end the run besides ending its processes, for this machine."""
+    def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
+        """Commands that end the run besides ending its processes, for this machine: asking the
+        ranks, or (``force``) killing what did not end."""
 
 
 def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:

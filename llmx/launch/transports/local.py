@@ -39,7 +39,7 @@ class LocalTransport:
     def ds_env(self, spec: LaunchSpec, env: dict[str, str]) -> str:
         return render_ds_env(env, shell=True)
 
-    def cancel(self, spec: LaunchSpec) -> list[list[str]]:
+    def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
         return []
 
 

@@ -57,7 +57,7 @@ class OpenMpiTransport:
     def ds_env(self, spec: LaunchSpec, env: dict[str, str]) -> str:
         return render_ds_env(env, shell=False)
 
-    def cancel(self, spec: LaunchSpec) -> list[list[str]]:
+    def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
         return []
 
 

@@ -87,8 +87,17 @@ class SlurmTransport:
     def ds_env(self, spec: LaunchSpec, env: dict[str, str]) -> str:
         return render_ds_env(env, shell=True)
 
-    def cancel(self, spec: LaunchSpec) -> list[list[str]]:
-        return [["scancel", "--quiet", f"--name={spec.job_name}"]]
+    def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
+        # Without the signal Slurm itself waits KillWait (30 s) before it kills.
+        signal = ["--signal=KILL", "--full"] if force else []
+        # Inside an allocation the run is a step of somebody else's job, to be found by its name.
+        find = "squeue --noheader --steps --format='%i %j'"
+        own = f"awk '$2 == \"{spec.job_name}\" {{print $1}}'"
+        end = shlex.join(["xargs", "-r", "scancel", "--quiet", *signal[:1]])
+        return [
+            ["scancel", "--quiet", *signal, f"--name={spec.job_name}"],
+            ["sh", "-c", f"{find} | {own} | {end}"],
+        ]
 
 
 def render_slurm_hosts(spec: LaunchSpec) -> str:
