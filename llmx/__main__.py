@@ -100,6 +100,8 @@ def _hydra(words: list[str]) -> int:
         plain = [word for word in overrides if not word.startswith("-")]
         if len(with_demo(plain)) > len(plain):
             overrides.insert(0, "experiment=demo")
+        if any(word in ("-m", "--multirun") for word in overrides):
+            overrides.insert(0, _name_cells_by_axes(overrides))
 
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -152,6 +154,20 @@ def _hydra(words: list[str]) -> int:
         if isinstance(end, LlmxError):
             raise end
     return next((end for end in ended if isinstance(end, int) and end), 0)
+
+
+def _name_cells_by_axes(words: list[str]) -> str:
+    """The override by which a sweep's directories are named after what differs between them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    plain = [word for word in words if not word.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(plain)
+    except HydraException as error:
+        raise ConfigError(str(error)) from error
+    fixed = [word.key_or_group for word in parsed if not word.is_sweep_override()]
+    return f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"
 
 
 def _remove_if_empty(directory: Path) -> None:
