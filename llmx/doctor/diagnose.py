@@ -147,7 +147,7 @@ def signal_in_log(text: str) -> int:
     if match:
         return int(match[1])
     words = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
-    match = re.search(rf"task \d+: ({'|'.join(words)})", text)
+    match = re.search(rf"tasks? [\d,-]+: ({'|'.join(words)})", text)
     if match:
         return words[match[1]]
     match = re.search(r"exit(?:ed|s)? (?:with )?(?:exit |return )?code[ =:]+(1[2-5]\d)\b", text)

@@ -209,7 +209,7 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Verdict:
 
 def _rank_in_log(log: str, plan: Plan) -> int | None:
     """The rank that srun or mpirun names as the one that died."""
-    match = re.search(r"srun: error: \S+: task (\d+): (?!Terminated)", log)
+    match = re.search(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)", log)
     match = match or re.search(r"process rank (\d+) with PID", log)
     return int(match[1]) if match and int(match[1]) < plan.world_size else None
 

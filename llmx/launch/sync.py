@@ -65,6 +65,7 @@ def _named_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
         (exp.model.tokenizer, "tokenizer"),
         (exp.data.path, "data"),
         (exp.data.eval_path, "evaluation data"),
+        *((source.path, "data") for source in exp.data.sources),
         (_cache_dir(exp), "prepared data"),
         *((path, "launch.sync_extra") for path in exp.launch.sync_extra),
     ]

@@ -138,6 +138,8 @@ def test_signals(number: int, oom_kills: int, outcome: str, word: str) -> None:
         ("mpirun noticed that process rank 1 with PID 0 on node node-b exited on signal 9 (Killed).", 9),
         ("srun: error: node-b: task 1: Killed", 9),
         ("srun: error: node-b: task 1: Segmentation fault", 11),
+        ("srun: error: node-b: tasks 2-3: Killed", 9),
+        ("srun: error: node-b: tasks 0,2: Bus error", 7),
         ("pdsh@node-a: node-b: ssh exited with exit code 137", 9),
         ("[ERROR] ['python', '-u'] exits with return code = 1", 0),
         ("srun: error: node-b: task 1: Exited with exit code 1", 0),

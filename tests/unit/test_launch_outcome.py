@@ -183,6 +183,7 @@ def test_start_timeout_names_ranks_and_hosts(plan: Plan) -> None:
     ("log", "rank"),
     [
         ("srun: error: node-b: task 2: Killed", 2),
+        ("srun: error: node-b: tasks 1-2: Killed", 1),
         ("mpirun noticed that process rank 1 with PID 0 on node node-a exited on signal 9", 1),
         ("srun: error: node-a: task 0: Terminated\nsrun: error: node-b: task 2: Killed", 2),
     ],
