@@ -165,7 +165,7 @@ def _name_cells_by_axes(words: list[str]) -> str:
     try:
         parsed = OverridesParser.create().parse_overrides(plain)
     except HydraException as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(explain_hydra(error)) from error
     fixed = [word.key_or_group for word in parsed if not word.is_sweep_override()]
     return f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"
 
@@ -181,13 +181,17 @@ def explain_hydra(error: Exception) -> str:
     from llmx.config import known_keys
 
     text = str(error).strip()
+    if "override_grammar" in text:
+        return (
+            f"an override cannot be read: {text.splitlines()[0]}. It is key=value; brackets and "
+            "quotes must be closed, and a value with spaces or commas is quoted: 'key=\"a, b\"'."
+        )
     missing = re.search(r"Could not override '([^']+)'", text)
     if missing:
         key = missing.group(1)
-        words = did_you_mean(key, [*known_keys(), *GROUPS])
         homes = [known for known in known_keys() if known.split(".")[-1] == key.split(".")[-1]]
-        if not words and homes:
-            words = f" It exists as {', '.join(homes)}."
+        words = f" It exists as {', '.join(homes)}." if homes else ""
+        words = words or did_you_mean(key, [*known_keys(), *GROUPS])
         return f"{key}: no such key.{words} See python -m llmx --help and --cfg job."
     option = re.search(r"Could not find '([a-z_]+)/([^']+)'", text)
     if option and option.group(1) in GROUPS:
@@ -197,11 +201,10 @@ def explain_hydra(error: Exception) -> str:
             f"{group}={name}: no such option.{did_you_mean(name, known)} "
             f"Options of {group}: {', '.join(known)}; your own: --config-dir DIR."
         )
-    wanted = re.search(r"Missing mandatory value: ([\w.]+)", text)
+    wanted = re.search(r"Missing mandatory value: .*full_key: ([\w.]+)", text, re.DOTALL)
     if wanted:
-        return (
-            f"{wanted.group(1)} has no value yet, and this choice needs one: {wanted.group(1)}=..."
-        )
+        key = wanted.group(1)
+        return f"{key} has no value yet, and this choice needs one: set {key}=..."
     return text
 
 

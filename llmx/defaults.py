@@ -14,4 +14,7 @@ def register_defaults() -> None:
     from llmx.config import Experiment, to_dict
 
     values = to_dict(Experiment())
+    # OmegaConf lets a "???" of a group not override a value: with the schema's own default,
+    # `data=file` without a path would silently train on the demo.
+    values["data"]["path"] = "???"
     ConfigStore.instance().store(name="llmx_defaults", node=values)

@@ -40,5 +40,7 @@ class RunFailed(LlmxError, RuntimeError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``' Did you mean "stage3"?'`` for a near miss, else an empty string."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    names = list(known)
+    match = [name for name in names if len(word) > 2 and name.startswith(word)]
+    match = match or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f' Did you mean "{match[0]}"?' if match else ""

@@ -1,0 +1,93 @@
+"""The snapshot: written whole, read back equal, never over another run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmx import snapshot
+from llmx.config import SCHEMA_VERSION, Experiment, experiment_from_dict
+from llmx.errors import ConfigError
+from llmx.plan.types import Plan
+from llmx.rundir import RunDir, read_json
+from tests.composing import composed
+
+
+@pytest.fixture
+def written(tmp_path):
+    done = composed(["hardware=a100x2_v100x2", "zero=stage3"], run_dir=tmp_path / "run")
+    run = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=["zero=stage3"])
+    return done, run
+
+
+def test_everything_reads_back(written) -> None:
+    done, run = written
+    assert snapshot.load(run) == done.experiment
+    assert Plan.from_dict(read_json(run.plan)) == done.plan
+    assert read_json(run.ds_config) == done.ds_config
+    assert yaml.safe_load(run.overrides.read_text()) == ["zero=stage3"]
+    provenance = read_json(run.provenance)
+    assert provenance["packages"]["deepspeed"]
+    assert provenance["overrides"] == ["zero=stage3"]
+
+
+def test_a_run_is_never_overwritten(written) -> None:
+    done, run = written
+    before = run.config.read_bytes()
+    other = dataclasses.replace(done.experiment, seed=7)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        snapshot.write(other, done.plan, done.ds_config, overrides=[])
+    assert run.config.read_bytes() == before
+
+
+def test_a_newer_snapshot_is_refused(written) -> None:
+    _, run = written
+    text = run.config.read_text()
+    run.config.write_text(
+        text.replace(f"schema_version: {SCHEMA_VERSION}", f"schema_version: {SCHEMA_VERSION + 1}")
+    )
+    with pytest.raises(ConfigError, match="Install the llmx that wrote it"):
+        snapshot.load(run)
+
+
+def test_no_run_directory(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no run directory"):
+        snapshot.load(RunDir(tmp_path))
+
+
+@given(
+    name=st.text(max_size=20),
+    tags=st.lists(st.text(max_size=10), max_size=3),
+    config=st.dictionaries(
+        st.text(min_size=1, max_size=8),
+        st.one_of(st.integers(), st.floats(allow_nan=False), st.text(), st.booleans(), st.none()),
+        max_size=4,
+    ),
+)
+def test_any_text_survives_yaml(name, tags, config) -> None:
+    exp = Experiment(name=name)
+    exp.tracking.tags, exp.model.config = tags, config
+    assert experiment_from_dict(yaml.safe_load(snapshot.dump_config(exp))) == exp
+
+
+def test_git_state_records_commit_and_changes(tmp_path) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True)
+
+    git("init", "-q")
+    (tmp_path / "snapshot.py").write_text("a = 1\n")
+    assert snapshot.git_state(tmp_path) is None
+    git("add", "."), git("commit", "-qm", "x")
+    (tmp_path / "snapshot.py").write_text("a = 2\n")
+    state = snapshot.git_state(tmp_path)
+    assert state is not None
+    assert len(state["commit"]) == 40
+    assert "+a = 2" in state["diff"]
+    assert json.dumps(state)
