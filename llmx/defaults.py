@@ -6,10 +6,14 @@ as ``5e8`` and rules stay with ``llmx.config``, which snapshots use as well.
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+
 
 def register_defaults() -> None:
     """Idempotent; called before Hydra composes."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
     from llmx.config import Experiment, to_dict
 
@@ -17,4 +21,21 @@ def register_defaults() -> None:
     # OmegaConf lets a "???" of a group not override a value: with the schema's own default,
     # `data=file` without a path would silently train on the demo.
     values["data"]["path"] = "???"
-    ConfigStore.instance().store(name="llmx_defaults", node=values)
+    node = OmegaConf.create(values)
+    for key in free_mappings(Experiment):
+        # `launch.env.NCCL_DEBUG=INFO` is no typo, and needs no `+`.
+        OmegaConf.set_struct(OmegaConf.select(node, key), False)
+    ConfigStore.instance().store(name="llmx_defaults", node=node)
+
+
+def free_mappings(cls: type, prefix: str = "") -> list[str]:
+    """Dotted keys of the schema's fields that are mappings with keys of the user's choice."""
+    found: list[str] = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found += free_mappings(hint, f"{prefix}{field.name}.")
+        elif typing.get_origin(hint) is dict:
+            found.append(prefix + field.name)
+    return found

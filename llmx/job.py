@@ -20,10 +20,12 @@ def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | No
 
 def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | None = None) -> int:
     """Write the run directory, then plan only (``dry_run``) or launch and supervise."""
-    from llmx.launch import prepare, supervise
+    from llmx.launch import check, prepare, supervise
 
     out = stream or sys.stdout
     exp, plan = composed.experiment, composed.plan
+    # Before anything is written: a secret in launch.env must not reach config.yaml.
+    check(exp, plan)
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = prepare(exp, plan, run)
     if exp.dry_run:

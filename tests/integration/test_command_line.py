@@ -64,6 +64,8 @@ def test_the_control_process_imports_nothing_heavy(tmp_path) -> None:
         (["optim.lr=[1"], "an override cannot be read"),
         (["-m", "zero=stage1,[a"], "an override cannot be read"),
         (["+task.foo=1"], "task.foo: unknown key"),
+        (["launch.env.WANDB_API_KEY=abc"], "looks like a secret"),
+        (["launch.envv.A=1"], 'Did you mean "launch.env"?'),
     ],
 )
 def test_a_mistake_is_one_clear_message(words, message, tmp_path) -> None:
@@ -105,3 +107,13 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path) -> None:
     assert done.returncode == 2
     assert "[0] failed: optim.lr=-1.0: a learning rate is positive" in done.stderr
     assert "1_optim.lr-0.001" in "".join(str(p) for p in tmp_path.glob("outputs/sweeps/*/*"))
+
+
+def test_free_mappings_need_no_plus(tmp_path) -> None:
+    words = ("launch.env.NCCL_DEBUG=INFO", "hardware.env={NCCL_IB_DISABLE: '1'}", "dry_run=true")
+    done = llmx(*words, "hardware=a100x2_v100x2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "outputs").iterdir()
+    env = (run / "ds_env").read_text()
+    assert "NCCL_DEBUG=INFO\n" in env
+    assert "NCCL_IB_DISABLE=1\n" in env
