@@ -53,8 +53,14 @@ def complete(exp: Experiment) -> Experiment:
         zero = dataclasses.replace(zero, hpz_partition_size=hardware.hosts[0].slots)
     data = dataclasses.replace(
         exp.data,
-        path=_local_source(exp.data.path, "data.path"),
+        path=exp.data.path and _local_source(exp.data.path, "data.path"),
         eval_path=exp.data.eval_path and _local_source(exp.data.eval_path, "data.eval_path"),
+        sources=[
+            dataclasses.replace(
+                source, path=_local_source(source.path, f"data.sources[{index}].path")
+            )
+            for index, source in enumerate(exp.data.sources)
+        ],
         cache_dir=exp.data.cache_dir and str(Path(exp.data.cache_dir).expanduser().absolute()),
     )
     model = dataclasses.replace(

@@ -51,14 +51,44 @@ class ModelConfig:
     """Rows of the embedding when from scratch; the export is cut back to the true size."""
 
 
+FORMS = (
+    "text",
+    "alpaca",
+    "sharegpt",
+    "messages",
+    "prompt_response",
+    "labelled",
+    "preference",
+)
+
+
+@dataclass
+class SourceConfig:
+    """One of several sources; what is not set is that of ``data``."""
+
+    path: str = ""
+    """A file, a directory, a glob, or a Hub id."""
+    form: str = choice("auto", *FORMS)
+    text_key: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    """How often its rows are taken: 2 takes each twice, 0.5 about half of them (chosen by
+    ``seed``). Never applied to rows held out for evaluation."""
+    max_rows: int | None = None
+    """Read only its first so many rows."""
+    subset: str | None = None
+    split: str | None = None
+
+
 @dataclass
 class DataConfig:
     """What to train on and how rows become samples of ``seq_len`` tokens."""
 
     name: str = ""
     path: str = "demo"
-    """A file, a directory, a glob; ``demo`` is the bundled set."""
-    form: str = choice("auto", "text", "alpaca", "sharegpt", "messages", "prompt_response")
+    """A file, a directory, a glob, a Hub id (``owner/name``, or ``hub:name``); ``demo`` is the
+    bundled set."""
+    form: str = choice("auto", *FORMS)
     """How a row is laid out; ``auto`` recognises it from the keys of the first rows."""
     text_key: str = "text"
     columns: dict[str, str] = field(default_factory=dict)
@@ -90,6 +120,22 @@ class DataConfig:
     """Where prepared data lies; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
     num_workers: int = 0
     """Processes that tokenize; 0 takes the cores of the host."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources instead of ``path``, each with a weight and a limit."""
+    subset: str | None = None
+    """The subset (configuration) of a Hub data set."""
+    split: str | None = None
+    """The split of a Hub data set or of a ``save_to_disk`` directory; default: ``train``."""
+    data_map: dict[str, str] = field(default_factory=dict)
+    """Labelled rows: ``{prompt: prompt, label: label_id, history: context_info}``; the label is
+    the answer."""
+    label_names: dict[str, str] = field(default_factory=dict)
+    """What a label is called in an answer, e.g. ``{"0": negative, "1": positive}``."""
+    on_bad_row: str = choice("fail", "skip")
+    """``fail`` stops at a row that cannot be used; ``skip`` counts it and writes it with the
+    reason to a file beside the prepared data."""
+    deduplicate: bool = False
+    """Take rows that are identical in what is trained only once; counts are reported."""
 
 
 @dataclass
@@ -138,7 +184,7 @@ class ZeroConfig:
     pin_memory: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     """Further keys of DeepSpeed's JSON, checked against what DeepSpeed accepts, e.g.
-    ``+zero.extra.zero_optimization.round_robin_gradients=true``."""
+    ``zero.extra.zero_optimization.round_robin_gradients=true``."""
 
 
 @dataclass
@@ -299,6 +345,25 @@ class TrackingConfig:
 
 
 @dataclass
+class TokenizerConfig:
+    """A tokenizer to train: ``python -m llmx tokenizer data=... tokenizer.vocab_size=64000``."""
+
+    kind: str = choice("bbpe", "sentencepiece")
+    """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3); ``sentencepiece`` a BPE over
+    characters that falls back to bytes (Llama 2)."""
+    vocab_size: int = 32000
+    """Control tokens included; reported with its padding to 64."""
+    output: str | None = None
+    """The directory to write; default ``tokenizers/<data>-<kind>-<vocab_size>`` here."""
+    max_bytes: int = 256 << 20
+    """Text to learn from at most; more is sampled row by row, by ``seed``. Bounds the memory."""
+    min_frequency: int = 2
+    """Pairs that are rarer are not merged (bbpe)."""
+    character_coverage: float = 0.9995
+    """Part of all characters that get a token of their own (sentencepiece); the rest is bytes."""
+
+
+@dataclass
 class Experiment:
     """One run, whole. What ``config.yaml`` of a run directory holds."""
 
@@ -322,3 +387,4 @@ class Experiment:
     batch: BatchConfig = field(default_factory=BatchConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -1,7 +1,8 @@
 """From a record in the form it has to what is trained on: a conversation or a document.
 
-Alpaca (``instruction``, ``input``, ``output``), ShareGPT (``conversations``), OpenAI
-``messages``, ``prompt``/``response`` and plain ``text``; other column names by
+Alpaca (``instruction``, ``input``, ``output``, ``history``), ShareGPT (``conversations``), OpenAI
+``messages``, ``prompt``/``response``, rows with a ``label``, preference pairs (``chosen``,
+``rejected``) and plain ``text`` (or ``title`` and ``content``); other column names by
 ``data.columns``, which maps our name to the one in the data.
 """
 
@@ -11,10 +12,23 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.data.read import Record, Where, excerpt
+from llmx.data.rows import Record, RowError, Where, excerpt
+from llmx.data.turns import Message, labelled_history, pairs, turns
 from llmx.errors import DataError
 
+__all__ = [
+    "Conversation",
+    "Document",
+    "Message",
+    "Preference",
+    "detect_form",
+    "to_conversation",
+    "to_document",
+    "to_preference",
+]
+
 KEYS = {
+    "preference": ("chosen", "rejected"),
     "sharegpt": ("conversations",),
     "messages": ("messages",),
     "alpaca": ("instruction", "output"),
@@ -22,32 +36,6 @@ KEYS = {
     "text": ("text",),
 }
 """The keys by which a form is recognised, in the order in which they are tried."""
-
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "developer": "system",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function": "tool",
-    "tool_response": "tool",
-}
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn; ``role`` is system, user, assistant or tool."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True)
@@ -58,6 +46,14 @@ class Conversation:
     messages: tuple[Message, ...]
     where: Where
     tools: str = ""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two conversations that are the same but for the last answer: the better, the worse."""
+
+    chosen: Conversation
+    rejected: Conversation
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,18 @@ class Document:
 def detect_form(record: Record, *, text_key: str, columns: dict[str, str]) -> str:
     """The form of a record, by its keys; raises DataError when none or several fit."""
     found = [form for form, keys in KEYS.items() if _has(record, keys, text_key, columns)]
-    if len(found) == 1:
-        return found[0]
+    if "label" in columns and _has(record, ("prompt", "label"), text_key, columns):
+        return "labelled"
+    if found and (len(found) == 1 or found[0] == "preference"):
+        return found[0]  # a pair has its prompt beside it, which is a form of its own
     keys = ", ".join(record.value)
     if found:
         raise DataError(
             f"{record.where}: the keys ({keys}) fit {' and '.join(found)}. "
             f"Say which with data.form={found[0]}."
         )
+    if text_key == "text" and columns.get("content", "content") in record.value:
+        return "text"
     known = "; ".join(f"{form}: {', '.join(names)}" for form, names in KEYS.items())
     raise DataError(
         f"{record.where}: the keys ({keys}) fit none of the known forms ({known}). Map your "
@@ -88,40 +88,130 @@ def detect_form(record: Record, *, text_key: str, columns: dict[str, str]) -> st
     )
 
 
-def to_document(record: Record, *, text_key: str) -> Document:
-    """The text under ``text_key``."""
+def to_document(
+    record: Record, *, text_key: str, columns: dict[str, str] | None = None
+) -> Document:
+    """The text under ``text_key``; where there is none, ``title`` and ``content``."""
+    columns = columns or {}
+    content = columns.get("content", "content")
+    if text_key == "text" and "text" not in record.value and content in record.value:
+        title = record.value.get(columns.get("title", "title"))
+        text = _text(record, content)
+        if isinstance(title, str) and title.strip():
+            text = f"{title}\n\n{text}"
+        return Document(text, record.where)
     return Document(_text(record, text_key), record.where)
 
 
 def to_conversation(
-    record: Record, form: str, *, columns: dict[str, str], system: str | None
+    record: Record,
+    form: str,
+    *,
+    columns: dict[str, str],
+    system: str | None,
+    label_names: dict[str, str] | None = None,
 ) -> Conversation | None:
     """The conversation in a record, or None if it has nothing to learn: no word of the
-    assistant. ``system`` is used where the record has no system message of its own.
+    assistant. ``system`` is used where the record has no system message of its own. Of a
+    preference pair it is the chosen one.
 
-    Turns after the last of the assistant are left out. Raises DataError for a key that is
+    Turns after the last of the assistant are left out. Raises RowError for a key that is
     missing or has a wrong type, an unknown role, or turns that make no conversation.
+    """
+    if form == "preference":
+        return to_preference(record, columns=columns, system=system).chosen
+
+    def column(name: str) -> str:
+        return columns.get(name, name)
+
+    if form == "labelled":
+        messages = _labelled(record, column, label_names or {})
+    elif form in ("alpaca", "prompt_response"):
+        messages = _single(record, form, column)
+    else:
+        key = column("conversations" if form == "sharegpt" else "messages")
+        messages = turns(record.value.get(key), key, record.where)
+    return _conversation(record, messages, columns=columns, system=system)
+
+
+def to_preference(record: Record, *, columns: dict[str, str], system: str | None) -> Preference:
+    """The pair in a record. Both published layouts: ``chosen`` and ``rejected`` as whole
+    conversations (messages or text, with or without a ``prompt``), or ``conversations`` up to
+    the answer with ``chosen`` and ``rejected`` as the answers to it.
+
+    Raises RowError where the two do not have the same turns before the answer, or are the same.
     """
 
     def column(name: str) -> str:
         return columns.get(name, name)
 
-    if form in ("alpaca", "prompt_response"):
-        messages = _single(record, form, column)
-    else:
-        key = column("conversations" if form == "sharegpt" else "messages")
-        messages = _turns(record, key)
-    own_system = record.value.get(column("system"))
+    before = _before_the_answers(record, column)
+    found: list[Conversation] = []
+    for name in ("chosen", "rejected"):
+        key = column(name)
+        value = record.value.get(key)
+        if isinstance(value, dict):
+            value = [value]
+        if isinstance(value, str):
+            messages = [*before, Message("assistant", value)]
+        else:
+            after = before if _is_answer(value) else []
+            messages = turns(value, key, record.where, before=after)
+        conversation = _conversation(record, messages, columns=columns, system=system)
+        if conversation is None or conversation.messages[-1] != messages[-1]:
+            raise _wrong(record, "no answer", f'"{key}" does not end with an answer.', value)
+        found.append(conversation)
+    chosen, rejected = found
+    if len(chosen.messages) < 2 or chosen.messages[:-1] != rejected.messages[:-1]:
+        raise _wrong(
+            record,
+            "chosen and rejected answer different things",
+            f'"{column("chosen")}" and "{column("rejected")}" must have the same turns before '
+            "their last answer, and at least one.",
+            record.value.get(column("rejected")),
+        )
+    if chosen == rejected:
+        raise _wrong(record, "chosen is rejected", "both answers are the same.", found[0].tools)
+    return Preference(chosen, rejected)
+
+
+def _before_the_answers(record: Record, column: Any) -> list[Message]:
+    for name in ("conversations", "messages"):
+        if column(name) in record.value:
+            return turns(record.value[column(name)], column(name), record.where)
+    prompt = record.value.get(column("prompt"), record.value.get(column("instruction")))
+    if isinstance(prompt, list):
+        return turns(prompt, column("prompt"), record.where)
+    if not isinstance(prompt, str):
+        return []
+    extra = record.value.get(column("input"))
+    return [Message("user", f"{prompt}\n{extra}" if isinstance(extra, str) and extra else prompt)]
+
+
+def _is_answer(value: Any) -> bool:
+    """Whether a list holds the answer alone, not a conversation that ends with it."""
+    return isinstance(value, list) and len(value) == 1
+
+
+def _conversation(
+    record: Record, messages: list[Message], *, columns: dict[str, str], system: str | None
+) -> Conversation | None:
+    own_system = record.value.get(columns.get("system", "system"))
     if messages and messages[0].role != "system":
         if isinstance(own_system, str) and own_system.strip():
-            messages.insert(0, Message("system", own_system))
+            messages = [Message("system", own_system), *messages]
         elif system:
-            messages.insert(0, Message("system", system))
+            messages = [Message("system", system), *messages]
     while messages and messages[-1].role != "assistant":
-        messages.pop()
+        messages = messages[:-1]
     if not any(message.role == "assistant" and message.content.strip() for message in messages):
         return None
-    tools = record.value.get(column("tools")) or ""
+    tools = record.value.get(columns.get("tools", "tools")) or ""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            json.loads(tools)
+        except ValueError as error:
+            raise _wrong(record, "wrong tools", f"tools are not JSON ({error}).", tools) from error
     if not isinstance(tools, str):
         tools = json.dumps(tools, ensure_ascii=False)
     return Conversation(tuple(messages), record.where, tools if tools.strip() != "[]" else "")
@@ -134,16 +224,30 @@ def _has(record: Record, keys: tuple[str, ...], text_key: str, columns: dict[str
 
 def _text(record: Record, key: str) -> str:
     if key not in record.value:
-        raise DataError(
-            f'{record.where}: no key "{key}"; there is {", ".join(record.value) or "nothing"}. '
-            "Map your names with data.columns, or set data.text_key."
+        raise _wrong(
+            record,
+            "a missing key",
+            f'no key "{key}"; there is {", ".join(record.value) or "nothing"}. '
+            "Map your names with data.columns, or set data.text_key.",
         )
     value = record.value[key]
     if not isinstance(value, str):
-        raise DataError(
-            f'{record.where}: "{key}" is {type(value).__name__} ({excerpt(value)}), not text.'
+        raise _wrong(
+            record,
+            "a value of a wrong type",
+            f'"{key}" is {type(value).__name__} ({excerpt(value)}), not text.',
         )
     return value
+
+
+def _wrong(record: Record, reason: str, problem: str, shown: Any = None) -> RowError:
+    what = f" {excerpt(shown)}" if shown else ""
+    return RowError(
+        f"{record.where}: {problem}{what}",
+        where=record.where,
+        reason=reason,
+        content=json.dumps(record.value, ensure_ascii=False, default=str),
+    )
 
 
 def _single(record: Record, form: str, column: Any) -> list[Message]:
@@ -155,92 +259,30 @@ def _single(record: Record, form: str, column: Any) -> list[Message]:
         answer = _text(record, column("output"))
         if record.value.get(column("input")):
             prompt = f"{prompt}\n{_text(record, column('input'))}"
-    messages = []
-    for turn in record.value.get(column("history")) or []:
-        if not (isinstance(turn, list | tuple) and len(turn) == 2 and _are_text(turn)):
-            raise DataError(
-                f'{record.where}: "{column("history")}" holds {excerpt(turn)}; every turn must '
-                "be [question, answer]."
-            )
-        messages += [Message("user", turn[0]), Message("assistant", turn[1])]
-    return [*messages, Message("user", prompt), Message("assistant", answer)]
+    history = pairs(record.value.get(column("history")), column("history"), record.where)
+    return [*history, Message("user", prompt), Message("assistant", answer)]
 
 
-def _are_text(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _turns(record: Record, key: str) -> list[Message]:
-    turns = record.value.get(key)
-    if not isinstance(turns, list) or not turns:
-        raise DataError(
-            f'{record.where}: "{key}" is {excerpt(turns)}; it must be a list of turns, none of '
-            "them empty."
+def _labelled(record: Record, column: Any, names: dict[str, str]) -> list[Message]:
+    """The label is the answer, by its name where it has one."""
+    key = column("label")
+    label = record.value.get(key)
+    if isinstance(label, bool) or not isinstance(label, str | int):
+        raise _wrong(
+            record,
+            "a missing label",
+            f'"{key}" is {type(label).__name__} ({excerpt(label)}); a label is text or a whole '
+            "number. Map it with data.data_map.",
         )
-    messages: list[Message] = []
-    for number, turn in enumerate(turns, start=1):
-        message = _turn(turn, f'{record.where}: turn {number} of "{key}"')
-        if message.role == "system" and messages:
-            raise DataError(
-                f'{record.where}: turn {number} of "{key}" is a system message; only the first '
-                f"turn may be one: {excerpt(message.content)}"
-            )
-        if message.role == "assistant" and (not messages or messages[-1].role == "system"):
-            raise DataError(
-                f'{record.where}: turn {number} of "{key}" is the assistant\'s, and nothing was '
-                f"asked before it: {excerpt(message.content)}"
-            )
-        if messages and message.role == messages[-1].role:
-            raise DataError(
-                f'{record.where}: turns {number - 1} and {number} of "{key}" are both of the '
-                f"{message.role}: {excerpt(message.content)}"
-            )
-        messages.append(message)
-    return messages
-
-
-def _turn(turn: Any, place: str) -> Message:
-    if not isinstance(turn, dict):
-        raise DataError(f"{place} is {excerpt(turn)}, not an object with a role and a content.")
-    name = turn.get("role", turn.get("from"))
-    role = ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise DataError(
-            f"{place} has the role {excerpt(name)}; known are {', '.join(ROLES)} (under "
-            '"role" or "from").'
+    if names and str(label) not in names:
+        raise _wrong(
+            record,
+            "a label without a name",
+            f"the label {label} has no name; data.label_names has {', '.join(names)}.",
         )
-    content = turn.get("content", turn.get("value"))
-    calls = turn.get("tool_calls")
-    if role == "assistant" and calls:
-        content = _tool_calls(content, calls, place)
-    elif name in ("function_call", "tool_call") and isinstance(content, str):
-        content = f"<tool_call>\n{content}\n</tool_call>"
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise DataError(
-            f'{place} has the content {excerpt(content)}; it must be text (under "content" or '
-            '"value").'
-        )
-    return Message(role, content)
-
-
-def _tool_calls(content: Any, calls: Any, place: str) -> str:
-    """A content with OpenAI ``tool_calls``, as text in the form that Qwen and Hermes use."""
-    parts = [content] if content else []
-    try:
-        for call in calls:
-            function = call.get("function", call)
-            arguments = function["arguments"]
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
-            value = {"name": function["name"], "arguments": arguments}
-            parts.append(f"<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f'{place}: tool_calls {excerpt(calls)} need "function" with "name" and '
-            f'"arguments" ({type(error).__name__}: {error}).'
-        ) from error
-    return "\n".join(parts)
+    history_key = column("history")
+    context, history = labelled_history(record.value.get(history_key), history_key, record.where)
+    prompt = _text(record, column("prompt"))
+    question = f"{context}\n{prompt}" if context else prompt
+    answer = names.get(str(label), str(label))
+    return [*history, Message("user", question), Message("assistant", answer)]

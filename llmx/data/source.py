@@ -1,32 +1,45 @@
-"""The rows of an experiment's source: which files, in which form, and which rows are held out."""
+"""The rows of an experiment: of one source or several, which are held out, which are left out.
+
+Rows are numbered in the order in which they are read, over all sources. Which of them belong to
+the evaluation, which are repeated and how often a source is taken are functions of that number
+and the seed alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from llmx.config import DataConfig, Experiment
-from llmx.data.forms import Conversation, Document, detect_form, to_conversation, to_document
-from llmx.data.read import Record, TextPiece, read_file, source_files
-from llmx.data.store import sha256_of_file
-from llmx.data.tokenizer import DEMO_DIRECTORY
+from llmx.config import DataConfig, Experiment, SourceConfig
+from llmx.data.forms import Document
+from llmx.data.part import Part, Row
+from llmx.data.rejects import Rejects
+from llmx.data.rows import OnBad, RowError, refuse
+from llmx.data.survey import Survey, survey_of
 from llmx.errors import ConfigError, DataError
 
-Row = Conversation | Document
+__all__ = ["SPLITS", "Row", "Source", "has_eval"]
+
 SPLITS = ("train", "eval")
+FORMS_VERSION = 2
+"""Raised when a record becomes another conversation than before."""
+T = TypeVar("T")
 
 
 def has_eval(exp: Experiment) -> bool:
     """Whether there is anything to evaluate on: a source, held-out rows, or the demo's."""
     data = exp.data
-    return bool(data.eval_path or data.eval_samples > 0 or data.path == "demo")
+    own = data.path == "demo" and not data.sources
+    return bool(data.eval_path or data.eval_samples > 0 or own)
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,10 @@ class Source:
     data: DataConfig
     seed: int
     split: str
+    rejects: Rejects = field(default_factory=Rejects, compare=False)
+    """Rows that ``rows()`` passed over, when ``data.on_bad_row=skip``."""
+    left_out: Counter[str] = field(default_factory=Counter, compare=False)
+    """Good rows that ``rows()`` left out, by reason."""
 
     @classmethod
     def of(cls, exp: Experiment, split: str) -> Source:
@@ -49,100 +66,208 @@ class Source:
             )
         return cls(exp.data, exp.seed, split)
 
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The sources that are read for this split, in order."""
+        data = self.data
+        if self.split == "eval" and data.eval_path:
+            sources = [SourceConfig(path=data.eval_path)]
+        else:
+            sources = data.sources or [SourceConfig(path=data.path)]
+        for index, source in enumerate(sources):
+            if not source.path:
+                raise ConfigError(f"data.sources[{index}].path is empty. Name a file or a Hub id.")
+            if not source.weight > 0:
+                raise ConfigError(
+                    f"data.sources[{index}].weight={source.weight}: a weight is positive; leave "
+                    "out a source that is not wanted."
+                )
+        return [Part.of(data, source, split=self.split) for source in sources]
+
     @property
     def path(self) -> str:
-        """What is read: ``data.path``, or ``data.eval_path`` for a separate evaluation set."""
-        name = self.data.path
-        if self.split == "eval" and self.data.eval_path:
-            name = self.data.eval_path
-        return str(DEMO_DIRECTORY / f"{self.split}.jsonl") if name == "demo" else name
+        """What is read, for messages: one path, or several."""
+        return ", ".join(part.path for part in self.parts)
 
     @property
     def held_out_rows(self) -> int:
-        """Rows of this file that belong to the evaluation; 0 where it has a source of its own."""
-        separate = self.data.eval_path or self.data.path == "demo"
-        return 0 if separate else self.data.eval_samples
+        """Rows of these sources that belong to the evaluation; 0 where it has its own."""
+        own = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
+        return 0 if own else self.data.eval_samples
 
     @cached_property
     def files(self) -> list[Path]:
-        return source_files(self.path)
+        """All files on this machine, in the order in which they are read."""
+        return [file for part in self.parts for file in part.files]
 
     @cached_property
     def form(self) -> str:
-        """``data.form``, or what the first row shows."""
-        if self.data.form != "auto":
-            return self.data.form
-        first = next(self._raw(), None)
-        if first is None:
-            raise self._empty()
-        if isinstance(first, Record):
-            return detect_form(first, text_key=self.data.text_key, columns=self.data.columns)
-        return "text"
+        """The form of the rows: ``text``, or that of the conversations (joined by ``+``)."""
+        forms = list(dict.fromkeys(part.form for part in self.parts))
+        if "text" in forms and len(forms) > 1:
+            raise ConfigError(
+                f"data.sources mixes text and conversations ({', '.join(forms)}). Train on them "
+                "one after the other, or map both to one form."
+            )
+        return "+".join(forms)
 
     def digests(self) -> list[str]:
-        """SHA-256 of each file."""
-        return [sha256_of_file(file) for file in self.files]
+        """What names the bytes of each file or Hub data set."""
+        return [digest for part in self.parts for digest in part.digests()]
 
     def identity(self) -> dict[str, object]:
         """What decides which rows there are, beside the bytes of the files."""
         data = self.data
         identity: dict[str, object] = {
-            "form": self.form,
-            "text_key": data.text_key,
-            "columns": dict(sorted(data.columns.items())),
+            "forms_version": FORMS_VERSION,
+            "parts": [part.identity() for part in self.parts],
+            "num_files": [len(part.files) for part in self.parts],
             "max_rows": data.max_rows,
-            "system": data.system,
+            "on_bad_row": data.on_bad_row,
+            "deduplicate": data.deduplicate,
         }
         if self.held_out_rows:
             identity["held_out"] = [self.split, self.held_out_rows, self.seed]
+        if any(part.weight != 1 for part in self.parts):
+            identity["seed"] = self.seed
         return identity
 
     def rows(self) -> Iterator[Row | None]:
         """Every row of the split, in order; None for a conversation without an answer.
 
-        Raises DataError at the first row that is wrong, and when there is no row at all.
+        Raises RowError (a DataError) at the first row that is wrong, or notes it in ``rejects``;
+        DataError when there is no row at all.
         """
-        held_out = self._held_out()
+        self.rejects.clear()
+        self.left_out.clear()
+        survey, held_out = self._survey, self._held_out
+        bad: OnBad = self.rejects.add if self.data.on_bad_row == "skip" else refuse
         empty = True
-        for index, raw in enumerate(self._raw()):
+        for index, row, copy in self._every(bad, weighted=self.split == "train"):
             empty = False
-            if held_out is not None and (index in held_out) != (self.split == "eval"):
+            first = copy == 0
+            if survey is not None and survey.is_repeated(index):
+                self._leave_out("identical to an earlier row", row, first)
+            elif held_out is not None and (index in held_out) != (self.split == "eval"):
                 continue
-            yield self._row(raw)
-        if empty:
+            elif isinstance(row, Document) and row.last and not row.text.strip():
+                self._leave_out("empty", row, first)
+            else:
+                yield row
+        if empty and not self.rejects.counts:
             raise self._empty()
+
+    def accepted(self, rows: list[T], work: Callable[[list[T]], list[Any]]) -> list[Any]:
+        """``work(rows)``; where it refuses a row, that row is rejected (``on_bad_row=skip``) and
+        has None in its place."""
+        try:
+            return work(rows)
+        except DataError as error:
+            if self.data.on_bad_row != "skip":
+                raise
+            if len(rows) == 1:
+                where = getattr(rows[0], "where", None)
+                self.rejects.add(
+                    error
+                    if isinstance(error, RowError) or where is None
+                    else RowError(str(error), where=where, reason="the template refuses it")
+                )
+                return [None]
+        middle = len(rows) // 2
+        return [*self.accepted(rows[:middle], work), *self.accepted(rows[middle:], work)]
+
+    def report(self) -> dict[str, Any]:
+        """What became of the rows that are not in the store, for its meta.json."""
+        return {"rejected": dict(self.rejects.counts), "left_out": dict(self.left_out)}
+
+    def _leave_out(self, reason: str, row: Row | None, first: bool) -> None:
+        if first and _is_whole(row):
+            self.left_out[reason] += 1
 
     def _empty(self) -> DataError:
         return DataError(f"{self.path}: there is no row in it. Check data.path.")
 
-    def _raw(self) -> Iterator[Record | TextPiece]:
-        everything = (raw for file in self.files for raw in read_file(file))
-        return islice(everything, self.data.max_rows)
+    def _numbered(self, part: Part, start: int, bad: OnBad) -> Iterator[tuple[int, Row | None]]:
+        """(number, row) of one source; the pieces of one text have one number."""
+        limits = [] if part.max_rows is None else [part.max_rows]
+        if self.data.max_rows is not None:
+            limits.append(max(0, self.data.max_rows - start))
+        stop = start + min(limits) if limits else None
+        index = start
+        rows = part.rows(bad)
+        while stop is None or index < stop:
+            row = next(rows, False)
+            if row is False:
+                return
+            yield index, row
+            index += _is_whole(row)
 
+    def _every(self, bad: OnBad, *, weighted: bool) -> Iterator[tuple[int, Row | None, int]]:
+        """(number, row, which copy) over all sources; ``weighted``: each as often as its weight
+        says, else once."""
+        start = 0
+        for number, part in enumerate(self.parts):
+            stop = start
+            for copy in range(math.ceil(part.weight) if weighted else 1):
+                taken = self._draws(number, part.weight - copy) if weighted else None
+                for index, row in self._numbered(part, start, bad if copy == 0 else _pass_over):
+                    if taken is None or taken(index - start):
+                        yield index, row, copy
+                    stop = max(stop, index + _is_whole(row))
+            start = stop
+
+    def _draws(self, number: int, weight: float) -> Callable[[int], bool] | None:
+        """Whether a row of a source is in a copy of which only the part ``weight`` is taken."""
+        if weight >= 1:
+            return None
+        key = _key("weight", self.seed, number)
+        generator = np.random.Generator(np.random.Philox(key=key))
+        drawn: list[float] = []
+
+        def chosen(index: int) -> bool:
+            while index >= len(drawn):
+                drawn.extend(generator.random(4096).tolist())
+            return drawn[index] < weight
+
+        return chosen
+
+    @cached_property
+    def _survey(self) -> Survey | None:
+        """A first reading, where it is needed: to know how many rows there are, or which repeat."""
+        if not self.held_out_rows and not self.data.deduplicate:
+            return None
+        skips = self.data.on_bad_row == "skip"
+        rows = self._every(_pass_over if skips else refuse, weighted=False)
+        return survey_of(rows, find_repeated=self.data.deduplicate)
+
+    @cached_property
     def _held_out(self) -> set[int] | None:
         """The rows of the evaluation: those with the smallest of one random draw a row, so that
-        they are a function of (seed, number of rows) alone."""
-        wanted = self.held_out_rows
-        if not wanted:
+        they are a function of (seed, number of rows) alone. A repeated row is never one."""
+        wanted, survey = self.held_out_rows, self._survey
+        if not wanted or survey is None:
             return None
-        count = sum(1 for _ in self._raw())
-        if wanted >= count:
+        if wanted >= survey.num_different:
             raise ConfigError(
-                f"data.eval_samples={wanted} of {count} rows in {self.path} leaves nothing to "
-                "train on. Hold out fewer, or give data.eval_path."
+                f"data.eval_samples={wanted} of {survey.num_different} rows in {self.path} leaves "
+                "nothing to train on. Hold out fewer, or give data.eval_path."
             )
-        key = hashlib.sha256(json.dumps(["held out", self.seed]).encode()).digest()[:16]
-        draws = np.random.Philox(key=np.frombuffer(key, np.uint64)).random_raw(count)
-        return set(np.argsort(draws, kind="stable")[:wanted].tolist())
+        draws = np.random.Philox(key=_key("held out", self.seed)).random_raw(survey.num_rows)
+        order = np.argsort(draws, kind="stable")
+        if survey.repeated is not None:
+            order = order[~survey.repeated[order]]
+        return set(order[:wanted].tolist())
 
-    def _row(self, raw: Record | TextPiece) -> Row | None:
-        if isinstance(raw, TextPiece):
-            if self.form != "text":
-                raise DataError(
-                    f"{raw.where}: a text file has no keys; data.form={self.form} needs rows "
-                    "with keys. Give a JSON, TSV or CSV file, or data.form=text."
-                )
-            return Document(raw.text, raw.where, raw.last)
-        if self.form == "text":
-            return to_document(raw, text_key=self.data.text_key)
-        return to_conversation(raw, self.form, columns=self.data.columns, system=self.data.system)
+
+def _is_whole(row: Row | None) -> bool:
+    """Whether nothing more of the same row follows."""
+    return not isinstance(row, Document) or row.last
+
+
+def _key(*parts: object) -> np.ndarray:
+    digest = hashlib.sha256(json.dumps(parts).encode()).digest()[:16]
+    return np.frombuffer(digest, np.uint64)
+
+
+def _pass_over(error: RowError) -> None:
+    """A bad row that is noted in another reading of the same rows."""

@@ -1,0 +1,165 @@
+"""One of the places that an experiment reads rows from: which files, in which form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+from llmx.config import DataConfig, SourceConfig
+from llmx.data.forms import (
+    Conversation,
+    Document,
+    Preference,
+    detect_form,
+    to_conversation,
+    to_document,
+    to_preference,
+)
+from llmx.data.hub import PREFIX, hub_id, hub_rows, revision_of
+from llmx.data.read import read_file, source_files
+from llmx.data.rows import OnBad, Record, RowError, TextPiece, refuse
+from llmx.data.store import sha256_of_file
+from llmx.data.tokenizer import DEMO_DIRECTORY
+from llmx.errors import DataError
+
+Row = Conversation | Document
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source: a path with its own form and limits. Nothing is read before it is asked for."""
+
+    path: str
+    form_wanted: str
+    text_key: str
+    columns: dict[str, str]
+    system: str | None
+    label_names: dict[str, str]
+    max_rows: int | None
+    subset: str | None
+    split: str | None
+    skips_bad: bool
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, data: DataConfig, source: SourceConfig, *, split: str) -> Part:
+        """``source`` with what it leaves open taken from ``data``; ``split`` is for the demo."""
+        name = source.path
+        form = source.form if source.form != "auto" else data.form
+        return cls(
+            path=str(DEMO_DIRECTORY / f"{split}.jsonl") if name == "demo" else name,
+            form_wanted=form,
+            text_key=source.text_key or data.text_key,
+            columns={**data.columns, **data.data_map, **source.columns},
+            system=data.system,
+            label_names=data.label_names,
+            max_rows=source.max_rows,
+            subset=source.subset or data.subset,
+            split=source.split or data.split,
+            skips_bad=data.on_bad_row == "skip",
+            weight=source.weight,
+        )
+
+    @cached_property
+    def hub(self) -> str | None:
+        """The id on the Hub, or None for files."""
+        return hub_id(self.path)
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files on this machine; none for a Hub id."""
+        return [] if self.hub else source_files(self.path, split=self.split)
+
+    @cached_property
+    def form(self) -> str:
+        """The wanted form, or what the first good row shows."""
+        if self.form_wanted != "auto":
+            return self.form_wanted
+        first = next(self.raw(self._ignore if self.skips_bad else refuse), None)
+        if first is None:
+            raise self.empty()
+        if isinstance(first, TextPiece):
+            return "text"
+        return detect_form(first, text_key=self.text_key, columns=self.columns)
+
+    @cached_property
+    def _revision(self) -> str:
+        return revision_of(self.hub or "")
+
+    def digests(self) -> list[str]:
+        """What names the bytes: SHA-256 of each file, or the commit of a Hub data set."""
+        if self.hub:
+            return [f"{PREFIX}{self.hub}@{self._revision}"]
+        return [sha256_of_file(file) for file in self.files]
+
+    def identity(self) -> dict[str, object]:
+        """What decides which rows there are, beside the bytes."""
+        return {
+            "form": self.form,
+            "text_key": self.text_key,
+            "columns": dict(sorted(self.columns.items())),
+            "system": self.system,
+            "label_names": dict(sorted(self.label_names.items())),
+            "max_rows": self.max_rows,
+            "hub": [self.hub, self.subset, self.split] if self.hub else None,
+            "weight": self.weight,
+        }
+
+    def empty(self) -> DataError:
+        return DataError(f"{self.path}: there is no row in it. Check data.path.")
+
+    def raw(self, bad: OnBad) -> Iterator[Record | TextPiece]:
+        """Records and pieces of text as they are read."""
+        if self.hub:
+            return hub_rows(self.hub, subset=self.subset, split=self.split, revision=self._revision)
+        return chain.from_iterable(read_file(file, bad=bad) for file in self.files)
+
+    def rows(self, bad: OnBad) -> Iterator[Row | None]:
+        """Every row in its form; None for a conversation without an answer."""
+        for raw in self.raw(bad):
+            try:
+                row = self._row(raw)
+            except RowError as error:
+                bad(error)
+                continue
+            yield row
+
+    def preferences(self, bad: OnBad) -> Iterator[Preference]:
+        """Every row as a pair; for ``form`` preference."""
+        for raw in self.raw(bad):
+            try:
+                if not isinstance(raw, Record):
+                    raise self._no_keys(raw)
+                pair = to_preference(raw, columns=self.columns, system=self.system)
+            except RowError as error:
+                bad(error)
+                continue
+            yield pair
+
+    def _row(self, raw: Record | TextPiece) -> Row | None:
+        if isinstance(raw, TextPiece):
+            if self.form != "text":
+                raise self._no_keys(raw)
+            return Document(raw.text, raw.where, raw.last)
+        if self.form == "text":
+            return to_document(raw, text_key=self.text_key, columns=self.columns)
+        return to_conversation(
+            raw,
+            self.form,
+            columns=self.columns,
+            system=self.system,
+            label_names=self.label_names,
+        )
+
+    def _no_keys(self, raw: TextPiece) -> DataError:
+        return DataError(
+            f"{raw.where}: a text file has no keys; data.form={self.form} needs rows "
+            "with keys. Give a JSON, TSV or CSV file, or data.form=text."
+        )
+
+    @staticmethod
+    def _ignore(error: RowError) -> None:
+        """While the form is looked for, bad rows are passed over; they are counted later."""

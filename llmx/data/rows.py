@@ -1,0 +1,69 @@
+"""One row of a source on its way in: its keys and values, its place, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmx.errors import DataError
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in the sources, for messages."""
+
+    file: Path
+    number: int
+    unit: str
+    """``line``, or ``row`` where a file has no lines (an array, a table), counted from 1."""
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row: the keys and values of a JSON object or of a table's line."""
+
+    value: dict[str, Any]
+    where: Where
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """A piece of a text file, which is one document: its pieces joined are the file."""
+
+    text: str
+    where: Where
+    last: bool
+
+
+class RowError(DataError):
+    """One row that cannot be used; the rows after it may be good."""
+
+    def __init__(self, message: str, *, where: Where, reason: str, content: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+        self.reason = reason
+        """A few words, the same for every row with this fault: what is counted by."""
+        self.content = content
+        """What was read, as far as it is known."""
+
+
+OnBad = Callable[[RowError], None]
+"""What is done with a bad row: raise it, or note it and go on."""
+
+
+def refuse(error: RowError) -> None:
+    """Stop at the first bad row."""
+    raise error
+
+
+def excerpt(value: Any, *, limit: int = 80) -> str:
+    """The beginning of a value on one line, for a message."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text[: 20 * limit].split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
