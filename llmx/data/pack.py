@@ -1,25 +1,47 @@
 """How rows become samples: pure functions of the rows' lengths.
 
-A sample is a list of pieces ``(row, start, stop)``; all but ``concat`` take whole rows.
+A sample is made of pieces, a piece is tokens [start, stop) of a row; all but ``concat`` take
+whole rows. Everything is arrays, so that millions of rows take seconds and little memory.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from array import array
+from dataclasses import dataclass
 
-Piece = tuple[int, int, int]
-"""(row, start, stop): tokens [start, stop) of a row."""
+import numpy as np
 
 
-def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[Piece]]:
+@dataclass(frozen=True)
+class Packing:
+    """The pieces of all samples, one sample after the other. All arrays are int64."""
+
+    rows: np.ndarray
+    """[pieces]: the row that each piece is of."""
+    starts: np.ndarray
+    """[pieces]: its first token, counted from the start of the row."""
+    stops: np.ndarray
+    """[pieces]: behind its last token."""
+    samples: np.ndarray
+    """[samples + 1]: the first piece of each sample."""
+    in_order: bool
+    """Written one after the other, the pieces are the rows as they came (but for a rest)."""
+
+    def __len__(self) -> int:
+        return len(self.samples) - 1
+
+
+def best_fit(lengths: np.ndarray, *, capacity: int) -> Packing:
     """Best-fit decreasing: the longest rows first, each into the fullest sample that still has
     room for it. Every length must be in [1, capacity]. O(n log capacity)."""
-    samples: list[list[Piece]] = []
+    lengths = np.asarray(lengths, np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    sample_of = array("q")  # in that order
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # sorted; the rooms for which by_room holds a sample
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        length = lengths[row]
+    count = 0
+    for length in lengths[order].tolist():
         at = bisect.bisect_left(rooms, length)
         if at < len(rooms):
             room = rooms[at]
@@ -27,40 +49,48 @@ def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[Piece]]:
             if not by_room[room]:
                 del by_room[room], rooms[at]
         else:
-            room, sample = capacity, len(samples)
-            samples.append([])
-        samples[sample].append((row, 0, length))
+            room, sample = capacity, count
+            count += 1
+        sample_of.append(sample)
         left = room - length
         if left:
             if left not in by_room:
                 by_room[left] = []
                 bisect.insort(rooms, left)
             by_room[left].append(sample)
-    return samples
+    placed = np.frombuffer(sample_of, np.int64) if count else np.zeros(0, np.int64)
+    rows = order[np.argsort(placed, kind="stable")]
+    samples = _borders(np.bincount(placed, minlength=count))
+    return Packing(rows, np.zeros_like(rows), lengths[rows], samples, in_order=False)
 
 
-def concat(lengths: Sequence[int], *, capacity: int) -> Iterator[list[Piece]]:
+def concat(lengths: np.ndarray, *, capacity: int) -> Packing:
     """All rows one after the other, cut at ``capacity``. The last sample may be shorter; a rest
     of a single token, from which nothing can be learned, is left out."""
-    sample: list[Piece] = []
-    room = capacity
-    for row, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            stop = min(length, start + room)
-            sample.append((row, start, stop))
-            room -= stop - start
-            start = stop
-            if room == 0:
-                yield sample
-                sample, room = [], capacity
-    if sum(stop - start for _, start, stop in sample) > 1:
-        yield sample
+    row_borders = _borders(np.asarray(lengths, np.int64))
+    total = int(row_borders[-1])
+    if total % capacity == 1:
+        total -= 1
+    cuts = np.arange(0, total, capacity, dtype=np.int64)
+    begins = np.union1d(row_borders[row_borders < total], cuts)
+    ends = np.append(begins[1:], total)[: len(begins)]
+    rows = np.searchsorted(row_borders, begins, side="right") - 1
+    samples = np.append(np.searchsorted(begins, cuts), len(begins))
+    first = row_borders[rows]
+    return Packing(rows, begins - first, ends - first, samples, in_order=True)
 
 
-def one_each(lengths: Sequence[int], *, capacity: int) -> Iterator[list[Piece]]:
+def one_each(lengths: np.ndarray, *, capacity: int) -> Packing:
     """One sample of one row."""
-    return ([(row, 0, length)] for row, length in enumerate(lengths))
+    rows = np.arange(len(lengths), dtype=np.int64)
+    stops = np.asarray(lengths, np.int64)
+    samples = np.arange(len(rows) + 1, dtype=np.int64)
+    return Packing(rows, np.zeros_like(rows), stops, samples, in_order=True)
+
+
+def _borders(sizes: np.ndarray) -> np.ndarray:
+    """Where each of consecutive runs begins, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 PACKERS = {"best_fit": best_fit, "concat": concat, "none": one_each}

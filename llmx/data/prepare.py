@@ -10,35 +10,46 @@ store. A second process that wants the same waits for the first and uses its wor
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmx.config import Experiment
-from llmx.data.forms import Conversation, Document
+from llmx.data.compressed import SUFFIXES
+from llmx.data.encode import (
+    Batch,
+    DocumentEncoder,
+    TokenBlock,
+    core_count,
+    parallel_tokenizers,
+)
+from llmx.data.fit import Fit, joined
+from llmx.data.forms import Document
 from llmx.data.pack import PACKERS
-from llmx.data.render import Renderer, TokenRow
+from llmx.data.progress import Progress
+from llmx.data.render import Renderer
 from llmx.data.source import Row, Source, has_eval
 from llmx.data.spool import Spool
-from llmx.data.store import FORMAT_VERSION, SampleStore, locked, write_store
+from llmx.data.store import FORMAT_VERSION, SampleStore, cannot_write, locked, publish
 from llmx.data.tokenizer import tokenizer_fingerprint
-from llmx.errors import ConfigError, DataError
+from llmx.errors import ConfigError, DataError, LlmxError
 
 __all__ = ["has_eval", "prepare", "store_path", "summary"]
 
 BATCH_ROWS = 512
-"""Rows handed to the tokenizer at once; its own threads share them out."""
+BATCH_BYTES = 1 << 20
+"""Rows, and bytes of text, that are tokenized at once."""
+FAST_FROM_BYTES = 2 << 20
+"""Bytes of text from which a faster encoder is worth its proof."""
 
 
 def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> SampleStore:
@@ -131,92 +142,144 @@ def _make(
     exp: Experiment, source: Source, renderer: Renderer, identity: dict[str, Any], path: Path
 ) -> SampleStore:
     started = time.monotonic()
-    counts: Counter[str] = Counter()
-    with (
-        tempfile.TemporaryDirectory(prefix=f"{path.name}.tmp-", dir=path.parent) as directory,
-        contextlib.closing(Spool(Path(directory))) as spool,
-    ):
-        for row, more in _token_rows(exp, source, renderer, counts):
-            spool.append(row, more=more)
-        rows_read = counts.pop("rows", 0)
-        if not spool.lengths:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-            raise DataError(
-                f"{source.path}: none of {rows_read} rows is left ({reasons or 'all are empty'}). "
-                "Check data.seq_len, data.over_long and the columns."
-            )
-        pack = PACKERS[exp.data.packing]
-        return write_store(
-            path,
-            spool.samples(pack(spool.lengths, capacity=exp.data.seq_len)),
-            fingerprint=fingerprint_of(identity),
-            seq_len=exp.data.seq_len,
-            meta={
-                "split": source.split,
-                "sources": [str(file.absolute()) for file in source.files],
-                "form": source.form,
-                "template": None if source.form == "text" else renderer.template_name,
-                "tokenizer": str(renderer.tokenizer.name_or_path),
-                "identity": identity,
-                "rows_read": rows_read,
-                "truncated": counts.pop("truncated", 0),
-                "dropped": dict(counts),
-                "row_length_percentiles": _percentiles(spool.lengths),
-                "tokenize_seconds": round(time.monotonic() - started, 3),
-            },
-        )
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        spool = Spool(partial)
+    except OSError as error:
+        raise cannot_write(path.parent, error) from error
+    try:
+        store = _fill(exp, source, renderer, identity, path, spool, started)
+    except (LlmxError, OSError) as error:
+        # A row that is wrong, a disk that is full: nothing to go on from. After a kill there is.
+        spool.remove()
+        if isinstance(error, OSError):
+            raise cannot_write(path.parent, error) from error
+        raise
+    spool.remove()
+    return store
 
 
-def _token_rows(
-    exp: Experiment, source: Source, renderer: Renderer, counts: Counter[str]
-) -> Iterator[tuple[TokenRow, bool]]:
-    """(tokens, whether more of the same row follows) of every row that is kept."""
-    begins = True  # the next piece is the first of its document
-    rows = source.rows()
-    while batch := list(islice(rows, BATCH_ROWS)):
-        found = [row for row in batch if row is not None]
-        counts["rows"] += len(batch)
-        counts["without an answer"] += len(batch) - len(found)
+def _fill(
+    exp: Experiment,
+    source: Source,
+    renderer: Renderer,
+    identity: dict[str, Any],
+    path: Path,
+    spool: Spool,
+    started: float,
+) -> SampleStore:
+    counts: Counter[str] = Counter(spool.note.get("counts", {}))
+    resumed_rows = counts["rows"]
+    workers = exp.data.num_workers or core_count()
+    sizes = [file.stat().st_size for file in source.files]
+    plain = not any(file.suffix.lower() in SUFFIXES for file in source.files)
+    total = sum(sizes) if plain and exp.data.max_rows is None and not resumed_rows else 0
+    progress = Progress(f"Preparing {path.name}", total_bytes=total)
+    fit = Fit(exp.data, counts, state=spool.note.get("fit"))
+    encoder = "tokenizers"
+    with parallel_tokenizers(workers), progress:
+        batches = _batches(islice(source.rows(), resumed_rows, None))
+        blocks: Iterator[tuple[Batch, TokenBlock]]
         if source.form == "text":
-            documents = [row for row in found if isinstance(row, Document)]
-            firsts = [begins, *(document.last for document in documents)]
-            begins = firsts.pop()
-            tokenized = renderer.documents(documents, first=firsts)
-            unfinished = [not document.last for document in documents]
+            documents = DocumentEncoder(renderer.tokenizer, begin=renderer.begin, workers=workers)
+            batches = _chosen(documents, batches)
+            blocks = documents.blocks(batches, begins=not fit.state[0])
+            encoder = documents.description
         else:
-            chats = [row for row in found if isinstance(row, Conversation)]
-            tokenized = renderer.conversations(chats)
-            unfinished = [False] * len(chats)
-        for row, tokens, more in zip(found, tokenized, unfinished, strict=True):
-            kept = _fitted(row, tokens, exp, counts)
-            if kept is not None:
-                yield kept, more
-    for reason in [reason for reason, count in counts.items() if count == 0]:
-        del counts[reason]
+            blocks = ((batch, joined(renderer.conversations(batch.rows))) for batch in batches)
+        for batch, block in blocks:
+            counts["rows"] += batch.read
+            counts["without an answer"] += batch.read - len(batch.rows)
+            fitted, joins = fit(batch.rows, block)
+            spool.append(fitted, joins=joins)
+            progress.add(size=batch.size, tokens=len(block.tokens))
+            if source.form == "text":  # what a template refused is not noted
+                spool.keep({"counts": dict(counts), "fit": fit.state})
+    rows_read = counts.pop("rows", 0)
+    truncated = counts.pop("truncated", 0)
+    dropped = {reason: count for reason, count in counts.items() if count}
+    if not spool.lengths:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(
+            f"{source.path}: none of {rows_read} rows is left ({reasons or 'all are empty'}). "
+            "Check data.seq_len, data.over_long and the columns."
+        )
+    lengths = np.array(spool.lengths, np.int64)
+    packing = PACKERS[exp.data.packing](lengths, capacity=exp.data.seq_len)
+    seconds = time.monotonic() - started
+    return publish(
+        path,
+        lambda directory: spool.gather(packing, directory),
+        fingerprint=fingerprint_of(identity),
+        seq_len=exp.data.seq_len,
+        meta={
+            "split": source.split,
+            "sources": [str(file.absolute()) for file in source.files],
+            "form": source.form,
+            "template": None if source.form == "text" else renderer.template_name,
+            "tokenizer": str(renderer.tokenizer.name_or_path),
+            "identity": identity,
+            "rows_read": rows_read,
+            "truncated": truncated,
+            "dropped": dropped,
+            "row_length_percentiles": _percentiles(lengths),
+            "row_length_histogram": _histogram(lengths),
+            "encoder": encoder,
+            "workers": workers,
+            "text_bytes": progress.bytes,
+            "tokenize_seconds": round(seconds, 3),
+            "resumed_at_row": resumed_rows,
+        },
+    )
 
 
-def _fitted(row: Row, tokens: TokenRow, exp: Experiment, counts: Counter[str]) -> TokenRow | None:
-    """The row, cut where it is too long, or None where it is dropped, with the reason counted."""
-    limit = exp.data.seq_len
-    if len(tokens.tokens) > limit and exp.data.packing != "concat":
-        if exp.data.over_long == "error":
-            raise DataError(
-                f"{row.where}: {len(tokens.tokens)} tokens, data.seq_len is {limit}. Raise "
-                "data.seq_len, or set data.over_long to truncate or drop."
-            )
-        if exp.data.over_long == "drop":
-            counts["too long"] += 1
-            return None
-        counts["truncated"] += 1
-        tokens = TokenRow(tokens.tokens[:limit], tokens.targets[:limit])
-    if isinstance(row, Conversation) and not tokens.targets[1:].any():
-        counts["without an answer in the first seq_len tokens"] += 1
-        counts["truncated"] -= 1
-        return None
-    return tokens
+def _batches(rows: Iterator[Row | None]) -> Iterator[Batch]:
+    """Rows in batches of a bounded number and size."""
+    found: list[Row] = []
+    read = size = 0
+    for row in rows:
+        read += 1
+        if row is not None:
+            found.append(row)
+            size += _text_bytes(row)
+        if read >= BATCH_ROWS or size >= BATCH_BYTES:
+            yield Batch(found, read, size)
+            found, read, size = [], 0, 0
+    if read:
+        yield Batch(found, read, size)
 
 
-def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
+def _text_bytes(row: Row) -> int:
+    texts = (row.text,) if isinstance(row, Document) else (m.content for m in row.messages)
+    # Half a surrogate pair is somebody else's error, said with its place.
+    return sum(
+        len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        for text in texts
+    )
+
+
+def _chosen(encoder: DocumentEncoder, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, after the encoder was chosen on the first of them. A little text is
+    sooner tokenized than a faster way is proven."""
+    head: list[Batch] = []
+    while sum(batch.size for batch in head) < FAST_FROM_BYTES:
+        batch = next(batches, None)
+        if batch is None:
+            return iter(head)
+        head.append(batch)
+    encoder.choose(document.text for batch in head for document in batch.rows)
+    return chain(head, batches)
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
+    """Rows by length, in at most 50 steps of equal width."""
+    longest = int(lengths.max())
+    width = max(1, -(-longest // 50))
+    edges = np.arange(0, longest + width, width)
+    return {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
+
+
+def _percentiles(lengths: np.ndarray) -> dict[str, int]:
     ranks = (0, 10, 50, 90, 99, 100)
-    values = np.percentile(np.asarray(lengths), ranks, method="higher")
+    values = np.percentile(lengths, ranks, method="higher")
     return {str(rank): int(value) for rank, value in zip(ranks, values, strict=True)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.forms import Conversation, Document, Message
+from llmx.data.forms import Conversation, Message
 from llmx.data.read import Where
 from llmx.data.spans import Rendering, Span, TemplateSpans
 from llmx.data.templates import adds_begin_token, choose_template, control_tokens
@@ -42,7 +42,8 @@ class Renderer:
         self.loss_on = loss_on
         self.control = control_tokens(tokenizer)
         self._control_ids = np.array(sorted(set(self.control.values())), dtype=np.int64)
-        self._begin = [tokenizer.bos_token_id] if adds_begin_token(tokenizer) else []
+        self.begin = [tokenizer.bos_token_id] if adds_begin_token(tokenizer) else []
+        """The tokens that begin every text: the begin token where the tokenizer uses one."""
         self._spans = TemplateSpans(
             tokenizer, name=self.template_name, template=self.template, control=self.control
         )
@@ -57,25 +58,6 @@ class Renderer:
         (row,) = self.conversations([question])
         ends = {int(row.tokens[-1]), self.tokenizer.eos_token_id}
         return sorted(end for end in ends if end is not None)
-
-    # Documents
-
-    def documents(self, documents: list[Document], *, first: list[bool]) -> list[TokenRow]:
-        """Rows of whole documents or pieces: begin token (where the tokenizer uses one),
-        text, end token. Every token is a target."""
-        end = self.tokenizer.eos_token_id
-        if end is None:
-            raise ConfigError(
-                f"The tokenizer of {self.tokenizer.name_or_path!r} has no end token to put "
-                "between documents. Set eos_token in its tokenizer_config.json."
-            )
-        encodings = self._encode([document.text for document in documents], plain=True)
-        rows = []
-        for document, is_first, encoding in zip(documents, first, encodings, strict=True):
-            begin = self._begin if is_first else []
-            tokens = [*begin, *encoding.ids, *([end] if document.last else [])]
-            rows.append(TokenRow(np.array(tokens, np.uint32), np.ones(len(tokens), np.bool_)))
-        return rows
 
     # Conversations
 

@@ -1,65 +1,220 @@
 """Tokenized rows on their way into samples: on disk, so that memory stays flat.
 
 Packing needs every row's length before it can place the first one. So rows are written as
-they come, only their lengths are kept, and the packed samples are gathered afterwards.
+they come, only their lengths are kept, and the samples are gathered afterwards; where the
+packing keeps the order of the rows, the file of their tokens simply becomes the store's.
+
+Every now and then the state is noted in ``journal.json``: after a kill, the next preparation of
+the same store goes on from there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import mmap
+import os
+import shutil
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
-from llmx.data.pack import Piece
-from llmx.data.render import TokenRow
-from llmx.data.store import Sample
+from llmx.data.encode import TokenBlock
+from llmx.data.pack import Packing
+from llmx.data.store import INDEX_FILES
+from llmx.rundir import write_json
+
+JOURNAL_BYTES = 64 << 20
+"""Bytes of tokens after which the state is noted."""
+CHUNK_TOKENS = 1 << 20
+"""Tokens that are gathered at once."""
+_FILES = {"tokens": 4, "targets": 1, "lengths": 8}
+"""Files of a spool, with bytes of one value."""
 
 
 class Spool:
-    """Rows in two files of ``directory``; append all, then gather."""
+    """Rows in files of ``directory``; append all, then gather once."""
 
     def __init__(self, directory: Path) -> None:
-        self._tokens_path = directory / "rows.tokens"
-        self._targets_path = directory / "rows.targets"
-        self._tokens = self._tokens_path.open("wb")
-        self._targets = self._targets_path.open("wb")
-        self._open_row = False
-        self.lengths = array("q")
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self.note: dict[str, Any] = self._recorded()
+        """What the caller noted last; empty at a new start."""
+        sizes = self.note.get("spool", dict.fromkeys(_FILES, 0))
+        for name in _FILES:
+            with self._path(name).open("ab") as stream:
+                stream.truncate(sizes[name])
+        self.lengths = array("q", self._path("lengths").read_bytes())
         """Tokens of each row."""
+        self._journalled = sizes["tokens"]
+        self._lengths_written = max(0, len(self.lengths) - 1)
+        self._digest = _Digest()
+        with self._path("tokens").open("rb") as stream:
+            while piece := stream.read(1 << 20):
+                self._digest.update(piece)
+        self._tokens = self._path("tokens").open("ab")
+        self._targets = self._path("targets").open("ab")
 
-    def append(self, row: TokenRow, *, more: bool = False) -> None:
-        """Add a row, or a piece of one when ``more`` of the same row follows."""
-        self._tokens.write(row.tokens.astype(np.uint32, copy=False).tobytes())
-        self._targets.write(row.targets.astype(np.uint8, copy=False).tobytes())
-        if self._open_row:
-            self.lengths[-1] += len(row.tokens)
-        else:
-            self.lengths.append(len(row.tokens))
-        self._open_row = more
-
-    def samples(self, packed: Iterable[list[Piece]]) -> Iterator[Sample]:
-        """The packed samples, gathered from disk. A piece's first token is never a target:
-        nothing stands before it that it could be predicted from."""
-        self._tokens.close()
-        self._targets.close()
-        if not self.lengths:
+    def append(self, block: TokenBlock, *, joins: bool = False) -> None:
+        """Add rows. ``joins``: the first is the rest of the row that was added last."""
+        if not len(block.lengths):
             return
-        tokens = np.memmap(self._tokens_path, dtype=np.uint32, mode="r")
-        targets = np.memmap(self._targets_path, dtype=np.uint8, mode="r")
-        starts = np.concatenate([[0], np.cumsum(np.frombuffer(self.lengths, np.int64))])
-        for pieces in packed:
-            spans = [
-                slice(int(starts[row]) + start, int(starts[row]) + stop)
-                for row, start, stop in pieces
-            ]
-            sizes = [span.stop - span.start for span in spans]
-            row_starts = np.concatenate([[0], np.cumsum(sizes[:-1])]).astype(np.int64)
-            wanted = np.concatenate([targets[span] for span in spans]).astype(np.bool_)
-            wanted[row_starts] = False
-            yield Sample(np.concatenate([tokens[span] for span in spans]), wanted, row_starts)
+        tokens = np.ascontiguousarray(block.tokens, dtype=np.uint32).data.cast("B")
+        self._tokens.write(tokens)
+        self._digest.update(tokens)
+        self._targets.write(np.ascontiguousarray(block.targets).view(np.uint8).data)
+        if joins:
+            self.lengths[-1] += int(block.lengths[0])
+        lengths = np.ascontiguousarray(block.lengths[int(joins) :], np.int64)
+        self.lengths.frombytes(lengths.tobytes())
+
+    def keep(self, note: dict[str, Any]) -> None:
+        """Note the state, if much was written since the last time: from here it goes on."""
+        if self._tokens.tell() - self._journalled < JOURNAL_BYTES:
+            return
+        for stream in (self._tokens, self._targets):
+            _to_disk(stream)
+        with self._path("lengths").open("r+b") as stream:
+            # The last row may have grown since.
+            stream.seek(8 * self._lengths_written)
+            stream.write(self.lengths[self._lengths_written :].tobytes())
+            _to_disk(stream)
+        self._lengths_written = max(0, len(self.lengths) - 1)
+        sizes = {name: self._path(name).stat().st_size for name in _FILES}
+        sizes["lengths"] = 8 * len(self.lengths)
+        write_json(self._journal, {**note, "spool": sizes})
+        self._journalled = sizes["tokens"]
+
+    def gather(self, packing: Packing, directory: Path) -> dict[str, Any]:
+        """Write the arrays of a store into ``directory``; returns its counts and checksums.
+
+        A piece's first token is never a target: nothing stands before it in its sample that it
+        could be predicted from.
+        """
+        self.close()
+        sizes = packing.stops - packing.starts
+        pieces = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        samples = pieces[packing.samples]
+        row_starts = np.concatenate([[0], np.cumsum(np.frombuffer(self.lengths, np.int64))])
+        sources = row_starts[packing.rows] + packing.starts
+        digests = {"targets.bin": hashlib.sha256()}
+        if packing.in_order:
+            total = int(pieces[-1])
+            digests["tokens.bin"] = self._digest.of(4 * total)
+            os.truncate(self._path("tokens"), 4 * total)
+            os.link(self._path("tokens"), directory / "tokens.bin")
+        else:
+            digests["tokens.bin"] = hashlib.sha256()
+            with (directory / "tokens.bin").open("wb") as stream:
+                for tokens in self._pieces("tokens", np.uint32, sources, pieces, packing.samples):
+                    stream.write(tokens.data)
+                    digests["tokens.bin"].update(tokens.data)
+        counts = np.zeros(len(packing), np.int64)
+        sample = 0
+        with (directory / "targets.bin").open("wb") as stream:
+            chunks = self._pieces("targets", np.uint8, sources, pieces, packing.samples)
+            position = 0
+            for targets in chunks:
+                stop = position + len(targets)
+                low, high = np.searchsorted(pieces, [position, stop])
+                targets[pieces[low:high] - position] = 0
+                stream.write(targets.data)
+                digests["targets.bin"].update(targets.data)
+                last = int(np.searchsorted(samples, stop))
+                sums = np.concatenate([[0], np.cumsum(targets, dtype=np.int64)])
+                counts[sample:last] = np.diff(sums[samples[sample : last + 1] - position])
+                position, sample = stop, last
+        arrays = (samples, pieces, packing.samples, counts)
+        for name, values in zip(INDEX_FILES, arrays, strict=True):
+            np.save(directory / name, values)
+        return {
+            "num_samples": len(packing),
+            "num_rows": len(packing.rows),
+            "num_tokens": int(pieces[-1]),
+            "num_target_tokens": int(counts.sum()),
+            "sha256": {name: digest.hexdigest() for name, digest in digests.items()},
+        }
 
     def close(self) -> None:
         self._tokens.close()
         self._targets.close()
+
+    def remove(self) -> None:
+        """Throw the rows away."""
+        self.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def _journal(self) -> Path:
+        return self.directory / "journal.json"
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"rows.{name}"
+
+    def _recorded(self) -> dict[str, Any]:
+        """The journal, if the files still hold what it says."""
+        try:
+            note: dict[str, Any] = json.loads(self._journal.read_text(encoding="utf-8"))
+            sizes = {name: self._path(name).stat().st_size for name in _FILES}
+        except (OSError, ValueError):
+            return {}
+        whole = all(sizes[name] >= note["spool"][name] for name in _FILES)
+        return note if whole else {}
+
+    def _pieces(
+        self,
+        name: str,
+        dtype: type,
+        sources: np.ndarray,
+        pieces: np.ndarray,
+        samples: np.ndarray,
+    ) -> Iterator[np.ndarray]:
+        """Values of all pieces in the order of the samples, whole samples at a time."""
+        path = self._path(name)
+        if not path.stat().st_size:
+            return
+        values = np.memmap(path, dtype=dtype, mode="r")
+        ends = pieces[samples]
+        first = 0
+        while first < len(samples) - 1:
+            wanted = ends[first] + CHUNK_TOKENS
+            last = max(first + 1, int(np.searchsorted(ends, wanted, side="right")) - 1)
+            low, high = int(samples[first]), int(samples[last])
+            sizes = np.diff(pieces[low : high + 1])
+            offsets = sources[low:high] - (pieces[low:high] - pieces[low])
+            index = np.repeat(offsets, sizes) + np.arange(int(sizes.sum()))
+            yield values[index]
+            # What was read is not needed again: the process must not grow with the file.
+            values._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+            first = last
+
+
+class _Digest:
+    """SHA-256 of a file as it is written, of which the last bytes may still be cut off."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self._last = b""
+
+    def update(self, piece: Any) -> None:
+        self._digest.update(self._last)
+        self._digest.update(piece[:-4])
+        self._last = bytes(piece[-4:])
+        self._size += len(piece)
+
+    def of(self, size: int) -> Any:
+        """The digest of the first ``size`` bytes: all of them, or all but one token."""
+        if size == self._size:
+            self._digest.update(self._last)
+        elif size != self._size - len(self._last):
+            raise AssertionError(f"digest of {size} bytes, {self._size} were written")
+        return self._digest
+
+
+def _to_disk(stream: IO[bytes]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

@@ -23,7 +23,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,17 +143,37 @@ class SampleStore:
 def write_store(
     path: Path, samples: Iterable[Sample], *, fingerprint: str, seq_len: int, meta: dict[str, Any]
 ) -> SampleStore:
-    """Write a store so that ``path`` appears whole or not at all.
+    """Write a store of these samples, which are streamed: memory holds the indices only."""
+    return publish(
+        path,
+        lambda directory: _write_arrays(directory, samples),
+        fingerprint=fingerprint,
+        seq_len=seq_len,
+        meta=meta,
+    )
 
-    Samples are streamed; memory holds the indices only. If another process made ``path`` in
-    the meantime (same name, so same content), ours is thrown away and theirs is used.
+
+def publish(
+    path: Path,
+    fill: Callable[[Path], dict[str, Any]],
+    *,
+    fingerprint: str,
+    seq_len: int,
+    meta: dict[str, Any],
+) -> SampleStore:
+    """Let ``fill`` write the arrays of a store, so that ``path`` appears whole or not at all.
+
+    ``fill`` gets an empty directory and returns the counts, with ``sha256`` of the files that it
+    summed as it wrote them. If another process made ``path`` in the meantime (same name, so same
+    content), ours is thrown away and theirs is used.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
-    temporary.mkdir()
     try:
-        counts = _write_arrays(temporary, samples)
+        temporary.mkdir()
+        counts = fill(temporary)
         names = ["tokens.bin", "targets.bin", *INDEX_FILES]
+        digests = counts.pop("sha256", {})
         whole_meta = {
             "format_version": FORMAT_VERSION,
             "fingerprint": fingerprint,
@@ -161,7 +181,9 @@ def write_store(
             **counts,
             **meta,
             "file_bytes": {name: (temporary / name).stat().st_size for name in names},
-            "sha256": {name: sha256_of_file(temporary / name) for name in names},
+            "sha256": {
+                name: digests.get(name) or sha256_of_file(temporary / name) for name in names
+            },
         }
         text = json.dumps(whole_meta, indent=2, ensure_ascii=False) + "\n"
         (temporary / "meta.json").write_text(text, encoding="utf-8")
@@ -174,13 +196,18 @@ def write_store(
                 raise
         _fsync(path.parent)
     except OSError as error:
-        raise DataError(
-            f"Cannot write prepared data to {path.parent}: {error}. "
-            "Free some space, or set data.cache_dir to another disk."
-        ) from error
+        raise cannot_write(path.parent, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return SampleStore.open(path)
+
+
+def cannot_write(directory: Path, error: OSError) -> DataError:
+    """For a disk that is full or not ours; what was prepared before is untouched."""
+    return DataError(
+        f"Cannot write prepared data to {directory}: {error}. "
+        "Free some space, or set data.cache_dir to another disk."
+    )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import load_tokenizer, stop_token_ids
+from llmx.data.encode import DocumentEncoder
 from llmx.data.forms import Conversation, Document, Message
 from llmx.data.read import Where
 from llmx.data.render import Renderer, TokenRow
@@ -305,16 +306,17 @@ def test_stop_tokens():
 
 def test_documents():
     tokenizer = byte_tokenizer("<|x|>", begin="<s>")
-    renderer = Renderer(tokenizer)
-    whole, head, tail = renderer.documents(
+    encoder = DocumentEncoder(tokenizer, begin=Renderer(tokenizer).begin, workers=1)
+    block = encoder.encode(
         [
             Document("a</s>b", WHERE),
             Document("first ", WHERE, last=False),
             Document("second", WHERE),
         ],
-        first=[True, True, False],
+        [True, True, False],
     )
-    assert tokenizer.decode(whole.tokens) == "<s>a</s>b</s>"
-    assert int(np.sum(whole.tokens == tokenizer.eos_token_id)) == 1  # not the one in the text
-    assert tokenizer.decode([*head.tokens, *tail.tokens]) == "<s>first second</s>"
-    assert whole.targets.all()
+    whole = block.tokens[: block.lengths[0]]
+    assert tokenizer.decode(whole) == "<s>a</s>b</s>"
+    assert int(np.sum(whole == tokenizer.eos_token_id)) == 1  # not the one in the text
+    assert tokenizer.decode(block.tokens[block.lengths[0] :]) == "<s>first second</s>"
+    assert block.targets.all()

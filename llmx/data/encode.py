@@ -1,0 +1,196 @@
+"""Documents to tokens, on all cores: by tiktoken where it is proven to give the same ids.
+
+    encoder = DocumentEncoder(tokenizer, begin=[], workers=2)
+    encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
+    for batch, block in encoder.blocks(batches, begins=True): ...
+
+The workers are threads: both libraries let go of Python's lock while they work, and threads
+need no copies of the texts and no open files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmx.data.bytepair import BytePairs, NotConvertible
+from llmx.data.forms import Document
+from llmx.errors import ConfigError, DataError
+
+PROOF_CHARS = 500_000
+"""Characters of the user's own text on which both encoders must agree, about a second."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that are tokenized together."""
+
+    rows: list[Any]
+    """Documents or conversations."""
+    read: int
+    """Rows read for it, of which some may hold nothing to learn."""
+    size: int
+    """Bytes of their text, as UTF-8."""
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """Tokens of several rows, one after the other."""
+
+    tokens: np.ndarray
+    """uint32 [sum of lengths]"""
+    targets: np.ndarray
+    """bool [sum of lengths]: True where the token is to be predicted."""
+    lengths: np.ndarray
+    """int64 [number of rows]"""
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def parallel_tokenizers(workers: int) -> Iterator[None]:
+    """Let ``tokenizers`` use its threads here; ranks switch them off for everything else."""
+    names = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(workers))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class DocumentEncoder:
+    """Encodes documents of one tokenizer: begin token, text, end token.
+
+    Control tokens in a text are the plain text that they are.
+    """
+
+    def __init__(self, tokenizer: Any, *, begin: list[int], workers: int) -> None:
+        from tokenizers import Tokenizer
+
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"The tokenizer of {tokenizer.name_or_path!r} has no end token to put "
+                "between documents. Set eos_token in its tokenizer_config.json."
+            )
+        self.workers = workers
+        self.description = "tokenizers"
+        self._tokenizer = tokenizer
+        self._begin = np.array(begin, np.uint32)
+        self._end = np.array([tokenizer.eos_token_id], np.uint32)
+        # A copy of its own: settings of the caller's are neither used nor changed.
+        self._slow = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._slow.encode_special_tokens = True
+        self._slow.no_truncation()
+        self._slow.no_padding()
+        self._fast: BytePairs | None = None
+
+    def choose(self, texts: Iterable[str]) -> None:
+        """Use tiktoken if the tokenizer can be converted and the ids of these texts are equal."""
+        try:
+            fast = BytePairs.of(self._tokenizer)
+        except NotConvertible as reason:
+            self.description = f"tokenizers ({reason})"
+            return
+        compared = chars = 0
+        for text in texts:
+            sample = text[: PROOF_CHARS - chars]
+            if fast.takes(sample):
+                slow = self._slow.encode(sample, add_special_tokens=False).ids
+                if fast.encode(sample).tolist() != slow:
+                    self.description = "tokenizers (tiktoken gave other ids on this data)"
+                    return
+                compared += len(slow)
+            chars += len(sample)
+            if chars >= PROOF_CHARS:
+                break
+        self._fast = fast
+        self.description = f"tiktoken (equal to tokenizers on {compared:,} tokens of this data)"
+
+    def blocks(
+        self, batches: Iterable[Batch], *, begins: bool
+    ) -> Iterator[tuple[Batch, TokenBlock]]:
+        """Each batch with its tokens, in order; a few batches ahead of the consumer.
+
+        ``begins``: the first piece is the first of its document.
+        """
+        # tokenizers brings threads of its own, and gains from none beside them.
+        threads = self.workers if self._fast else 1
+        waiting: deque[tuple[Batch, Future[TokenBlock]]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
+            try:
+                for batch in batches:
+                    firsts = [begins, *(document.last for document in batch.rows)]
+                    begins = firsts.pop()
+                    waiting.append((batch, pool.submit(self.encode, batch.rows, firsts)))
+                    if len(waiting) > 2 * threads:
+                        done, block = waiting.popleft()
+                        yield done, block.result()
+                while waiting:
+                    done, block = waiting.popleft()
+                    yield done, block.result()
+            finally:
+                for _, block in waiting:
+                    block.cancel()
+
+    def encode(self, documents: list[Document], firsts: list[bool]) -> TokenBlock:
+        """Tokens of whole documents or of pieces; ``firsts``: the first piece of its document.
+        Every token is a target."""
+        parts: list[np.ndarray] = []
+        lengths: list[int] = []
+        encoded = self._ids([document.text for document in documents], documents)
+        for document, first, ids in zip(documents, firsts, encoded, strict=True):
+            size = len(ids)
+            if first and len(self._begin):
+                parts.append(self._begin)
+                size += 1
+            parts.append(ids)
+            if document.last:
+                parts.append(self._end)
+                size += 1
+            lengths.append(size)
+        tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), np.array(lengths, np.int64))
+
+    def _ids(self, texts: list[str], documents: list[Document]) -> list[np.ndarray]:
+        fast = self._fast
+        try:
+            if fast is None:
+                return self._slow_ids(texts)
+            return [
+                fast.encode(text) if fast.takes(text) else self._slow_ids([text])[0]
+                for text in texts
+            ]
+        except (UnicodeEncodeError, TypeError) as error:
+            for document in documents:
+                _check_characters(document, error)
+            raise
+
+    def _slow_ids(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _check_characters(document: Document, error: Exception) -> None:
+    """Raise DataError if the text holds half of a surrogate pair, which no encoder takes."""
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as found:
+        raise DataError(
+            f"{document.where}: character {found.start + 1} of the text is half of a surrogate "
+            f"pair (\\u{ord(document.text[found.start]):04x}), which is no text. Repair the row."
+        ) from error
