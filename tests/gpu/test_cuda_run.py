@@ -1,0 +1,68 @@
+"""The same commands on CUDA: what only a GPU can show. Skipped, saying so, without one.
+
+``python -m pytest -m gpu tests/gpu``
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.doctor.detect import detect_gpus
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not detect_gpus(), reason="no CUDA device on this machine"),
+]
+
+
+def run(tmp_path: Path, *words: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Run ``python -m llmx`` on this machine's GPUs; its directory and its train records."""
+    target = tmp_path / "run"
+    command = [sys.executable, "-m", "llmx", f"run_dir={target}", f"hydra.run.dir={target}", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+    return target, [record for record in records if record["kind"] == "train"]
+
+
+def test_the_demo_learns_on_the_gpu(tmp_path) -> None:
+    target, records = run(tmp_path)
+    plan = json.loads((target / "plan.json").read_text())
+    assert plan["accelerator"] == "cuda"
+    assert plan["precision"] in ("bf16", "fp16")
+    assert records[-1]["loss"] < 0.2
+    assert json.loads((target / "result.json").read_text())["exact_match"] > 0.9
+    assert max(records[-1]["memory_gib"]) > 0
+
+
+@pytest.mark.parametrize("zero", ["stage1", "stage2", "stage3", "stage2_offload", "stage3_offload"])
+def test_every_stage_trains_and_exports(zero, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    target, records = run(tmp_path, f"zero={zero}", "task.steps=20", "task.eval_generate=0")
+    assert records[-1]["loss"] < 0.7 * records[0]["loss"]
+    model = AutoModelForCausalLM.from_pretrained(target / "model")
+    assert sum(p.numel() for p in model.parameters()) > 0
+
+
+def test_stages_agree_in_fp32(tmp_path) -> None:
+    words = ("precision=fp32", "task.steps=5", "task.eval_generate=0", "task.log_every_steps=1")
+    curves = {}
+    for zero in ("stage1", "stage3"):
+        (tmp_path / zero).mkdir()
+        _, records = run(tmp_path / zero, f"zero={zero}", "optim=sgd", *words)
+        curves[zero] = [record["loss"] for record in records]
+    assert curves["stage1"] == pytest.approx(curves["stage3"], rel=1e-4)
+
+
+def test_the_loop_does_not_wait_for_data(tmp_path) -> None:
+    _, records = run(tmp_path, "task.steps=100", "task.eval_generate=0")
+    late = records[len(records) // 2 :]
+    waited = sum(record["data_wait_s"] for record in late)
+    assert waited < 0.05 * sum(record["step_time_s"] for record in late)
