@@ -17,6 +17,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,9 @@ def summary(store: SampleStore) -> str:
     meta = store.meta
     lengths = meta["row_length_percentiles"]
     lost = [f"{count:,} {reason}" for reason, count in meta["dropped"].items()]
+    if meta["rejected"]:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in meta["rejected"].items())
+        lost.append(f"rejected, see {meta['rejected_file']}: {reasons}")
     if meta["truncated"]:
         lost.append(f"{meta['truncated']:,} truncated to {meta['seq_len']} tokens")
     fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
@@ -186,7 +190,7 @@ def _fill(
             blocks = documents.blocks(batches, begins=not fit.state[0])
             encoder = documents.description
         else:
-            blocks = ((batch, joined(renderer.conversations(batch.rows))) for batch in batches)
+            blocks = _rendered(source, renderer, batches, counts)
         for batch, block in blocks:
             counts["rows"] += batch.read
             counts["without an answer"] += batch.read - len(batch.rows)
@@ -197,9 +201,12 @@ def _fill(
                 spool.keep({"counts": dict(counts), "fit": fit.state})
     rows_read = counts.pop("rows", 0)
     truncated = counts.pop("truncated", 0)
+    counts.update(source.left_out)
     dropped = {reason: count for reason, count in counts.items() if count}
+    rejected_file = source.rejects.write(path.with_name(f"{path.name}.rejected.jsonl"))
     if not spool.lengths:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        lost = {**dropped, **source.rejects.counts}
+        reasons = ", ".join(f"{count} {reason}" for reason, count in lost.items())
         raise DataError(
             f"{source.path}: none of {rows_read} rows is left ({reasons or 'all are empty'}). "
             "Check data.seq_len, data.over_long and the columns."
@@ -222,6 +229,9 @@ def _fill(
             "rows_read": rows_read,
             "truncated": truncated,
             "dropped": dropped,
+            "rejected": dict(source.rejects.counts),
+            "rejected_file": rejected_file and str(rejected_file),
+            "row_tokens": int(lengths.sum()),
             "row_length_percentiles": _percentiles(lengths),
             "row_length_histogram": _histogram(lengths),
             "encoder": encoder,
@@ -247,6 +257,19 @@ def _batches(rows: Iterator[Row | None]) -> Iterator[Batch]:
             found, read, size = [], 0, 0
     if read:
         yield Batch(found, read, size)
+
+
+def _rendered(
+    source: Source, renderer: Renderer, batches: Iterator[Batch], counts: Counter[str]
+) -> Iterator[tuple[Batch, TokenBlock]]:
+    """Conversations as tokens; one that the template refuses is rejected (or raises)."""
+    for batch in batches:
+        found = source.accepted(batch.rows, renderer.conversations)
+        rows = [row for row, tokens in zip(batch.rows, found, strict=True) if tokens is not None]
+        # Counted among the rejected, not among those without an answer.
+        counts["without an answer"] -= len(batch.rows) - len(rows)
+        kept = [tokens for tokens in found if tokens is not None]
+        yield replace(batch, rows=rows), joined(kept)
 
 
 def _text_bytes(row: Row) -> int:

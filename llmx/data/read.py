@@ -239,7 +239,8 @@ def _table(file: Path, stream: IO[bytes], delimiter: str, bad: OnBad) -> Iterato
             return
         except csv.Error as error:
             where = Where(file, line_number, "line")
-            bad(RowError(f"{where}: {error}.", where=where, reason="not a table's row"))
+            problem = f"{error}. A quotation mark inside of a quoted cell is written twice."
+            bad(RowError(f"{where}: {problem}", where=where, reason="not a table's row"))
             continue
         where = Where(file, line_number, "line")
         if names is None:

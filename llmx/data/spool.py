@@ -10,6 +10,7 @@ the same store goes on from there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -144,7 +145,10 @@ class Spool:
 
     def remove(self) -> None:
         """Throw the rows away."""
-        self.close()
+        for stream in (self._tokens, self._targets):
+            # On a full disk the last bytes cannot be flushed, and nobody wants them.
+            with contextlib.suppress(OSError):
+                stream.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     @property
