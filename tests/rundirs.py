@@ -141,3 +141,58 @@ def logs(run_dir: RunDir) -> str:
     return "\n".join(
         f"== {path.name}\n{path.read_text()[-4000:]}" for path in sorted(run_dir.logs.glob("*"))
     )
+
+
+PARITY_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**TINY_LLAMA, "hidden_size": 32, "intermediate_size": 48},
+    "qwen3": {**TINY_LLAMA, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
+"""A small network of each supported architecture, without dropout."""
+
+
+def parity_experiment(
+    run_dir: Path,
+    *,
+    ranks: int = 1,
+    stage: int = 0,
+    kind: str = "llama",
+    layout: str = "packed",
+    attention: str = "auto",
+) -> Experiment:
+    """Plain SGD on a model of 32 dimensions: gradients can be read off the weights."""
+    return experiment(
+        run_dir,
+        ranks=ranks,
+        seed=3,
+        model={
+            "name": kind,
+            "kind": kind,
+            "init": "scratch",
+            "tokenizer": "demo",
+            "config": PARITY_MODELS[kind],
+            "attention": attention,
+        },
+        data={"seq_len": 48, "layout": layout},
+        zero={"stage": stage},
+        batch={"micro_batch": 1},
+        optim={"kind": "sgd", "lr": 0.5, "clip_norm": 0.0, "warmup_steps": 1},
+    )

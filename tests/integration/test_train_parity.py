@@ -1,0 +1,105 @@
+"""One loss: gradients and losses are those of the plain mean over the step's target tokens,
+for every split of the same global batch over ranks, micro batches, accumulation, ZeRO stage
+and layout.
+
+``python -m pytest tests/integration/test_train_parity.py``
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reference import GLOBAL_BATCH, STEPS, naive_training, synthetic_store, word_tokenizer
+from tests.rundirs import launch, parity_experiment
+
+pytestmark = pytest.mark.deepspeed
+
+SPLITS: dict[int, list[tuple[list[int], int]]] = {
+    1: [([12], 1), ([4], 3), ([1], 12)],
+    2: [([6, 6], 1), ([2, 2], 3), ([3, 1], 3), ([5, 1], 2)],
+    3: [([4, 4, 4], 1), ([3, 2, 1], 2), ([1, 1, 2], 3)],
+}
+"""Micro batch of each rank, and accumulation; even ones and uneven ones."""
+
+
+def jobs(world: int) -> list[dict[str, Any]]:
+    """All splits at all stages packed; the last split padded, too; other models at 2 ranks."""
+    found = [
+        {"stage": stage, "micro_batches": micro, "accumulation": steps, "layout": "packed"}
+        for stage in range(4)
+        for micro, steps in SPLITS[world]
+    ]
+    micro, steps = SPLITS[world][-1]
+    found += [
+        {"stage": stage, "micro_batches": micro, "accumulation": steps, "layout": "padded"}
+        for stage in range(4)
+    ]
+    found = [{**job, "kind": "llama"} for job in found]
+    if world == 2:
+        found += [
+            {
+                "stage": stage,
+                "micro_batches": [3, 1],
+                "accumulation": 3,
+                "layout": "packed",
+                "kind": kind,
+            }
+            for stage in (1, 3)
+            for kind in ("gpt2", "opt", "qwen3")
+        ]
+    return [{"name": f"job{number:02d}", **job} for number, job in enumerate(found)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(losses, gradients) of the plain loop, by kind of model."""
+    directory = tmp_path_factory.mktemp("reference")
+    store, tokenizer = synthetic_store(directory / "store"), word_tokenizer()
+    made: dict[str, Any] = {}
+
+    def of(kind: str) -> Any:
+        if kind not in made:
+            made[kind] = naive_training(
+                parity_experiment(directory, kind=kind),
+                store,
+                tokenizer,
+                steps=STEPS,
+                global_batch=GLOBAL_BATCH,
+            )
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("world", sorted(SPLITS))
+def test_every_split_is_the_same_training(world: int, tmp_path: Path, reference: Any) -> None:
+    wanted = jobs(world)
+    (tmp_path / "jobs.json").write_text(json.dumps(wanted))
+    done = launch(
+        "tests.programs.parity", str(tmp_path / "jobs.json"), str(tmp_path), ranks=world
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    wrong = []
+    for job in wanted:
+        losses, gradients = reference(job["kind"])
+        found = torch.load(tmp_path / f"{job['name']}.pt")
+        loss_error = max(abs(a / b - 1) for a, b in zip(found["losses"], losses, strict=True))
+        assert found["gradient"].keys() == gradients[0].keys()
+        difference = norm({n: found["gradient"][n] - gradients[0][n] for n in gradients[0]})
+        gradient_error = difference / norm(gradients[0])
+        norm_errors = [
+            abs(found["norms"][step] / norm(gradients[step]) - 1) for step in range(STEPS)
+        ]
+        if loss_error > 1e-5 or gradient_error > 2e-5 or max(norm_errors) > 1e-4:
+            wrong.append((job, loss_error, gradient_error, max(norm_errors)))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def norm(tensors: dict[str, torch.Tensor]) -> float:
+    """The 2-norm over all tensors together."""
+    return float(sum(t.double().pow(2).sum() for t in tensors.values()) ** 0.5)

@@ -1,0 +1,1 @@
+"""Programs that tests start as ranks with the real ``deepspeed``."""

@@ -1,0 +1,77 @@
+"""Many splits of one global batch in one launch: losses and the first gradient of each.
+
+``deepspeed --num_gpus 2 --module --no_local_rank tests.programs.parity JOBS.json OUT``
+
+Every job is ``{"name", "stage", "micro_batches", "accumulation", "layout", "kind"}``. Rank 0
+writes ``OUT/<name>.pt`` with the losses, the reported norms and the gradient of step 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmx.plan import ds_config, make_plan
+from llmx.train.batches import Layout, make_step
+from llmx.train.engine import build_engine, join_process_group
+from llmx.train.export import gathered
+from llmx.train.loop import train_step
+from llmx.train.schedule import lr_at
+from tests.reference import GLOBAL_BATCH, SEQ_LEN, STEPS, synthetic_store, word_tokenizer
+from tests.rundirs import parity_experiment, with_batch
+
+
+def snapshot(engine: Any) -> dict[str, torch.Tensor]:
+    """All parameters, whole, in fp32 copies. Collective."""
+    size = engine.config.vocab_size
+    return {n: v.clone() for n, v in gathered(engine.module, vocab_size=size, padded=size)}
+
+
+def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> None:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    exp = parity_experiment(
+        out, ranks=world, stage=job["stage"], kind=job["kind"], layout=job["layout"]
+    )
+    plan = with_batch(make_plan(exp), tuple(job["micro_batches"]), job["accumulation"])
+    assert plan.batch.global_batch == GLOBAL_BATCH
+    engine = build_engine(exp, plan, ds_config(exp, plan), tokenizer=tokenizer)
+    layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=job["layout"])
+    losses, norms = [], []
+    start = snapshot(engine)
+    gradient: dict[str, torch.Tensor] = {}
+    for number in range(STEPS):
+        step = make_step(
+            store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout
+        )
+        lr = lr_at(number, optim=exp.optim, total=STEPS)
+        engine.set_lr(lr)
+        loss = train_step(engine, step, world=world).double()
+        torch.distributed.all_reduce(loss)
+        losses.append(float(loss) / step.target_tokens)
+        norms.append(engine.grad_norm())
+        if number == 0:
+            # SGD without momentum: what a weight lost is the rate times its gradient.
+            after = snapshot(engine)
+            gradient = {name: (start[name] - after[name]) / lr for name in start}
+    if rank == 0:
+        result = {"losses": losses, "norms": norms, "gradient": gradient}
+        torch.save(result, out / f"{job['name']}.pt")
+    engine.engine.destroy()
+
+
+def main() -> None:
+    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    world = len(jobs[0]["micro_batches"])
+    join_process_group(make_plan(parity_experiment(out, ranks=world)))
+    store, tokenizer = synthetic_store(out / "store"), word_tokenizer()
+    for job in jobs:
+        run_job(job, out=out, store=store, tokenizer=tokenizer)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What training should compute, in plain PyTorch: no DeepSpeed, no packing, no mask, no split.
+
+A small real tokenizer, a fixed synthetic store, and a loop that runs every row by itself and
+takes the mean over the step's target tokens. Parity tests hold the engine against it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from llmx.config import Experiment
+from llmx.data.order import samples_of_step
+from llmx.data.store import Sample, SampleStore, write_store
+from llmx.train.model import build_model, model_config
+from llmx.train.schedule import lr_at
+
+VOCABULARY = 90
+SEQ_LEN = 48
+NUM_SAMPLES = 40
+GLOBAL_BATCH = 12
+STEPS = 6
+
+
+def word_tokenizer() -> Any:
+    """A word-level tokenizer of ``VOCABULARY`` words, no multiple of 64."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCABULARY))]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def synthetic_store(path: Path) -> SampleStore:
+    """Samples of one to four rows; some rows without any target, some wholly targets."""
+    draw = np.random.Generator(np.random.Philox(key=7))
+    samples = []
+    for _ in range(NUM_SAMPLES):
+        lengths = []
+        while not lengths or (len(lengths) < 4 and sum(lengths) + 4 < SEQ_LEN):
+            room = SEQ_LEN - sum(lengths)
+            lengths.append(int(draw.integers(3, min(room, 24) + 1)))
+        rows = [draw.integers(3, VOCABULARY, size=length) for length in lengths]
+        targets = []
+        for row in rows:
+            mask = np.arange(len(row)) >= draw.integers(1, len(row))
+            if draw.random() < 0.2:
+                mask[:] = False
+            mask[0] = False
+            targets.append(mask)
+        samples.append(
+            Sample(
+                tokens=np.concatenate(rows).astype(np.uint32),
+                targets=np.concatenate(targets),
+                row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+            )
+        )
+    if path.exists():
+        return SampleStore.open(path)
+    return write_store(path, samples, fingerprint="synthetic", seq_len=SEQ_LEN, meta={})
+
+
+def naive_loss(model: torch.nn.Module, store: SampleStore, samples: np.ndarray) -> torch.Tensor:
+    """Mean cross entropy over all targets of ``samples``, each row run alone."""
+    total = torch.zeros((), dtype=torch.float64)
+    targets_seen = 0
+    for index in samples:
+        for tokens, targets in store[int(index)].rows():
+            ids = torch.from_numpy(tokens.astype(np.int64))
+            mask = torch.from_numpy(targets.copy())
+            if not mask.any():
+                continue
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            losses = F.cross_entropy(logits, ids[1:], reduction="none")
+            total = total + losses[mask[1:]].double().sum()
+            targets_seen += int(mask.sum())
+    return total / targets_seen
+
+
+def naive_training(
+    exp: Experiment, store: SampleStore, tokenizer: Any, *, steps: int, global_batch: int
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses of ``steps`` steps of SGD, and the gradients of each, by name of parameter."""
+    model = build_model(
+        exp,
+        model_config(exp, tokenizer=tokenizer),
+        precision="fp32",
+        device=torch.device("cpu"),
+        implementation="sdpa",
+        ds_config={"zero_optimization": {"stage": 0}},
+    )
+    model.train()
+    losses, gradients = [], []
+    for step in range(steps):
+        samples = samples_of_step(
+            step, global_batch=global_batch, num_samples=len(store), seed=exp.seed
+        )
+        loss = naive_loss(model, store, samples)
+        model.zero_grad()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        lr = lr_at(step, optim=exp.optim, total=steps)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= lr * parameter.grad
+    return losses, gradients
