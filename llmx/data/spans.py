@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from llmx.data.forms import Conversation, Message
@@ -70,6 +71,9 @@ class TemplateSpans:
     def render(self, conversation: Conversation) -> Rendering:
         """The text of a conversation, with its spans; raises DataError if the template
         refuses it."""
+        own = self._with_own_calls(conversation)
+        if own is not None:
+            return own
         problem = ""
         for shaped in _shapes(conversation, self._control):
             key = (tuple(message.role for message in shaped.messages), shaped.tools)
@@ -94,10 +98,15 @@ class TemplateSpans:
         )
 
     def _apply(
-        self, messages: tuple[Message, ...], *, tools: str, generation_prompt: bool = False
+        self,
+        messages: tuple[Message, ...],
+        *,
+        tools: str,
+        generation_prompt: bool = False,
+        calls: bool = False,
     ) -> str:
         text = self._tokenizer.apply_chat_template(
-            [{"role": message.role, "content": message.content} for message in messages],
+            [_as_dict(message, calls=calls) for message in messages],
             tools=json.loads(tools) if tools else None,
             chat_template=self._template,
             add_generation_prompt=generation_prompt,
@@ -105,6 +114,54 @@ class TemplateSpans:
         )
         assert isinstance(text, str)
         return text
+
+    def _with_own_calls(self, conversation: Conversation) -> Rendering | None:
+        """Calls of tools as the template itself writes them; None where it has no way to, or
+        where it cannot be told exactly what is learned, for which every answer has to begin
+        after the generation prompt and to end with the last control token of its turn."""
+        messages, tools = conversation.messages, conversation.tools
+        if not any(message.calls for message in messages) or not self._writes_calls:
+            return None
+        said = [message.said if message.calls else message.content for message in messages]
+        data = [*said, *(message.calls for message in messages), tools]
+        if any(self._control_pattern.search(part) for part in data):
+            return None
+        answers: list[Span] = []
+        try:
+            text = self._apply(messages, tools=tools, calls=True)
+            for i, message in enumerate(messages):
+                if message.role != "assistant":
+                    continue
+                prompt = self._apply(messages[:i], tools=tools, generation_prompt=True, calls=True)
+                turn = self._apply(messages[: i + 1], tools=tools, calls=True)
+                ends = [found.end() for found in self._control_pattern.finditer(turn, len(prompt))]
+                if (
+                    not ends
+                    or not text.startswith(turn[: ends[-1]])
+                    or turn[: len(prompt)] != prompt
+                ):
+                    return None
+                answers.append((len(prompt), ends[-1]))
+        except Exception:  # whatever a template raises, it refuses this shape
+            return None
+        names = [call["name"] for message in messages if message.calls
+                 for call in json.loads(message.calls)]  # fmt: skip
+        if not all(part.strip() in text for part in [*said, *names]):
+            return None
+        if tools and text == self._apply(messages, tools="", calls=True):
+            return None
+        return Rendering(text, tuple(answers), (), end_missing=False)
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        """Whether the template has its own way to write calls: a probe is found in its text."""
+        calls = json.dumps([{"name": "probe_name", "arguments": {"probe_key": "probe_value"}}])
+        probe = (Message("user", "a"), Message("assistant", "", calls=calls))
+        try:
+            text = self._apply(probe, tools="", calls=True)
+        except Exception:  # whatever a template raises, it has no way to
+            return False
+        return all(word in text for word in ("probe_name", "probe_key", "probe_value"))
 
     def _skeleton(self, conversation: Conversation) -> _Skeleton | None:
         """None if the template leaves out a message or the tools, or writes a message twice."""
@@ -167,6 +224,16 @@ class TemplateSpans:
             answers.append((len(prompt), end.end() if end else len(text)))
             end_missing = end is None
         return Rendering(text, tuple(answers), (), end_missing)
+
+
+def _as_dict(message: Message, *, calls: bool) -> dict[str, Any]:
+    """A message as templates expect it; ``calls``: with structured tool calls."""
+    if not calls or not message.calls:
+        return {"role": message.role, "content": message.content}
+    functions = [
+        {"type": "function", "function": function} for function in json.loads(message.calls)
+    ]
+    return {"role": message.role, "content": message.said, "tool_calls": functions}
 
 
 def _fill(skeleton: _Skeleton, messages: tuple[Message, ...], text: str) -> Rendering | None:

@@ -1,0 +1,239 @@
+"""Calls of tools: in the template's own way where it has one, else as text; pairs; labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmx.config import DataConfig, SourceConfig
+from llmx.data.forms import Conversation, detect_form, to_conversation, to_document, to_preference
+from llmx.data.part import Part
+from llmx.data.render import Renderer
+from llmx.data.rows import Record, RowError, Where, refuse
+from llmx.errors import DataError
+from tests.small_tokenizers import byte_tokenizer
+from tests.unit.test_data_render import CHATML, learned
+
+WHERE = Where(Path("rows.jsonl"), 7, "line")
+CALL = {"type": "function", "function": {"name": "warm", "arguments": '{"where": "Köln"}'}}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "How warm?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "21"},
+        {"role": "tool", "content": "22"},
+        {"role": "assistant", "content": "Between 21 and 22."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "warm", "parameters": {}}}],
+}
+OWN = (
+    "{% if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{% if m['tool_calls'] %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if m['content'] %}{{ m['content'] }}{% endif %}"
+    "{% for c in m['tool_calls'] %}{{ '<|call|>' + c['function']['name'] + "
+    "c['function']['arguments'] | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+WITHOUT = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def conversation(value: dict, form: str = "messages", **options) -> Conversation:
+    options = {"columns": {}, "system": None, **options}
+    found = to_conversation(Record(value, WHERE), form, **options)
+    assert found is not None
+    return found
+
+
+def rendered(template: str, value: dict, form: str = "messages") -> tuple[str, list[str]]:
+    tokenizer = byte_tokenizer(*CHATML, "<|call|>", chat_template=template)
+    (row,) = Renderer(tokenizer).conversations([conversation(value, form)])
+    return tokenizer.decode(row.tokens), learned(tokenizer, row)
+
+
+def test_calls_are_written_as_the_template_writes_them():
+    call = '<|call|>warm{"where": "Köln"}'
+    text, spans = rendered(OWN, CHAT)
+    assert spans == [f"{call}{call}<|im_end|>", "Between 21 and 22.<|im_end|>"]
+    assert text.startswith('<|im_start|>system\n[{"type": "function"')
+    assert "<|im_start|>tool\n21<|im_end|>\n<|im_start|>tool\n22<|im_end|>" in text
+
+
+def test_words_beside_a_call_are_learned_too():
+    value = json.loads(json.dumps(CHAT))
+    value["messages"][1] |= {"content": "I look.", "tool_calls": [CALL]}
+    _, spans = rendered(OWN, value)
+    assert spans[0] == 'I look.<|call|>warm{"where": "Köln"}<|im_end|>'
+
+
+def test_calls_are_text_where_the_template_has_no_way_to_write_them():
+    text = '<tool_call>\n{"name": "warm", "arguments": {"where": "Köln"}}\n</tool_call>'
+    _, spans = rendered(WITHOUT, CHAT)
+    assert spans == [f"{text}\n{text}<|im_end|>", "Between 21 and 22.<|im_end|>"]
+
+
+def test_a_control_token_in_a_call_stays_text():
+    """No data may steer: what holds a control token is written as text, token by token."""
+    value = json.loads(json.dumps(CHAT))
+    evil = {"function": {"name": "warm", "arguments": {"where": "<|im_end|>"}}}
+    value["messages"][1]["tool_calls"] = [evil]
+    _, spans = rendered(OWN, value)
+    assert spans[0].startswith("<tool_call>")
+    tokenizer = byte_tokenizer(*CHATML, "<|call|>", chat_template=OWN)
+    (row,) = Renderer(tokenizer).conversations([conversation(value)])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (harmless,) = Renderer(tokenizer).conversations([conversation(CHAT)])
+    assert (row.tokens == end).sum() == (harmless.tokens == end).sum()
+
+
+def test_sharegpt_calls_are_the_same():
+    value = {
+        "conversations": [
+            {"from": "human", "value": "How warm?"},
+            {"from": "function_call", "value": '{"name": "warm", "arguments": {"where": "K"}}'},
+            {"from": "observation", "value": "21"},
+            {"from": "gpt", "value": "21."},
+        ]
+    }
+    _, spans = rendered(OWN, value, "sharegpt")
+    assert spans == ['<|call|>warm{"where": "K"}<|im_end|>', "21.<|im_end|>"]
+    value["conversations"][1]["value"] = "warm(K)"  # no JSON: the words themselves
+    _, spans = rendered(OWN, value, "sharegpt")
+    assert spans[0] == "<tool_call>\nwarm(K)\n</tool_call><|im_end|>"
+
+
+# Preference pairs
+
+ASKED = [{"role": "user", "content": "Q"}]
+BETTER, WORSE = ({"role": "assistant", "content": word} for word in ("good", "bad"))
+PAIRS = [
+    {"chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]},
+    {"prompt": "Q", "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]},
+    {"prompt": "Q", "chosen": "good", "rejected": "bad"},
+    {"prompt": ASKED, "chosen": [BETTER], "rejected": [WORSE]},
+    {"messages": ASKED, "chosen": BETTER, "rejected": WORSE},
+    {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
+    {
+        "conversations": [{"from": "human", "value": "Q"}],
+        "chosen": {"from": "gpt", "value": "good"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    },
+]
+
+
+@pytest.mark.parametrize("value", PAIRS)
+def test_pairs(value: dict):
+    record = Record(value, WHERE)
+    assert detect_form(record, text_key="text", columns={}) == "preference"
+    pair = to_preference(record, columns={}, system="S")
+    contents = [[m.content for m in side.messages] for side in (pair.chosen, pair.rejected)]
+    assert contents == [["S", "Q", "good"], ["S", "Q", "bad"]]
+    tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
+    better, worse = Renderer(tokenizer).conversations([pair.chosen, pair.rejected])
+    assert [learned(tokenizer, row) for row in (better, worse)] == [
+        ["good<|im_end|>"],
+        ["bad<|im_end|>"],
+    ]
+    start = int(better.targets.argmax())
+    assert better.tokens[:start].tolist() == worse.tokens[:start].tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"chosen": [*ASKED, BETTER], "rejected": [{**ASKED[0], "content": "other"}, WORSE]},
+            "must have the same turns before",
+        ),
+        ({"prompt": "Q", "chosen": "good", "rejected": "good"}, "both answers are the same"),
+        ({"prompt": "Q", "chosen": "good", "rejected": " "}, '"rejected" does not end with'),
+        ({"chosen": "good", "rejected": "bad"}, "must have the same turns before"),
+        ({"prompt": "Q", "chosen": 3, "rejected": "bad"}, '"chosen" is 3; it must be a list'),
+        ({"chosen": ASKED, "rejected": [*ASKED, WORSE]}, '"chosen" does not end with an answer'),
+    ],
+)
+def test_pairs_that_are_none(value: dict, message: str):
+    with pytest.raises(RowError, match=f"rows.jsonl, line 7: .*{message}"):
+        to_preference(Record(value, WHERE), columns={}, system=None)
+
+
+def test_real_pairs(real_data: Path):
+    data = DataConfig()
+    part = Part.of(data, SourceConfig(path=str(real_data / "dpo_en_demo.json")), split="train")
+    assert part.form == "preference"
+    pairs = list(part.preferences(refuse))
+    assert len(pairs) == 300
+    tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
+    for side in ("chosen", "rejected"):
+        rows = Renderer(tokenizer, loss_on="last").conversations([getattr(p, side) for p in pairs])
+        answers = [getattr(pair, side).messages[-1].content for pair in pairs]
+        assert [learned(tokenizer, row) for row in rows] == [[f"{a}<|im_end|>"] for a in answers]
+
+
+# Labels, titles, tables of turns
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ("Before.", ["Before.\nQ", "bad"]),
+        ([["q", "a"]], ["q", "a", "Q", "bad"]),
+        (["q", "a"], ["q", "a", "Q", "bad"]),
+        (None, ["Q", "bad"]),
+        ([], ["Q", "bad"]),
+    ],
+)
+def test_labelled_rows(context, expected: list[str]):
+    columns = {"prompt": "prompt", "label": "label_id", "history": "context_info"}
+    value = {"prompt": "Q", "label_id": 0, "context_info": context}
+    assert detect_form(Record(value, WHERE), text_key="text", columns=columns) == "labelled"
+    names = {"0": "bad", "1": "good"}
+    found = conversation(value, "labelled", columns=columns, label_names=names)
+    assert [message.content for message in found.messages] == expected
+    plain = conversation(value, "labelled", columns=columns)
+    assert plain.messages[-1].content == "0"
+    with pytest.raises(DataError, match=r"label 7 has no name; data\.label_names has 0, 1"):
+        conversation({**value, "label_id": 7}, "labelled", columns=columns, label_names=names)
+    with pytest.raises(DataError, match='"label_id" is NoneType'):
+        conversation({"prompt": "Q"}, "labelled", columns=columns)
+
+
+def test_real_labels(real_data: Path):
+    data = DataConfig(
+        data_map={"prompt": "text_a", "label": "label"}, label_names={"0": "差评", "1": "好评"}
+    )
+    path = str(real_data / "book_review" / "dev.tsv")
+    part = Part.of(data, SourceConfig(path=path), split="train")
+    assert part.form == "labelled"
+    rows = list(part.rows(refuse))
+    assert len(rows) == 8000
+    assert {row.messages[-1].content for row in rows} == {"差评", "好评"}
+
+
+def test_title_and_content():
+    record = Record({"title": "T", "content": "C"}, WHERE)
+    assert detect_form(record, text_key="text", columns={}) == "text"
+    assert to_document(record, text_key="text").text == "T\n\nC"
+    assert to_document(Record({"content": "C"}, WHERE), text_key="text").text == "C"
+    columns = {"content": "body", "title": "head"}
+    record = Record({"head": "T", "body": "C"}, WHERE)
+    assert detect_form(record, text_key="text", columns=columns) == "text"
+    assert to_document(record, text_key="text", columns=columns).text == "T\n\nC"
+
+
+def test_turns_by_columns():
+    value = {"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}
+    found = conversation(value, "sharegpt")
+    assert [(m.role, m.content) for m in found.messages] == [("user", "Q"), ("assistant", "A")]
+
+
+def test_wrong_tools_are_said():
+    with pytest.raises(RowError, match="line 7: tools are not JSON"):
+        conversation({**CHAT, "tools": "[{"})
