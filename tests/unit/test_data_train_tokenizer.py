@@ -1,0 +1,162 @@
+"""Training a tokenizer: it loads, gives text back, and learns from a sample of bounded size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from llmx.config import Experiment, to_dict
+from llmx.data.forms import Conversation, Document, Message
+from llmx.data.read import Where
+from llmx.data.render import Renderer
+from llmx.data.text_sample import TEXT_CHARS, TextSample, texts_of
+from llmx.data.tokenizer import DEMO_DIRECTORY
+from llmx.data.train_tokenizer import train_tokenizer
+from llmx.errors import ConfigError, DataError
+
+WHERE = Where(Path("rows.jsonl"), 1, "line")
+STRANGE = "tabs\tand  spaces\n\n  ünïcode 春天 🙂 <|im_end|> 12345"
+
+
+def experiment(tmp_path: Path, **options) -> Experiment:
+    exp = Experiment()
+    exp.data.path = str(DEMO_DIRECTORY / "train.jsonl")
+    exp.tokenizer.output, exp.tokenizer.vocab_size = str(tmp_path / "made"), 700
+    for name, value in options.items():
+        setattr(exp.tokenizer, name, value)
+    return exp
+
+
+@pytest.mark.parametrize("kind", ["bbpe", "sentencepiece"])
+def test_it_loads_and_gives_text_back(tmp_path: Path, kind: str):
+    trained = train_tokenizer(experiment(tmp_path, kind=kind))
+    tokenizer = AutoTokenizer.from_pretrained(trained.path)
+    assert len(tokenizer) == trained.vocab_size == 700
+    assert "700 (704 when padded to a multiple of 64" in str(trained)
+    assert 2 < trained.bytes_per_token < 5
+    ids = tokenizer(STRANGE, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert tokenizer.decode(ids) == STRANGE
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert None not in (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    # A chat is rendered with its control tokens, of which the end is learned.
+    chat = Conversation((Message("user", "Who?"), Message("assistant", "Anna.")), WHERE)
+    (row,) = Renderer(tokenizer).conversations([chat])
+    assert tokenizer.decode(row.tokens) == (
+        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nAnna.<|im_end|>"
+    )
+    assert tokenizer.decode(row.tokens[row.targets]) == "Anna.<|im_end|>"
+    assert list(tmp_path.iterdir()) == [trained.path]
+
+
+def test_two_trainings_are_the_same(tmp_path: Path):
+    paths = []
+    for name in "ab":
+        exp = experiment(tmp_path, output=str(tmp_path / name), max_bytes=1 << 16)
+        paths.append(train_tokenizer(exp).path)
+    assert len({(path / "tokenizer.json").read_bytes() for path in paths}) == 1
+
+
+def test_another_template_brings_its_control_tokens(tmp_path: Path):
+    exp = experiment(tmp_path)
+    exp.data.template = "llama3"
+    tokenizer = AutoTokenizer.from_pretrained(train_tokenizer(exp).path)
+    chat = [{"role": "user", "content": "Who?"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)
+    for token in ("<|start_header_id|>", "<|eot_id|>"):
+        assert tokenizer.convert_tokens_to_ids(token) in ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"vocab_size": 200}, ConfigError, "vocab_size=200: 260 are taken"),
+        ({"max_bytes": 5}, ConfigError, "max_bytes=5: at least 65536"),
+        (
+            {"kind": "sentencepiece", "vocab_size": 64000},
+            ConfigError,
+            r"not enough text for so many tokens.*tokenizer\.vocab_size=\d+ or less",
+        ),
+        ({"output": "{tmp_path}"}, ConfigError, "exists already"),
+        ({"output": "/proc/none/made"}, DataError, r"Set tokenizer\.output"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, options: dict, error: type, message: str):
+    options = {
+        key: value.format(tmp_path=tmp_path) if isinstance(value, str) else value
+        for key, value in options.items()
+    }
+    with pytest.raises(error, match=message):
+        train_tokenizer(experiment(tmp_path, **options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_vocabulary_of_little_text_is_reported_as_it_is(tmp_path: Path):
+    exp = experiment(tmp_path, vocab_size=64000)
+    (tmp_path / "a.txt").write_text("so few words " * 50)
+    exp.data.path, exp.data.form = str(tmp_path / "a.txt"), "auto"
+    trained = train_tokenizer(exp)
+    assert 260 < trained.vocab_size < 300
+    assert "asked for 64,000" in str(trained)
+
+
+# The sample
+
+
+def sampled(directory: Path, texts: list[str], *, max_bytes: int, seed: int = 0) -> list[str]:
+    directory.mkdir()
+    sample = TextSample(directory, max_bytes=max_bytes, seed=seed)
+    for text in texts:
+        sample.add(text)
+    found = list(sample)
+    assert sample.bytes == sum(len(text.encode()) for text in found) <= max_bytes
+    assert sample.bytes_read == sum(len(text.encode()) for text in texts)
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= max_bytes + 12 * len(found)
+    sample.close()
+    return found
+
+
+def test_a_sample_is_bounded_even_and_the_same_again(tmp_path: Path):
+    texts = [f"text {number:05}" for number in range(20_000)]
+    everything = sampled(tmp_path / "all", texts, max_bytes=1 << 20)
+    assert everything == texts
+    few = sampled(tmp_path / "few", texts, max_bytes=40_000)
+    assert 15_000 < sum(map(len, few)) <= 40_000
+    assert sampled(tmp_path / "again", texts, max_bytes=40_000) == few
+    assert sampled(tmp_path / "other", texts, max_bytes=40_000, seed=1) != few
+    assert few == sorted(few)
+    thousands = Counter(int(text[5:]) // 5000 for text in few)
+    assert min(thousands.values()) > 0.7 * len(few) / 4
+
+
+def test_texts_are_cut_at_lines():
+    long = "".join(f"line {i}\n" for i in range(10_000))
+    pieces = list(texts_of([Document(long, WHERE), None]))
+    assert "".join(pieces) == long
+    assert max(map(len, pieces)) <= TEXT_CHARS
+    assert all(piece.endswith("\n") for piece in pieces)
+    assert "".join(texts_of([Document("x" * 40_000, WHERE)])) == "x" * 40_000
+    chat = Conversation((Message("user", "a"), Message("assistant", "b")), WHERE, tools="[1]")
+    assert list(texts_of([chat])) == ["a", "b", "[1]"]
+
+
+def test_the_program(tmp_path: Path):
+    exp = experiment(tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(to_dict(exp)))
+    command = [sys.executable, "-m", "llmx.data.train_tokenizer", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"model.tokenizer={tmp_path}/made" in done.stdout
+    assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["eos_token"]
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert again.stderr.startswith("llmx: ")
+    assert "exists already" in again.stderr
