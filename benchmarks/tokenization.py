@@ -76,18 +76,24 @@ def compare(
         "| tokenizer | a: datasets.map | b: bare encode_batch_fast | c: llmx | c / a | c / b |",
         "|---|---|---|---|---|---|",
     ]
-    good = True
+    good, encoders = True, []
     for name, tokenizer in tokenizers.items():
         rates: dict[str, list[float]] = {"a": [], "b": [], "c": []}
+        cpu: dict[str, list[float]] = {which: [] for which in rates}
         encoder = ""
         for _ in range(options.rounds):
             ids = {}
             for which in rates:
                 found = measure(which, corpus, tokenizer)
                 rates[which].append(text_mib / found["seconds"])
+                cpu[which].append(text_mib / found["cpu_seconds"])
                 ids[which] = found["ids"]
                 encoder = found.get("encoder", encoder)
-                print(f"{name} {which}: {rates[which][-1]:.2f} MiB/s", flush=True)
+                print(
+                    f"{name} {which}: {rates[which][-1]:.2f} MiB/s, "
+                    f"{cpu[which][-1]:.2f} a core-second",
+                    flush=True,
+                )
             if len(set(ids.values())) != 1:
                 raise SystemExit(f"{name}: the ids differ: {ids}")
         middle = {which: statistics.median(values) for which, values in rates.items()}
@@ -99,7 +105,13 @@ def compare(
             f"| {middle['c']:.2f} MiB/s | **{ratio:.1f}** (target {TARGETS[name]:g}) "
             f"| {middle['c'] / middle['b']:.1f} |"
         )
-        lines.append(f"| | | | {encoder} | | |")
+        busy = {which: statistics.median(values) for which, values in cpu.items()}
+        lines.append(
+            f"| ... MiB a core-second | {busy['a']:.2f} | {busy['b']:.2f} | {busy['c']:.2f} "
+            f"| {busy['c'] / busy['a']:.1f} | {busy['c'] / busy['b']:.1f} |"
+        )
+        encoders.append(f"- {name}: {encoder}")
+    lines += ["", "What llmx encoded with:", *encoders]
     lines += ["", "The ids of a, b and c were equal in every round."]
     lines.append(f"Targets: {'met' if good else 'MISSED'}.")
     print("\n".join(lines))
@@ -138,6 +150,24 @@ def measure(which: str, corpus: Path, tokenizer: Path) -> dict[str, object]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+class Clock:
+    """Wall time, and processor time of this process and of those that it waited for."""
+
+    def __init__(self) -> None:
+        self._wall, self._processor = time.monotonic(), self._spent()
+
+    def times(self) -> dict[str, float]:
+        return {
+            "seconds": time.monotonic() - self._wall,
+            "cpu_seconds": self._spent() - self._processor,
+        }
+
+    @staticmethod
+    def _spent() -> float:
+        spent = os.times()
+        return spent.user + spent.system + spent.children_user + spent.children_system
+
+
 def with_datasets(corpus: Path, directory: Path) -> dict[str, object]:
     """a: what the peers' training scripts do."""
     import datasets
@@ -160,17 +190,17 @@ def with_datasets(corpus: Path, directory: Path) -> dict[str, object]:
         return {"input_ids": pieces, "labels": [list(piece) for piece in pieces]}
 
     with tempfile.TemporaryDirectory() as cache:
-        started = time.monotonic()
+        clock = Clock()
         rows = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)
         tokens = rows.map(tokenize, batched=True, num_proc=workers, remove_columns=["text"])
         tokens.map(group, batched=True, num_proc=workers)
-        seconds = time.monotonic() - started
+        times = clock.times()
         digest = hashlib.sha256()
         import numpy as np
 
         for batch in tokens.with_format("numpy").iter(1000):
             digest.update(np.concatenate(batch["input_ids"]).astype(np.uint32).tobytes())
-    return {"seconds": seconds, "ids": digest.hexdigest()}
+    return {**times, "ids": digest.hexdigest()}
 
 
 def bare(corpus: Path, directory: Path) -> dict[str, object]:
@@ -182,13 +212,13 @@ def bare(corpus: Path, directory: Path) -> dict[str, object]:
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
     texts = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
-    started = time.monotonic()
+    clock = Clock()
     encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    seconds = time.monotonic() - started
+    times = clock.times()
     digest = hashlib.sha256()
     for encoding in encodings:
         digest.update(np.array([*encoding.ids, tokenizer.eos_token_id], np.uint32).tobytes())
-    return {"seconds": seconds, "ids": digest.hexdigest()}
+    return {**times, "ids": digest.hexdigest()}
 
 
 def with_llmx(corpus: Path, directory: Path) -> dict[str, object]:
@@ -202,15 +232,15 @@ def with_llmx(corpus: Path, directory: Path) -> dict[str, object]:
     tokenizer = load_tokenizer(exp)
     with tempfile.TemporaryDirectory() as cache:
         exp.data.cache_dir = cache
-        started = time.monotonic()
+        clock = Clock()
         store = prepare(exp, tokenizer)
-        seconds = time.monotonic() - started
+        times = clock.times()
         digest = store.meta["sha256"]["tokens.bin"]
         # A last token alone, from which nothing can be learned, is not in the store.
         if store.meta["num_tokens"] < sum_of_rows(store):
             raise SystemExit("the corpus ends with a sample of one token; choose another --mib")
     return {
-        "seconds": seconds,
+        **times,
         "ids": digest,
         "encoder": store.meta["encoder"],
         "samples": store.meta["num_samples"],

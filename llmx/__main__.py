@@ -45,8 +45,9 @@ def _dispatch(words: list[str]) -> int:
 
         print(f"llmx {__version__}")
         return 0
-    from llmx.arguments import split_command
+    from llmx.arguments import split_command, split_own
     from llmx.help import COMMANDS
+    from llmx.job import CONFIG_COMMANDS
 
     command, rest = split_command(words, tuple(COMMANDS))
     if command == "plan":
@@ -57,6 +58,9 @@ def _dispatch(words: list[str]) -> int:
         return _reproduce(rest)
     if command in ("report", "generate"):
         return _module(command, rest)
+    if command in CONFIG_COMMANDS:
+        own, overrides = split_own(rest, CONFIG_COMMANDS[command].own_keys)
+        return _hydra(overrides, command=command, own=own)
     return _hydra(rest)
 
 
@@ -89,8 +93,12 @@ def _module(command: str, words: list[str]) -> int:
     return subprocess.run([sys.executable, "-m", f"llmx.{command}", *words], check=False).returncode
 
 
-def _hydra(words: list[str]) -> int:
-    """Hand the overrides to Hydra; its launcher plugin takes over in a multirun."""
+def _hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
+    """Hand the overrides to Hydra; its launcher plugin takes over in a multirun.
+
+    ``command``: hand the composed config to this command, with its ``own`` words, instead of
+    starting a run.
+    """
     from llmx.arguments import options_last, resolve_alias, with_demo
 
     overrides = [resolve_alias(word) for word in words]
@@ -101,6 +109,8 @@ def _hydra(words: list[str]) -> int:
         if len(with_demo(plain)) > len(plain):
             overrides.insert(0, "experiment=demo")
         if any(word in ("-m", "--multirun") for word in overrides):
+            if command:
+                raise ConfigError(f"{command} takes one config; a sweep (-m) is for training.")
             overrides.insert(0, _name_cells_by_axes(overrides))
 
     import hydra
@@ -112,7 +122,7 @@ def _hydra(words: list[str]) -> int:
 
     from llmx.catalogue import conf_dir
     from llmx.defaults import register_defaults
-    from llmx.job import require_success, run_job
+    from llmx.job import require_success, run_command, run_job
 
     register_defaults()
     ended: list[int | LlmxError] = []
@@ -122,10 +132,12 @@ def _hydra(words: list[str]) -> int:
         try:
             values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(values, dict)
-            code = run_job(
-                {str(key): value for key, value in values.items()},
-                overrides=list(hydra_config.overrides.task),
-            )
+            values = {str(key): value for key, value in values.items()}
+            if command:
+                code = run_command(command, values, own=own)
+                _remove_if_empty(Path(hydra_config.runtime.output_dir))
+            else:
+                code = run_job(values, overrides=list(hydra_config.overrides.task))
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:

@@ -68,6 +68,12 @@ def options_last(words: Sequence[str]) -> list[str]:
     return [*overrides, *options]
 
 
+def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``(own, overrides)``: words like ``preview=3`` that are a command's own, and the rest."""
+    own = [word for word in words if word.split("=", 1)[0] in keys]
+    return own, [word for word in words if word not in own]
+
+
 def with_demo(overrides: Sequence[str]) -> list[str]:
     """Add ``experiment=demo`` when nothing says what to train: no experiment, model or data."""
     chosen = {override.lstrip("+~").split("=", 1)[0] for override in overrides}

@@ -16,6 +16,7 @@ COMMANDS = {
     "sweep": "run a committed grid: sweep NAME [overrides] (see sweeps/)",
     "reproduce": "start a new run from the snapshot of an old one: reproduce RUN_DIR",
     "report": "tables, loss curve and HTML of a run directory: report RUN_DIR",
+    "data": "prepare the data, say what became of it; preview=3 shows samples token by token",
     "generate": 'answer a prompt with a trained model: generate RUN_DIR "What ...?"',
 }
 

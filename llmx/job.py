@@ -5,12 +5,35 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from llmx import snapshot
-from llmx.compose import Composed, compose
+from llmx.compose import Composed, complete, compose
+from llmx.config import experiment_from_dict
+from llmx.config.validate import validate
 from llmx.errors import RunFailed
+from llmx.plan.geometry import position_limit
+
+
+@dataclass(frozen=True)
+class ConfigCommand:
+    """A command that takes a composed config and starts no run."""
+
+    module: str
+    """Run as ``python -m MODULE CONFIG.yaml [OWN WORDS]``: it may load heavy libraries."""
+    own_keys: tuple[str, ...] = ()
+    """Words ``KEY=VALUE`` that are the command's, not the config's."""
+    trains: bool = True
+    """The config is one to train with, and checked as such."""
+
+
+CONFIG_COMMANDS = {"data": ConfigCommand("llmx.data.command", ("preview", "split"))}
 
 
 def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:
@@ -35,6 +58,19 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
         return 0
     result = supervise(exp, plan, run, launch=launch)
     return result.exit_code
+
+
+def run_command(command: str, values: dict[str, Any], *, own: Sequence[str] = ()) -> int:
+    """Hand the completed config to a command's process; returns its exit code."""
+    chosen = CONFIG_COMMANDS[command]
+    exp = complete(experiment_from_dict(values))
+    if chosen.trains:
+        validate(exp, position_limit=position_limit(exp.model.config))
+    with tempfile.TemporaryDirectory(prefix=f"llmx-{command}-") as directory:
+        config = Path(directory) / "config.yaml"
+        config.write_text(snapshot.dump_config(exp), encoding="utf-8")
+        words = [sys.executable, "-m", chosen.module, str(config), *own]
+        return subprocess.run(words, check=False).returncode
 
 
 def require_success(exit_code: int) -> None:

@@ -8,7 +8,7 @@ then no text can tell the two apart. What the proof does not cover is not conver
 with something in them that the two might see differently are left to tokenizers.
 
 Tried by ``python -m pytest tests/unit/test_data_bytepair.py``, measured by
-``python benchmarks/tokenize.py``.
+``python benchmarks/tokenization.py``.
 """
 
 from __future__ import annotations

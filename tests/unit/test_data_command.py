@@ -1,0 +1,93 @@
+"""``llmx data``: the summary, the picture, the preview, and the words it does not know."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmx.__main__ import main
+from llmx.arguments import split_own
+from llmx.data.preview import sample_lines
+from llmx.data.store import Sample
+from tests.small_tokenizers import byte_tokenizer
+
+
+def llmx(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LLMX_CACHE": str(cwd / "cache"), "COLUMNS": "300"}
+    return subprocess.run(
+        [sys.executable, "-m", "llmx", *words],
+        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_prepares_and_says_what_became_of_the_rows(tmp_path: Path):
+    rows = [{"prompt": f"What is {i}?", "response": "A number."} for i in range(20)]
+    rows += [{"prompt": "word " * 300, "response": "lost"}, {"prompt": "q", "response": ""}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "data",
+        "model=tiny",
+        "model.tokenizer=demo",
+        "data=file",
+        f"data.path={path}",
+        "data.seq_len=64",
+    ]
+    done = llmx(*words, "preview=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "22 read, 20 in samples" in done.stdout
+    assert "1 without an answer; 1 without an answer in the first seq_len tokens" in done.stdout
+    assert "form prompt_response" in " ".join(done.stdout.replace("│", " ").split())
+    (picture,) = (tmp_path / "cache" / "data").glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "── row 1" in done.stdout
+    assert "«" in done.stdout
+    assert "⟨<|end|>⟩" in done.stdout
+    # Nothing but the store: preparing is no run.
+    assert not list(tmp_path.rglob("plan.json"))
+    again = llmx(*words, cwd=tmp_path)
+    assert "found again; it took" in again.stdout
+
+
+def test_unknown_words_are_errors(capsys):
+    assert main(["data", "data.seq_lne=3"]) == 2
+    assert 'Did you mean "data.seq_len"?' in capsys.readouterr().err
+    assert main(["data", "nonsense"]) == 2
+    assert main(["data", "-m", "data.seq_len=32,64"]) == 2
+    assert "data takes one config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["preview=many", "split=test"])
+def test_own_words_are_checked(tmp_path: Path, word: str):
+    done = llmx("data", word, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"llmx: {word}: ")
+
+
+def test_own_words_are_told_from_overrides():
+    words = ["preview=3", "data.seq_len=4", "split=eval"]
+    assert split_own(words, ("preview", "split")) == (["preview=3", "split=eval"], words[1:2])
+
+
+def test_preview_shows_every_token_once():
+    tokenizer = byte_tokenizer("<|x|>")
+    rows = ["ab", "é\n€"]
+    ids = [tokenizer(text)["input_ids"] for text in rows]
+    control = tokenizer.convert_tokens_to_ids("<|x|>")
+    tokens = np.array([*ids[0], control, *ids[1]], np.uint32)
+    targets = np.zeros(len(tokens), np.bool_)
+    targets[1:3] = True
+    sample = Sample(tokens, targets, np.array([0, 3]))
+    lines = [
+        "".join(text for text, _ in line) for line in sample_lines(sample, tokenizer, colour=False)
+    ]
+    assert lines == ["── row 1, 3 tokens ──", "a«b|⟨<|x|>⟩»", "── row 2, 6 tokens ──", "é|↵\n|€"]
+    coloured = sample_lines(sample, tokenizer, colour=True)
+    assert [style for _, style in coloured[1]] == ["", "green", "black on green"]
+    assert "".join(text for text, _ in coloured[3]) == "é↵\n€"
