@@ -1,0 +1,136 @@
+"""Rows packed into one line see nothing of each other, in every architecture."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llmx.data import collate
+from llmx.data.store import Sample
+from llmx.errors import ConfigError
+from llmx.train.attention import additive, check_isolation, isolation_mask, model_inputs
+from tests.small_models import KINDS, small_model
+
+CPU = torch.device("cpu")
+
+
+def sample(*lengths: int, seed: int = 0) -> Sample:
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    total = sum(lengths)
+    return Sample(
+        tokens=draw.integers(3, 90, size=total).astype(np.uint32),
+        targets=np.ones(total, dtype=bool),
+        row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+    )
+
+
+def inputs_of(samples: list[Sample], implementation: str = "sdpa", layout: str = "packed"):
+    batch = collate(samples, seq_len=48, pad_id=0, layout=layout)
+    inputs, labels = model_inputs(
+        batch, implementation=implementation, dtype=torch.float32, device=CPU
+    )
+    return batch, inputs, labels
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) -> None:
+    model = small_model(kind, attention=attention)
+    samples = [sample(5, 9, 3, seed=1), sample(13, seed=2)]
+    batch, inputs, _ = inputs_of(samples, attention)
+    assert inputs["attention_mask"] is not None
+    packed = model(**inputs, use_cache=False).logits
+    for line, one in enumerate(samples):
+        start = 0
+        for tokens, _ in one.rows():
+            ids = torch.from_numpy(tokens.astype(np.int64))
+            alone = model(input_ids=ids[None], use_cache=False).logits[0]
+            found = packed[line, start : start + len(ids)]
+            torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+            start += len(ids)
+    # The mask is what does it: with a causal one over the whole line, rows see each other.
+    causal = isolation_mask(torch.ones_like(batch["segment_ids"]))
+    inputs["attention_mask"] = (
+        additive(causal, dtype=torch.float32) if attention == "eager" else causal
+    )
+    leaking = model(**inputs, use_cache=False).logits
+    assert (leaking[0, 5:14] - packed[0, 5:14]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_nothing_in_another_row_changes_a_logit(kind: str, attention: str) -> None:
+    model = small_model(kind, attention=attention)
+    one = sample(6, 8, 7, seed=3)
+    other = Sample(one.tokens.copy(), one.targets, one.row_starts)
+    other.tokens[:6] = other.tokens[:6][::-1]
+    other.tokens[14:] = 3
+    logits = [model(**inputs_of([s], attention)[1], use_cache=False).logits for s in (one, other)]
+    assert torch.equal(logits[0][0, 6:14], logits[1][0, 6:14])
+    assert not torch.equal(logits[0][0, :6], logits[1][0, :6])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_single_rows_need_no_mask_and_padding_at_the_right_does_nothing(kind: str) -> None:
+    model = small_model(kind)
+    samples = [sample(5, seed=4), sample(14, seed=5)]
+    _, inputs, _ = inputs_of(samples)
+    assert inputs["attention_mask"] is None
+    logits = model(**inputs, use_cache=False).logits
+    for line, one in enumerate(samples):
+        ids = torch.from_numpy(one.tokens.astype(np.int64))
+        alone = model(input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[line, : len(ids)], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_the_padded_layout_needs_no_mask() -> None:
+    _, inputs, _ = inputs_of([sample(5, 9, 3)], layout="padded")
+    assert inputs["attention_mask"] is None
+    assert inputs["input_ids"].shape[0] == 3
+
+
+def test_mask_literally() -> None:
+    mask = isolation_mask(torch.tensor([[1, 1, 2, 2, 0]]))[0, 0]
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]
+    added = additive(mask, dtype=torch.bfloat16)
+    assert added.dtype == torch.bfloat16
+    assert added[0].tolist() == [0.0] + [torch.finfo(torch.bfloat16).min] * 4
+
+
+def test_flash_attention_gets_one_line_whose_positions_restart() -> None:
+    batch, inputs, labels = inputs_of([sample(5, 3), sample(8)], "flash_attention_2")
+    assert inputs["attention_mask"] is None
+    assert inputs["input_ids"].shape == inputs["position_ids"].shape == labels.shape == (1, 16)
+    starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert starts == [0, 5, 8]
+    assert torch.equal(labels[0], batch["labels"].flatten())
+
+
+def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
+    batch, inputs, _ = inputs_of([sample(5, 9, 3)], "flex_attention")
+    block_mask = inputs["attention_mask"]
+    length = batch["input_ids"].shape[1]
+    places = torch.arange(length)
+    found = block_mask.mask_mod(torch.tensor(0), torch.tensor(0), places[:, None], places[None, :])
+    assert torch.equal(found, isolation_mask(batch["segment_ids"])[0, 0])
+
+
+def test_a_sliding_window_below_the_row_is_refused_when_packed() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("mistral", sliding_window=16)
+    with pytest.raises(ConfigError, match="sliding window of 16 tokens.*data.layout=padded"):
+        check_isolation(config, seq_len=48, layout="packed")
+    check_isolation(config, seq_len=48, layout="padded")
+    check_isolation(config, seq_len=16, layout="packed")
+    check_isolation(AutoConfig.for_model("llama"), seq_len=48, layout="packed")

@@ -1,0 +1,187 @@
+"""Where a rank finds its place, whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmx import worker
+from llmx.config import to_dict
+from llmx.errors import ConfigError
+from llmx.plan import make_plan
+from llmx.plan.types import Plan
+from llmx.rundir import RunDir, read_json
+from tests.rundirs import experiment, rank_environment
+
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def two_hosts(tmp_path: Path) -> Plan:
+    """Two ranks on the first host, one on the second."""
+    hosts = [
+        {"name": "one", "slots": 2, "device": "cpu"},
+        {"name": "two", "slots": 1, "device": "cpu"},
+    ]
+    return make_plan(experiment(tmp_path, hardware={"hosts": hosts}, launch={"transport": "pdsh"}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        },
+        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"},
+    ],
+)
+def test_the_place_comes_from_the_transport(given: dict[str, str]) -> None:
+    environment = {**given, **MASTER}
+    worker.complete_environment(environment)
+    assert [environment[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["3", "4", "1"]
+
+
+def test_what_the_launcher_set_wins_over_the_transport() -> None:
+    """deepspeed inside a Slurm allocation: SLURM_PROCID there is the launcher's own."""
+    environment = {
+        **MASTER,
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_LOCALID": "0",
+    }
+    before = dict(environment)
+    worker.complete_environment(environment)
+    assert environment == before
+
+
+def test_a_process_that_is_no_rank_says_so() -> None:
+    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        worker.complete_environment({})
+    with pytest.raises(ConfigError, match="^MASTER_PORT not set.*python -m llmx"):
+        worker.complete_environment(
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}
+        )
+
+
+def test_the_number_of_ranks_must_be_the_planned_one(tmp_path: Path) -> None:
+    plan = two_hosts(tmp_path)
+    for rank in range(3):
+        worker.check_place(plan, {"RANK": str(rank), "WORLD_SIZE": "3"})
+    for rank, world in ((0, 1), (0, 4), (3, 3), (-1, 3)):
+        with pytest.raises(ConfigError, match=f"rank {rank} of {world}, the plan has 3"):
+            worker.check_place(plan, {"RANK": str(rank), "WORLD_SIZE": str(world)})
+
+
+def test_local_size_is_that_of_the_host(tmp_path: Path) -> None:
+    plan = two_hosts(tmp_path)
+    assert [worker.local_size(plan, rank) for rank in range(3)] == [2, 2, 1]
+
+
+def test_each_host_takes_its_own_interface(tmp_path: Path) -> None:
+    plan = two_hosts(tmp_path)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for rank, wanted in ((0, "eth0"), (1, "eth0"), (2, "ib0")):
+        environment = {"RANK": str(rank), "LLMX_INTERFACES": "eth0,ib0"}
+        worker.choose_interface(plan, environment)
+        assert [environment[name] for name in names] == [wanted, wanted]
+    environment = {"RANK": "2", "LLMX_INTERFACES": "eth0,ib0", "GLOO_SOCKET_IFNAME": "mine"}
+    worker.choose_interface(plan, environment)
+    assert environment["GLOO_SOCKET_IFNAME"] == "mine"
+    for absent in ("", "eth0", "eth0,"):
+        environment = {"RANK": "2", "LLMX_INTERFACES": absent}
+        worker.choose_interface(plan, environment)
+        assert not set(names) & set(environment)
+
+
+def test_the_config_is_read_as_the_snapshot_wrote_it(tmp_path: Path) -> None:
+    exp = experiment(tmp_path)
+    run_dir = RunDir(tmp_path)
+    run_dir.config.write_text(yaml.safe_dump(to_dict(exp)))
+    assert worker.read_experiment(run_dir) == exp
+
+
+def start(run_dir: Path, *code: str, **environment: str) -> subprocess.Popen[str]:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **MASTER, **environment}
+    return subprocess.Popen(
+        [sys.executable, *code, str(run_dir)],
+        env=rank_environment(**place),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_failed_start_is_in_the_status_file_and_the_log(tmp_path: Path) -> None:
+    """No config.yaml: the rank says what it missed, in its own log, and exits with 1."""
+    process = start(tmp_path, "-m", "llmx.worker")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert printed == ""
+    run_dir = RunDir(tmp_path)
+    found = read_json(run_dir.rank_status(0))
+    assert (found["state"], found["pid"]) == ("failed", process.pid)
+    assert found["error"]["type"] == "FileNotFoundError"
+    assert "config.yaml" in found["error"]["message"]
+    assert "Traceback" in run_dir.rank_log(0).read_text()
+
+
+SIT = """
+import os, sys, threading
+from pathlib import Path
+from llmx import worker
+from llmx.rundir import RunDir
+from llmx.train.status import RankStatus
+
+run_dir = RunDir(Path(sys.argv[1]))
+worker.redirect_output(run_dir, rank=0)
+status = RankStatus(run_dir, rank=0)
+worker.end_on_signal(status)
+os.write(1, b"written by C\\n")
+status.enter("training")
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_rank_wherever_it_sits(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, "-c", SIT)
+    run_dir = RunDir(tmp_path)
+    deadline = time.monotonic() + 60
+    while not run_dir.rank_status(0).is_file() or (
+        read_json(run_dir.rank_status(0))["state"] != "training"
+    ):
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+    os.kill(process.pid, number)
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert read_json(run_dir.rank_status(0))["state"] == "interrupted"
+    assert "written by C" in run_dir.rank_log(0).read_text()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_usage() -> None:
+    assert worker.main([]) == 2
+
+
+def test_the_worker_starts_without_torch_or_hydra() -> None:
+    code = (
+        "import sys, llmx.worker; "
+        "print([m for m in ('torch', 'deepspeed', 'hydra', 'omegaconf') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
