@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from llmx.config import DataConfig, SourceConfig
+from llmx.data.digests import digest_of
 from llmx.data.forms import (
     Conversation,
     Document,
@@ -21,7 +22,6 @@ from llmx.data.forms import (
 from llmx.data.hub import PREFIX, hub_id, hub_rows, revision_of
 from llmx.data.read import read_file, source_files
 from llmx.data.rows import OnBad, Record, RowError, TextPiece, refuse
-from llmx.data.store import sha256_of_file
 from llmx.data.tokenizer import DEMO_DIRECTORY
 from llmx.errors import DataError
 
@@ -89,11 +89,11 @@ class Part:
     def _revision(self) -> str:
         return revision_of(self.hub or "")
 
-    def digests(self) -> list[str]:
+    def digests(self, *, cache: Path) -> list[str]:
         """What names the bytes: SHA-256 of each file, or the commit of a Hub data set."""
         if self.hub:
             return [f"{PREFIX}{self.hub}@{self._revision}"]
-        return [sha256_of_file(file) for file in self.files]
+        return [digest_of(file, cache=cache) for file in self.files]
 
     def identity(self) -> dict[str, object]:
         """What decides which rows there are, beside the bytes."""

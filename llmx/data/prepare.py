@@ -38,6 +38,7 @@ from llmx.data.forms import Document
 from llmx.data.pack import PACKERS
 from llmx.data.progress import Progress
 from llmx.data.render import Renderer
+from llmx.data.rows import excerpt
 from llmx.data.source import Row, Source, has_eval
 from llmx.data.spool import Spool
 from llmx.data.store import FORMAT_VERSION, SampleStore, cannot_write, locked, publish
@@ -62,11 +63,29 @@ def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> SampleS
     source, renderer, identity = _plan(exp, tokenizer, split)
     path = _path(exp, identity, split)
     if (path / "meta.json").exists():
-        return SampleStore.open(path)
+        return _opened(path, identity)
     with locked(path):
         if (path / "meta.json").exists():
-            return SampleStore.open(path)
+            return _opened(path, identity)
         return _make(exp, source, renderer, identity, path)
+
+
+def _opened(path: Path, identity: dict[str, Any]) -> SampleStore:
+    """The store at ``path``; raises DataError that says what differs if it is another's."""
+    store = SampleStore.open(path)
+    if store.fingerprint != fingerprint_of(identity):
+        found = store.meta.get("identity", {})
+        different = [
+            f"{key} {excerpt(found.get(key))} there, {excerpt(wanted)} wanted"
+            for key, wanted in identity.items()
+            if found.get(key) != wanted
+        ]
+        raise DataError(
+            f"{path} holds data prepared otherwise: {'; '.join(different) or 'by another llmx'}. "
+            "A store lies under the name of what it is; this one was put there by hand. Remove "
+            "the directory; it is prepared again."
+        )
+    return store
 
 
 def store_path(exp: Experiment, tokenizer: Any, *, split: str = "train") -> Path:
@@ -118,7 +137,7 @@ def _plan(exp: Experiment, tokenizer: Any, split: str) -> tuple[Source, Renderer
     renderer = Renderer(tokenizer, template=data.template, loss_on=loss_on)
     identity = {
         "format_version": FORMAT_VERSION,
-        "sources": source.digests(),
+        "sources": source.digests(cache=cache_directory(exp).absolute()),
         "rows": source.identity(),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "template": None if source.form == "text" else renderer.template,

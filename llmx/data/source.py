@@ -111,9 +111,9 @@ class Source:
             )
         return "+".join(forms)
 
-    def digests(self) -> list[str]:
-        """What names the bytes of each file or Hub data set."""
-        return [digest for part in self.parts for digest in part.digests()]
+    def digests(self, *, cache: Path) -> list[str]:
+        """What names the bytes of each file or Hub data set; see ``digest_of`` for ``cache``."""
+        return [digest for part in self.parts for digest in part.digests(cache=cache)]
 
     def identity(self) -> dict[str, object]:
         """What decides which rows there are, beside the bytes of the files."""

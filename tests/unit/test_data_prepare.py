@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
+import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,16 +18,19 @@ from hypothesis import strategies as st
 
 from llmx.config import Experiment
 from llmx.data import (
+    digests,
     has_eval,
     held_out_questions,
     load_tokenizer,
     prepare,
     read,
+    spool,
     store_path,
     summary,
 )
 from llmx.data.pack import Packing, best_fit, concat
 from llmx.data.prepare import cache_directory
+from llmx.data.store import sha256_of_file
 from llmx.errors import ConfigError, DataError
 from tests.small_tokenizers import byte_tokenizer
 
@@ -144,6 +150,82 @@ def test_found_again_only_when_nothing_that_matters_changed(tmp_path: Path, toke
         stream.write('{"prompt": "new", "response": "row"}\n')
     fingerprints.add(prepare(exp, tokenizer).fingerprint)
     assert len(fingerprints) == len(changes) + 3
+
+
+def test_a_store_of_other_options_is_never_used(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, numbered(20))
+    other = prepare(exp, tokenizer)
+    exp.data.seq_len = 48
+    other.path.rename(store_path(exp, tokenizer))
+    with pytest.raises(DataError, match=r"prepared otherwise: seq_len 32 there, 48 wanted\."):
+        prepare(exp, tokenizer)
+
+
+def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch):
+    file, cache = tmp_path / "big.txt", tmp_path / "cache"
+    file.write_bytes(b"a" * digests.WORTH_BYTES)
+    first = digests.digest_of(file, cache=cache)
+    assert first == sha256_of_file(file)
+    with monkeypatch.context() as context:
+        context.setattr(digests, "sha256_of_file", None)  # it is not called
+        assert digests.digest_of(file, cache=cache) == first
+    (note,) = (cache / "digests").iterdir()
+    note.write_text("{")
+    assert digests.digest_of(file, cache=cache) == first
+    with file.open("ab") as stream:
+        stream.write(b"b")
+    assert digests.digest_of(file, cache=cache) == sha256_of_file(file) != first
+    small = tmp_path / "small.txt"
+    small.write_text("a")
+    assert digests.digest_of(small, cache=tmp_path / "big.txt") == sha256_of_file(small)
+    assert digests.digest_of(file, cache=tmp_path / "big.txt") == sha256_of_file(file)
+
+
+def _prepare_until_killed(exp: Experiment, rows: int) -> None:
+    """Dies without a word when so many rows were tokenized."""
+    module = sys.modules[cache_directory.__module__]
+    module.BATCH_ROWS, spool.JOURNAL_BYTES = 10, 1
+    keep = spool.Spool.keep
+
+    def keep_and_die(self, note):
+        keep(self, note)
+        if note["counts"]["rows"] >= rows:
+            # Written, and not noted: what a kill leaves.
+            self._tokens.write(b"half")
+            self._tokens.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    spool.Spool.keep = keep_and_die
+    prepare(exp, byte_tokenizer("<|end|>", chat_template=TEMPLATE))
+
+
+@pytest.mark.parametrize("packing", ["concat", "none"])
+def test_a_killed_preparation_goes_on(tmp_path: Path, tokenizer, monkeypatch, packing: str):
+    exp = experiment(tmp_path, "", packing=packing)
+    path = tmp_path / "documents.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"text {i}" * (i % 9 + 1)}) + "\n" for i in range(95))
+    )
+    exp.data.path = str(path)
+    exp.data.cache_dir = str(tmp_path / "whole")
+    whole = prepare(exp, tokenizer)
+    exp.data.cache_dir = str(tmp_path / "killed")
+    for rows in (20, 60):
+        process = multiprocessing.get_context("spawn").Process(
+            target=_prepare_until_killed, args=(exp, rows)
+        )
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
+        assert not store_path(exp, tokenizer).exists()
+    store = prepare(exp, tokenizer)
+    assert store.meta["resumed_at_row"] == 60
+    assert store.meta["sha256"] == whole.meta["sha256"]
+    same = ("rows_read", "truncated", "dropped", "row_length_percentiles", "fingerprint")
+    assert [store.meta[key] for key in same] == [whole.meta[key] for key in same]
+    store.verify()
+    left = {child.suffix for child in store.path.parent.iterdir() if child != store.path}
+    assert left == {".lock"}
 
 
 def test_held_out_rows(tmp_path: Path, tokenizer):

@@ -122,7 +122,7 @@ def test_an_unreachable_hub_names_the_way_out(monkeypatch):
     exp = Experiment()
     exp.data.path = "owner/name"
     with pytest.raises(DataError, match=r"--repo-type dataset --local-dir DIR"):
-        Source.of(exp, "train").digests()
+        Source.of(exp, "train").digests(cache=tmp_path)
 
 
 # Arrays
