@@ -38,6 +38,12 @@ class RunDir:
         """``provenance.json``: code, packages, machines, fingerprints."""
         return self.root / "provenance.json"
 
+    @property
+    def hosts(self) -> Path:
+        """``hosts.json``: what each host has (Python, packages, NCCL, GPUs), of a run over
+        several."""
+        return self.root / "hosts.json"
+
     # Written by plan.
     @property
     def plan(self) -> Path:

@@ -255,6 +255,18 @@ class Agent:
     def do_ping(self, message: Message) -> Message:
         return {"sent": message.get("sent"), "time": time.time()}
 
+    def do_survey(self, message: Message) -> Message:
+        """Facts of this host, by a program that the supervisor sent, run by the ranks' Python."""
+        done = subprocess.run(
+            [message["python"], "-c", message["program"], *message["arguments"]],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        # The last line: an environment may greet whoever starts its Python.
+        return {"facts": json.loads(done.stdout.splitlines()[-1])}
+
     def do_port(self, message: Message) -> Message:
         """A port that nobody listens on, kept from other runs as long as this process lives."""
         wanted = message.get("want", 0)

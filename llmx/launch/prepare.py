@@ -9,7 +9,10 @@ import dataclasses
 import os
 import queue
 from collections.abc import Callable
+from pathlib import Path
 
+from llmx.doctor import survey as survey_program
+from llmx.doctor.compare import compare_hosts
 from llmx.doctor.diagnose import Failure, diagnose
 from llmx.errors import LaunchError
 from llmx.launch import sync
@@ -18,7 +21,7 @@ from llmx.launch.render import write_rendered
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh import render_ssh_config
 from llmx.launch.transports import transport_of
-from llmx.rundir import write_text
+from llmx.rundir import write_json, write_text
 
 HELLO_TIMEOUT_S = 60.0
 MODULES = ("torch", "deepspeed", "transformers", "numpy", "yaml")
@@ -147,6 +150,41 @@ def _host_problems(spec: LaunchSpec, channel: Channel) -> list[str]:
             "or install llmx on every host."
         )
     return problems
+
+
+def survey(spec: LaunchSpec, channels: list[Channel]) -> tuple[str, ...]:
+    """Compare the hosts of a run over several; LaunchError with all that cannot work together.
+
+    Returns warnings. A run on this machine alone has nothing to compare, and starts at once.
+    """
+    if not any(channel.is_remote for channel in channels):
+        return ()
+    program = Path(survey_program.__file__).read_text(encoding="utf-8")
+    request = {
+        "python": spec.python,
+        "program": program,
+        "arguments": [str(spec.run_dir.root)],
+    }
+    used = [channel for channel in channels if channel.hosts]
+    pending = [(channel, channel.post("survey", **request)) for channel in used]
+    surveys = {}
+    for channel, replies in pending:
+        try:
+            surveys[channel.name] = channel.wait(replies, timeout_s=HELLO_TIMEOUT_S)["facts"]
+        except AgentError as error:
+            raise LaunchError(
+                f"{channel.name}: {spec.python} cannot tell what is installed there: {error}"
+            ) from error
+    findings = compare_hosts(
+        spec.exp,
+        spec.plan,
+        surveys,
+        offsets_s={channel.name: channel.offset_s for channel in used},
+    )
+    write_json(spec.run_dir.hosts, surveys)
+    if findings.errors:
+        raise LaunchError("\n".join(findings.errors))
+    return findings.warnings
 
 
 def settle(spec: LaunchSpec, channels: list[Channel]) -> LaunchSpec:

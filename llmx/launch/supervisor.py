@@ -25,7 +25,7 @@ from llmx.launch.console import Console, clock
 from llmx.launch.ending import Ending
 from llmx.launch.fleet import Channel, Message
 from llmx.launch.outcome import Verdict, judge
-from llmx.launch.prepare import bring, greet, settle, start_agents
+from llmx.launch.prepare import bring, greet, settle, start_agents, survey
 from llmx.launch.render import check, check_programs, runner_env
 from llmx.launch.result import Result, exit_code_of
 from llmx.launch.spec import LaunchSpec, make_spec
@@ -105,6 +105,8 @@ class Supervisor:
         check_programs(self.spec.exp, self.plan)
         self.channels = start_agents(self.spec, self.inbox)
         greet(self.spec, self.channels)
+        for warning in survey(self.spec, self.channels):
+            self._warn(warning)
         self.spec = settle(self.spec, self.channels)
         bring(self.spec, self.channels, self._say)
         self.watch = Watch(self.spec, self.channels, self.inbox, self.console, self._log)

@@ -1,0 +1,91 @@
+"""Facts of a host that ranks depend on: printed as one JSON line by the Python of the ranks.
+
+Standard library only, one file: the supervisor sends its text to every host, where the
+environment's own Python runs it, so that a host needs neither llmx nor the code.
+
+    python llmx/doctor/survey.py /path/of/the/run
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from importlib import metadata
+
+COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")
+STALE_LOCK_S = 600
+
+
+def survey(run_dir: str) -> dict:
+    """The facts, as plain values."""
+    return {
+        "python": ".".join(str(part) for part in sys.version_info[:3]),
+        "packages": {name: version(name) for name in COMPARED},
+        "nccl": sorted(
+            f"{dist.metadata['Name']}=={dist.version}"
+            for dist in metadata.distributions()
+            if (dist.metadata["Name"] or "").startswith("nvidia-nccl")
+        ),
+        "gpus": count_gpus(),
+        "free_bytes": free_bytes(run_dir),
+        "shm_bytes": size_bytes("/dev/shm"),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "ninja": shutil.which("ninja") is not None,
+        "compiler": any(shutil.which(name) for name in ("c++", "g++", "clang++")),
+        "stale_locks": stale_locks(),
+    }
+
+
+def version(name: str) -> str | None:
+    """Of an installed package; None without it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def count_gpus() -> int | None:
+    """GPUs of the NVIDIA driver; None without a driver."""
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208
+    except OSError:
+        return None
+
+
+def free_bytes(path: str) -> int:
+    """Free on the disk of the nearest directory above ``path`` that exists."""
+    while path and not os.path.isdir(path):  # noqa: PTH112
+        path = os.path.dirname(path)  # noqa: PTH120
+    return shutil.disk_usage(path or "/").free
+
+
+def size_bytes(path: str) -> int:
+    """Size of a mounted file system; 0 where it is not there."""
+    try:
+        return shutil.disk_usage(path).total
+    except OSError:
+        return 0
+
+
+def stale_locks() -> list[str]:
+    """Locks of extension builds that nobody finishes: a run hangs at "Loading extension module"."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(  # noqa: PTH111
+        "~/.cache/torch_extensions"
+    )
+    found = []
+    for lock in glob.glob(f"{root}/*/lock") + glob.glob(f"{root}/*/*/lock"):  # noqa: PTH207
+        try:
+            if time.time() - os.path.getmtime(lock) > STALE_LOCK_S:  # noqa: PTH204
+                found.append(lock)
+        except OSError:
+            continue
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    print(json.dumps(survey(sys.argv[1] if len(sys.argv) > 1 else "/")))
