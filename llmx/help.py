@@ -17,6 +17,7 @@ COMMANDS = {
     "reproduce": "start a new run from the snapshot of an old one: reproduce RUN_DIR",
     "report": "tables, loss curve and HTML of a run directory: report RUN_DIR",
     "data": "prepare the data, say what became of it; preview=3 shows samples token by token",
+    "tokenizer": "train one on the data: tokenizer.kind=bbpe|sentencepiece vocab_size=64000",
     "generate": 'answer a prompt with a trained model: generate RUN_DIR "What ...?"',
 }
 

@@ -33,7 +33,10 @@ class ConfigCommand:
     """The config is one to train with, and checked as such."""
 
 
-CONFIG_COMMANDS = {"data": ConfigCommand("llmx.data.command", ("preview", "split"))}
+CONFIG_COMMANDS = {
+    "data": ConfigCommand("llmx.data.command", ("preview", "split")),
+    "tokenizer": ConfigCommand("llmx.data.train_tokenizer", ("vocab_size",), trains=False),
+}
 
 
 def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:

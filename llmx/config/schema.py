@@ -356,7 +356,10 @@ class TokenizerConfig:
     output: str | None = None
     """The directory to write; default ``tokenizers/<data>-<kind>-<vocab_size>`` here."""
     max_bytes: int = 256 << 20
-    """Text to learn from at most; more is sampled row by row, by ``seed``. Bounds the memory."""
+    """Text to learn from at most; more is sampled row by row, by ``seed``."""
+    max_memory_gib: float = 4.0
+    """What the training may take, about: the sample is made smaller until its different words
+    fit. English rarely comes near; Chinese, where a sentence is a word, does."""
     min_frequency: int = 2
     """Pairs that are rarer are not merged (bbpe)."""
     character_coverage: float = 0.9995

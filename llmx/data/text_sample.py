@@ -7,6 +7,7 @@ is sieved. So each text had the same chance, memory stays flat and another readi
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from llmx.data.part import Row
 
 TEXT_CHARS = 16_384
 """Longer texts are cut, at a line's end where there is one, and drawn part by part."""
+_WORDS = re.compile(r"\w+|[^\w\s]+")
 _HEAD = struct.Struct("<dI")
 
 
@@ -45,8 +47,13 @@ class TextSample:
         self._stream.write(_HEAD.pack(draw, len(content)) + content)
         self.bytes += len(content)
         while self.bytes > self._max_bytes:
-            self._threshold /= 2
-            self._sieve()
+            self._halve()
+
+    def fit_words(self, max_bytes: int) -> None:
+        """Make the sample smaller until its different words have at most so many bytes, which
+        is what the memory of a training grows with."""
+        while self._word_bytes(at_most=max_bytes) > max_bytes:
+            self._halve()
 
     def __iter__(self) -> Iterator[str]:
         self._stream.flush()
@@ -61,7 +68,22 @@ class TextSample:
                 draw, size = _HEAD.unpack(head)
                 yield draw, stream.read(size)
 
-    def _sieve(self) -> None:
+    def _word_bytes(self, *, at_most: int) -> int:
+        """UTF-8 bytes of the different words; counted no further than ``at_most``."""
+        words: set[str] = set()
+        total = 0
+        for text in self:
+            for word in _WORDS.findall(text):
+                if word not in words:
+                    words.add(word)
+                    total += len(word.encode())
+            if total > at_most:
+                break
+        return total
+
+    def _halve(self) -> None:
+        """Sieve with half the threshold: about every second text goes."""
+        self._threshold /= 2
         self._stream.flush()
         sieved = self._path.with_suffix(".sieved")
         self.bytes = 0

@@ -31,7 +31,14 @@ from llmx.data.text_sample import TextSample, texts_of
 from llmx.errors import ConfigError, DataError, LlmxError
 
 PAD_TO = 64
+OWN_KEYS = ("vocab_size", "kind", "output")
+"""Keys of ``tokenizer`` that may be written without their group behind the config."""
 PROOF_TEXTS = 200
+BASE_BYTES = 300 << 20
+"""Memory of the process before it learns."""
+BYTES_A_WORD_BYTE = {"bbpe": 90, "sentencepiece": 50}
+"""Memory that the libraries take for a byte of the different words (measured on Chinese)."""
+MIN_MEMORY_GIB = 0.5
 MIN_BYTES = 1 << 16
 SENTENCE_CHARS = 1000
 """SentencePiece learns from lines; longer ones are cut, for it would leave them out."""
@@ -60,14 +67,17 @@ class Trained:
             f", a sample of {self.bytes_read / 2**20:.1f} MiB"
         )  # fmt: skip
         fewer = self.vocab_size < self.wanted_size
-        short = f"; asked for {self.wanted_size:,}, there is too little text" if fewer else ""
-        return (
-            f"{self.path}: {self.kind} tokenizer, vocabulary {self.vocab_size:,} "
-            f"({padded:,} when padded to a multiple of {PAD_TO}, as llmx does from scratch"
-            f"{short}), "
-            f"{self.bytes_per_token:.2f} bytes a token, learned from "
-            f"{self.sample_bytes / 2**20:.1f} MiB{sampled}, {self.seconds:.1f} s.\n"
-            f"Use it with model.tokenizer={self.path}"
+        short = f" (asked for {self.wanted_size:,}; there is too little text)" if fewer else ""
+        return "\n".join(
+            [
+                f"Tokenizer ({self.kind}) in {self.path}",
+                f"  vocabulary  {self.vocab_size:,}{short}; {padded:,} when padded to a multiple "
+                f"of {PAD_TO}, as llmx does from scratch",
+                f"  learned     from {self.sample_bytes / 2**20:.1f} MiB{sampled}, "
+                f"{self.seconds:.1f} s",
+                f"  text        {self.bytes_per_token:.2f} bytes a token",
+                f"  use it      model.tokenizer={self.path}",
+            ]
         )
 
 
@@ -88,6 +98,10 @@ def train_tokenizer(exp: Experiment) -> Trained:
         )
     if config.max_bytes < MIN_BYTES:
         raise ConfigError(f"tokenizer.max_bytes={config.max_bytes}: at least {MIN_BYTES}.")
+    if config.max_memory_gib < MIN_MEMORY_GIB:
+        raise ConfigError(
+            f"tokenizer.max_memory_gib={config.max_memory_gib}: at least {MIN_MEMORY_GIB}."
+        )
     started = time.monotonic()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +155,8 @@ def _sampled(exp: Experiment, directory: Path) -> TextSample:
             progress.add(size=len(text.encode("utf-8", "replace")), tokens=0)
     if not sample.bytes:
         raise DataError(f"{source.path}: there is no text in it. Check data.path and the columns.")
+    room = exp.tokenizer.max_memory_gib * 2**30 - BASE_BYTES
+    sample.fit_words(int(room / BYTES_A_WORD_BYTE[exp.tokenizer.kind]))
     return sample
 
 
@@ -296,12 +312,18 @@ def _proven(tokenizer: Any, texts: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m llmx.data.train_tokenizer CONFIG.yaml``: what ``llmx tokenizer`` starts."""
+    """``python -m llmx.data.train_tokenizer CONFIG.yaml [vocab_size=N]``: what ``llmx
+    tokenizer`` starts."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if len(words) != 1:
+        if not words:
             raise ConfigError("one composed config: python -m llmx.data.train_tokenizer FILE.yaml")
         values = yaml.safe_load(Path(words[0]).read_text(encoding="utf-8"))
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key not in OWN_KEYS:
+                raise ConfigError(f"{word}: not known here; say it as tokenizer.{word}.")
+            values["tokenizer"][key] = value
         print(train_tokenizer(experiment_from_dict(values)))
     except LlmxError as error:
         print(f"llmx: {error}", file=sys.stderr)

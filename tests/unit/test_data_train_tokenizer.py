@@ -39,7 +39,7 @@ def test_it_loads_and_gives_text_back(tmp_path: Path, kind: str):
     trained = train_tokenizer(experiment(tmp_path, kind=kind))
     tokenizer = AutoTokenizer.from_pretrained(trained.path)
     assert len(tokenizer) == trained.vocab_size == 700
-    assert "700 (704 when padded to a multiple of 64" in str(trained)
+    assert "700; 704 when padded to a multiple of 64" in str(trained)
     assert 2 < trained.bytes_per_token < 5
     ids = tokenizer(STRANGE, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == STRANGE
@@ -84,6 +84,7 @@ def test_another_template_brings_its_control_tokens(tmp_path: Path):
             ConfigError,
             r"not enough text for so many tokens.*tokenizer\.vocab_size=\d+ or less",
         ),
+        ({"max_memory_gib": 0.1}, ConfigError, "max_memory_gib=0.1: at least 0.5"),
         ({"output": "{tmp_path}"}, ConfigError, "exists already"),
         ({"output": "/proc/none/made"}, DataError, r"Set tokenizer\.output"),
     ],
@@ -136,6 +137,22 @@ def test_a_sample_is_bounded_even_and_the_same_again(tmp_path: Path):
     assert min(thousands.values()) > 0.7 * len(few) / 4
 
 
+def test_a_sample_is_bounded_by_its_different_words(tmp_path: Path):
+    few = TextSample(tmp_path, max_bytes=1 << 20, seed=0)
+    for _ in range(3000):
+        few.add("the same five words again")
+    few.fit_words(100)
+    assert few.bytes == few.bytes_read
+    (tmp_path / "many").mkdir()
+    many = TextSample(tmp_path / "many", max_bytes=1 << 20, seed=0)
+    for number in range(3000):
+        many.add(f"word{number:04}")
+    many.fit_words(8000)
+    assert 3000 < many.bytes <= 8000
+    for sample in (few, many):
+        sample.close()
+
+
 def test_texts_are_cut_at_lines():
     long = "".join(f"line {i}\n" for i in range(10_000))
     pieces = list(texts_of([Document(long, WHERE), None]))
@@ -151,12 +168,29 @@ def test_the_program(tmp_path: Path):
     exp = experiment(tmp_path)
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(to_dict(exp)))
-    command = [sys.executable, "-m", "llmx.data.train_tokenizer", str(config)]
+    command = [sys.executable, "-m", "llmx.data.train_tokenizer", str(config), "vocab_size=600"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"model.tokenizer={tmp_path}/made" in done.stdout
     assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["eos_token"]
+    assert "vocabulary  600;" in done.stdout
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert again.stderr.startswith("llmx: ")
     assert "exists already" in again.stderr
+
+
+def test_the_command(tmp_path: Path):
+    """As a user writes it, with a data group and no model."""
+    words = [f"data.path={DEMO_DIRECTORY}/train.jsonl", "tokenizer.kind=bbpe", "vocab_size=500"]
+    done = subprocess.run(
+        [sys.executable, "-m", "llmx", "tokenizer", "data=file", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    made = tmp_path / "tokenizers" / "file-bbpe-500"
+    assert f"model.tokenizer={made}" in done.stdout
+    assert len(AutoTokenizer.from_pretrained(made)) == 500
