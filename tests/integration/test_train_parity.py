@@ -80,9 +80,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_split_is_the_same_training(world: int, tmp_path: Path, reference: Any) -> None:
     wanted = jobs(world)
     (tmp_path / "jobs.json").write_text(json.dumps(wanted))
-    done = launch(
-        "tests.programs.parity", str(tmp_path / "jobs.json"), str(tmp_path), ranks=world
-    )
+    done = launch("tests.programs.parity", str(tmp_path / "jobs.json"), str(tmp_path), ranks=world)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     wrong = []
     for job in wanted:
