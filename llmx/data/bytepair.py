@@ -155,15 +155,19 @@ def _ranks(model: dict[str, Any], *, added: set[int]) -> tuple[dict[bytes, int],
 def _split(text: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The parts of ``text`` when all merges known so far are applied, lowest rank first."""
     parts = [text[i : i + 1] for i in range(len(text))]
+    never = len(ranks)
+    pairs = [ranks.get(text[i : i + 2], never) for i in range(len(text) - 1)]
     while len(parts) > 2:
-        best, at = len(ranks), -1
-        for i in range(len(parts) - 1):
-            rank = ranks.get(parts[i] + parts[i + 1], best)
-            if rank < best:
-                best, at = rank, i
-        if at < 0:
+        best = min(pairs)
+        if best == never:
             break
+        at = pairs.index(best)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        del pairs[at]
+        if at:
+            pairs[at - 1] = ranks.get(parts[at - 1] + parts[at], never)
+        if at < len(pairs):
+            pairs[at] = ranks.get(parts[at] + parts[at + 1], never)
     return parts
 
 

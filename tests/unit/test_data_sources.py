@@ -115,7 +115,7 @@ def test_rows_are_streamed_as_from_the_hub(tmp_path: Path):
         next(hub_rows(str(tmp_path), subset=None, split="dev"))
 
 
-def test_an_unreachable_hub_names_the_way_out(monkeypatch):
+def test_an_unreachable_hub_names_the_way_out(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"data\.path=owner/name: neither.*hf download owner/name"):
         revision_of("owner/name")
