@@ -130,7 +130,7 @@ class DataConfig:
     """Labelled rows: ``{prompt: prompt, label: label_id, history: context_info}``; the label is
     the answer."""
     label_names: dict[str, str] = field(default_factory=dict)
-    """What a label is called in an answer, e.g. ``{"0": negative, "1": positive}``."""
+    """What a label is called in an answer, e.g. ``{0: negative, 1: positive}``."""
     on_bad_row: str = choice("fail", "skip")
     """``fail`` stops at a row that cannot be used; ``skip`` counts it and writes it with the
     reason to a file beside the prepared data."""

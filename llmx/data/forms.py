@@ -20,11 +20,11 @@ __all__ = [
     "Conversation",
     "Document",
     "Message",
-    "Preference",
+    "conversation_of",
     "detect_form",
     "to_conversation",
     "to_document",
-    "to_preference",
+    "wrong_record",
 ]
 
 KEYS = {
@@ -46,14 +46,6 @@ class Conversation:
     messages: tuple[Message, ...]
     where: Where
     tools: str = ""
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Two conversations that are the same but for the last answer: the better, the worse."""
-
-    chosen: Conversation
-    rejected: Conversation
 
 
 @dataclass(frozen=True)
@@ -112,14 +104,12 @@ def to_conversation(
     label_names: dict[str, str] | None = None,
 ) -> Conversation | None:
     """The conversation in a record, or None if it has nothing to learn: no word of the
-    assistant. ``system`` is used where the record has no system message of its own. Of a
-    preference pair it is the chosen one.
+    assistant. ``system`` is used where the record has no system message of its own. (Pairs
+    have a reader of their own, ``llmx.data.preferences``.)
 
     Turns after the last of the assistant are left out. Raises RowError for a key that is
     missing or has a wrong type, an unknown role, or turns that make no conversation.
     """
-    if form == "preference":
-        return to_preference(record, columns=columns, system=system).chosen
 
     def column(name: str) -> str:
         return columns.get(name, name)
@@ -131,71 +121,14 @@ def to_conversation(
     else:
         key = column("conversations" if form == "sharegpt" else "messages")
         messages = turns(record.value.get(key), key, record.where)
-    return _conversation(record, messages, columns=columns, system=system)
+    return conversation_of(record, messages, columns=columns, system=system)
 
 
-def to_preference(record: Record, *, columns: dict[str, str], system: str | None) -> Preference:
-    """The pair in a record. Both published layouts: ``chosen`` and ``rejected`` as whole
-    conversations (messages or text, with or without a ``prompt``), or ``conversations`` up to
-    the answer with ``chosen`` and ``rejected`` as the answers to it.
-
-    Raises RowError where the two do not have the same turns before the answer, or are the same.
-    """
-
-    def column(name: str) -> str:
-        return columns.get(name, name)
-
-    before = _before_the_answers(record, column)
-    found: list[Conversation] = []
-    for name in ("chosen", "rejected"):
-        key = column(name)
-        value = record.value.get(key)
-        if isinstance(value, dict):
-            value = [value]
-        if isinstance(value, str):
-            messages = [*before, Message("assistant", value)]
-        else:
-            after = before if _is_answer(value) else []
-            messages = turns(value, key, record.where, before=after)
-        conversation = _conversation(record, messages, columns=columns, system=system)
-        if conversation is None or conversation.messages[-1] != messages[-1]:
-            raise _wrong(record, "no answer", f'"{key}" does not end with an answer.', value)
-        found.append(conversation)
-    chosen, rejected = found
-    if len(chosen.messages) < 2 or chosen.messages[:-1] != rejected.messages[:-1]:
-        raise _wrong(
-            record,
-            "chosen and rejected answer different things",
-            f'"{column("chosen")}" and "{column("rejected")}" must have the same turns before '
-            "their last answer, and at least one.",
-            record.value.get(column("rejected")),
-        )
-    if chosen == rejected:
-        raise _wrong(record, "chosen is rejected", "both answers are the same.", found[0].tools)
-    return Preference(chosen, rejected)
-
-
-def _before_the_answers(record: Record, column: Any) -> list[Message]:
-    for name in ("conversations", "messages"):
-        if column(name) in record.value:
-            return turns(record.value[column(name)], column(name), record.where)
-    prompt = record.value.get(column("prompt"), record.value.get(column("instruction")))
-    if isinstance(prompt, list):
-        return turns(prompt, column("prompt"), record.where)
-    if not isinstance(prompt, str):
-        return []
-    extra = record.value.get(column("input"))
-    return [Message("user", f"{prompt}\n{extra}" if isinstance(extra, str) and extra else prompt)]
-
-
-def _is_answer(value: Any) -> bool:
-    """Whether a list holds the answer alone, not a conversation that ends with it."""
-    return isinstance(value, list) and len(value) == 1
-
-
-def _conversation(
+def conversation_of(
     record: Record, messages: list[Message], *, columns: dict[str, str], system: str | None
 ) -> Conversation | None:
+    """Messages with the record's system message and tools, up to the last answer; None where
+    there is none."""
     own_system = record.value.get(columns.get("system", "system"))
     if messages and messages[0].role != "system":
         if isinstance(own_system, str) and own_system.strip():
@@ -211,7 +144,9 @@ def _conversation(
         try:
             json.loads(tools)
         except ValueError as error:
-            raise _wrong(record, "wrong tools", f"tools are not JSON ({error}).", tools) from error
+            raise wrong_record(
+                record, "wrong tools", f"tools are not JSON ({error}).", tools
+            ) from error
     if not isinstance(tools, str):
         tools = json.dumps(tools, ensure_ascii=False)
     return Conversation(tuple(messages), record.where, tools if tools.strip() != "[]" else "")
@@ -224,7 +159,7 @@ def _has(record: Record, keys: tuple[str, ...], text_key: str, columns: dict[str
 
 def _text(record: Record, key: str) -> str:
     if key not in record.value:
-        raise _wrong(
+        raise wrong_record(
             record,
             "a missing key",
             f'no key "{key}"; there is {", ".join(record.value) or "nothing"}. '
@@ -232,7 +167,7 @@ def _text(record: Record, key: str) -> str:
         )
     value = record.value[key]
     if not isinstance(value, str):
-        raise _wrong(
+        raise wrong_record(
             record,
             "a value of a wrong type",
             f'"{key}" is {type(value).__name__} ({excerpt(value)}), not text.',
@@ -240,7 +175,8 @@ def _text(record: Record, key: str) -> str:
     return value
 
 
-def _wrong(record: Record, reason: str, problem: str, shown: Any = None) -> RowError:
+def wrong_record(record: Record, reason: str, problem: str, shown: Any = None) -> RowError:
+    """A RowError with the record's place and content."""
     what = f" {excerpt(shown)}" if shown else ""
     return RowError(
         f"{record.where}: {problem}{what}",
@@ -268,14 +204,14 @@ def _labelled(record: Record, column: Any, names: dict[str, str]) -> list[Messag
     key = column("label")
     label = record.value.get(key)
     if isinstance(label, bool) or not isinstance(label, str | int):
-        raise _wrong(
+        raise wrong_record(
             record,
             "a missing label",
             f'"{key}" is {type(label).__name__} ({excerpt(label)}); a label is text or a whole '
             "number. Map it with data.data_map.",
         )
     if names and str(label) not in names:
-        raise _wrong(
+        raise wrong_record(
             record,
             "a label without a name",
             f"the label {label} has no name; data.label_names has {', '.join(names)}.",

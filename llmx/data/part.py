@@ -10,16 +10,9 @@ from pathlib import Path
 
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.digests import digest_of
-from llmx.data.forms import (
-    Conversation,
-    Document,
-    Preference,
-    detect_form,
-    to_conversation,
-    to_document,
-    to_preference,
-)
+from llmx.data.forms import Conversation, Document, detect_form, to_conversation, to_document
 from llmx.data.hub import PREFIX, hub_id, hub_rows, revision_of
+from llmx.data.preferences import Preference, to_preference
 from llmx.data.read import read_file, source_files
 from llmx.data.rows import OnBad, Record, RowError, TextPiece, refuse
 from llmx.data.tokenizer import DEMO_DIRECTORY
@@ -118,7 +111,8 @@ class Part:
         return chain.from_iterable(read_file(file, bad=bad) for file in self.files)
 
     def rows(self, bad: OnBad) -> Iterator[Row | None]:
-        """Every row in its form; None for a conversation without an answer."""
+        """Every row in its form; None for a conversation without an answer. Of a pair, the
+        chosen conversation."""
         for raw in self.raw(bad):
             try:
                 row = self._row(raw)
@@ -146,6 +140,8 @@ class Part:
             return Document(raw.text, raw.where, raw.last)
         if self.form == "text":
             return to_document(raw, text_key=self.text_key, columns=self.columns)
+        if self.form == "preference":
+            return to_preference(raw, columns=self.columns, system=self.system).chosen
         return to_conversation(
             raw,
             self.form,

@@ -76,7 +76,8 @@ class Source:
             sources = data.sources or [SourceConfig(path=data.path)]
         for index, source in enumerate(sources):
             if not source.path:
-                raise ConfigError(f"data.sources[{index}].path is empty. Name a file or a Hub id.")
+                where = f"data.sources[{index}].path" if data.sources else "data.path"
+                raise ConfigError(f"{where} is empty. Name a file, a directory or a Hub id.")
             if not source.weight > 0:
                 raise ConfigError(
                     f"data.sources[{index}].weight={source.weight}: a weight is positive; leave "
@@ -109,7 +110,9 @@ class Source:
                 f"data.sources mixes text and conversations ({', '.join(forms)}). Train on them "
                 "one after the other, or map both to one form."
             )
-        return "+".join(forms)
+        # There is no training on pairs here: of a pair, the better answer is learned.
+        named = {"preference": "preference (the chosen answers)"}
+        return "+".join(named.get(form, form) for form in forms)
 
     def digests(self, *, cache: Path) -> list[str]:
         """What names the bytes of each file or Hub data set; see ``digest_of`` for ``cache``."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.forms import Conversation, detect_form, to_conversation, to_document, to_preference
+from llmx.data.forms import Conversation, detect_form, to_conversation, to_document
 from llmx.data.part import Part
+from llmx.data.preferences import to_preference
 from llmx.data.render import Renderer
 from llmx.data.rows import Record, RowError, Where, refuse
 from llmx.errors import DataError
