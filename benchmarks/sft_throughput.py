@@ -30,6 +30,7 @@ import yaml
 from machine import write_result
 
 TARGET = 2.5
+FEWEST_PAIRS = 3
 RANKS = 2
 SEQ_LEN = 1024
 LR = 1e-4
@@ -226,6 +227,8 @@ def report(pairs: list[tuple[Side, Side]], bench: Bench) -> int:
         others = " and ".join(f"{100 * side.others:.0f} %" for side in pair)
         lines.append(f"| {index + 1} | {speeds} | {ratio:.2f} | {others} |")
     verdict = "reached" if median >= TARGET else "MISSED"
+    if len(pairs) < FEWEST_PAIRS:
+        verdict += f" (of {len(pairs)}: too few to count; take --pairs {FEWEST_PAIRS})"
     lines += ["", f"Median ratio {median:.2f}; target {TARGET:g}: {verdict}."]
     print("\n".join(lines[-2:]))
     write_result("sft_throughput", "SFT throughput against the Hugging Face Trainer", lines)
