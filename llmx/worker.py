@@ -152,7 +152,7 @@ def redirect_output(run_dir: RunDir, *, rank: int) -> None:
 
 
 def end_on_signal(status: RankStatus) -> None:
-    """On SIGTERM or SIGINT: status ``interrupted``, then leave at once, wherever the main thread is.
+    """On SIGTERM or SIGINT: status ``interrupted``, then leave at once, from wherever it is.
 
     A handler in Python waits for the main thread, which may sit in a collective that never
     ends. The wake-up descriptor is written by the C handler itself, and a thread reads it.

@@ -26,7 +26,7 @@ class Task:
         self.exp = exp
         self.tokenizer = tokenizer
 
-    def questions(self, store: Any) -> list[Question]:
+    def questions(self) -> list[Question]:
         """Held-out questions to answer before and after training; none by default."""
         return []
 

@@ -12,7 +12,7 @@ from llmx.train.session import Session
 
 def answer_questions(session: Session, *, when: str) -> float | None:
     """Exact match of greedy answers; rank 0 keeps them in ``samples.json``. Collective."""
-    questions = session.task.questions(session.eval_store)
+    questions = session.task.questions()
     if not questions:
         return None
     answers = [
@@ -37,15 +37,17 @@ def write_samples(
     old: dict[str, Any] = {"rows": []}
     if when == "after" and run_dir.samples.is_file():
         old = read_json(run_dir.samples)
-    before = {row["prompt"]: row["before"] for row in old["rows"]}
+    # The questions are the same in the same order; another file is not of this run.
+    known = [row["before"] for row in old["rows"]]
+    before = known if len(known) == len(questions) else [None] * len(questions)
     rows = [
         {
             "prompt": question.prompt,
             "expected": question.expected,
-            "before": answer if when == "before" else before.get(question.prompt),
+            "before": answer if when == "before" else earlier,
             "after": answer if when == "after" else None,
         }
-        for question, answer in zip(questions, answers, strict=True)
+        for question, answer, earlier in zip(questions, answers, before, strict=True)
     ]
     write_json(
         run_dir.samples,

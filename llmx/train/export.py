@@ -159,6 +159,7 @@ class _Shards:
             file = "model.safetensors"
             if count > 1:
                 file = f"model-{number:05d}-of-{count:05d}.safetensors"
+            path.chmod(0o644)  # safetensors makes its files for the owner alone
             path.rename(self._directory / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:

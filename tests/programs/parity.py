@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,7 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
     start = snapshot(engine)
     gradient: dict[str, torch.Tensor] = {}
     for number in range(STEPS):
-        step = make_step(
-            store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout
-        )
+        step = make_step(store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
         lr = lr_at(number, optim=exp.optim, total=STEPS)
         engine.set_lr(lr)
         loss = train_step(engine, step, world=world).double()
@@ -69,7 +68,9 @@ def main() -> None:
     join_process_group(make_plan(parity_experiment(out, ranks=world)))
     store, tokenizer = synthetic_store(out / "store"), word_tokenizer()
     for job in jobs:
+        began = time.perf_counter()
         run_job(job, out=out, store=store, tokenizer=tokenizer)
+        print(f"{job} {time.perf_counter() - began:.2f} s", flush=True)
     torch.distributed.destroy_process_group()
 
 
