@@ -36,6 +36,10 @@ SEQ_LEN = 1024
 TARGETS = {"byte-level BPE": 5.0, "not convertible": 1.5}
 ROOT = Path(__file__).resolve().parent.parent
 PEAK_MB = 600
+NOTE = (
+    "Where the load at the end is above the number of cores, others took part of the machine: "
+    "then the wall times say little, and the core-seconds are what to compare."
+)
 
 
 def main() -> int:
@@ -99,13 +103,14 @@ def compare(
         middle = {which: statistics.median(values) for which, values in rates.items()}
         pairs = zip(rates["a"], rates["c"], strict=True)
         ratio = statistics.median(c / a for a, c in pairs)
-        good = good and ratio >= TARGETS[name]
         lines.append(
             f"| {name} | {middle['a']:.2f} MiB/s | {middle['b']:.2f} MiB/s "
             f"| {middle['c']:.2f} MiB/s | **{ratio:.1f}** (target {TARGETS[name]:g}) "
             f"| {middle['c'] / middle['b']:.1f} |"
         )
         busy = {which: statistics.median(values) for which, values in cpu.items()}
+        # On a machine that others use, wall time may flatter either side.
+        good = good and min(ratio, busy["c"] / busy["a"]) >= TARGETS[name]
         lines.append(
             f"| ... MiB a core-second | {busy['a']:.2f} | {busy['b']:.2f} | {busy['c']:.2f} "
             f"| {busy['c'] / busy['a']:.1f} | {busy['c'] / busy['b']:.1f} |"
@@ -113,7 +118,8 @@ def compare(
         encoders.append(f"- {name}: {encoder}")
     lines += ["", "What llmx encoded with:", *encoders]
     lines += ["", "The ids of a, b and c were equal in every round."]
-    lines.append(f"Targets: {'met' if good else 'MISSED'}.")
+    lines.append(f"Targets, by wall time and by core-seconds: {'met' if good else 'MISSED'}.")
+    lines += ["", NOTE]
     print("\n".join(lines))
     write_result("tokenize", "Preparing text: llmx against datasets.map", lines)
     return 0 if good else 1
