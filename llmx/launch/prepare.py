@@ -16,6 +16,7 @@ from llmx.doctor.compare import compare_hosts
 from llmx.doctor.diagnose import Failure, diagnose
 from llmx.errors import LaunchError
 from llmx.launch import sync
+from llmx.launch.environment import is_secret
 from llmx.launch.fleet import AgentError, Channel, Message, local_channel, remote_channel
 from llmx.launch.render import write_rendered
 from llmx.launch.spec import LaunchSpec
