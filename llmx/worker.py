@@ -23,6 +23,7 @@ from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
+from llmx.train.hub import stay_offline_if_unreachable
 from llmx.train.status import RankStatus
 
 SOURCES = {
@@ -70,6 +71,8 @@ def train(run_dir: RunDir, status: RankStatus) -> None:
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if offline := stay_offline_if_unreachable(exp.model, os.environ):
+        print(offline, flush=True)
 
     import torch
 

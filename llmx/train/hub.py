@@ -1,0 +1,56 @@
+"""Without network, the Hugging Face Hub is not asked: its client would retry for a minute.
+
+Imported before transformers, so it uses the standard library only. Tried by
+``python -m pytest tests/unit/test_train_hub.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from llmx.config import ModelConfig
+
+PROBE_TIMEOUT_S = 10.0
+
+
+def stay_offline_if_unreachable(
+    model: ModelConfig, environment: MutableMapping[str, str], *, timeout_s: float = PROBE_TIMEOUT_S
+) -> str:
+    """Set HF_HUB_OFFLINE when a Hub id is wanted and the Hub gives no answer; returns why.
+
+    Offline, the client takes what its cache has, and else fails at once. Must come before
+    ``huggingface_hub`` is imported, which reads the variable once.
+    """
+    names = {model.path, model.tokenizer} - {None, "", "demo"}
+    asked = [name for name in names if name and not Path(name).expanduser().is_dir()]
+    if not asked or environment.get("HF_HUB_OFFLINE"):
+        return ""
+    endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
+    if why := _why_no_answer(endpoint, timeout_s=timeout_s):
+        environment["HF_HUB_OFFLINE"] = "1"
+        return f"{endpoint} cannot be reached ({why}): only the cache of the Hub is used"
+    return ""
+
+
+def _why_no_answer(endpoint: str, *, timeout_s: float) -> str:
+    """Any HTTP answer will do. In a thread, because name resolution knows no time-out."""
+    answer: list[str] = []
+
+    def ask() -> None:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s):
+                answer.append("")
+        except urllib.error.HTTPError:
+            answer.append("")
+        except (OSError, ValueError) as error:  # URLError is an OSError around the reason
+            answer.append(str(getattr(error, "reason", error)) or type(error).__name__)
+
+    thread = threading.Thread(target=ask, name="hub-probe", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answer[0] if answer else f"no answer within {timeout_s:g} s"
