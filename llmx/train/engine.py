@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,10 @@ def join_process_group(plan: Plan) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    # DeepSpeed calls collectives by names that torch is about to change: nothing a user can do.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
