@@ -1,0 +1,35 @@
+"""Progress in a log: a line now and then, with rates and what is left."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from llmx.data import progress
+from llmx.data.progress import MIB, Progress, clock
+
+
+def test_lines_for_a_log(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    stream = io.StringIO()
+    with Progress("Preparing x", total_bytes=4 * MIB, stream=stream) as shown:
+        shown.add(size=MIB, tokens=1000)
+        shown.add(size=3 * MIB, tokens=1000)
+    first, last = stream.getvalue().splitlines()
+    number = r"[\d,]+\.\d+"
+    pattern = rf"Preparing x: 1\.0 MiB, {number} MiB/s, {number} M tokens/s, \d+:\d\d left"
+    assert re.fullmatch(pattern, first)
+    assert last.startswith("Preparing x: 4.0 MiB, ")
+    assert last.endswith(" 0:00 left")
+
+
+def test_nothing_is_said_of_short_work_or_of_an_unknown_end(monkeypatch):
+    stream = io.StringIO()
+    with Progress("x", total_bytes=0, stream=stream) as shown:
+        shown.add(size=MIB, tokens=1000)
+    assert stream.getvalue() == ""
+    assert "left" not in shown.rates()
+
+
+def test_clock():
+    assert [clock(s) for s in (7, 151.9, 14759)] == ["0:07", "2:31", "4:05:59"]
