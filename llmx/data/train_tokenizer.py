@@ -64,7 +64,7 @@ class Trained:
     def __str__(self) -> str:
         padded = -(-self.vocab_size // PAD_TO) * PAD_TO
         sampled = "" if self.sample_bytes == self.bytes_read else (
-            f", a sample of {self.bytes_read / 2**20:.1f} MiB"
+            f", sampled from {self.bytes_read / 2**20:.1f} MiB"
         )  # fmt: skip
         fewer = self.vocab_size < self.wanted_size
         short = f" (asked for {self.wanted_size:,}; there is too little text)" if fewer else ""
