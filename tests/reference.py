@@ -68,7 +68,13 @@ def synthetic_store(path: Path) -> SampleStore:
     return write_store(path, samples, fingerprint="synthetic", seq_len=SEQ_LEN, meta={})
 
 
-def naive_loss(model: torch.nn.Module, store: SampleStore, samples: np.ndarray) -> torch.Tensor:
+def naive_loss(
+    model: torch.nn.Module,
+    store: SampleStore,
+    samples: np.ndarray,
+    *,
+    vocab_size: int = VOCABULARY,
+) -> torch.Tensor:
     """Mean cross entropy over all targets of ``samples``, each row run alone."""
     total = torch.zeros((), dtype=torch.float64)
     targets_seen = 0
@@ -78,7 +84,8 @@ def naive_loss(model: torch.nn.Module, store: SampleStore, samples: np.ndarray) 
             mask = torch.from_numpy(targets.copy())
             if not mask.any():
                 continue
-            logits = model(input_ids=ids[None]).logits[0, :-1]
+            # The head is padded to a round number of rows; only words take probability.
+            logits = model(input_ids=ids[None]).logits[0, :-1, :vocab_size]
             losses = F.cross_entropy(logits, ids[1:], reduction="none")
             total = total + losses[mask[1:]].double().sum()
             targets_seen += int(mask.sum())

@@ -1,6 +1,6 @@
 """From an experiment to a DeepSpeed engine: process group, device, model, optimizer.
 
-Tried by ``python -m pytest tests/integration/test_train_run.py``.
+Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from llmx.config import Experiment, OptimConfig
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.train.attention import check_isolation
-from llmx.train.model import DTYPES, attention_implementation, build_model, model_config
+from llmx.train.model import (
+    DTYPES,
+    attention_implementation,
+    build_model,
+    model_config,
+    true_vocab,
+)
 
 
 def join_process_group(plan: Plan) -> None:
@@ -79,6 +85,8 @@ class Engine:
     engine: Any
     config: Any
     """The Hugging Face config, vocabulary as in memory."""
+    vocab_size: int
+    """Rows of the vocabulary that count; the config's own may be padded."""
     implementation: str
     """Attention."""
     dtype: torch.dtype
@@ -149,6 +157,7 @@ def build_engine(
     return Engine(
         engine=engine,
         config=config,
+        vocab_size=(true_vocab(tokenizer) if exp.model.init == "scratch" else config.vocab_size),
         implementation=implementation,
         dtype=DTYPES[plan.precision],
         device=device,

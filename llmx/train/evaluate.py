@@ -1,6 +1,6 @@
 """The loss on held-out samples: the mean over all their target tokens.
 
-Tried by ``python -m pytest tests/integration/test_train_run.py``.
+Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def evaluate_loss(
             dtype=engine.dtype,
             device=engine.device,
         )
-        total[0] += float(micro_batch_loss(engine.engine, inputs, labels))
+        total[0] += float(
+            micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
+        )
         total[1] += int((labels != IGNORE).sum())
     engine.engine.train()
     total = total.to(engine.device)

@@ -2,7 +2,7 @@
 
 Every rank runs as many forwards as the others, so it works under ZeRO-3; with a key-value
 cache; prompts of a batch padded at the left and masked, or of equal length where the attention
-takes no mask. Tried by ``python -m pytest tests/integration/test_train_run.py``.
+takes no mask. Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _answer(
                 past_key_values=cache,
                 use_cache=True,
             )
-        chosen = output.logits[0].float().argmax(dim=-1)
+        chosen = output.logits[0, :, : engine.vocab_size].float().argmax(dim=-1)
         # Beyond the model's last position there is no answer; the forwards go on for the others.
-        done |= torch.isin(chosen, stops) | (length > limit)
+        done |= torch.isin(chosen, stops) | (length - padding > limit)
         for row, (token, ended) in enumerate(zip(chosen.tolist(), done.tolist(), strict=True)):
             if not ended:
                 answers[row].append(token)

@@ -3,15 +3,15 @@
 Under ZeRO-3 rank 0 reads one tensor, broadcasts it, and every rank keeps its shard: neither
 the model nor its checkpoint is ever whole in anybody's memory. At the other stages each rank
 reads for itself, straight to its device. Tried by
-``python -m pytest tests/integration/test_train_model.py``.
+``python -m pytest -m deepspeed tests/integration/test_train_models.py``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from llmx.train.initialise import whole
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
+
+OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
+"""Tensors of checkpoints that older versions wrote: computed anew, not learned."""
 
 
 def checkpoint_files(model: ModelConfig) -> list[Path]:
@@ -80,24 +83,40 @@ class Checkpoint:
     """Tensors by name over all files; each is read when it is asked for."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._home: dict[str, Any] = {}
+        self._file: dict[str, Path] = {}
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             if file.suffix == ".safetensors":
                 from safetensors import safe_open
 
-                opened = safe_open(str(file), framework="pt", device="cpu")
-                self._home.update(dict.fromkeys(opened.keys(), opened.get_tensor))
+                with safe_open(str(file), framework="pt", device="cpu") as opened:
+                    for name in list(opened.keys()):
+                        self._file[name] = file
+                        self._shapes[name] = tuple(opened.get_slice(name).get_shape())
             else:
                 # Mapped, not read; and nothing but tensors is unpickled.
                 tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                self._home.update(dict.fromkeys(tensors, tensors.__getitem__))
+                self._mapped.update(tensors)
+                self._shapes.update((name, tuple(x.shape)) for name, x in tensors.items())
 
     @property
     def names(self) -> list[str]:
-        return list(self._home)
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header: nothing is read."""
+        return self._shapes[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._home[name](name)
+        if name in self._mapped:
+            return self._mapped[name]
+        from safetensors import safe_open
+
+        # Opened anew each time: the pages that were touched are given back with the tensor,
+        # where one open file would in the end hold the whole checkpoint.
+        with safe_open(str(self._file[name]), framework="pt", device="cpu") as opened:
+            return opened.get_tensor(name)
 
 
 def names_in_checkpoint(
@@ -124,10 +143,10 @@ def names_in_checkpoint(
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: ModelConfig) -> None:
-    """Fill every parameter and persistent buffer of ``model``; raise ConfigError if one is absent.
+    """Fill every parameter and persistent buffer of ``model``. Collective under ZeRO-3.
 
-    Tensors that only the checkpoint has are named in the log: most are buffers of older
-    versions. Collective under ZeRO-3.
+    Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
+    (but for tied weights, and buffers of older versions that the architecture may ignore).
     """
     if _renamed(model):
         raise ConfigError(
@@ -145,30 +164,47 @@ def load_weights(model: nn.Module, source: ModelConfig) -> None:
             f"{type(model).__name__}, e.g. {absent[0]}. It has e.g. {checkpoint.names[0]}. "
             "Is it another architecture, or a damaged checkpoint?"
         )
-    extra = sorted(set(checkpoint.names) - set(found.values()))
-    tied = {name for name in extra if name.endswith("lm_head.weight")}
-    if unused := [name for name in extra if name not in tied]:
-        print(f"Not used from the checkpoint: {len(unused)} tensors, e.g. {unused[0]}", flush=True)
+    if unused := unused_names(model, checkpoint.names, set(found.values()), prefix=prefix):
+        raise ConfigError(
+            f"model.path={source.path} has {len(unused)} weights that {type(model).__name__} "
+            f"does not, e.g. {unused[0]}. Trained without them it would be another model. "
+            "Remove what changes it from model.config, or choose its own architecture."
+        )
+    # All of them before the first is read, and on every rank alike: nobody waits for a
+    # broadcast that never comes.
     for name, target in targets.items():
-        _fill(name, target, checkpoint, found[name], source=source)
+        shape, on_disk = tuple(getattr(target, "ds_shape", target.shape)), found[name]
+        if checkpoint.shape(on_disk) != shape:
+            raise ConfigError(
+                f"model.path={source.path}: {name} is {checkpoint.shape(on_disk)} in the "
+                f"checkpoint and {shape} in the model. Remove what changes it from model.config."
+            )
+    for name, target in targets.items():
+        _fill(target, checkpoint, found[name])
 
 
-def _fill(
-    name: str, target: torch.Tensor, checkpoint: Checkpoint, key: str, *, source: ModelConfig
-) -> None:
-    shape = tuple(getattr(target, "ds_shape", target.shape))
+def unused_names(
+    model: nn.Module, available: list[str], used: set[str], *, prefix: str
+) -> list[str]:
+    """Names of the checkpoint that should be in ``model`` and are not."""
+    ignored = [*OLD_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    pattern = re.compile("|".join(f"(?:{one})" for one in ignored))
+    # A tied weight is a parameter once, and may be in the checkpoint under each of its names.
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [
+        name
+        for name in sorted(set(available) - used)
+        if not known & {name, f"{prefix}.{name}"} and not pattern.search(name)
+    ]
+
+
+def _fill(target: torch.Tensor, checkpoint: Checkpoint, key: str) -> None:
     sharded = isinstance(target, nn.Parameter) and hasattr(target, "ds_id")
     # The broadcast of rank 0's values reaches the others: they need not read at all.
     reads = not sharded or torch.distributed.get_rank() == 0
-    value = checkpoint.tensor(key) if reads else None
-    if value is not None and tuple(value.shape) != shape:
-        raise ConfigError(
-            f"model.path={source.path}: {name} is {tuple(value.shape)} in the checkpoint and "
-            f"{shape} in the model. Remove what changes it from model.config."
-        )
     with whole([target] if isinstance(target, nn.Parameter) else [], modified=True):
-        if value is not None:
-            target.copy_(value)
+        if reads:
+            target.copy_(checkpoint.tensor(key))
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

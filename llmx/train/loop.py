@@ -43,7 +43,7 @@ def run(
             session.engine.module,
             session.engine.config,
             tokenizer=session.tokenizer,
-            vocab_size=session.vocab_on_export,
+            vocab_size=session.engine.vocab_size,
             directory=run_dir.final_model,
             dtype=session.engine.dtype,
         )
@@ -104,7 +104,7 @@ def train_step(engine: Engine, step: Step, *, world: int) -> torch.Tensor:
             dtype=engine.dtype,
             device=engine.device,
         )
-        loss = micro_batch_loss(engine.engine, inputs, labels)
+        loss = micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
         engine.engine.backward(loss * factor)
         engine.note_grad_norm()
         engine.engine.step()

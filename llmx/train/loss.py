@@ -30,38 +30,49 @@ class _SummedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
+    ) -> torch.Tensor:
         rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
         log_normaliser = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(targets), rows):
-            part = logits[start : start + rows].float()
+            part = logits[start : start + rows, :vocab_size].float()
             log_normaliser[start : start + rows] = part.logsumexp(dim=-1)
             picked = part.gather(1, targets[start : start + rows, None]).squeeze(1)
             total += (log_normaliser[start : start + rows] - picked).sum()
         ctx.save_for_backward(logits, targets, log_normaliser)
+        ctx.vocab_size = vocab_size
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets, log_normaliser = ctx.saved_tensors
         scale = gradients[0]
         rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
         result = torch.empty_like(logits)
+        result[:, ctx.vocab_size :] = 0
         for start in range(0, len(targets), rows):
-            part = logits[start : start + rows].float()
+            part = logits[start : start + rows, : ctx.vocab_size].float()
             part.sub_(log_normaliser[start : start + rows, None]).exp_()
             minus_one = part.new_full((len(part), 1), -1.0)
             part.scatter_add_(1, targets[start : start + rows, None], minus_one)
             # In fp16 the factor (loss scale included) is applied before the rounding, so a
             # small 1 / target_tokens does not push the gradient below the smallest half.
-            result[start : start + rows] = part.mul_(scale)
-        return result, None
+            result[start : start + rows, : ctx.vocab_size] = part.mul_(scale)
+        return result, None, None
 
 
-def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Scalar fp32 sum over ``logits`` [n, V] and ``targets`` [n]."""
-    return _SummedCrossEntropy.apply(logits, targets)
+def summed_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int | None = None
+) -> torch.Tensor:
+    """Scalar fp32 sum over ``logits`` [n, V] and ``targets`` [n].
+
+    Args:
+        vocab_size: columns that count. The rest is padding of the head: it takes no
+            probability and gets no gradient, so that the model is the same without it.
+    """
+    return _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
 
 
 @contextmanager
@@ -87,7 +98,11 @@ def head_at(model: nn.Module, rows: torch.Tensor, columns: torch.Tensor) -> Iter
 
 
 def micro_batch_loss(
-    engine: nn.Module, inputs: dict[str, Any], labels: torch.Tensor
+    engine: nn.Module,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    *,
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """Summed cross entropy of one micro batch, fp32 scalar with a graph.
 
@@ -96,6 +111,7 @@ def micro_batch_loss(
         inputs: keyword arguments of the forward (see ``attention.model_inputs``).
         labels: int64 [B, T], best on the CPU; ``labels[b, t]`` is predicted at position t, or
             ``IGNORE``.
+        vocab_size: see ``summed_cross_entropy``.
 
     A micro batch without targets still runs forward and backward, so that the collectives of
     ZeRO match on every rank; its loss is 0.
@@ -112,4 +128,4 @@ def micro_batch_loss(
         logits = engine(**inputs, use_cache=False).logits[0]
     if empty:
         return logits.float().sum() * 0.0
-    return summed_cross_entropy(logits, targets)
+    return summed_cross_entropy(logits, targets, vocab_size=vocab_size)

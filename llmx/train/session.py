@@ -18,7 +18,6 @@ from llmx.tasks import KINDS, Task
 from llmx.train.batches import Layout
 from llmx.train.engine import Engine, build_engine
 from llmx.train.metrics import MetricsWriter
-from llmx.train.model import true_vocab
 from llmx.train.status import RankStatus
 
 
@@ -41,13 +40,6 @@ class Session:
     @property
     def rank(self) -> int:
         return torch.distributed.get_rank()
-
-    @property
-    def vocab_on_export(self) -> int:
-        """The true size where the embedding was padded for training from scratch."""
-        if self.exp.model.init == "scratch":
-            return true_vocab(self.tokenizer)
-        return int(self.engine.config.vocab_size)
 
     def say(self, text: str) -> None:
         """One line of rank 0's log."""

@@ -41,6 +41,23 @@ def test_sum_and_gradient_are_pytorchs(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_of_the_vocabulary_takes_no_probability_and_no_gradient(
+    dtype: torch.dtype,
+) -> None:
+    draw = torch.Generator().manual_seed(4)
+    logits = torch.randn(5, 32, generator=draw).to(dtype).requires_grad_()
+    targets = torch.tensor([0, 28, 3, 11, 28])
+    cut = logits.detach()[:, :29].clone().requires_grad_()
+    wanted = summed_cross_entropy(cut, targets)
+    wanted.backward()
+    found = summed_cross_entropy(logits, targets, vocab_size=29)
+    found.backward()
+    assert found.item() == wanted.item()
+    assert torch.equal(logits.grad[:, :29], cut.grad)
+    assert not logits.grad[:, 29:].any()
+
+
 def test_huge_logits_stay_finite() -> None:
     logits = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True)
     total = summed_cross_entropy(logits, torch.tensor([1]))
