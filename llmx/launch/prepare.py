@@ -55,8 +55,13 @@ def start_agents(spec: LaunchSpec, inbox: queue.Queue[tuple[Channel, Message]]) 
 
 
 def agent_env() -> dict[str, str]:
-    """For agents and their ssh. Without a token: they are no processes of the run."""
-    return {name: value for name, value in os.environ.items() if name != "LLMX_RUN_TOKEN"}
+    """For agents and their ssh. Without a token, since they are no processes of the run; and
+    without secrets, since they need none."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LLMX_RUN_TOKEN" and not is_secret(name, value)
+    }
 
 
 def greet(spec: LaunchSpec, channels: list[Channel]) -> None:
