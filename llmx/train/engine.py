@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,10 @@ def join_process_group(plan: Plan) -> None:
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import set_log_level_from_string
 
+    # Its information is about itself; the rank's log is for what the run does.
+    set_log_level_from_string("warning")
     # DeepSpeed calls collectives by names that torch is about to change: nothing a user can do.
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
@@ -51,6 +55,7 @@ def join_process_group(plan: Plan) -> None:
             f"(DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR', '')!r}). Check the driver and "
             "CUDA_VISIBLE_DEVICES there, or choose another hardware group."
         )
+    _need_precision(plan.precision)
     if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
         deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
@@ -59,6 +64,23 @@ def join_process_group(plan: Plan) -> None:
         auto_mpi_discovery=False,
         verbose=False,
     )
+
+
+def _need_precision(precision: str) -> None:
+    """DeepSpeed would refuse it, too, but only after the model is built."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    missing = {
+        "fp16": not device.is_fp16_supported(),
+        "bf16": not device.is_bf16_supported(),
+    }
+    if missing.get(precision, False):
+        raise ConfigError(
+            f"precision={precision} is not supported by the {device.device_name()} of host "
+            f"{socket.gethostname()}. Set precision=fp32, or precision=auto with the true "
+            "hardware.devices.*.precisions."
+        )
 
 
 def device_of(plan: Plan) -> torch.device:

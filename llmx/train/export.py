@@ -2,7 +2,7 @@
 
 Gathered a few parameters at a time and written shard by shard, so that no more than one shard
 is in memory; checked; and only then moved to its name. Tried by
-``python -m pytest tests/integration/test_train_export.py``.
+``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One random stream for the whole model makes a weight depend on the order and the place of all
 draws before it, so ZeRO-3 (which draws on rank 0, module by module) and the other stages
 differ. Here every module has its own stream. Tried by
-``python -m pytest tests/integration/test_train_model.py``.
+``python -m pytest -m deepspeed tests/integration/test_train_models.py``.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from torch import nn
 IGNORE = -100
 """A label that is no target (the convention of ``llmx.data.collate``)."""
 
-CHUNK_ELEMENTS = 32 * 1024 * 1024
-"""Logits turned into fp32 at a time: 128 MiB."""
+CHUNK_ELEMENTS = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
+"""Logits turned into fp32 at a time: 4 MiB, which stay in a CPU's cache (a third faster than
+128 MiB there), or 128 MiB, which keep a GPU busy."""
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -33,7 +34,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
-        rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+        rows = _rows_at_a_time(logits)
         log_normaliser = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(targets), rows):
@@ -49,7 +50,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets, log_normaliser = ctx.saved_tensors
         scale = gradients[0]
-        rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+        rows = _rows_at_a_time(logits)
         result = torch.empty_like(logits)
         result[:, ctx.vocab_size :] = 0
         for start in range(0, len(targets), rows):
@@ -61,6 +62,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
             # small 1 / target_tokens does not push the gradient below the smallest half.
             result[start : start + rows, : ctx.vocab_size] = part.mul_(scale)
         return result, None, None
+
+
+def _rows_at_a_time(logits: torch.Tensor) -> int:
+    elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
+    return max(1, elements // logits.shape[-1])
 
 
 def summed_cross_entropy(

@@ -77,6 +77,7 @@ class StepLog:
         done, batch = step.step + 1, session.plan.batch
         loss = loss_sum / max(step.target_tokens, 1)
         tokens_per_s = self.tokens / elapsed
+        norm = engine.grad_norm()
         session.metrics.write(
             "train",
             step=done,
@@ -86,7 +87,7 @@ class StepLog:
             epoch=done * batch.global_batch / len(session.train_store),
             loss=loss,
             lr=lr_at(step.step, optim=session.exp.optim, total=self.total),
-            grad_norm=engine.grad_norm(),
+            grad_norm=norm,
             loss_scale=engine.loss_scale(),
             skipped_steps=engine.engine.skipped_steps,
             step_time_s=elapsed / self.steps,
@@ -101,5 +102,12 @@ class StepLog:
                 f"The loss of step {done} is {loss}. The last finite state is not kept; lower "
                 f"optim.lr (now {session.exp.optim.lr:g}), or set precision=bf16 or fp32 if this "
                 "is fp16."
+            )
+        # DeepSpeed skips such an update and goes on; only in fp16, where the scale is sought,
+        # may the next one be better.
+        if norm is not None and not math.isfinite(norm) and engine.precision != "fp16":
+            raise NonFiniteLoss(
+                f"The gradient of step {done} has the norm {norm}, though its loss is {loss:g}: "
+                f"the weights have grown too large. Lower optim.lr (now {session.exp.optim.lr:g})."
             )
         self.restart()

@@ -25,7 +25,7 @@ def test_sum_and_gradient_are_pytorchs(
     dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All rows at once, two at a time (the last chunk shorter), one at a time.
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", {"cpu": elements, "cuda": elements})
     draw = torch.Generator().manual_seed(1)
     logits = (torch.randn(17, 61, generator=draw) * 8).to(dtype).requires_grad_()
     targets = torch.randint(0, 61, (17,), generator=draw)
