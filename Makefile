@@ -35,9 +35,10 @@ golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit
 	git --no-pager diff --stat -- tests/golden
 
-bench: venv ## start-up and throughput against the Hugging Face Trainer
+bench: venv ## start-up, throughput against the Hugging Face Trainer, tokenizing against datasets.map
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/sft_throughput.py
+	$(BIN)/python benchmarks/tokenization.py
 
 venv: $(VENV)/.installed
 
