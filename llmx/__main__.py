@@ -183,8 +183,11 @@ def _name_cells_by_axes(words: list[str]) -> str:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    if directory.is_dir() and not any(directory.iterdir()):
-        directory.rmdir()
+    """Remove a directory that Hydra made for nothing, and ``outputs`` if it held only that."""
+    for path in (directory, directory.parent):
+        if not path.is_dir() or any(path.iterdir()):
+            return
+        path.rmdir()
 
 
 def explain_hydra(error: Exception) -> str:
