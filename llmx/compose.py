@@ -93,6 +93,32 @@ def complete(exp: Experiment) -> Experiment:
     )
 
 
+def check_paths(exp: Experiment, plan: Plan) -> None:
+    """Raise ConfigError for an absolute path that is not here, when all ranks are.
+
+    A path of other hosts may be missing on this machine; their agents see to it.
+    """
+    if not all(host.is_local for host in plan.hosts):
+        return
+    named = {
+        "model.path": exp.model.path,
+        "model.tokenizer": exp.model.tokenizer,
+        "data.path": None if exp.data.sources else exp.data.path,
+        "data.eval_path": exp.data.eval_path,
+        **{f"data.sources[{i}].path": part.path for i, part in enumerate(exp.data.sources)},
+    }
+    missing = [
+        f"{where}={path}: no such file or directory on this machine. Give an existing path."
+        for where, path in named.items()
+        if path
+        and Path(path).is_absolute()
+        and not glob.has_magic(path)
+        and not Path(path).exists()
+    ]
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
 def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
     """``local`` and ``hostfile`` become a static list of hosts; ``slots`` is applied."""
     if hardware.kind == "local":

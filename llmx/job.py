@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmx import snapshot
-from llmx.compose import Composed, complete, compose
+from llmx.compose import Composed, check_paths, complete, compose
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
 from llmx.errors import RunFailed
@@ -52,6 +52,8 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     exp, plan = composed.experiment, composed.plan
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check(exp, plan)
+    if not exp.dry_run:
+        check_paths(exp, plan)
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = prepare(exp, plan, run)
     if exp.dry_run:

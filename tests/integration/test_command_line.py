@@ -65,6 +65,8 @@ def test_the_control_process_imports_nothing_heavy(tmp_path) -> None:
         (["-m", "zero=stage1,[a"], "an override cannot be read"),
         (["+task.foo=1"], "task.foo: unknown key"),
         (["launch.env.WANDB_API_KEY=abc"], "looks like a secret"),
+        (["data=file", "data.path=/no/such/rows.jsonl"], "data.path=/no/such/rows.jsonl: no such"),
+        (["model=hf", "model.path=/no/such/model"], "model.path=/no/such/model: no such file"),
         (["launch.envv.A=1"], 'Did you mean "launch.env"?'),
     ],
 )
