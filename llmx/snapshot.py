@@ -54,9 +54,21 @@ def write(
     return run
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML writes Unicode's own line breaks bare, and reads them back as spaces."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def dump_config(exp: Experiment) -> str:
     """The text of ``config.yaml``: groups in the order of the schema."""
-    return yaml.safe_dump(to_dict(exp), sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(to_dict(exp), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def load(run: RunDir) -> Experiment:

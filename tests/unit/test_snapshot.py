@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmx import snapshot
@@ -61,6 +61,8 @@ def test_no_run_directory(tmp_path) -> None:
         snapshot.load(RunDir(tmp_path))
 
 
+@example(name="\x85", tags=["a\u2028b"], config={"\u2029": "\ufeff"})
+@settings(max_examples=500)
 @given(
     name=st.text(max_size=20),
     tags=st.lists(st.text(max_size=10), max_size=3),
