@@ -88,8 +88,7 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
 def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
     """The one thing to look at: the earliest failing rank's traceback, the cause, the fix."""
     lines = [""]
-    # An error of our own is written for the user; its traceback says no more.
-    if result.traceback and "llmx.errors." not in result.traceback.rstrip().rsplit("\n", 1)[-1]:
+    if result.traceback and not is_ours(result.traceback):
         lines += [f"  {line}".rstrip() for line in shortened(result.traceback)] + [""]
     where = "" if result.failed_rank is None else f", rank {result.failed_rank}"
     where += f" on {result.host}" if result.host else ""
@@ -105,6 +104,12 @@ def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
             lines += [f"  {line}" for line in said]
     with contextlib.suppress(OSError):  # nobody reads any more
         print("\n".join(lines), file=stream, flush=True)
+
+
+def is_ours(traceback: str) -> bool:
+    """Whether it ends in an error of llmx's own: written for the user, its message says it all."""
+    *_, last = _CHAIN.split(traceback.strip())
+    return re.search(r"^llmx\.[\w.]+: ", last, re.MULTILINE) is not None
 
 
 def shortened(traceback: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.aftermath import shortened
+from llmx.launch.aftermath import is_ours, shortened
 from llmx.launch.console import Console, duration, train_line
 from llmx.launch.follow import LineReader, MetricsReader, StatusReader, apply_update, tail_text
 from llmx.rundir import RunDir, write_json
@@ -166,3 +166,16 @@ def test_a_long_traceback_keeps_its_root() -> None:
 def test_a_short_traceback_is_whole() -> None:
     text = "Traceback (most recent call last):\n  File 1\nValueError: x"
     assert shortened(text) == text.splitlines()
+
+
+def test_an_error_written_for_the_user_needs_no_traceback() -> None:
+    head = 'Traceback (most recent call last):\n  File "a.py", line 1, in x\n'
+    cause = f"{head}json.decoder.JSONDecodeError: no\n"
+    chained = f"{cause}\nDuring handling of the above exception, another exception occurred:\n\n"
+    assert is_ours(f"{head}llmx.errors.ConfigError: seq_len=1\nmore lines")
+    assert is_ours(f"{chained}{head}llmx.data.rows.RowError: rows.jsonl, line 2")
+    assert not is_ours(f"{head}ValueError: llmx.errors.ConfigError: quoted")
+    assert not is_ours(
+        f"{head}llmx.errors.DataError: x\n\nDuring handling of the above exception, "
+        f"another exception occurred:\n\n{head}KeyError: 3"
+    )
