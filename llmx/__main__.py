@@ -6,6 +6,7 @@ Light on purpose: the control process imports neither torch nor deepspeed, and s
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -14,6 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmx.errors import ConfigError, LlmxError, did_you_mean
+
+LIGHT = ("resume", "reproduce", "status", "watch")
+"""Commands that are a module ``llmx.NAME`` with a ``main(words)``, run in this process."""
+
+HEAVY = ("report", "generate", "export", "compare")
+"""Commands that load heavy libraries: ``python -m llmx.NAME``, in a process of their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,9 +61,11 @@ def _dispatch(words: list[str]) -> int:
         return _hydra([*rest, "dry_run=true"])
     if command == "sweep":
         return _sweep(rest)
-    if command == "reproduce":
-        return _reproduce(rest)
-    if command in ("report", "generate"):
+    if command in LIGHT:
+        main_of_command = importlib.import_module(f"llmx.{command}").main
+        code: int = main_of_command(rest)
+        return code
+    if command in HEAVY:
         return _module(command, rest)
     if command in CONFIG_COMMANDS:
         own, overrides = split_own(rest, CONFIG_COMMANDS[command].own_keys)
@@ -76,14 +85,6 @@ def _sweep(words: list[str]) -> int:
         hint = did_you_mean(words[0], names)
         raise ConfigError(f"no sweep {words[0]!r}.{hint} Committed: {', '.join(names)}.")
     return _hydra(["--multirun", *sweep_overrides(path), *words[1:]])
-
-
-def _reproduce(words: list[str]) -> int:
-    if len(words) != 1:
-        raise ConfigError("reproduce takes one run directory: python -m llmx reproduce RUN_DIR")
-    from llmx.reproduce import reproduce
-
-    return reproduce(Path(words[0]))
 
 
 def _module(command: str, words: list[str]) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 GROUPS = (
-    "experiment", "model", "data", "task", "zero", "hardware", "optim", "batch", "launch",
-    "tracking",
+    "experiment", "model", "data", "task", "zero", "hardware", "optim", "batch", "checkpoint",
+    "launch", "tracking",
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parent

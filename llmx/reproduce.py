@@ -11,8 +11,16 @@ from pathlib import Path
 
 from llmx import snapshot
 from llmx.compose import plan_experiment
+from llmx.errors import ConfigError
 from llmx.job import run_composed
 from llmx.rundir import RunDir, read_json
+
+
+def main(words: list[str]) -> int:
+    """The command line; returns the exit code."""
+    if len(words) != 1:
+        raise ConfigError("reproduce takes one run directory: python -m llmx reproduce RUN_DIR")
+    return reproduce(Path(words[0]))
 
 
 def reproduce(source: Path) -> int:

@@ -119,6 +119,36 @@ class RunDir:
         """``model/``: the final model as a Hugging Face directory."""
         return self.root / "model"
 
+    def checkpoint(self, step: int) -> Path:
+        """``checkpoints/step-00000120/``: one committed checkpoint."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    # What outlives one attempt (docs/contracts.md, "Resuming").
+    @property
+    def identity(self) -> Path:
+        """``run.json``: the run's id, the same through all attempts."""
+        return self.root / "run.json"
+
+    @property
+    def resume(self) -> Path:
+        """``resume.json``: where the next attempt begins, and which steps it passes over."""
+        return self.root / "resume.json"
+
+    @property
+    def attempts(self) -> Path:
+        """``attempts.jsonl``: how each attempt ended and what was decided."""
+        return self.root / "attempts.jsonl"
+
+    @property
+    def supervisor(self) -> Path:
+        """``supervisor.json``: what the supervisor is doing."""
+        return self.root / "supervisor.json"
+
+    @property
+    def supervisor_lock(self) -> Path:
+        """``supervisor.lock``: held while a supervisor of this run lives."""
+        return self.root / "supervisor.lock"
+
     # Written by the supervisor and the report.
     @property
     def result(self) -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def choice(default: str, *options: str) -> Any:
@@ -154,6 +154,15 @@ class TaskConfig:
     eval_max_new_tokens: int = 64
     save_model: bool = True
     """Write the final model as a Hugging Face directory."""
+    stop_at_step: int | None = None
+    """End after this step, with the schedule of the whole run: for a quick check."""
+    on_divergence: str = choice("stop", "skip", "rollback")
+    """When the loss is not finite, or jumps, at a step, and again after a restart from the last
+    checkpoint: ``stop`` with the cause, ``skip`` that step's samples, or ``rollback``: skip all
+    samples from the checkpoint up to that step."""
+    spike_factor: float | None = None
+    """A logged loss over so many times the median of the last 50 counts as divergence; null
+    looks at losses that are not finite only."""
 
 
 @dataclass
@@ -289,6 +298,40 @@ class BatchConfig:
 
 
 @dataclass
+class KeepConfig:
+    """Which checkpoints stay; what none of the three names is removed after the next commit."""
+
+    last: int = 2
+    """The newest so many, at least 1."""
+    best: int = 0
+    """The best so many by ``checkpoint.metric``."""
+    every: int = 0
+    """Every checkpoint whose step is a multiple of this; 0 is none."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When the training state is saved, and what is kept of it."""
+
+    every_steps: int | None = None
+    """A checkpoint at every multiple of so many steps."""
+    every_minutes: float | None = None
+    """A checkpoint when the last one is so old. Both may be set; neither saves on the way."""
+    at_end: bool = False
+    """Also after the last step, so that the run can be made longer."""
+    on_signal: bool = True
+    """Also when the run is asked to end (Ctrl-C, SIGTERM, SIGUSR1), before it does."""
+    background: str = choice("auto", "always", "never")
+    """Copy the state to host memory and write it while training goes on: ``auto`` where the
+    host's free memory allows it."""
+    metric: str = "eval/loss"
+    """What ``best`` goes by: a value of the evaluation (``eval/...``) or ``train/loss``."""
+    mode: str = choice("min", "max")
+    """Whether less or more of ``metric`` is better."""
+    keep: KeepConfig = field(default_factory=KeepConfig)
+
+
+@dataclass
 class SlurmConfig:
     """What ``srun`` is asked for when ``launch.transport=slurm``."""
 
@@ -320,8 +363,20 @@ class LaunchConfig:
     """From the start to the first sign of life of every rank."""
     heartbeat_timeout_s: float = 60.0
     """A host whose agent is silent for so long counts as lost."""
-    stop_grace_s: float = 10.0
-    """Between asking the ranks to end and ending them."""
+    stop_grace_s: float = 20.0
+    """For the ranks to save and to leave when the run is asked to end; then they are ended."""
+    max_restarts: int = 3
+    """Automatic restarts in a row without a new checkpoint; 0 never restarts."""
+    restart_backoff_s: float = 10.0
+    """Before the first restart; doubled for each further one without progress."""
+    restart_backoff_max_s: float = 600.0
+    hang_timeout_s: float | None = None
+    """Without a step for so long a run counts as hung; null: 20 times the usual step, at least
+    600 s. 0 never."""
+    host_wait_s: float = 1800.0
+    """How long to wait for a lost host to come back."""
+    elastic: bool = False
+    """Go on with the hosts that are left, at the same global batch, when one is lost."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     openmpi_args: list[str] = field(default_factory=list)
 
@@ -388,6 +443,7 @@ class Experiment:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

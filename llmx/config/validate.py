@@ -23,6 +23,7 @@ def validate(exp: Experiment, *, position_limit: int | None = None) -> None:
         *_length(exp),
         *_batch_and_optim(exp),
         *_zero(exp),
+        *_checkpoint(exp),
         *_launch(exp),
     ]
     if problems:
@@ -110,6 +111,10 @@ def _length(exp: Experiment) -> Iterator[str]:
         yield f"task.epochs={task.epochs}: train a positive number of epochs."
     if task.log_every_steps < 1:
         yield f"task.log_every_steps={task.log_every_steps}: log at least every step or rarer."
+    if task.stop_at_step is not None and task.stop_at_step < 1:
+        yield f"task.stop_at_step={task.stop_at_step}: train at least 1 step."
+    if task.spike_factor is not None and task.spike_factor <= 1:
+        yield f"task.spike_factor={task.spike_factor}: a jump is over 1 times the usual loss."
 
 
 def _batch_and_optim(exp: Experiment) -> Iterator[str]:
@@ -175,6 +180,24 @@ def _zero(exp: Experiment) -> Iterator[str]:
             yield "zero.quantized_weights (qwZ) and _gradients (qgZ) need CUDA. Turn them off."
 
 
+def _checkpoint(exp: Experiment) -> Iterator[str]:
+    checkpoint = exp.checkpoint
+    for name in ("every_steps", "every_minutes"):
+        value = getattr(checkpoint, name)
+        if value is not None and value <= 0:
+            yield f"checkpoint.{name}={value}: above 0, or null to not save by it."
+    if checkpoint.keep.last < 1:
+        yield f"checkpoint.keep.last={checkpoint.keep.last}: at least the newest one is kept."
+    for name in ("best", "every"):
+        if getattr(checkpoint.keep, name) < 0:
+            yield f"checkpoint.keep.{name}={getattr(checkpoint.keep, name)}: 0 keeps none by it."
+    if not checkpoint.metric.startswith(("eval/", "train/")):
+        yield (
+            f"checkpoint.metric={checkpoint.metric}: a value of a metrics line, e.g. eval/loss, "
+            "eval/exact_match or train/loss."
+        )
+
+
 def _launch(exp: Experiment) -> Iterator[str]:
     launch, hosts = exp.launch, exp.hardware.hosts
     if launch.transport == "local" and len(hosts) > 1:
@@ -192,6 +215,9 @@ def _launch(exp: Experiment) -> Iterator[str]:
         yield "launch.sync=rsync goes over ssh; Slurm needs a shared file system. Use sync=none."
     if not 0 <= launch.master_port < 65536:
         yield f"launch.master_port={launch.master_port}: a port, or 0 for a free one."
+    for name in ("max_restarts", "restart_backoff_s", "host_wait_s", "hang_timeout_s"):
+        if (getattr(launch, name) or 0) < 0:
+            yield f"launch.{name}={getattr(launch, name)}: not negative; 0 switches it off."
     for name in ("start_timeout_s", "heartbeat_timeout_s", "stop_grace_s"):
         if getattr(launch, name) <= 0:
             yield f"launch.{name}={getattr(launch, name)}: a positive number of seconds."
