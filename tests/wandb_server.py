@@ -99,12 +99,33 @@ class WandbServer:
                 for name in variables["files"]
             ]
             return {"createRunFiles": {"runID": "bid", "uploadHeaders": [], "files": files}}
+        if "RunResumeStatus" in query:
+            return {"model": {"entity": {"name": "me"}, "bucket": self._resume_status(variables)}}
         if "viewer" in query:
             viewer = {"id": "u", "entity": "me", "username": "me", "flags": "{}"}
             return {"viewer": {**viewer, "teams": {"edges": []}}}
         return {}
 
+    def _resume_status(self, variables: dict[str, Any]) -> dict[str, Any] | None:
+        """What a client asks before it goes on with a run: how much of it is here."""
+        if variables.get("name") not in self.runs:
+            return None
+        return {
+            "name": variables["name"],
+            "displayName": None,
+            "summaryMetrics": "{}",
+            "config": json.dumps(self.config),
+            "logLineCount": 0,
+            "historyLineCount": len(self.history),
+            "eventsLineCount": 0,
+            "historyTail": json.dumps([json.dumps(row) for row in self.history[-1:]]),
+            "eventsTail": "[]",
+            "tags": [],
+            "wandbConfig": json.dumps({"t": 1}),
+        }
+
     def _upsert(self, variables: dict[str, Any]) -> dict[str, Any]:
+        inserted = (variables.get("name") or "") not in self.runs
         run = self.runs.setdefault(variables.get("name") or "", {})
         run.update({key: value for key, value in variables.items() if value is not None})
         if variables.get("config"):
@@ -120,7 +141,7 @@ class WandbServer:
             "historyLineCount": 0,
             "project": project,
         }
-        return {"bucket": bucket, "inserted": True}
+        return {"bucket": bucket, "inserted": inserted}
 
     def _file_stream(self, request: dict[str, Any]) -> None:
         part = (request.get("files") or {}).get("wandb-history.jsonl")

@@ -5,7 +5,14 @@
 """
 
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
-from llmx.tracking.metrics import MetricsTail, Summary, read_metrics, scalars, step_of
+from llmx.tracking.metrics import (
+    MetricsTail,
+    Summary,
+    event_scalars,
+    read_metrics,
+    scalars,
+    step_of,
+)
 
 __all__ = [
     "CompositeTracker",
@@ -14,6 +21,7 @@ __all__ = [
     "Status",
     "Summary",
     "Tracker",
+    "event_scalars",
     "read_metrics",
     "scalars",
     "step_of",

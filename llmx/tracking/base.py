@@ -23,7 +23,7 @@ class RunMeta:
     """What a tracker has to know about the run besides its values."""
 
     run_id: str
-    """Unique for one launch; letters, digits, ``-`` and ``_``."""
+    """Unique for one run, the same after a restart; letters, digits, ``-`` and ``_``."""
     name: str
     run_dir: Path
     project: str = "llmx"
@@ -77,6 +77,9 @@ class Tracker(Protocol):
     def log(self, record: Record) -> None:
         """Take one line of ``metrics.jsonl``."""
 
+    def rewind(self, step: int) -> None:
+        """A restart went back to ``step``: lines of later steps come again."""
+
     def finish(self, result: Record | None) -> None:
         """Close; ``result`` is ``result.json``, None where the supervisor died."""
 
@@ -108,6 +111,11 @@ class CompositeTracker:
         """Hand one line to every tracker; returns at once."""
         for lane in self._lanes:
             lane.put("log", record)
+
+    def rewind(self, step: int) -> None:
+        """Tell every tracker that a restart went back; returns at once."""
+        for lane in self._lanes:
+            lane.put("rewind", step)
 
     def finish(self, result: Record | None) -> None:
         """Wait for every tracker, within ``finish_timeout_s`` in all; name the late ones."""

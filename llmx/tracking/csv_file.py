@@ -53,15 +53,27 @@ class CsvTracker:
 
     def _widen(self, new: list[str]) -> None:
         """Add columns: the rows so far are few when a new name comes, so write them anew."""
+        rows = self._rows()
+        self._columns += new
+        self._write_anew(rows)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of later steps: they come again."""
+        if self._stream is not None:
+            self._write_anew([row for row in self._rows() if int(row["step"]) <= step])
+
+    def _rows(self) -> list[dict[str, str]]:
+        with self._path.open(encoding="utf-8", newline="") as stream:
+            return list(csv.DictReader(stream))
+
+    def _write_anew(self, rows: list[dict[str, str]]) -> None:
         assert self._stream is not None
         self._stream.close()
-        with self._path.open(encoding="utf-8", newline="") as stream:
-            rows = list(csv.DictReader(stream))
-        self._columns += new
         self._stream = self._path.open("w", encoding="utf-8", newline="")
         writer = csv.DictWriter(self._stream, self._columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
+        self._stream.flush()
 
     def finish(self, result: Record | None) -> None:
         if self._stream is not None:

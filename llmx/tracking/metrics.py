@@ -1,7 +1,7 @@
 """What the lines of ``metrics.jsonl`` mean: names for trackers, a tail, a summary.
 
-Standard library only; shared by the trackers and the report. ``docs/contracts.md`` has the
-lines. ``python -m llmx.report RUN_DIR`` shows the summary.
+Standard library and ``llmx.tail`` only; shared by the trackers and the report. The lines are
+those of ``docs/contracts.md``. ``python -m llmx.report RUN_DIR`` shows the summary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 import statistics
 from pathlib import Path
 from typing import Any
+
+from llmx.tail import LineTail
 
 Record = dict[str, Any]
 
@@ -59,6 +61,15 @@ def scalars(record: Record) -> dict[str, float]:
     return values
 
 
+def event_scalars(record: Record) -> dict[str, float]:
+    """Names and values of an ``event`` line: ``saved/step``, ``saved/bytes``, ``resumed/step``."""
+    if record.get("kind") != "event":
+        return {}
+    name = record.get("event", "event")
+    numbers = {k: v for k, v in record.items() if k not in ("kind", "time") and _is_number(v)}
+    return {f"{name}/{key}": float(value) for key, value in numbers.items()}
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -72,32 +83,29 @@ class MetricsTail:
     """Reads what was appended to ``metrics.jsonl`` since the last call.
 
     A line that is not finished yet stays for the next call; a line that is not JSON is
-    counted in ``bad_lines`` and left out.
+    counted in ``bad_lines`` and left out. A resume rewrites the file without the steps that it
+    repeats: then ``cut_to`` is the last step that is left, and only the lines are given that
+    were not given before.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bad_lines = 0
-        self._offset = 0
-        self._partial = b""
+        self.cut_to: int | None = None
+        """The step to which lines already given were taken back, at the last call; else None."""
+        self._lines = LineTail(path)
+        self._given: list[tuple[int, int]] = []
+        """Of every line: a hash of its bytes, and its step (that of the line before where it
+        has none)."""
 
     def read(self) -> list[Record]:
         """The new records, in order."""
-        try:
-            with self.path.open("rb") as stream:
-                if stream.seek(0, 2) < self._offset:
-                    # The file was begun anew (a restart in the same directory).
-                    self._offset, self._partial = 0, b""
-                stream.seek(self._offset)
-                data = stream.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        lines = [line for line in self._lines.read() if line.strip()]
+        self.cut_to = None
+        if self._lines.began_anew:
+            lines = lines[self._take_back(lines) :]
         records = []
         for line in lines:
-            if not line.strip():
-                continue
             try:
                 record = json.loads(line)
             except ValueError:
@@ -106,7 +114,23 @@ class MetricsTail:
                 records.append(record)
             else:
                 self.bad_lines += 1
+            step = self._given[-1][1] if self._given else 0
+            if isinstance(record, dict) and "step" in record and record["kind"] != "event":
+                step = step_of(record)
+            self._given.append((hash(line), step))
         return records
+
+    def _take_back(self, lines: list[bytes]) -> int:
+        """Forget what is no longer in the file; returns how many lines were given and still are."""
+        same = 0
+        for line, (given, _) in zip(lines, self._given, strict=False):
+            if hash(line) != given:
+                break
+            same += 1
+        if same < len(self._given):
+            self.cut_to = self._given[same - 1][1] if same else 0
+            del self._given[same:]
+        return same
 
 
 class Summary:
@@ -137,6 +161,17 @@ class Summary:
             self._train(record)
         elif kind == "eval":
             self._eval(record)
+        elif kind == "event":
+            self._event(record)
+
+    def _event(self, record: Record) -> None:
+        event = record.get("event")
+        if event == "resumed":
+            self._values["restarts"] = self._values.get("restarts", 0) + 1
+            self._values["resumed_from"] = step_of(record)
+        elif event == "saved":
+            self._values["checkpoints"] = self._values.get("checkpoints", 0) + 1
+            self._values["last_checkpoint"] = step_of(record)
 
     def _train(self, record: Record) -> None:
         loss = record.get("loss")

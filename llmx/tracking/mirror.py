@@ -5,8 +5,9 @@
 
 The supervisor holds this process's standard input open: end of file means that the
 supervisor died. The mirror ends by itself when ``result.json`` of this run is there, within
-``tracking.finish_timeout_s``. It writes ``tracking.json`` (what every tracker is doing) and
-``logs/tracking.log``; stdout gets one line a tracker. Nothing here can slow training.
+``tracking.finish_timeout_s``; a restart of the ranks does not end it. It writes ``tracking.json``
+(what every tracker is doing) and ``logs/tracking.log``; stdout gets one line a tracker. Nothing
+here can slow training.
 """
 
 from __future__ import annotations
@@ -71,8 +72,7 @@ def follow(run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifel
     while alive and result is None:
         alive = not _ended(lifeline, timeout_s=POLL_S)
         result = fresh_result(run, token=token, started=started)
-        for record in tail.read():
-            composite.log(record)
+        _pass_on(tail, composite)
     composite.finish(result)
     return board.exit_code
 
@@ -81,10 +81,18 @@ def replay(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> int:
     """Mirror the lines that are there, from the first one, and end."""
     board = StatusBoard(run)
     composite = _start(run, experiment, config, board=board)
-    for record in MetricsTail(run.metrics).read():
-        composite.log(record)
+    _pass_on(MetricsTail(run.metrics), composite)
     composite.finish(_read_or(run.result, None))
     return board.exit_code
+
+
+def _pass_on(tail: MetricsTail, composite: CompositeTracker) -> None:
+    """Hand on what is new, and first what a restart took back."""
+    records = tail.read()
+    if tail.cut_to is not None:
+        composite.rewind(tail.cut_to)
+    for record in records:
+        composite.log(record)
 
 
 class StatusBoard:
@@ -160,8 +168,9 @@ def _start(
 def run_meta(run: RunDir, experiment: Experiment) -> RunMeta:
     """What the trackers are told about the run besides its values."""
     tracking = experiment.tracking
+    identity = _read_or(run.identity, {}).get("run_id", "")
     return RunMeta(
-        run_id=run_id(run_token(run) or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
+        run_id=run_id(identity or run_token(run) or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
         name=experiment.name or run.root.name,
         run_dir=run.root,
         project=tracking.project,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.tracking.base import RunMeta, Say, Status
-from llmx.tracking.metrics import Record, Summary, scalars, step_of
+from llmx.tracking.metrics import Record, Summary, event_scalars, scalars, step_of
 
 
 class TensorBoardTracker:
@@ -61,12 +61,19 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.summary_pb2 import Summary as SummaryProto
 
         self._summary.add(record)
-        values = scalars(record)
+        values = scalars(record) or event_scalars(record)
         if values:
             parts = [SummaryProto.Value(tag=k, simple_value=v) for k, v in values.items()]
             self._event(
                 SummaryProto(value=parts), step=step_of(record), wall_time=record.get("time")
             )
+
+    def rewind(self, step: int) -> None:
+        """Tell TensorBoard to forget later steps: a session that starts at the next one."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        log = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=log))
 
     def finish(self, result: Record | None) -> None:
         rows = "\n".join(f"| {k} | {v} |" for k, v in self._summary.values(result).items())

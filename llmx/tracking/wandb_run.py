@@ -1,4 +1,8 @@
-"""One W&B run for one run of llmx, online where that works and offline where not.
+"""One W&B run for one run of llmx and all its restarts, online where that works, else offline.
+
+A restart repeats some steps, and W&B takes no step twice: what it has is kept, the repeated
+lines are passed over. A mirror that begins again online goes on behind the last step that the
+server has; offline it writes the whole run anew.
 
 The config is whole at ``init`` (a later ``config.update`` of a nested key would leave a
 partial record). The offline file is complete whatever the server does: it is written by
@@ -11,8 +15,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmx.tracking.base import RunMeta, Say, Status
-from llmx.tracking.metrics import Record, Summary, scalars, step_of
+from llmx.tracking.base import RunMeta, Say, Status, replay_command
+from llmx.tracking.metrics import Record, Summary, event_scalars, scalars, step_of
 from llmx.tracking.reach import why_offline
 
 LONGEST_TEXT = 16_384
@@ -28,9 +32,11 @@ class WandbTracker:
         self._say = say
         self._run: Any = None
         self._summary = Summary()
-        self._step_shift = 0
         self._last_step = 0
+        self._at_last_step: set[str] = set()
+        """Kinds of the lines that the row of the last step holds already."""
         self._online = False
+        self._run_dir = Path()
 
     def start(
         self,
@@ -39,6 +45,7 @@ class WandbTracker:
         provenance: dict[str, Any],
         meta: RunMeta,
     ) -> None:
+        self._run_dir = meta.run_dir
         whole = {**config, "ds_config": ds_config, "provenance": _shortened(provenance)}
         # Nobody else's service, no crash reports to a third party, no chatter.
         os.environ.pop("WANDB_SERVICE", None)
@@ -73,6 +80,7 @@ class WandbTracker:
             dir=str(meta.run_dir),
             config=config,
             mode=mode,
+            resume="allow" if mode == "online" else None,
             settings=wandb.Settings(
                 # Together with the first look at the server these stay below the whole.
                 init_timeout=0.25 * meta.finish_timeout_s,
@@ -85,25 +93,35 @@ class WandbTracker:
                 disable_git=True,  # provenance has the commit and the diff
             ),
         )
+        # Of a run that the server knows: the step behind the last one that it has.
+        self._last_step = int(self._run.starting_step or 0)
 
     def log(self, record: Record) -> None:
         """One row a step: ``_step`` is the optimizer step, and only ever grows.
 
-        A restart that goes back some steps continues further right (W&B drops rows of a
-        smaller step); ``train/step`` always has the true one.
+        What W&B has already is passed over. Events (a restart, a save) go into the row of the
+        moment; their own step is ``saved/step``, ``resumed/step``.
         """
         self._summary.add(record)
-        values = scalars(record)
+        events = event_scalars(record)
+        values = events or scalars(record)
         if not values:
             return
-        step = step_of(record)
-        if step + self._step_shift < self._last_step:
-            self._step_shift = self._last_step + 1 - step
-        self._last_step = step + self._step_shift
-        values[f"{record['kind']}/step"] = step
+        if not events:
+            step, kind = step_of(record), str(record["kind"])
+            if step < self._last_step or (step == self._last_step and kind in self._at_last_step):
+                return
+            if step > self._last_step:
+                self._last_step = step
+                self._at_last_step.clear()
+            self._at_last_step.add(kind)
+            values[f"{kind}/step"] = step
         if record.get("time"):
             values["_timestamp"] = record["time"]
         self._run.log(values, step=self._last_step)
+
+    def rewind(self, step: int) -> None:
+        """Nothing to take back: W&B keeps what it has, and ``log`` passes over its repetition."""
 
     def finish(self, result: Record | None) -> None:
         self._run.summary.update(self._summary.values(result))
@@ -123,6 +141,11 @@ class WandbTracker:
             self._say(Status(self.name, "online", url, where=url))
             return
         directory = Path(self._run.dir).parent
+        if self._run.resumed:
+            # Uploading this directory would put the last part in the place of the whole.
+            again = replay_command(self._run_dir)
+            self._say(Status(self.name, "offline", why, fix=again, where=str(directory)))
+            return
         self._say(
             Status(
                 self.name,

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.rundir import RunDir, read_json, write_json, write_text
 from llmx.tracking import scalars
 from tests import tracked_run
 from tests.wandb_file import WandbFile
@@ -207,6 +207,43 @@ def test_online(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
         path for path in run.root.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()
     ]
     assert leaked == []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["one mirror", "a mirror after the other"])
+def test_one_online_run_over_restarts(
+    tmp_path: Path, mirror: Callable[..., Mirror], again: bool
+) -> None:
+    """The ranks restart from a checkpoint; perhaps the supervisor, and so the mirror, was killed
+    too. The server has every step once, from first to last, in one run."""
+    run = start_run(tmp_path)
+    records = tracked_run.lines()
+    first = [record for record in records if record.get("step", 0) <= 24]
+    resumed = {"kind": "event", "event": "resumed", "step": 20, "attempt": 2, "time": 1.9e9}
+    kept = [record for record in first if record.get("step", 0) <= 20]
+    later = [record for record in records if record.get("step", 0) > 20]
+    with WandbServer() as server:
+        environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+        one = mirror(run, **environment)
+        tracked_run.append(run, first)
+        until(lambda: [r for r in server.history if r["_step"] == 22], what="step 22 there")
+        if again:
+            assert one.process.stdin is not None
+            one.process.stdin.close()
+            one.wait(20)
+        text = "".join(json.dumps(record) + "\n" for record in [*kept, resumed])
+        write_text(run.metrics, text)
+        if again:
+            one = mirror(run, **environment)
+        tracked_run.append(run, later)
+        write_json(run.result, tracked_run.result())
+        out = one.wait()
+    assert "online" in out
+    steps = [row["_step"] for row in server.history]
+    assert steps == sorted(set(steps)), "every step once"
+    assert_history(server.history, records)
+    rows = [row for row in server.history if row.get("resumed/step") == 20]
+    assert [row["resumed/attempt"] for row in rows] == [2]
+    assert list(server.runs) == [tracked_run.TOKEN]
 
 
 def test_sync_of_an_offline_run(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:

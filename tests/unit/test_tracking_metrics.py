@@ -7,10 +7,12 @@ import math
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.tracking import MetricsTail, Summary, read_metrics, scalars, step_of
+from llmx.rundir import write_text
+from llmx.tracking import MetricsTail, Summary, event_scalars, read_metrics, scalars, step_of
 from tests import tracked_run
 
 
@@ -62,14 +64,69 @@ def test_tail_gives_every_line_once_however_it_is_written(cuts: list[int]) -> No
     assert tail.bad_lines == 0
 
 
-def test_tail_counts_a_broken_line_and_begins_anew_with_the_file(tmp_path: Path) -> None:
+def test_tail_counts_a_broken_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "train", "step": 1}\nnot json\n[1]\n{"kind": "train", "step": 2}\n')
     tail = MetricsTail(path)
     assert [record["step"] for record in tail.read()] == [1, 2]
     assert tail.bad_lines == 2
-    path.write_text('{"kind": "train", "step": 1}\n')
-    assert [record["step"] for record in tail.read()] == [1]
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "cut in place"])
+def test_tail_over_a_restart(tmp_path: Path, replaced: bool) -> None:
+    """A resume at step 5 takes the later lines back; they come again, the others do not."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"kind": "train", "step": step}) + "\n" for step in range(1, 9)]
+    path.write_text("".join(lines) + '{"kind": "tr')
+    tail = MetricsTail(path)
+    assert [record["step"] for record in tail.read()] == list(range(1, 9))
+    assert tail.cut_to is None
+
+    def rewrite(text: str) -> None:
+        if replaced:
+            write_text(path, text)
+        else:
+            path.write_text(text)
+
+    kept = "".join(lines[:5])
+    rewrite(kept)
+    assert (tail.read(), tail.cut_to) == ([], 5)
+    resumed = {"kind": "event", "event": "resumed", "step": 5, "attempt": 2}
+    with path.open("a") as stream:
+        stream.write(json.dumps(resumed) + "\n" + "".join(lines[5:7]))
+    assert [record["step"] for record in tail.read()] == [5, 6, 7]
+    assert tail.cut_to is None
+    if not replaced:
+        return  # cut in place and grown again between two looks: nothing tells
+    # Again, and this time the new lines are there before the next look. The event stays.
+    again = kept + json.dumps(resumed) + "\n" + json.dumps({**resumed, "attempt": 3}) + "\n"
+    rewrite(again + lines[5])
+    assert [(r["step"], r.get("attempt")) for r in tail.read()] == [(5, 3), (6, None)]
+    assert tail.cut_to == 5
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 5, 5, 5, 6]
+
+
+def test_a_restart_that_took_nothing_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_text(path, '{"kind": "train", "step": 1}\n')
+    tail = MetricsTail(path)
+    tail.read()
+    write_text(path, '{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n')
+    assert [record["step"] for record in tail.read()] == [2]
+    assert tail.cut_to is None
+
+
+def test_events() -> None:
+    saved = {"kind": "event", "event": "saved", "time": 5.0, "step": 40, "bytes": 7, "why": "time"}
+    assert event_scalars(saved) == {"saved/step": 40.0, "saved/bytes": 7.0}
+    assert scalars(saved) == {}
+    assert event_scalars(tracked_run.train_line(2)) == {}
+    summary = Summary()
+    for record in (saved, {**saved, "event": "resumed", "attempt": 2}, {**saved, "step": 60}):
+        summary.add(record)
+    values = summary.values()
+    assert (values["restarts"], values["resumed_from"]) == (1, 40)
+    assert (values["checkpoints"], values["last_checkpoint"]) == (2, 60)
 
 
 def test_no_file_yet(tmp_path: Path) -> None:

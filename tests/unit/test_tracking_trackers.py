@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmx.tracking import CompositeTracker, RunMeta, Status, scalars
+from llmx.rundir import write_text
+from llmx.tracking import CompositeTracker, MetricsTail, RunMeta, Status, scalars
 from llmx.tracking.csv_file import CsvTracker
 from llmx.tracking.mirror import run_id
 from llmx.tracking.tensorboard import TensorBoardTracker
@@ -61,6 +62,50 @@ def test_tensorboard(tmp_path: Path) -> None:
     text = events.Tensors("config")[0].tensor_proto.string_val[0].decode()
     assert json.loads(text) == {"model": {"name": "tiny"}, "seed": 7}
     assert b"| outcome | ok |" in events.Tensors("result")[0].tensor_proto.string_val[0]
+
+
+def restarted(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines as they are after a resume at step 10 that went on to step 20."""
+    kept = [record for record in records if record.get("step", 0) <= 10]
+    resumed = {"kind": "event", "event": "resumed", "step": 10, "attempt": 2, "time": 1.0}
+    later = [record for record in records if 10 < record.get("step", 0) <= 20]
+    return [*kept, resumed, *({**record, "time": record["time"] + 100} for record in later)]
+
+
+def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
+    """Metrics up to step 16, cut back to 10 by a resume, then on to 20: through the tail."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = [record for record in tracked_run.lines() if record.get("step", 0) <= 16]
+    final = restarted(tracked_run.lines())
+    path = tmp_path / "metrics.jsonl"
+    trackers = [CsvTracker(lambda status: None), TensorBoardTracker(lambda status: None)]
+    for tracker in trackers:
+        tracker.start({}, {}, {}, RunMeta("id", "name", tmp_path))
+    tail = MetricsTail(path)
+    for records in (first, final):
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        new = tail.read()
+        for tracker in trackers:
+            if tail.cut_to is not None:
+                tracker.rewind(tail.cut_to)
+            for record in new:
+                tracker.log(record)
+    for tracker in trackers:
+        tracker.finish(None)
+
+    metrics = [record for record in final if scalars(record)]
+    with (tmp_path / "metrics.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(int(r["step"]), float(r["time"])) for r in rows] == [
+        (r["step"], r["time"]) for r in metrics
+    ]
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [(e.step, e.wall_time) for e in events.Scalars("train/loss")] == [
+        (r["step"], r["time"]) for r in metrics if r["kind"] == "train"
+    ]
+    assert [(e.step, e.value) for e in events.Scalars("resumed/attempt")] == [(10, 2.0)]
 
 
 class Kept:
