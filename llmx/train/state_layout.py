@@ -1,0 +1,224 @@
+"""Where DeepSpeed keeps each parameter's master value: which elements, on which rank.
+
+Every wrapper of an optimizer lays them out in its own way; here each becomes a list of
+``Piece``s, named as in ``module.named_parameters()`` and without padding. Tried by
+``python -m pytest -m deepspeed tests/integration/test_state_resume.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A tensor that the optimizer updates: one parameter, or many in a flat buffer."""
+
+    tensor: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    """The one with this tensor's states."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, start + len(values))`` of one parameter, as they lie on this rank."""
+
+    name: str
+    start: int
+    values: torch.Tensor
+    """A 1-D view of live memory."""
+    owner: Owner | None = None
+    """None for what is not trained."""
+    offset: int = 0
+    """Where ``values`` begin in the flattened owner."""
+
+    def part(self, first: int, last: int) -> Piece:
+        """Elements ``[first, last)`` of this piece."""
+        return Piece(
+            self.name,
+            self.start + first,
+            self.values[first:last],
+            self.owner,
+            self.offset + first,
+        )
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """All that a rank holds of a model's state. Names in the model's order."""
+
+    trained: list[Piece]
+    frozen: list[Piece]
+    buffers: list[Piece]
+    owners: list[Owner]
+    """All of them, also one that holds nothing but padding on this rank."""
+    partitioned: bool
+    """Each trained element lies on one rank; otherwise all of them on every rank, alike."""
+    frozen_partitioned: bool
+
+
+def state_layout(engine: Any) -> StateLayout:
+    """The layout of a DeepSpeed engine (``deepspeed.initialize``'s). Reads nothing, copies nothing.
+
+    Raises:
+        ConfigError: an optimizer wrapper whose layout is not known here.
+    """
+    optimizer = engine.optimizer
+    read = _readers().get(type(optimizer))
+    if read is None and isinstance(optimizer, torch.optim.Optimizer):
+        read = _plain
+    if read is None:
+        raise ConfigError(
+            f"zero.extra chose {type(optimizer).__name__}, whose state llmx cannot save. Take that "
+            "key out of zero.extra, or set checkpoint.every_steps=null, checkpoint.every_minutes="
+            "null, checkpoint.at_end=false and checkpoint.on_signal=false."
+        )
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    owners, trained = read(optimizer, names)
+    order = {name: number for number, name in enumerate(names.values())}
+    sharded = hasattr(optimizer, "fp16_partitioned_groups")
+    return StateLayout(
+        trained=sorted(trained, key=lambda piece: (order[piece.name], piece.start)),
+        frozen=[
+            _sharded(parameter, name) if sharded else Piece(name, 0, _flat(parameter))
+            for name, parameter in engine.module.named_parameters()
+            if not parameter.requires_grad
+        ],
+        buffers=[
+            Piece(name, 0, _flat(buffer)) for name, buffer in persistent_buffers(engine.module)
+        ],
+        owners=owners,
+        partitioned=read in (_partitioned, _stage3),
+        frozen_partitioned=sharded,
+    )
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint holds, by dotted name."""
+    for module_name, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield (f"{module_name}.{name}" if module_name else name), buffer
+
+
+Reader = Callable[[Any, dict[int, str]], "tuple[list[Owner], list[Piece]]"]
+
+
+def _readers() -> dict[type, Reader]:
+    """By exact class: a subclass (ZenFlow, SuperOffload) keeps its states elsewhere."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return {
+        DeepSpeedZeroOptimizer_Stage3: _stage3,
+        DeepSpeedZeroOptimizer: _partitioned,
+        BF16_Optimizer: _partitioned,
+        FP16_Optimizer: _flat_groups,
+        FP16_UnfusedOptimizer: _separate,
+    }
+
+
+def _plain(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Piece]]:
+    """Stage 0 in fp32: the client's optimizer on the parameters themselves."""
+    owners, pieces = [], []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owners.append(Owner(parameter, optimizer))
+            pieces.append(Piece(names[id(parameter)], 0, _flat(parameter), owners[-1]))
+    return owners, pieces
+
+
+def _separate(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Piece]]:
+    """Stage 0 in half precision: one fp32 copy of each parameter, whole on every rank."""
+    owners, pieces = [], []
+    for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(group, masters, strict=True):
+            owners.append(Owner(master, optimizer.optimizer))
+            pieces.append(Piece(names[id(parameter)], 0, _flat(master), owners[-1]))
+    return owners, pieces
+
+
+def _flat_groups(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Piece]]:
+    """Stage 0 in half precision with FusedAdam: one flat fp32 buffer a group, whole everywhere."""
+    owners, pieces = [], []
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+        owners.append(Owner(flat, optimizer.optimizer))
+        offset = 0
+        for parameter in group:
+            values = flat.data[offset : offset + parameter.numel()]
+            pieces.append(Piece(names[id(parameter)], 0, values, owners[-1], offset))
+            offset += parameter.numel()
+    return owners, pieces
+
+
+def _partitioned(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Piece]]:
+    """Stages 1 and 2: an equal part of each group's flat buffer, cut without regard to parameters.
+
+    DeepSpeed notes on every parameter which of its elements lie where (``tensor_fragment.py``).
+    """
+    bf16 = hasattr(optimizer, "bf16_groups")
+    groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
+    flats = (
+        optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+    )
+    owners, pieces = [], []
+    for group, flat in zip(groups, flats, strict=True):
+        owners.append(Owner(flat, optimizer.optimizer))
+        for parameter in group:
+            mapping = parameter._hp_mapping
+            if mapping is None:  # no element of it is here
+                continue
+            offset = mapping.hp_fragment_address.start
+            values = flat.data[offset : offset + mapping.hp_fragment_address.numel]
+            start = mapping.lp_fragment_address.start
+            pieces.append(Piece(names[id(parameter)], start, values, owners[-1], offset))
+    return owners, pieces
+
+
+def _stage3(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Piece]]:
+    """Stage 3: an equal part of each parameter, the last ones padded, one after the other."""
+    owners, pieces = [], []
+    for number, group in enumerate(optimizer.fp16_groups):
+        flat = optimizer.fp32_partitioned_groups_flat[number]
+        owners.append(Owner(flat, _stage3_optimizer(optimizer, number)))
+        offset = 0
+        for parameter in group:
+            start, length = _own_range(parameter)
+            if length:
+                values = flat.data[offset : offset + length]
+                pieces.append(Piece(names[id(parameter)], start, values, owners[-1], offset))
+            offset += parameter.partition_numel()
+    return owners, pieces
+
+
+def _stage3_optimizer(optimizer: Any, sub_group: int) -> Any:
+    """With a partial offload (``offload_optimizer.ratio``) what stays on the device has its own."""
+    on_device = optimizer.offload_optimizer and optimizer.subgroup_to_device[sub_group] != "cpu"
+    return optimizer.backup_optimizer if on_device else optimizer.optimizer
+
+
+def _own_range(parameter: Any) -> tuple[int, int]:
+    """First element and number of elements of this rank's part, without the padding."""
+    part = parameter.partition_numel()
+    start = part * torch.distributed.get_rank(group=parameter.ds_process_group)
+    return start, max(0, min(part, parameter.ds_numel - start))
+
+
+def _sharded(parameter: Any, name: str) -> Piece:
+    """This rank's part of a parameter that is not trained, in the dtype of the model."""
+    start, length = _own_range(parameter)
+    return Piece(name, start, parameter.ds_tensor.data[:length])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
