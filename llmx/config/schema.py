@@ -91,6 +91,9 @@ class DataConfig:
     form: str = choice("auto", *FORMS)
     """How a row is laid out; ``auto`` recognises it from the keys of the first rows."""
     text_key: str = "text"
+    text_unit: str = choice("file", "line", "paragraph")
+    """What a document is in a plain text file: the whole file, each line that is not empty, or
+    each paragraph (between empty lines)."""
     columns: dict[str, str] = field(default_factory=dict)
     """Other column names, e.g. ``{instruction: question, output: answer}``."""
     seq_len: int = 512
@@ -119,7 +122,10 @@ class DataConfig:
     cache_dir: str | None = None
     """Where prepared data lies; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
     num_workers: int = 0
-    """Processes that tokenize; 0 takes the cores of the host."""
+    """Cores that tokenize; 0 takes those of the host."""
+    share_from_mib: float | None = 64.0
+    """On several hosts: from how much source on each host prepares a part of it. Below, and
+    with null, each host prepares all, which gives the same bytes."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Several sources instead of ``path``, each with a weight and a limit."""
     subset: str | None = None
