@@ -6,32 +6,32 @@ compared, so a value that YAML or the schema would change cannot slip through.
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
+import secrets
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llmx import __version__
-from llmx.config import SCHEMA_VERSION, Experiment, experiment_from_dict, to_dict
+from llmx.config import Experiment, Migrated, experiment_from_dict, migrate, to_dict
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
+from llmx.provenance import record
 from llmx.rundir import RunDir, read_json, write_json, write_text
-
-PACKAGES = (
-    "torch", "deepspeed", "transformers", "datasets", "tokenizers", "accelerate", "safetensors",
-    "hydra-core", "omegaconf", "numpy", "wandb",
-)  # fmt: skip
 
 
 def write(
-    exp: Experiment, plan: Plan, ds_config: dict[str, Any], *, overrides: list[str]
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    overrides: list[str],
+    parent: RunDir | None = None,
 ) -> RunDir:
-    """Write the snapshot into ``exp.run_dir``; refuses a directory that holds a run already."""
+    """Write the snapshot into ``exp.run_dir``; refuses a directory that holds a run already.
+
+    ``parent``: the run that this one repeats.
+    """
     run = RunDir(Path(exp.run_dir))
     if run.config.exists():
         raise ConfigError(
@@ -39,19 +39,45 @@ def write(
             "directory, or move that one away."
         )
     run.root.mkdir(parents=True, exist_ok=True)
+    write_config(run, exp, plan, ds_config)
+    write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
+    write_json(run.provenance, record(exp, plan, overrides, parent=parent))
+    write_identity(run, parent=parent)
+    return run
+
+
+def write_config(run: RunDir, exp: Experiment, plan: Plan, ds_config: dict[str, Any]) -> None:
+    """Write what the ranks read, and compare what reads back; ConfigError where it differs."""
     write_text(run.config, dump_config(exp))
     if load(run) != exp:
         raise ConfigError(
             f"{run.config} does not read back as it was written; a value of the config has no "
             "faithful form in YAML. Values are plain text, numbers, lists and mappings."
         )
-    write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
     write_json(run.plan, plan.to_dict())
     if Plan.from_dict(read_json(run.plan)) != plan:
         raise ConfigError(f"{run.plan} does not read back as it was written.")
     write_json(run.ds_config, ds_config)
-    write_json(run.provenance, provenance(overrides))
-    return run
+
+
+def write_identity(run: RunDir, *, parent: RunDir | None = None) -> str:
+    """``run.json``: the id that all attempts of this run share; an id that is there stays."""
+    known = run_id(run)
+    if known:
+        return known
+    made = secrets.token_hex(8)
+    origin = None if parent is None else run_id(parent) or str(parent.root)
+    write_json(run.identity, {"run_id": made, "created": time.time(), "parent": origin})
+    return made
+
+
+def run_id(run: RunDir) -> str | None:
+    """The id in ``run.json``; None where there is none (a run of an older llmx)."""
+    try:
+        found = read_json(run.identity)["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found) if found else None
 
 
 class _Dumper(yaml.SafeDumper):
@@ -72,62 +98,21 @@ def dump_config(exp: Experiment) -> str:
 
 
 def load(run: RunDir) -> Experiment:
-    """Read ``config.yaml`` back; ConfigError for a snapshot of a newer llmx."""
+    """Read ``config.yaml`` back, brought to today's schema; ConfigError for a newer llmx's."""
     if not run.config.is_file():
         raise ConfigError(f"{run.root} is no run directory: it has no config.yaml.")
-    values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    version = values.get("schema_version") if isinstance(values, dict) else None
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise ConfigError(
-            f"{run.config}: schema_version={version}, but this llmx ({__version__}) reads up to "
-            f"{SCHEMA_VERSION}. Install the llmx that wrote it, or a newer one."
-        )
-    return experiment_from_dict(values)
+    return experiment_from_dict(_migrated(run).values)
 
 
-def provenance(overrides: list[str]) -> dict[str, Any]:
-    """Where a run comes from: code, packages, machine, and what was typed."""
-    return {
-        "created": time.time(),
-        "overrides": overrides,
-        "llmx": __version__,
-        "git": git_state(Path(__file__).parent),
-        "python": {"version": platform.python_version(), "executable": sys.executable},
-        "platform": {"node": platform.node(), "system": platform.platform()},
-        "packages": {name: _version(name) for name in PACKAGES},
-        "nvidia_driver": _nvidia_driver(),
-        "parent": None,
-    }
+def migrations(run: RunDir) -> tuple[str, ...]:
+    """What ``load`` had to do to an older snapshot, a line each; empty for one of today."""
+    return _migrated(run).notes
 
 
-def _version(package: str) -> str | None:
+def _migrated(run: RunDir) -> Migrated:
+    text = run.config.read_text(encoding="utf-8")
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _nvidia_driver() -> str | None:
-    version = Path("/proc/driver/nvidia/version")
-    return version.read_text().splitlines()[0].strip() if version.exists() else None
-
-
-def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit and the diff of tracked files of the checkout; None outside one."""
-
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(directory), *args],
-                capture_output=True, text=True, timeout=10, check=False, errors="replace",
-            )  # fmt: skip
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    # An installed llmx may lie inside somebody else's checkout: only its own code counts.
-    tracked = git("ls-files", "--error-unmatch", "snapshot.py")
-    if commit is None or tracked is None:
-        return None
-    return {"commit": commit.strip(), "diff": git("diff", "HEAD") or ""}
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{run.config}: not valid YAML ({error}). Is the file whole?") from error
+    return migrate(values, source=str(run.config))

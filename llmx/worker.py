@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -19,11 +17,12 @@ if __package__ in (None, ""):
     # of the file first on sys.path, where llmx's modules would shadow others of their name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from llmx.config import Experiment, experiment_from_dict
+from llmx.config import Experiment, experiment_from_dict, migrate
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.train.hub import stay_offline_if_unreachable
+from llmx.train.signals import StopRequest, end_on_signal
 from llmx.train.status import RankStatus
 
 SOURCES = {
@@ -32,8 +31,6 @@ SOURCES = {
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
 }
 """Where a rank's place stands when the transport, not DeepSpeed's launcher, started it."""
-
-INTERRUPTED = 128 + signal.SIGTERM
 
 
 def main(argv: list[str]) -> int:
@@ -46,10 +43,10 @@ def main(argv: list[str]) -> int:
     rank = int(os.environ["RANK"])
     redirect_output(run_dir, rank=rank)
     status = RankStatus(run_dir, rank=rank)
-    end_on_signal(status)
+    stop = end_on_signal(status)
     status.start_heartbeat()
     try:
-        train(run_dir, status)
+        train(run_dir, status, stop)
     except BaseException as error:
         status.fail(error)
         traceback.print_exc()
@@ -60,7 +57,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train(run_dir: RunDir, status: RankStatus) -> None:
+def train(run_dir: RunDir, status: RankStatus, stop: StopRequest) -> None:
     """Everything between the first and the last line of the status file."""
     exp = read_experiment(run_dir)
     plan = Plan.from_dict(read_json(run_dir.plan))
@@ -80,7 +77,7 @@ def train(run_dir: RunDir, status: RankStatus) -> None:
     from llmx.train.loop import run
 
     join_process_group(plan)
-    run(exp, plan, read_json(run_dir.ds_config), run_dir, status)
+    run(exp, plan, read_json(run_dir.ds_config), run_dir, status, stop)
     status.enter("finished")
     # Without it a rank sometimes aborts at exit, in a thread of the communication library.
     torch.distributed.destroy_process_group()
@@ -139,7 +136,8 @@ def read_experiment(run_dir: RunDir) -> Experiment:
     """The snapshot's config, typed. Hydra and OmegaConf are not needed for it."""
     import yaml
 
-    return experiment_from_dict(yaml.safe_load(run_dir.config.read_text(encoding="utf-8")))
+    values = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
+    return experiment_from_dict(migrate(values, source=str(run_dir.config)).values)
 
 
 def redirect_output(run_dir: RunDir, *, rank: int) -> None:
@@ -152,29 +150,6 @@ def redirect_output(run_dir: RunDir, *, rank: int) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def end_on_signal(status: RankStatus) -> None:
-    """On SIGTERM or SIGINT: status ``interrupted``, then leave at once, from wherever it is.
-
-    A handler in Python waits for the main thread, which may sit in a collective that never
-    ends. The wake-up descriptor is written by the C handler itself, and a thread reads it.
-    """
-    ends = (signal.SIGTERM, signal.SIGINT)
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    for number in ends:
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-    def wait() -> None:
-        while (data := os.read(read_end, 1)) and data[0] not in ends:
-            continue
-        status.enter("interrupted")
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
-
-    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Schema, typed reading, and the rules that hold before a GPU is touched."""
 
 from llmx.config.build import experiment_from_dict, known_keys, to_dict
+from llmx.config.migrate import Migrated, migrate
 from llmx.config.schema import (
     SCHEMA_VERSION,
     BatchConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "HostConfig",
     "KeepConfig",
     "LaunchConfig",
+    "Migrated",
     "ModelConfig",
     "OptimConfig",
     "SlurmConfig",
@@ -43,5 +45,6 @@ __all__ = [
     "ZeroConfig",
     "experiment_from_dict",
     "known_keys",
+    "migrate",
     "to_dict",
 ]

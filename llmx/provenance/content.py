@@ -1,0 +1,157 @@
+"""Fingerprints of what a run reads: data, tokenizer and model, without loading any of it.
+
+Small inputs are hashed whole; of large ones, names, sizes and a sample of blocks, so that a
+terabyte costs as much as ``FULL_BYTES``. What lies in the Hub's cache is known by its commit.
+The exact fingerprint of the data, over every byte, is made by the ranks, who read it anyway.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import llmx
+from llmx.config import Experiment
+
+FULL_BYTES = 128 << 20
+"""Of one input; more is sampled."""
+BLOCK_BYTES = 1 << 16
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*",
+    "*.model", "*.tiktoken",
+)  # fmt: skip
+
+
+def fingerprints(exp: Experiment) -> dict[str, Any]:
+    """``data``, ``eval_data``, ``tokenizer``, ``model`` -> what ``fingerprint`` says of it."""
+    data, model = exp.data, exp.model
+    paths = [source.path for source in data.sources] or [data.path]
+    demo = Path(llmx.__file__).parent / "assets" / "demo"
+    tokenizer = model.tokenizer or model.path
+    found: dict[str, Any] = {
+        "data": _joined([_source(path, demo, kind="datasets") for path in paths]),
+        "eval_data": data.eval_path and _source(data.eval_path, demo, kind="datasets"),
+        "tokenizer": None,
+        "model": None,
+    }
+    if tokenizer:
+        place = str(demo / "tokenizer") if tokenizer == "demo" else tokenizer
+        found["tokenizer"] = fingerprint(
+            place, kind="models", revision=model.revision, only=TOKENIZER_FILES
+        )
+    if model.path:
+        found["model"] = fingerprint(model.path, kind="models", revision=model.revision)
+    return found
+
+
+def _source(path: str, demo: Path, *, kind: str) -> dict[str, Any] | None:
+    if path == "demo":
+        return fingerprint(str(demo / "*.jsonl"), kind=kind)
+    return fingerprint(path.removeprefix("hub:"), kind=kind)
+
+
+def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    if len(parts) == 1:
+        return parts[0]
+    known = [part for part in parts if part is not None]
+    if len(known) != len(parts):
+        return None
+    text = "\n".join(str(part["digest"]) for part in known)
+    return {
+        "path": ", ".join(str(part["path"]) for part in known),
+        "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+        "files": sum(part["files"] for part in known),
+        "bytes": sum(part["bytes"] for part in known),
+        "exact": all(part["exact"] for part in known),
+    }
+
+
+def fingerprint(
+    path: str, *, kind: str, revision: str | None = None, only: tuple[str, ...] = ()
+) -> dict[str, Any] | None:
+    """Digest of a file, a directory, a glob, or of a Hub id that is in the cache here.
+
+    None where it is not on this machine. ``kind``: ``models`` or ``datasets`` of the Hub.
+    ``exact``: every byte counts. Names count relative to ``path``, so a copy elsewhere has
+    the same digest.
+    """
+    full = Path(path).expanduser()
+    if not full.is_absolute():
+        commit = hub_commit(path, kind=kind, revision=revision)
+        if commit is None:
+            return None
+        return {"path": path, "digest": commit, "files": 0, "bytes": 0, "exact": True}
+    files = dict(_files(full, only))
+    if not files:
+        return None
+    try:
+        sizes = {name: file.stat().st_size for name, file in files.items()}
+        total = sum(sizes.values())
+        digest = hashlib.blake2b(digest_size=16)
+        share = FULL_BYTES // len(files)
+        for name, file in files.items():
+            digest.update(f"{name}\0{sizes[name]}\0".encode("utf-8", "surrogatepass"))
+            whole = total <= FULL_BYTES or sizes[name] <= min(share, BLOCK_BYTES)
+            for block in _blocks(file, sizes[name], whole=whole, budget=min(share, 4 << 20)):
+                digest.update(block)
+    except OSError:
+        return None
+    return {
+        "path": path,
+        "digest": digest.hexdigest(),
+        "files": len(files),
+        "bytes": total,
+        "exact": total <= FULL_BYTES,
+    }
+
+
+def _files(full: Path, only: tuple[str, ...]) -> Iterable[tuple[str, Path]]:
+    """Name relative to what was asked for -> file, in order of the names."""
+    if full.is_file():
+        return [("", full)]
+    if full.is_dir():
+        names = (
+            [path for pattern in only for path in full.glob(pattern)]
+            if only
+            else (path for path in full.rglob("*") if not _hidden(path.relative_to(full)))
+        )
+        base, found = full, sorted({path for path in names if path.is_file()})
+    else:
+        matches = glob.glob(str(full), recursive=True)  # noqa: PTH207 (an absolute pattern)
+        base, found = full.parent, sorted(path for path in map(Path, matches) if path.is_file())
+    return [(os.path.relpath(path, base), path) for path in found]
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _blocks(file: Path, size: int, *, whole: bool, budget: int) -> Iterable[bytes]:
+    """All of the file, or blocks spread evenly over it, the first and the last among them."""
+    with file.open("rb") as stream:
+        if whole:
+            while block := stream.read(1 << 20):
+                yield block
+            return
+        count = max(2, budget // BLOCK_BYTES)
+        for index in range(count):
+            stream.seek(max(0, size - BLOCK_BYTES) * index // (count - 1))
+            yield stream.read(BLOCK_BYTES)
+
+
+def hub_commit(name: str, *, kind: str, revision: str | None = None) -> str | None:
+    """The commit of a Hub repository in the cache of this machine; None where it is not there."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    repository = cache / f"{kind}--{name.replace('/', '--')}"
+    wanted = revision or "main"
+    if (repository / "snapshots" / wanted).is_dir():
+        return wanted
+    try:
+        return (repository / "refs" / wanted).read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
