@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import lzma
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from llmx.data.rows import Meter
+
+READ_BYTES = 1 << 18
 SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile)
 """What reading a damaged file raises; bz2 raises an OSError without a number."""
 
 
-def opened(file: Path) -> IO[bytes]:
-    """The file's bytes, decompressed, as a buffered stream that can ``peek``."""
+@contextlib.contextmanager
+def opened(file: Path, meter: Meter) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed, as a stream that can ``peek``; ``meter`` counts what is
+    read from disk."""
     suffix = file.suffix.lower()
-    if suffix == ".zst":
-        return io.BufferedReader(_Zstandard(file))
-    if suffix in (".gz", ".bz2", ".xz"):
-        opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
-        return opener(file, "rb")  # type: ignore[operator,no-any-return]
-    return file.open("rb")
+    with io.BufferedReader(_Metered(file, meter), READ_BYTES) as raw:
+        if suffix == ".zst":
+            yield io.BufferedReader(_Zstandard(raw))
+        elif suffix in (".gz", ".bz2", ".xz"):
+            opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
+            with opener(raw, "rb") as stream:
+                yield stream
+        else:
+            yield raw
+
+
+class _Metered(io.FileIO):
+    """A file that counts what is read of it."""
+
+    def __init__(self, file: Path, meter: Meter) -> None:
+        super().__init__(file, "rb")
+        self._meter = meter
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self._meter.bytes += count or 0
+        return count
 
 
 class _Zstandard(io.RawIOBase):
     """The content of a .zst file. The library's own reader takes a file that is cut off for one
     that ends; this one raises EOFError."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, stream: Any) -> None:
         import zstandard
 
         self._new_frame = zstandard.ZstdDecompressor().decompressobj
         self._error = zstandard.ZstdError
-        self._stream = file.open("rb")
+        self._stream = stream
         self._frame: Any = None
         self._input = b""
         self._output = memoryview(b"")
@@ -61,7 +84,3 @@ class _Zstandard(io.RawIOBase):
         buffer[:count] = self._output[:count]
         self._output = self._output[count:]
         return count
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()

@@ -8,17 +8,34 @@ or takes note, and the rows after it are read.
 
 from __future__ import annotations
 
-import csv
 import glob
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from llmx.data.compressed import DAMAGED, SUFFIXES, opened
 from llmx.data.json_array import array_elements
-from llmx.data.rows import OnBad, Record, RowError, TextPiece, Where, excerpt, refuse
+from llmx.data.lines import (
+    WHOLE,
+    json_lines,
+    lines_of,
+    no_object,
+    paragraphs,
+    table_lines,
+    text_lines,
+    whole_text,
+)
+from llmx.data.rows import (
+    Meter,
+    OnBad,
+    Record,
+    RowError,
+    Stretch,
+    TextPiece,
+    Where,
+    excerpt,
+    refuse,
+)
 from llmx.data.tables import is_saved, saved_files, table_rows
 from llmx.errors import DataError
 
@@ -31,8 +48,6 @@ COLUMNAR_SUFFIXES = (".parquet", ".arrow")
 KNOWN = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *DELIMITED_SUFFIXES, *COLUMNAR_SUFFIXES)
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 """Files that describe a data set and lie beside it."""
-PIECE_CHARS = 4 << 20
-"""A text file is tokenized in pieces of about this many characters."""
 
 
 def source_files(path: str, *, split: str | None = None) -> list[Path]:
@@ -79,18 +94,28 @@ def kind_of(file: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def read_file(file: Path, *, bad: OnBad = refuse) -> Iterator[Record | TextPiece]:
+def read_file(
+    file: Path,
+    *,
+    bad: OnBad = refuse,
+    text_unit: str = "file",
+    stretch: Stretch = WHOLE,
+    meter: Meter | None = None,
+) -> Iterator[Record | TextPiece]:
     """Records of one file (or the pieces of one text), in order.
 
     ``bad`` is called with every row that is wrong; by default it raises. A file that is damaged
-    or cut off is such a row too, its last: what follows it cannot be read.
+    or cut off is such a row too, its last: what follows it cannot be read. ``stretch``: only
+    these lines, of a file that ``can_be_stretched``. ``meter`` is kept up to date.
     """
+    meter = meter or Meter()
     if kind_of(file) in COLUMNAR_SUFFIXES:
         yield from table_rows(file)
+        meter.bytes += file.stat().st_size
         return
     try:
-        with opened(file) as stream:
-            yield from _records(file, stream, bad)
+        with opened(file, meter) as stream:
+            yield from _records(file, stream, bad, text_unit, stretch)
     except DAMAGED as error:
         bad(_damaged(file, error))
     except OSError as error:
@@ -100,15 +125,32 @@ def read_file(file: Path, *, bad: OnBad = refuse) -> Iterator[Record | TextPiece
         raise DataError(f"{file}: cannot be read ({error}).") from error
 
 
-def _records(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record | TextPiece]:
+def can_be_stretched(file: Path, *, text_unit: str) -> bool:
+    """Whether each line is a row that can be read without those before it."""
+    if file.suffix.lower() in SUFFIXES:
+        return False
+    if kind_of(file) in TEXT_SUFFIXES:
+        return text_unit == "line"
+    if kind_of(file) not in JSON_SUFFIXES:
+        return False
+    with file.open("rb") as stream:
+        return _first_character(stream) != b"["
+
+
+def _records(
+    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str, stretch: Stretch
+) -> Iterator[Record | TextPiece]:
     kind = kind_of(file)
+    lines = lines_of(file, stream, bad, stretch)
     if kind in TEXT_SUFFIXES:
-        return _text(file, stream, bad)
+        if text_unit == "file":
+            return whole_text(lines, file)
+        return text_lines(lines) if text_unit == "line" else paragraphs(lines)
     if kind in DELIMITED_SUFFIXES:
-        return _table(file, stream, "\t" if kind == ".tsv" else ",", bad)
+        return table_lines(lines, file, delimiter="\t" if kind == ".tsv" else ",", bad=bad)
     if _first_character(stream) == b"[":
         return _json_array(file, stream, bad)
-    return _json_lines(file, stream, bad)
+    return json_lines(lines, bad)
 
 
 def _is_data(file: Path) -> bool:
@@ -128,132 +170,12 @@ def _first_character(stream: IO[bytes]) -> bytes:
     return bytes(head).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
-def _lines(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, Where]]:
-    """Decoded lines with their line ends; a bad byte is reported with its line."""
-    for number, line in enumerate(stream, start=1):
-        where = Where(file, number, "line")
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            around = line[max(0, error.start - 20) : error.start + 20]
-            bad(
-                RowError(
-                    f"{where}: byte {error.start + 1} is not UTF-8: {around!r}. Convert the file, "
-                    "e.g. `iconv -f GB18030 -t UTF-8`.",
-                    where=where,
-                    reason="not UTF-8",
-                    content=line.decode("utf-8", "backslashreplace").rstrip("\r\n"),
-                )
-            )
-            continue
-        yield text, where
-
-
-def _text(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[TextPiece]:
-    """The file as one document, in pieces cut where a line begins with a word: there, no
-    byte-level BPE has a token that reaches across, so the tokens are those of the whole."""
-    piece: list[str] = []
-    size = 0
-    start = Where(file, 1, "line")
-    for line, where in _lines(file, stream, bad):
-        if size >= PIECE_CHARS and not line[:1].isspace():
-            yield TextPiece("".join(piece), start, last=False)
-            piece, size, start = [], 0, where
-        piece.append(line)
-        size += len(line)
-    if piece:
-        yield TextPiece("".join(piece), start, last=True)
-
-
-def _json_lines(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record]:
-    for line, where in _lines(file, stream, bad):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line.rstrip())
-        except (json.JSONDecodeError, RecursionError) as error:
-            bad(_not_json(line.rstrip(), where, error))
-            continue
-        if isinstance(value, dict):
-            yield Record(value, where)
-        else:
-            bad(_no_object(value, where))
-
-
 def _json_array(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record]:
     try:
         for value, where in array_elements(file, stream):
             if isinstance(value, dict):
                 yield Record(value, where)
             else:
-                bad(_no_object(value, where))
+                bad(no_object(value, where))
     except RowError as error:
         bad(error)
-
-
-def _not_json(line: str, where: Where, error: Exception) -> RowError:
-    column, problem = 1, "nested too deeply"
-    if isinstance(error, json.JSONDecodeError):
-        column, problem = error.colno, error.msg
-    around = excerpt(line[max(0, column - 41) : column + 39])
-    return RowError(
-        f"{where}, column {column}: not JSON ({problem}): {around}. Correct the line; a file cut "
-        "off in the middle must be fetched again.",
-        where=where,
-        reason="not JSON",
-        content=line,
-    )
-
-
-def _no_object(value: Any, where: Where) -> RowError:
-    return RowError(
-        f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object with "
-        'keys, e.g. {"text": "..."}.',
-        where=where,
-        reason="not an object",
-        content=json.dumps(value, ensure_ascii=False),
-    )
-
-
-def _table(file: Path, stream: IO[bytes], delimiter: str, bad: OnBad) -> Iterator[Record]:
-    # A TSV is written without quoting, in which a quotation mark is only itself.
-    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    csv.field_size_limit(sys.maxsize)  # a cell may hold a whole document
-    # The line of the file is counted here: the reader does not see a line that was refused.
-    line_number = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal line_number
-        for line, where in _lines(file, stream, bad):
-            line_number = where.number
-            yield line
-
-    reader = csv.reader(lines(), delimiter=delimiter, quoting=quoting, strict=True)
-    names: list[str] | None = None
-    while True:
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            where = Where(file, line_number, "line")
-            problem = f"{error}. A quotation mark inside of a quoted cell is written twice."
-            bad(RowError(f"{where}: {problem}", where=where, reason="not a table's row"))
-            continue
-        where = Where(file, line_number, "line")
-        if names is None:
-            names = cells
-        elif len(cells) == len(names):
-            yield Record(dict(zip(names, cells, strict=True)), where)
-        elif cells:
-            bad(
-                RowError(
-                    f"{where}: {len(cells)} cells, the header names {len(names)} "
-                    f"({', '.join(names)}): {excerpt(delimiter.join(cells))}.",
-                    where=where,
-                    reason="another number of cells than the header",
-                    content=delimiter.join(cells),
-                )
-            )

@@ -41,6 +41,25 @@ class TextPiece:
     last: bool
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """The lines of a file that begin in bytes [start, stop); both are where a line begins."""
+
+    start: int
+    stop: int | None
+    """None: to the end."""
+    first_line: int
+    """The number of its first line in the file, from 1."""
+
+
+@dataclass
+class Meter:
+    """How far a reading is."""
+
+    bytes: int = 0
+    """Of the files as they are on disk."""
+
+
 class RowError(DataError):
     """One row that cannot be used; the rows after it may be good."""
 

@@ -21,9 +21,9 @@ from llmx.data import (
     digests,
     has_eval,
     held_out_questions,
+    lines,
     load_tokenizer,
     prepare,
-    read,
     spool,
     store_path,
     summary,
@@ -93,7 +93,7 @@ def test_every_row_is_in_the_store_once(tmp_path: Path, tokenizer, packing: str)
 
 def test_pretraining_text_is_all_there_and_cut_at_seq_len(tmp_path: Path, tokenizer, monkeypatch):
     text = "".join(f"line {i} ü\n" for i in range(200))
-    monkeypatch.setattr(read, "PIECE_CHARS", 100)
+    monkeypatch.setattr(lines, "PIECE_CHARS", 100)
     store = prepare(experiment(tmp_path, text), tokenizer)
     lengths = [len(store[i].tokens) for i in range(len(store))]
     assert set(lengths[:-1]) == {32}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from llmx.data import read
+from llmx.data import lines
 from llmx.data.read import Record, TextPiece, read_file, source_files
 from llmx.errors import DataError
 
@@ -54,7 +54,7 @@ def test_tsv_has_no_quoting(tmp_path: Path):
 def test_text_is_one_document_in_pieces(tmp_path: Path, monkeypatch):
     text = "first line\n  indented\n\n\nlast line ü\r\nx"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    monkeypatch.setattr(read, "PIECE_CHARS", 5)
+    monkeypatch.setattr(lines, "PIECE_CHARS", 5)
     pieces = list(read_file(tmp_path / "a.txt"))
     assert [piece.text for piece in pieces] == [
         "first line\n  indented\n\n\n",

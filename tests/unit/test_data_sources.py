@@ -245,7 +245,7 @@ def test_weights_and_limits(tmp_path: Path):
 
 
 def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("llmx.data.read.PIECE_CHARS", 5)
+    monkeypatch.setattr("llmx.data.lines.PIECE_CHARS", 5)
     (tmp_path / "a.txt").write_text("first\nsecond\nthird\n")
     (tmp_path / "b.txt").write_text("fourth\nfifth\n")
     found = source(tmp_path, sources=[SourceConfig(path=str(tmp_path), weight=2)], max_rows=1)
