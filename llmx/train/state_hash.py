@@ -40,7 +40,7 @@ def lanes(values: torch.Tensor, start: int) -> torch.Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     bits = values.detach().view(_BITS[values.element_size()])
     for first in range(0, len(bits), CHUNK):
-        mixed = bits[first : first + CHUNK].to(torch.int64)
+        mixed = bits[first : first + CHUNK].to(torch.int64, copy=True)
         position = torch.arange(
             start + first + 1, start + first + 1 + len(mixed), device=values.device
         )
