@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,7 @@ def test_it_is_splitmix64_of_bits_and_position() -> None:
 def test_parts_add_up_to_the_whole(size: int, cuts: list[int], dtype: torch.dtype) -> None:
     values = torch.randint(0, 100, (size,), generator=torch.Generator().manual_seed(size)).to(dtype)
     edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
-    parts = [lanes(values[a:b], a) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [lanes(values[a:b], a) for a, b in itertools.pairwise(edges)]
     assert torch.equal(sum(parts), lanes(values, 0))
 
 
