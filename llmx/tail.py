@@ -18,14 +18,14 @@ class LineTail:
     is read anew from its first line, and ``began_anew`` is true until the next call.
     """
 
-    def __init__(self, path):  # type: (str | os.PathLike[str]) -> None
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         self.began_anew = False
         self._offset = 0
         self._partial = b""
-        self._file = None  # type: tuple[int, int] | None
+        self._file: tuple[int, int] | None = None
 
-    def read(self):  # type: () -> list[bytes]
+    def read(self) -> list[bytes]:
         """The new lines, in order, without their ends; none where there is no file."""
         self.began_anew = False
         try:

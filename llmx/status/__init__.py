@@ -1,0 +1,127 @@
+"""``python -m llmx status``: what runs are doing, from the files of their directories.
+
+python -m llmx status                     all runs under outputs/, what lives first
+python -m llmx status RUN                 one of them
+python -m llmx status user@host:RUN       on another machine, over ssh; nothing is needed there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmx.errors import ConfigError, did_you_mean
+from llmx.status import observe
+from llmx.status.judge import Facts, View, judge
+from llmx.status.remote import Place, ask, parse_place
+
+SHOWN = 20
+OPTIONS = ("--all", "--json", "--ssh-config", "--every")
+
+__all__ = ["Options", "main", "outputs", "parse"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The words of ``status`` and ``watch``."""
+
+    place: Place | None = None
+    most: int = SHOWN
+    as_json: bool = False
+    every_s: float = 1.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the status of one run or a table of runs; 0, or 1 where the one run failed."""
+    from llmx.report.screen import open_console
+    from llmx.status.show import PLAIN_BLOCKS, panel, table
+
+    options = parse(words, command="status")
+    place = options.place or Place(outputs())
+    facts = gather(place, most=options.most)
+    if options.as_json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        return 0
+    console = open_console(sys.stdout)
+    if "runs" not in facts:
+        view = judge(facts)
+        fine = (console.encoding or "").lower().startswith("utf")
+        console.print(panel(view) if fine else panel(view, blocks=PLAIN_BLOCKS))
+        return 1 if view.state in ("failed", "dead") else 0
+    is_here = not place.host
+    views = [_short(judge(run), facts["base"], is_here=is_here) for run in facts["runs"]]
+    if not views:
+        raise ConfigError(
+            f"no runs under {facts['base']}. Give the directory that holds them, or set "
+            "LLMX_OUTPUTS: python -m llmx status DIR"
+        )
+    console.print(table(views, found=facts["found"]), soft_wrap=False)
+    return 0
+
+
+def gather(place: Place, *, most: int) -> Facts:
+    """Facts of one run, or of all runs under a directory (``runs``, ``found``, ``base``)."""
+    if place.host:
+        return ask(place, most=most)
+    if not Path(place.path).expanduser().is_dir():
+        raise ConfigError(
+            f"{place.path}: there is no such directory. Give a run directory, or one that holds "
+            "some, here or as user@host:path; without one it is outputs/."
+        )
+    if observe.is_run(place.path):
+        return observe.Observer(place.path).facts()
+    return observe.table(place.path, most)
+
+
+def outputs() -> str:
+    """Where runs go when nobody says otherwise."""
+    return os.environ.get("LLMX_OUTPUTS", "outputs")
+
+
+def parse(words: Sequence[str], *, command: str) -> Options:
+    """The command line; ConfigError names the word that is wrong."""
+    values: dict[str, str] = {}
+    places, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        name, _, value = word.partition("=")
+        if not word.startswith("-"):
+            places.append(word)
+        elif name not in OPTIONS:
+            raise ConfigError(
+                f"{command}: unknown option {name}.{did_you_mean(name, OPTIONS)} "
+                f"Options: {', '.join(OPTIONS)}."
+            )
+        elif name in ("--all", "--json") or value:
+            values[name] = value
+        elif rest:
+            values[name] = rest.pop(0)
+        else:
+            raise ConfigError(f"{command}: {name} needs a value.")
+    if len(places) > 1:
+        raise ConfigError(f"{command} takes one run, not {len(places)}: {' '.join(places)}.")
+    try:
+        every_s = float(values.get("--every", "1"))
+    except ValueError:
+        every_s = 0.0
+    if not every_s >= 0.1:
+        raise ConfigError(
+            f"{command}: --every {values['--every']} must be a number of seconds, at least 0.1."
+        )
+    ssh_config = values.get("--ssh-config")
+    return Options(
+        place=parse_place(places[0], ssh_config=ssh_config) if places else None,
+        most=10**6 if "--all" in values else SHOWN,
+        as_json="--json" in values,
+        every_s=every_s,
+    )
+
+
+def _short(view: View, base: str, *, is_here: bool) -> View:
+    """With a path that can be typed here; of another machine's runs, relative to ``base``."""
+    near = os.path.relpath(view.path, None if is_here else base)
+    return replace(view, path=near if len(near) < len(view.path) else view.path)

@@ -1,0 +1,289 @@
+"""``status`` and ``watch`` on run directories as runs leave them, at every state of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.__main__ import main
+from llmx.errors import ConfigError
+from llmx.rundir import RunDir, write_json, write_text
+from llmx.status import observe, parse
+from llmx.status.judge import View, judge
+from llmx.status.remote import parse_place
+from llmx.status.show import sparkline
+from tests import tracked_run
+
+HERE = socket.gethostname()
+
+
+def supervised(run: RunDir, state: str = "running", **values: Any) -> None:
+    """``supervisor.json`` of a living supervisor: this process."""
+    now = {"state": state, "attempt": 1, "pid": os.getpid(), "host": HERE, "time": time.time()}
+    write_json(run.supervisor, {**now, "until": None, "why": "", **values})
+
+
+def ranks(run: RunDir, state: str = "training", step: int = 24, **values: Any) -> None:
+    for rank in range(2):
+        status = {"rank": rank, "host": HERE, "pid": 1, "state": state, "step": step}
+        write_json(run.rank_status(rank), {**status, "time": time.time(), "error": None, **values})
+
+
+def recent(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines as if the last of them had just been written."""
+    shift_s = time.time() - records[-1]["time"]
+    return [{**record, "time": record["time"] + shift_s} for record in records]
+
+
+def training(root: Path, *, steps: int = 20) -> RunDir:
+    """A run in the middle: 40 steps in all, metrics to ``steps``, a checkpoint at 16."""
+    run = tracked_run.write_start(root)
+    records = [r for r in tracked_run.lines() if r["kind"] != "end" and r.get("step", 0) <= steps]
+    tracked_run.append(run, recent(records))
+    supervised(run)
+    ranks(run)
+    files = {"rank-00000.safetensors": {"bytes": 3_000_000, "blake2b": "", "host": HERE}}
+    for step in (8, 16):
+        manifest = {"step": step, "files": files, "created": time.time() - 100}
+        write_json(run.checkpoint(step) / "manifest.json", manifest)
+    return run
+
+
+def view_of(run: RunDir) -> View:
+    return judge(observe.Observer(str(run.root)).facts())
+
+
+def ended(**values: Any) -> dict[str, Any]:
+    return {**tracked_run.result(), "started": time.time() - 90, "ended": time.time(), **values}
+
+
+def test_training(tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    view = view_of(run)
+    assert (view.state, view.why, view.is_over) == ("training", "", False)
+    assert (view.name, view.step, view.total) == ("tiny-演示", 24, 40)
+    assert view.left_s == pytest.approx(16 * 0.25)
+    assert view.loss == tracked_run.train_line(20)["loss"]
+    assert len(view.losses) == 10
+    assert view.waited_for_data == pytest.approx(0.001 / (2 * 0.25))
+    assert (view.saved_step, view.kept, view.saved_bytes) == (16, 2, 3_000_000)
+    assert view.saved_ago_s == pytest.approx(100, abs=5)
+    assert view.hosts == [("localhost", "ranks 0-1 training at step 24")]
+    assert view.memory_gib == [0.41, 0.43]
+
+
+def test_what_the_slowest_rank_does(tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    status = {"rank": 1, "state": "loading", "step": 0, "time": time.time() - 50, "error": None}
+    write_json(run.rank_status(1), status)
+    view = view_of(run)
+    assert view.state == "loading"
+    assert view.left_s is None
+    assert view.hosts == [
+        ("localhost", "rank 0 training at step 24; rank 1 loading, silent for 50 s")
+    ]
+    run.rank_status(1).unlink()
+    assert view_of(run).state == "starting"
+
+
+def test_waiting_and_restarts(tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    supervised(run, "waiting", why="restart 1 of 3", until=time.time() + 20.5)
+    line = {"attempt": 1, "outcome": "crash", "cause": "rank 1 was killed", "last_step": 24}
+    line |= {"decision": "restart", "ended": time.time(), "first_step": 0, "wait_s": 20}
+    write_text(run.attempts, json.dumps(line) + "\n" + '{"torn')
+    view = view_of(run)
+    assert (view.state, view.restarts) == ("waiting", 1)
+    assert view.why == "restart 1 of 3 (in 20 s)"
+    assert view.left_s is None
+
+
+def test_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The supervisor was killed: no result, and its process is no more."""
+    run = training(tmp_path / "run")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    supervised(run, pid=gone.pid)
+    view = view_of(run)
+    assert view.state == "dead"
+    assert f"process {gone.pid} on {HERE}" in view.why
+    assert view.fix == f"python -m llmx resume {run.root}"
+    # On another host there is no process to look at: its silence tells.
+    supervised(run, host="elsewhere", pid=1)
+    assert view_of(run).state == "training"
+    supervised(run, host="elsewhere", pid=1, time=time.time() - 300)
+    assert view_of(run).state == "dead"
+    assert main(["status", str(run.root)]) == 1
+    said = capsys.readouterr().out
+    assert "is gone without a word, last seen 5 min ago" in said
+    assert main(["watch", str(run.root)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "code"),
+    [("ok", "finished", 0), ("interrupted", "interrupted", 0), ("oom", "failed", 1)],
+)
+def test_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str, state: str, code: int
+) -> None:
+    run = training(tmp_path / "run")
+    write_json(run.result, ended(outcome=outcome, cause="rank 1 took too much", fix="batch=1"))
+    supervised(run, "finished", pid=os.getppid())
+    view = view_of(run)
+    assert (view.state, view.is_over, view.left_s) == (state, True, None)
+    assert main(["status", str(run.root)]) == code
+    said = capsys.readouterr().out
+    assert state in said
+    assert ("oom: rank 1 took too much" in said) == (outcome == "oom")
+
+
+def test_a_result_of_an_earlier_attempt_does_not_hide_a_living_one(tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    write_json(run.result, ended(outcome="crash"))
+    assert view_of(run).state == "training"
+
+
+def test_planned_only(tmp_path: Path) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    view = view_of(run)
+    assert (view.state, view.step, view.is_over) == ("not started", None, False)
+    assert "command.txt" in view.fix
+
+
+def test_metrics_after_a_resume(tmp_path: Path) -> None:
+    """The file is cut back and written anew: no step twice, the events named."""
+    run = training(tmp_path / "run")
+    observer = observe.Observer(str(run.root))
+    assert len(observer.facts()["metrics"]["losses"]) == 10
+    kept = [r for r in tracked_run.lines() if r["kind"] != "end" and r.get("step", 0) <= 16]
+    kept.append({"kind": "event", "event": "resumed", "step": 16, "attempt": 2, "time": 5.0})
+    kept.append({"kind": "event", "event": "damaged", "checkpoint": "step-18", "reason": "bit"})
+    kept.append({**tracked_run.train_line(18), "loss": None, "nonfinite": True})
+    write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+    ranks(run, "loading", step=0)
+    view = judge(observer.facts())
+    assert len(view.losses) == 9
+    assert view.losses[-1] is None
+    assert view.lost
+    words = [words for _, words in view.events]
+    assert words == ["went on from step 16, attempt 2", "damaged: step-18, bit"]
+    assert sparkline(view.losses).endswith("x")
+
+
+def test_stuck_is_said(tmp_path: Path) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    records = [r for r in tracked_run.lines() if r["kind"] != "end"]
+    old = [{**r, "time": r["time"] - records[-1]["time"] + time.time() - 400} for r in records]
+    tracked_run.append(run, old)
+    supervised(run)
+    ranks(run)
+    assert view_of(run).why.startswith("no step was logged for 6 min")
+
+
+def test_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All runs, of sweeps too; what lives first, then the newest; long files only at their ends."""
+    monkeypatch.chdir(tmp_path)
+    old = training(tmp_path / "outputs" / "old")
+    write_json(old.result, ended())
+    supervised(old, "finished")
+    alive = training(tmp_path / "outputs" / "sweeps" / "today" / "0_zero-stage2")
+    for index in range(2):
+        new = training(tmp_path / "outputs" / f"new-{index}")
+        write_json(new.result, ended(outcome="crash"))
+        supervised(new, "finished")
+    long = new.metrics.read_text().splitlines()
+    new.metrics.write_text("\n".join([long[0], *long[2:] * 200, long[-1]]) + "\n")
+    assert new.metrics.stat().st_size > 4 * observe.BRIEF_BYTES
+    for age_s, run in ((300, old), (200, alive), (100, new)):
+        os.utime(run.config, (time.time() - age_s,) * 2)
+    assert main(["status"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "outputs/" in line]
+    assert [row[-1].removeprefix("outputs/") for row in rows] == [
+        "sweeps/today/0_zero-stage2", "new-0", "new-1", "old",
+    ]  # fmt: skip
+    assert [row[:2] for row in rows[:2]] == [["training", "24/40"], ["failed", "20/40"]]
+    facts = observe.table("outputs", 2)
+    assert (facts["found"], len(facts["runs"])) == (4, 2)
+    assert facts["runs"][0]["path"] == str(alive.root)
+
+
+def test_json_is_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = training(tmp_path / "run")
+    main(["status", str(run.root), "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["supervisor"]["state"] == "running"
+    assert judge(facts).step == 24
+
+
+def test_watch_follows_to_the_end(tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    argv = [sys.executable, "-m", "llmx", "watch", str(run.root), "--every", "0.1"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert "training  step 24/40  loss 1.282" in watching.stdout.readline()
+        saved = {"kind": "event", "event": "saved", "step": 26, "stall_s": 0.25}
+        tracked_run.append(run, [{**saved, "time": time.time()}])
+        assert watching.stdout.readline().endswith("saved step 26, training waited 0.25 s\n")
+        tracked_run.append(run, recent([tracked_run.train_line(38)]))
+        ranks(run, step=38)
+        assert "step 38/40" in watching.stdout.readline()
+        write_json(run.result, ended())
+        supervised(run, "finished", pid=1)
+        assert "finished  step 38/40" in watching.stdout.readline()
+        assert watching.wait(10) == 0
+
+
+def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, says in (
+        (["status"], "outputs: there is no such directory"),
+        (["status", str(tmp_path)], "no runs under"),
+        (["status", "a", "b"], "one run, not 2"),
+        (["watch"], "no run under outputs"),
+    ):
+        code = subprocess.run(
+            [sys.executable, "-m", "llmx", *words], capture_output=True, text=True
+        )
+        assert code.returncode == 2, words
+        assert says in code.stderr
+        assert "Traceback" not in code.stderr
+    with pytest.raises(ConfigError, match='Did you mean "--every"'):
+        parse(["--evry", "2"], command="watch")
+    with pytest.raises(ConfigError, match="--every often must be a number"):
+        parse(["--every=often"], command="watch")
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_place("me@gpu:runs/a b").host == "me@gpu"
+    assert parse_place("me@gpu:runs/a b").path == "runs/a b"
+    assert parse_place("gpu:").path == "."
+    assert parse_place("/a/b:c").host == ""
+    with pytest.raises(ConfigError, match="begin with a dash"):
+        parse_place("-oProxyCommand=x:y")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").mkdir()
+    assert parse_place("a:b").host == ""
+
+
+def test_sparkline() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([8.0, 4.0, None, 0.0]) == "█▅x▁"
+    assert sparkline([float(n) for n in range(1000)], width=8) == "▁▂▃▄▅▆▇█"
+
+
+def test_the_start_is_light() -> None:
+    code = "import llmx.watch, llmx.status, sys, json; print(json.dumps(sorted(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    heavy = {"torch", "yaml", "rich", "numpy", "hydra", "wandb", "matplotlib"}
+    assert heavy.isdisjoint(json.loads(found.stdout))
