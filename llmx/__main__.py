@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -123,6 +122,7 @@ def _hydra(words: list[str], *, command: str | None = None, own: Sequence[str] =
 
     from llmx.catalogue import conf_dir
     from llmx.defaults import register_defaults
+    from llmx.explain import explain_hydra
     from llmx.job import require_success, run_command, run_job
 
     register_defaults()
@@ -174,6 +174,8 @@ def _name_cells_by_axes(words: list[str]) -> str:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    from llmx.explain import explain_hydra
+
     plain = [word for word in words if not word.startswith("-")]
     try:
         parsed = OverridesParser.create().parse_overrides(plain)
@@ -189,39 +191,6 @@ def _remove_if_empty(directory: Path) -> None:
         if not path.is_dir() or any(path.iterdir()):
             return
         path.rmdir()
-
-
-def explain_hydra(error: Exception) -> str:
-    """Hydra's message with the nearest known key or option, and without its advice to add a +."""
-    from llmx.catalogue import GROUPS, options
-    from llmx.config import known_keys
-
-    text = str(error).strip()
-    if "override_grammar" in text:
-        return (
-            f"an override cannot be read: {text.splitlines()[0]}. It is key=value; brackets and "
-            "quotes must be closed, and a value with spaces or commas is quoted: 'key=\"a, b\"'."
-        )
-    missing = re.search(r"Could not override '([^']+)'", text)
-    if missing:
-        key = missing.group(1)
-        homes = [known for known in known_keys() if known.split(".")[-1] == key.split(".")[-1]]
-        words = f" It exists as {', '.join(homes)}." if homes else ""
-        words = words or did_you_mean(key, [*known_keys(), *GROUPS])
-        return f"{key}: no such key.{words} See python -m llmx --help and --cfg job."
-    option = re.search(r"Could not find '([a-z_]+)/([^']+)'", text)
-    if option and option.group(1) in GROUPS:
-        group, name = option.group(1), option.group(2)
-        known = list(options(group))
-        return (
-            f"{group}={name}: no such option.{did_you_mean(name, known)} "
-            f"Options of {group}: {', '.join(known)}; your own: --config-dir DIR."
-        )
-    wanted = re.search(r"Missing mandatory value: .*full_key: ([\w.]+)", text, re.DOTALL)
-    if wanted:
-        key = wanted.group(1)
-        return f"{key} has no value yet, and this choice needs one: set {key}=..."
-    return text
 
 
 if __name__ == "__main__":
