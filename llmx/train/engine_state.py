@@ -7,21 +7,21 @@ any engine of the same model goes on from them. Tried by
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from llmx.train.engine import Engine
-from llmx.train.state_hash import hash_pieces
-from llmx.train.state_layout import Owner, Piece, state_layout
+from llmx.train.state_hash import hash_parts
+from llmx.train.state_layout import MASTER, Fixed, Owner, Piece, StateLayout, state_layout
 from llmx.train.state_refresh import before_restore, refresh_model
 from llmx.train.state_values import (
     buffer_table,
     check_kind,
     check_tables,
-    is_scalar,
     optimizer_kind,
     parameter_table,
     read_counters,
@@ -33,7 +33,7 @@ from llmx.train.state_values import (
     write_scalars,
 )
 
-MASTER, FROZEN, BUFFER = "master", "frozen", "buffer"
+FROZEN, BUFFER = "frozen", "buffer"
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -68,6 +68,11 @@ class StateTensor:
     """1-D, contiguous, on whatever device it lives."""
 
     @property
+    def key(self) -> str:
+        """In a rank's file (docs/contracts.md)."""
+        return f"{self.state}|{self.name}|{self.start}"
+
+    @property
     def dtype(self) -> str:
         """As safetensors calls it."""
         return DTYPE_NAMES[self.tensor.dtype]
@@ -93,52 +98,46 @@ def capture(engine: Engine, *, world: int) -> list[StateTensor]:
     """
     layout = state_layout(engine.engine)
     rank = torch.distributed.get_rank()
-    trained, frozen = layout.trained, layout.frozen
-    if not layout.partitioned:
-        trained = share(trained, rank=rank, world=world)
-    if not layout.frozen_partitioned:
-        frozen = share(frozen, rank=rank, world=world)
-    found = [StateTensor(MASTER, piece.name, piece.start, piece.values) for piece in trained]
-    for state in optimizer_states(layout.owners):
-        found += [_of_optimizer(piece, state) for piece in trained]
-    found += [StateTensor(FROZEN, piece.name, piece.start, piece.values) for piece in frozen]
+    trained = _trained(layout, rank=rank, world=world)
+    values = {id(owner): owner.values() for owner in layout.owners}
+    states = {state for of_owner in values.values() for state in of_owner} - {MASTER}
+    found = [
+        StateTensor(state, piece.name, piece.start, piece.of(values[id(piece.owner)][state]))
+        for state in (MASTER, *sorted(states))
+        for piece in trained
+    ]
+    frozen = _frozen(layout, rank=rank, world=world)
+    found += [StateTensor(FROZEN, part.name, part.start, part.values) for part in frozen]
     buffers = share(layout.buffers, rank=rank, world=world)
-    found += [StateTensor(BUFFER, piece.name, piece.start, piece.values) for piece in buffers]
+    found += [StateTensor(BUFFER, part.name, part.start, part.values) for part in buffers]
     return found
 
 
-def share(pieces: list[Piece], *, rank: int, world: int) -> list[Piece]:
+P = TypeVar("P", Piece, Fixed)
+
+
+def share(pieces: list[P], *, rank: int, world: int) -> list[P]:
     """This rank's equal part of the elements of ``pieces``, laid end to end."""
-    total = sum(len(piece.values) for piece in pieces)
+    total = sum(piece.length for piece in pieces)
     first, last = total * rank // world, total * (rank + 1) // world
     mine, offset = [], 0
     for piece in pieces:
-        begin, end = max(first - offset, 0), min(last - offset, len(piece.values))
+        begin, end = max(first - offset, 0), min(last - offset, piece.length)
         if begin < end:
             mine.append(piece.part(begin, end))
-        offset += len(piece.values)
+        offset += piece.length
     return mine
 
 
-def optimizer_states(owners: list[Owner]) -> list[str]:
-    """Names of what the optimizer keeps for each element; none before its first step."""
-    return sorted({key for owner in owners for key in _states_of(owner)})
+def _trained(layout: StateLayout, *, rank: int, world: int) -> list[Piece]:
+    """What this rank answers for: elements that no other rank does."""
+    return layout.trained if layout.partitioned else share(layout.trained, rank=rank, world=world)
 
 
-def _states_of(owner: Owner) -> dict[str, torch.Tensor]:
-    return {
-        key: value
-        for key, value in owner.optimizer.state.get(owner.tensor, {}).items()
-        if torch.is_tensor(value)
-        and not is_scalar(key, value)
-        and value.shape == owner.tensor.shape
-    }
-
-
-def _of_optimizer(piece: Piece, state: str) -> StateTensor:
-    whole = _states_of(piece.owner)[state].view(-1)
-    part = whole[piece.offset : piece.offset + len(piece.values)]
-    return StateTensor(state, piece.name, piece.start, part)
+def _frozen(layout: StateLayout, *, rank: int, world: int) -> list[Fixed]:
+    if layout.frozen_partitioned:
+        return layout.frozen
+    return share(layout.frozen, rank=rank, world=world)
 
 
 def state_values(engine: Engine) -> dict[str, Any]:
@@ -164,14 +163,16 @@ def weights_hash(engine: Engine) -> str:
     """
     layout = state_layout(engine.engine)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    pieces = layout.trained
-    if not layout.partitioned:
-        pieces = share(pieces, rank=rank, world=world)
-    frozen = layout.frozen
-    if not layout.frozen_partitioned:
-        frozen = share(frozen, rank=rank, world=world)
+    masters = {id(owner): owner.values()[MASTER] for owner in layout.owners}
+    parts = [
+        (piece.name, piece.start, piece.of(masters[id(piece.owner)]))
+        for piece in _trained(layout, rank=rank, world=world)
+    ]
+    parts += [
+        (part.name, part.start, part.values) for part in _frozen(layout, rank=rank, world=world)
+    ]
     names = [name for name, _ in engine.module.named_parameters()]
-    return hash_pieces([*pieces, *frozen], names=names, device=engine.device)
+    return hash_parts(parts, names=names, device=engine.device)
 
 
 @torch.no_grad()
@@ -198,43 +199,50 @@ def restore(engine: Engine, index: Fragments, state: dict[str, Any]) -> None:
     scalars = state["optimizer"]["scalars"]
     saved = sorted(set(index.states()) - {MASTER, FROZEN, BUFFER})
     for owner in layout.owners:
-        _prepare(owner, saved, scalars)
-    for piece in layout.trained:
-        _fill(piece.values, index, MASTER, piece)
-        states = _states_of(piece.owner)
-        for name in saved:
-            whole = states[name].view(-1)
-            _fill(whole[piece.offset : piece.offset + len(piece.values)], index, name, piece)
-    for piece in layout.frozen:
-        _fill(piece.values, index, FROZEN, piece)
-    for piece in layout.buffers:
-        _fill(piece.values, index, BUFFER, piece)
+        pieces = [piece for piece in layout.trained if piece.owner is owner]
+        with owner.swap.loaded() if owner.swap else contextlib.nullcontext():
+            _fill_owner(owner, pieces, index, saved, scalars)
+    for part in layout.frozen:
+        _fill(part.values, index, FROZEN, part)
+    for part in layout.buffers:
+        _fill(part.values, index, BUFFER, part)
     replay_cpu_adam(layout.owners, scalars)
     refresh_model(inner)
     write_loss_scaler(inner, state.get("loss_scaler"))
     write_counters(inner, state["engine"])
 
 
-def _prepare(owner: Owner, states: list[str], scalars: dict[str, float]) -> None:
-    """Make the optimizer's states as it would at its first step, where it has none yet.
+def _fill_owner(
+    owner: Owner,
+    pieces: list[Piece],
+    index: Fragments,
+    saved: list[str],
+    scalars: dict[str, float],
+) -> None:
+    """Values of one tensor of the optimizer, and its states.
 
-    Padding among them is 0, as it would be after any number of steps.
+    States are made as the optimizer would at its first step, where it has none yet. Padding
+    among them is 0, as it would be after any number of steps.
     """
-    if not states and not scalars:
+    if not saved and not scalars:
         owner.optimizer.state.pop(owner.tensor, None)  # saved before the first step
-        return
-    kept = owner.optimizer.state[owner.tensor]
-    for name in states:
-        if name not in kept:
-            # DeepSpeedCPUAdam keeps fp32 moments of a half-precision master.
-            wide = getattr(owner.optimizer, "fp32_optimizer_states", False)
-            kept[name] = torch.zeros_like(
-                owner.tensor.data, dtype=torch.float32 if wide else owner.tensor.dtype
-            )
-    write_scalars(owner, scalars)
+    else:
+        kept = owner.optimizer.state[owner.tensor]
+        for state in saved:
+            if state not in kept:
+                # DeepSpeedCPUAdam keeps fp32 moments of a half-precision master.
+                wide = getattr(owner.optimizer, "fp32_optimizer_states", False)
+                kept[state] = torch.zeros_like(
+                    owner.tensor.data, dtype=torch.float32 if wide else owner.tensor.dtype
+                )
+        write_scalars(owner, scalars)
+    values = replace(owner, swap=None).values()
+    for piece in pieces:
+        for state in (MASTER, *saved):
+            _fill(piece.of(values[state]), index, state, piece)
 
 
-def _fill(values: torch.Tensor, index: Fragments, state: str, piece: Piece) -> None:
+def _fill(values: torch.Tensor, index: Fragments, state: str, piece: Piece | Fixed) -> None:
     """Read ``len(values)`` elements of a state, beginning where the piece begins."""
     stored = _DTYPES[index.dtype(state, piece.name)]
     if values.device.type == "cpu" and values.dtype == stored:

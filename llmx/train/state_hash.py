@@ -13,8 +13,6 @@ from collections.abc import Iterable
 
 import torch
 
-from llmx.train.state_layout import Piece
-
 CHUNK = 1 << 20
 """Elements mixed at a time: 8 MiB a temporary."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -69,11 +67,19 @@ def combine(names: Iterable[str], sums: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def hash_pieces(pieces: list[Piece], *, names: list[str], device: torch.device) -> str:
-    """The hash over all ranks, each with pieces that nobody else has. Collective."""
+def hash_parts(
+    parts: Iterable[tuple[str, int, torch.Tensor]], *, names: list[str], device: torch.device
+) -> str:
+    """The hash over all ranks, each with elements that nobody else has. Collective.
+
+    Args:
+        parts: name of the parameter, first element, values (1-D).
+        names: of all parameters.
+        device: where the process group reduces.
+    """
     row = {name: number for number, name in enumerate(names)}
     sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
-    for piece in pieces:
-        sums[row[piece.name]] += lanes(piece.values, piece.start).to(device)
+    for name, start, values in parts:
+        sums[row[name]] += lanes(values, start).to(device)
     torch.distributed.all_reduce(sums)
     return combine(names, sums)

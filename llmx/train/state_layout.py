@@ -8,13 +8,16 @@ Every wrapper of an optimizer lays them out in its own way; here each becomes a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from llmx.errors import ConfigError
+from llmx.train.state_swap import SwappedGroup, swapped_group
+
+MASTER = "master"
 
 
 @dataclass(frozen=True)
@@ -24,30 +27,68 @@ class Owner:
     tensor: torch.Tensor
     optimizer: torch.optim.Optimizer
     """The one with this tensor's states."""
+    swap: SwappedGroup | None = None
+    """Where its values lie while the optimizer is not at work, if not in memory."""
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """``master`` and what the optimizer keeps for each element, each flat. Live memory."""
+        if self.swap is not None:
+            return self.swap.mapped()
+        states = {
+            key: value.detach().view(-1)
+            for key, value in self.optimizer.state.get(self.tensor, {}).items()
+            if torch.is_tensor(value)
+            and not is_scalar(key, value)
+            and value.shape == self.tensor.shape
+        }
+        return {MASTER: self.tensor.detach().view(-1), **states}
+
+
+def is_scalar(key: str, value: Any) -> bool:
+    """A number, or a tensor of one number as torch keeps its step counts."""
+    if torch.is_tensor(value):
+        return value.dim() == 0 and (key == "step" or not value.is_floating_point())
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, start + len(values))`` of one parameter, as they lie on this rank."""
+    """Elements ``[start, start + length)`` of one trained parameter that lie on this rank."""
+
+    name: str
+    start: int
+    length: int
+    owner: Owner
+    offset: int
+    """Where they begin in the flattened owner."""
+
+    def part(self, first: int, last: int) -> Piece:
+        """Elements ``[first, last)`` of this piece."""
+        return replace(
+            self, start=self.start + first, length=last - first, offset=self.offset + first
+        )
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements of the flattened owner, or of one of its states."""
+        return flat[self.offset : self.offset + self.length]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Elements ``[start, start + length)`` of what is not trained: a parameter or a buffer."""
 
     name: str
     start: int
     values: torch.Tensor
     """A 1-D view of live memory."""
-    owner: Owner | None = None
-    """None for what is not trained."""
-    offset: int = 0
-    """Where ``values`` begin in the flattened owner."""
 
-    def part(self, first: int, last: int) -> Piece:
-        """Elements ``[first, last)`` of this piece."""
-        return Piece(
-            self.name,
-            self.start + first,
-            self.values[first:last],
-            self.owner,
-            self.offset + first,
-        )
+    @property
+    def length(self) -> int:
+        return len(self.values)
+
+    def part(self, first: int, last: int) -> Fixed:
+        """Elements ``[first, last)`` of it."""
+        return Fixed(self.name, self.start + first, self.values[first:last])
 
 
 @dataclass(frozen=True)
@@ -55,8 +96,8 @@ class StateLayout:
     """All that a rank holds of a model's state. Names in the model's order."""
 
     trained: list[Piece]
-    frozen: list[Piece]
-    buffers: list[Piece]
+    frozen: list[Fixed]
+    buffers: list[Fixed]
     owners: list[Owner]
     """All of them, also one that holds nothing but padding on this rank."""
     partitioned: bool
@@ -87,12 +128,12 @@ def state_layout(engine: Any) -> StateLayout:
     return StateLayout(
         trained=sorted(trained, key=lambda piece: (order[piece.name], piece.start)),
         frozen=[
-            _sharded(parameter, name) if sharded else Piece(name, 0, _flat(parameter))
+            _sharded(parameter, name) if sharded else Fixed(name, 0, _flat(parameter))
             for name, parameter in engine.module.named_parameters()
             if not parameter.requires_grad
         ],
         buffers=[
-            Piece(name, 0, _flat(buffer)) for name, buffer in persistent_buffers(engine.module)
+            Fixed(name, 0, _flat(buffer)) for name, buffer in persistent_buffers(engine.module)
         ],
         owners=owners,
         partitioned=read in (_partitioned, _stage3),
@@ -134,7 +175,7 @@ def _plain(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Pie
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             owners.append(Owner(parameter, optimizer))
-            pieces.append(Piece(names[id(parameter)], 0, _flat(parameter), owners[-1]))
+            pieces.append(Piece(names[id(parameter)], 0, parameter.numel(), owners[-1], 0))
     return owners, pieces
 
 
@@ -144,7 +185,7 @@ def _separate(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[
     for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for parameter, master in zip(group, masters, strict=True):
             owners.append(Owner(master, optimizer.optimizer))
-            pieces.append(Piece(names[id(parameter)], 0, _flat(master), owners[-1]))
+            pieces.append(Piece(names[id(parameter)], 0, master.numel(), owners[-1], 0))
     return owners, pieces
 
 
@@ -155,8 +196,7 @@ def _flat_groups(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], li
         owners.append(Owner(flat, optimizer.optimizer))
         offset = 0
         for parameter in group:
-            values = flat.data[offset : offset + parameter.numel()]
-            pieces.append(Piece(names[id(parameter)], 0, values, owners[-1], offset))
+            pieces.append(Piece(names[id(parameter)], 0, parameter.numel(), owners[-1], offset))
             offset += parameter.numel()
     return owners, pieces
 
@@ -178,10 +218,10 @@ def _partitioned(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], li
             mapping = parameter._hp_mapping
             if mapping is None:  # no element of it is here
                 continue
-            offset = mapping.hp_fragment_address.start
-            values = flat.data[offset : offset + mapping.hp_fragment_address.numel]
-            start = mapping.lp_fragment_address.start
-            pieces.append(Piece(names[id(parameter)], start, values, owners[-1], offset))
+            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+            pieces.append(
+                Piece(names[id(parameter)], here.start, there.numel, owners[-1], there.start)
+            )
     return owners, pieces
 
 
@@ -190,13 +230,13 @@ def _stage3(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Pi
     owners, pieces = [], []
     for number, group in enumerate(optimizer.fp16_groups):
         flat = optimizer.fp32_partitioned_groups_flat[number]
-        owners.append(Owner(flat, _stage3_optimizer(optimizer, number)))
+        swap = swapped_group(optimizer, number)
+        owners.append(Owner(flat, _stage3_optimizer(optimizer, number), swap))
         offset = 0
         for parameter in group:
             start, length = _own_range(parameter)
             if length:
-                values = flat.data[offset : offset + length]
-                pieces.append(Piece(names[id(parameter)], start, values, owners[-1], offset))
+                pieces.append(Piece(names[id(parameter)], start, length, owners[-1], offset))
             offset += parameter.partition_numel()
     return owners, pieces
 
@@ -214,10 +254,10 @@ def _own_range(parameter: Any) -> tuple[int, int]:
     return start, max(0, min(part, parameter.ds_numel - start))
 
 
-def _sharded(parameter: Any, name: str) -> Piece:
+def _sharded(parameter: Any, name: str) -> Fixed:
     """This rank's part of a parameter that is not trained, in the dtype of the model."""
     start, length = _own_range(parameter)
-    return Piece(name, start, parameter.ds_tensor.data[:length])
+    return Fixed(name, start, parameter.ds_tensor.data[:length])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,8 @@ def refresh_model(engine: Any) -> None:
 
 def _stage3(optimizer: Any, module: Any) -> None:
     for number in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        if not optimizer._swappable_optimizer_subgroup(number):  # else done with its restoring
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
     # hpZ's second copy within a host: made anew at the next gathering. DeepSpeed forgets those
     # of trained parameters at each step; here those of frozen ones are outdated, too.
     for parameter in module.parameters():

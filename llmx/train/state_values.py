@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llmx.errors import ConfigError
-from llmx.train.state_layout import Owner, persistent_buffers
+from llmx.train.state_layout import Owner, is_scalar, persistent_buffers
 
 KINDS = {
     "AdamW": "adamw",
@@ -111,13 +111,6 @@ def read_scalars(owners: list[Owner]) -> dict[str, float]:
                 number = int(number) if float(number).is_integer() else number
                 found[key] = max(found.get(key, number), number)
     return found
-
-
-def is_scalar(key: str, value: Any) -> bool:
-    """A number, or a tensor of one number as torch keeps its step counts."""
-    if torch.is_tensor(value):
-        return value.dim() == 0 and (key == "step" or not value.is_floating_point())
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def write_scalars(owner: Owner, scalars: dict[str, float]) -> None:
