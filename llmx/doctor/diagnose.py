@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from llmx.doctor.catalogue import CATALOGUE, MEMORY_LADDER, Known
 
 OUTCOMES = (
-    "ok", "oom", "nan", "comm", "host_lost", "disk_full", "config", "data", "interrupted", "crash",
+    "ok", "oom", "nan", "comm", "host_lost", "disk_full", "config", "data", "interrupted", "hang",
+    "crash",
 )  # fmt: skip
 NOTES = {
     "oom": MEMORY_LADDER,

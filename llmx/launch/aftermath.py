@@ -4,10 +4,12 @@ report. None of it can slow, stop or fail the run."""
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
 from llmx.launch.follow import tail_text
 from llmx.launch.result import Result
@@ -32,6 +34,8 @@ def start_mirror(spec: LaunchSpec) -> subprocess.Popen[bytes] | None:
     with log.open("ab") as stream:
         return subprocess.Popen(
             [sys.executable, "-m", "llmx.tracking.mirror", str(spec.run_dir.root)],
+            # Without the token: it lives through all attempts, and is no process of any.
+            env={name: value for name, value in os.environ.items() if name != "LLMX_RUN_TOKEN"},
             stdin=subprocess.PIPE,
             stderr=stream,
             start_new_session=True,
@@ -83,6 +87,22 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         return f"no report ({last}); once more: {' '.join(argv)}"
     return None
+
+
+def restarts_line(attempts: Sequence[Mapping[str, Any]]) -> str:
+    """What a user wants to know of a run's restarts; empty where there were none."""
+    again = [line for line in attempts if line.get("decision") == "restart"]
+    if not again:
+        return ""
+    told = [f"{line['outcome']}{_at(line.get('last_step'))}" for line in again]
+    if len(told) > 6:
+        told = [*told[:3], f"{len(told) - 5} more", *told[-2:]]
+    count = "1 restart" if len(again) == 1 else f"{len(again)} restarts"
+    return f"{count}: {', '.join(told)} (attempts.jsonl)"
+
+
+def _at(step: object) -> str:
+    return f" after step {step}" if isinstance(step, int) else " before training"
 
 
 def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:

@@ -12,7 +12,7 @@ dead, however it died), and when no word came for ``silence_s`` (its host or the
 """
 
 # os instead of pathlib, whose import would be a third of this process's start.
-# ruff: noqa: PTH103, PTH108, PTH110, PTH115, PTH116, PTH118, PTH119, PTH123, PTH202, PTH207, PTH208
+# ruff: noqa: PTH103, PTH108, PTH110, PTH113, PTH115, PTH116, PTH118, PTH119, PTH123, PTH202, PTH207, PTH208
 from __future__ import annotations
 
 import array
@@ -117,11 +117,17 @@ class ProcessTable:
 
 
 def end_processes(
-    table: ProcessTable, grace_s: float, hurry: Callable[[], bool] = lambda: False
+    table: ProcessTable,
+    grace_s: float,
+    hurry: Callable[[], bool] = lambda: False,
+    ask: int = signal.SIGINT,
+    ranks_are_elsewhere: bool = False,
 ) -> dict[str, int]:
     """End every process of the run here: ranks are asked first, then all, then all are killed.
 
-    ``hurry`` cuts the grace short.
+    ``ask`` is what ranks get: SIGUSR1 to save and leave, SIGINT to leave. ``hurry`` cuts the
+    grace short. ``ranks_are_elsewhere``: somebody else asks them, and what runs here (srun) ends
+    when they have left.
 
     Returns how many were found, how many had to be killed, and how many are left (0, unless
     the kernel itself holds one).
@@ -146,10 +152,9 @@ def end_processes(
             time.sleep(0.1)
 
     if grace_s > 0:
-        for process in alive():
-            if process.rank is not None:
-                _signal(process.pid, signal.SIGTERM)
-        wait(grace_s, only_ranks=True)
+        for process in top_ranks(alive()):
+            _signal(process.pid, ask)
+        wait(grace_s, only_ranks=not ranks_are_elsewhere)
         for process in alive():
             if process.rank is None:
                 _signal(process.pid, signal.SIGTERM)
@@ -165,6 +170,16 @@ def end_processes(
     return {"ended": len(seen), "killed": len(killed), "left": len(left)}
 
 
+def top_ranks(processes: list[Process]) -> list[Process]:
+    """The ranks themselves: a rank's own children inherit its number."""
+    rank_of = {process.pid: process.rank for process in processes}
+    return [
+        process
+        for process in processes
+        if process.rank is not None and rank_of.get(process.parent) != process.rank
+    ]
+
+
 class Agent:
     """Answers the supervisor's commands; between them watches ranks and files."""
 
@@ -176,12 +191,14 @@ class Agent:
         self.grace_s = 10.0
         self.cancel: list[list[str]] = []
         self.cancel_force: list[list[str]] = []
+        self.signals: dict[str, list[list[str]]] = {}
         self.port = 0
         self.reserved: socket.socket | None = None
         self.watching = self.streaming = self.done = False
         self.ranks: dict[int, int] = {}
         self.offsets: dict[str, int] = {}
         self.stamps: dict[str, tuple[int, int]] = {}
+        self.inodes: dict[str, int] = {}
         self.output = True
         self.backlog: list[bytes] = []
 
@@ -215,7 +232,8 @@ class Agent:
             pass  # the channel is broken: the supervisor is gone
         self.output = False
         if not self.done:
-            self.end(min(self.grace_s, 15.0))
+            # Nobody is left to go on, so what was trained is saved for whoever resumes.
+            self.end(min(self.grace_s, 15.0), save=True)
 
     def answer(self, message: Message) -> None:
         """One command; the answer carries its ``id``."""
@@ -234,6 +252,7 @@ class Agent:
         self.grace_s = message.get("grace_s", 10.0)
         self.cancel = message.get("cancel", [])
         self.cancel_force = message.get("cancel_force", [])
+        self.signals = message.get("signals", {})
         nonce = message.get("nonce", "")
         code, python = message.get("code"), message.get("python")
         return {
@@ -304,13 +323,41 @@ class Agent:
             for path in glob.glob(os.path.join(self.run_dir, "ranks/rank-*.json")):
                 os.unlink(path)  # of an earlier attempt
             for path in self._matches(STREAMED):
-                self.offsets[path] = os.path.getsize(os.path.join(self.run_dir, path))
+                status = os.stat(os.path.join(self.run_dir, path))
+                self.offsets[path], self.inodes[path] = status.st_size, status.st_ino
         self.watching = True
         return {}
 
     def do_flush(self, message: Message) -> Message:
         self.look()
         return {"oom_kills": _oom_kills()}
+
+    def do_clear(self, message: Message) -> Message:
+        """End what an earlier attempt of the same run left here, at once."""
+        if self.table is None:
+            return {"ended": 0, "killed": 0, "left": 0}
+        counts = end_processes(self.table, 0.0)
+        if counts["ended"]:
+            _run_all(self.cancel_force)
+        return counts
+
+    def do_signal(self, message: Message) -> Message:
+        """Send a signal (``USR1``, ``USR2``) to every rank of the run on this host."""
+        _run_all(self.signals.get(message["name"], []))
+        ranks = top_ranks(self.table.find(fresh=True)) if self.table else []
+        for process in ranks:
+            _signal(process.pid, getattr(signal, "SIG" + message["name"]))
+        return {"ranks": [process.rank for process in ranks]}
+
+    def do_list(self, message: Message) -> Message:
+        """Files below directories of the run directory: relative path -> bytes."""
+        found = {}
+        for pattern in message["patterns"]:
+            for path in glob.glob(os.path.join(self.run_dir, pattern), recursive=True):
+                with contextlib.suppress(OSError):
+                    if os.path.isfile(path):
+                        found[os.path.relpath(path, self.run_dir)] = os.path.getsize(path)
+        return {"files": found}
 
     def do_stop(self, message: Message) -> Message:
         self.watching = False
@@ -319,18 +366,30 @@ class Agent:
             """Any further word while the ranks have their time means: at once."""
             return bool(self.backlog or select.select([0], [], [], 0)[0])
 
-        counts = self.end(message.get("grace_s", self.grace_s), hurry)
+        save = message.get("save", False)
+        counts = self.end(message.get("grace_s", self.grace_s), hurry, save=save)
         if self.streaming:
             self.stream()
         self.done = True
         return counts
 
-    def end(self, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> dict[str, int]:
-        """End the run on this host and remove what it left in /dev/shm."""
+    def end(
+        self, grace_s: float, hurry: Callable[[], bool] = lambda: False, save: bool = False
+    ) -> dict[str, int]:
+        """End the run on this host and remove what it left in /dev/shm. ``save``: the ranks may
+        save first, within the grace."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
-        _run_all(self.cancel)
-        counts = end_processes(self.table, grace_s, hurry)
+        save = save and grace_s > 0
+        asked = self.signals.get("USR1", []) if save else []
+        _run_all(asked or self.cancel)
+        counts = end_processes(
+            self.table,
+            grace_s,
+            hurry,
+            ask=signal.SIGUSR1 if save else signal.SIGINT,
+            ranks_are_elsewhere=bool(asked),
+        )
         _run_all(self.cancel_force)
         if self.port:
             pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"
@@ -345,13 +404,11 @@ class Agent:
             return
         processes = self.table.find()
         ranks_by_pid = {p.pid: p.rank for p in processes if p.rank is not None}
-        for process in processes:
+        for process in top_ranks(processes):
             rank = process.rank
-            # A rank's own children inherit its number.
-            if rank is None or rank in self.ranks or ranks_by_pid.get(process.parent) == rank:
-                continue
-            self.ranks[rank] = process.pid
-            self.send({"event": "rank_start", "rank": rank, "pid": process.pid})
+            if rank is not None and rank not in self.ranks:
+                self.ranks[rank] = process.pid
+                self.send({"event": "rank_start", "rank": rank, "pid": process.pid})
         if self.streaming:
             self.stream()
         for rank, pid in list(self.ranks.items()):
@@ -371,6 +428,14 @@ class Agent:
         """Send what ranks wrote since the last time; whole files where they are replaced."""
         for path in self._matches(STREAMED):
             with contextlib.suppress(OSError), open(os.path.join(self.run_dir, path), "rb") as file:
+                status = os.fstat(file.fileno())
+                inode = self.inodes.setdefault(path, status.st_ino)
+                if inode != status.st_ino or status.st_size < self.offsets.get(path, 0):
+                    # Rewritten (metrics are cut back where a run goes on from): whole.
+                    data = file.read()
+                    self.send_file({"event": "replace", "path": path}, data)
+                    self.offsets[path], self.inodes[path] = len(data), status.st_ino
+                    continue
                 file.seek(self.offsets.get(path, 0))
                 while data := file.read(CHUNK):
                     offset = self.offsets.get(path, 0)

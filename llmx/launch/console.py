@@ -70,12 +70,33 @@ class Console:
             self._train(record)
         elif kind == "eval":
             self._print(eval_line(record))
+        elif kind == "event":
+            text = event_line(record)
+            if text:
+                self._print(text)
+            if record.get("event") == "resumed" and self._stream.isatty():
+                self._begin_bar()
+
+    def expect(self, total_steps: int | None) -> None:
+        """How many steps there are, where an earlier attempt has said so."""
+        self._total = total_steps or self._total
+
+    def countdown(self, text: str, left_s: float) -> None:
+        """On a terminal, one line that is written over; an empty text clears it."""
+        if not self._stream.isatty():
+            return
+        line = f"\r\033[K{text}: {duration(left_s)}" if text else "\r\033[K"
+        with contextlib.suppress(OSError):
+            self._stream.write(line)
+            self._stream.flush()
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        self._first = None  # the pace of the next attempt is its own
+        self._in_traceback = self._in_warning = False
 
     def _train(self, record: dict[str, Any]) -> None:
         step, now = int(record["step"]), float(record["time"])
@@ -100,6 +121,8 @@ class Console:
         return (now - first_time) / (step - first_step) * (self._total - step)
 
     def _begin_bar(self) -> None:
+        if self._progress is not None:
+            return
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -141,6 +164,21 @@ def eval_line(record: dict[str, Any]) -> str:
     if record.get("exact_match") is not None:
         parts.append(f"exact match {100 * record['exact_match']:.1f} %")
     return "  ".join(parts)
+
+
+def event_line(record: dict[str, Any]) -> str:
+    """One line of an event that a user wants to know at once; empty for the others."""
+    event, step = record.get("event"), record.get("step")
+    if event == "resumed":
+        return f"going on from step {step}"
+    if event == "damaged":
+        name = record.get("checkpoint") or f"of step {step}"
+        return f"warning: checkpoint {name} is damaged: {record.get('reason')}"
+    if event == "save_failed":
+        return f"warning: no checkpoint at step {step}: {record.get('reason')}"
+    if event == "skipped":
+        return f"step {step} is passed over: {record.get('reason') or 'training diverged there'}"
+    return ""
 
 
 def duration(seconds: float) -> str:

@@ -28,15 +28,19 @@ class Ending:
     ) -> None:
         self.spec, self.asked, self.log, self.warn = spec, asked, log, warn
 
-    def end(self, channels: list[Channel], *, grace_s: float, launched: bool) -> list[Channel]:
+    def end(
+        self, channels: list[Channel], *, grace_s: float, launched: bool, save: bool = False
+    ) -> list[Channel]:
         """Have every agent end the run on its host, and wait for its word that nothing is left.
+
+        ``save``: the ranks may save within the grace; else they leave at once.
 
         Returns the channels, a new one in the place of each that was lost and found again.
         """
         if launched:
             channels = [self._reached(channel) for channel in channels]
         alive = [channel for channel in channels if channel.lost_at is None]
-        pending = [(channel, channel.post("stop", grace_s=grace_s)) for channel in alive]
+        pending = [(channel, channel.post("stop", grace_s=grace_s, save=save)) for channel in alive]
         asked, deadline = self.asked(), time.monotonic() + grace_s + ANSWER_S
         for channel, replies in pending:
             counts: Message | None = None

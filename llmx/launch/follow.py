@@ -24,18 +24,18 @@ class LineReader:
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self.offset = path.stat().st_size if from_end and path.exists() else 0
         self._rest = b""
 
     def read(self, *, final: bool = False) -> list[str]:
         """Lines completed since the last call; ``final`` takes an unfinished one too."""
         try:
             with self.path.open("rb") as stream:
-                stream.seek(self._offset)
+                stream.seek(self.offset)
                 data = stream.read()
         except OSError:
             data = b""
-        self._offset += len(data)
+        self.offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if final and self._rest:
             lines.append(self._rest)
@@ -44,14 +44,47 @@ class LineReader:
 
 
 class MetricsReader:
-    """New records of ``metrics.jsonl``; a line that is no JSON is left out."""
+    """New records of ``metrics.jsonl``; a line that is no JSON is left out.
+
+    Where a run goes on from a checkpoint, rank 0 replaces the file by one without the lines that
+    come after it: of a replaced file only lines that were never seen are new.
+    """
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._lines = LineReader(run_dir.metrics, from_end=True)
+        self._path = run_dir.metrics
+        self._seen: set[int] = set()
+        self._open()
+        self.earlier = self._take(final=False)
+        """Records of earlier attempts."""
 
     def read(self, *, final: bool = False) -> list[dict[str, Any]]:
+        """Records that were added since the last call."""
+        if self._was_replaced():
+            self._open()
+        return self._take(final=final)
+
+    def _open(self) -> None:
+        self._lines = LineReader(self._path)
+        self._inode = self._stat()[0]
+
+    def _stat(self) -> tuple[int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return 0, 0
+        return found.st_ino, found.st_size
+
+    def _was_replaced(self) -> bool:
+        inode, size = self._stat()
+        return inode != self._inode or size < self._lines.offset
+
+    def _take(self, *, final: bool) -> list[dict[str, Any]]:
         records = []
         for line in self._lines.read(final=final):
+            key = hash(line)
+            if key in self._seen:
+                continue
+            self._seen.add(key)
             try:
                 record = json.loads(line)
             except ValueError:

@@ -32,6 +32,22 @@ class RankExit:
     """Of the kernel of its host, since the run began."""
 
 
+@dataclass(frozen=True)
+class Hang:
+    """No rank made progress for too long."""
+
+    time: float
+    stuck_s: float
+    step: int
+    """The step that the slowest rank had done."""
+    rank: int | None
+    """The rank that the others wait for; None where all wait."""
+    why: str
+    """Why it is this one."""
+    stack: str = ""
+    """Where its main thread was."""
+
+
 @dataclass
 class Evidence:
     """What the supervisor saw."""
@@ -50,6 +66,7 @@ class Evidence:
     """Rank -> the end of its log."""
     interrupted_at: float | None = None
     interrupted_by: str = ""
+    hang: Hang | None = None
     start_timeout_s: float | None = None
     """Set when ranks did not show up for so long."""
 
@@ -64,6 +81,11 @@ class Verdict:
     rank: int | None = None
     host: str | None = None
     traceback: str = ""
+    name: str = ""
+    """The row of the catalogue of known failures; empty where none matched."""
+    step: int | None = None
+    """Where training diverged, if the rank said so."""
+    lost_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,20 +116,46 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
             return Verdict(
                 "interrupted",
                 f"ended by {evidence.interrupted_by or 'the user'}",
-                "nothing to fix; the same command starts the run again",
             )
+    if evidence.hang is not None and not candidates:
+        return _hung(evidence.hang, plan)
     if candidates:
         first = min(candidates, key=lambda c: (c.diagnosis.consequence, c.time))
         found = first.diagnosis
         if found.consequence and signal_in_log(evidence.launcher_log):
             # Where no agent looks (Slurm), only the launcher knows who was killed.
             return _from_launcher(evidence, plan)
+        error = evidence.statuses.get(-1 if first.rank is None else first.rank, {}).get("error")
+        step = (error or {}).get("step")
         return Verdict(
-            found.outcome, found.cause, found.fix, first.rank, first.host, first.traceback
+            found.outcome,
+            found.cause,
+            found.fix,
+            first.rank,
+            first.host,
+            first.traceback,
+            name=found.name,
+            step=int(step) if isinstance(step, int) else None,
+            lost_hosts=tuple(evidence.lost_hosts),
         )
     if evidence.start_timeout_s is not None:
         return _never_started(evidence, plan)
     return _from_launcher(evidence, plan)
+
+
+def _hung(hang: Hang, plan: Plan) -> Verdict:
+    host = None if hang.rank is None else plan.hosts[plan.ranks[hang.rank].host].name
+    who = "every rank waits for the others" if hang.rank is None else f"rank {hang.rank}"
+    who += f" on {host}: {hang.why}" if host else ""
+    return Verdict(
+        "hang",
+        f"no rank made progress for {hang.stuck_s:.0f} s after step {hang.step}; {who}",
+        "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; if steps may take "
+        "so long, raise launch.hang_timeout_s",
+        hang.rank,
+        host,
+        hang.stack,
+    )
 
 
 def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
@@ -178,7 +226,12 @@ def _never_started(evidence: Evidence, plan: Plan) -> Verdict:
     cause += f"{evidence.start_timeout_s:.0f} s (launch.start_timeout_s)"
     if found.name:
         return Verdict(
-            found.outcome, f"{cause}: {found.cause}", found.fix, missing[0].rank, hosts[0]
+            found.outcome,
+            f"{cause}: {found.cause}",
+            found.fix,
+            missing[0].rank,
+            hosts[0],
+            name=found.name,
         )
     return Verdict(
         "comm",
@@ -204,7 +257,7 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Verdict:
         last = [line.strip() for line in log.splitlines() if line.strip()][-1:]
         cause += f": {last[0]}" if last else ""
     host = None if rank is None else plan.hosts[plan.ranks[rank].host].name
-    return Verdict(found.outcome, cause, found.fix, rank, host, _traceback_in(log))
+    return Verdict(found.outcome, cause, found.fix, rank, host, _traceback_in(log), found.name)
 
 
 def _rank_in_log(log: str, plan: Plan) -> int | None:

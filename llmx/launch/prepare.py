@@ -24,6 +24,15 @@ from llmx.launch.ssh import render_ssh_config
 from llmx.launch.transports import transport_of
 from llmx.rundir import write_json, write_text
 
+
+class Unreachable(LaunchError):
+    """Hosts that do not answer over ssh."""
+
+    def __init__(self, message: str, hosts: list[str]) -> None:
+        super().__init__(message)
+        self.hosts = tuple(hosts)
+
+
 HELLO_TIMEOUT_S = 60.0
 MODULES = ("torch", "deepspeed", "transformers", "numpy", "yaml")
 """What a rank imports; looked for on every other host without importing them."""
@@ -74,11 +83,13 @@ def greet(spec: LaunchSpec, channels: list[Channel]) -> None:
             for channel in channels
         ]
         problems: list[str] = []
+        missing: list[str] = []
         for channel, replies in pending:
             try:
                 channel.hello = channel.wait(replies, timeout_s=HELLO_TIMEOUT_S)
             except AgentError as error:
                 problems.append(_unreachable(channel, str(error)))
+                missing.append(channel.name)
                 continue
             channel.shared = not channel.is_remote or bool(channel.hello["sees_run_dir"])
             problems += _host_problems(spec, channel)
@@ -86,8 +97,29 @@ def greet(spec: LaunchSpec, channels: list[Channel]) -> None:
             channel.ping()
     finally:
         (spec.run_dir.root / nonce).unlink(missing_ok=True)
+    if missing:
+        raise Unreachable("\n".join(problems), missing)
     if problems:
         raise LaunchError("\n".join(problems))
+
+
+def clear(channels: list[Channel], say: Callable[[str], None]) -> None:
+    """End what an earlier attempt of the same run left on any host."""
+    pending = [(channel, channel.post("clear")) for channel in channels]
+    for channel, replies in pending:
+        try:
+            counts = channel.wait(replies, timeout_s=30)
+        except AgentError as error:
+            raise LaunchError(
+                f"{channel.name}: not known whether an earlier attempt still runs there: {error}"
+            ) from error
+        if counts["ended"]:
+            say(f"{channel.name}: {counts['ended']} processes of an earlier attempt ended")
+        if counts["left"]:
+            raise LaunchError(
+                f"{channel.name}: {counts['left']} processes of an earlier attempt do not end, the "
+                "kernel holds them (state D in `ps`): restart that host, or run without it."
+            )
 
 
 def hello_message(spec: LaunchSpec, channel: Channel, nonce: str) -> Message:
@@ -111,6 +143,7 @@ def hello_message(spec: LaunchSpec, channel: Channel, nonce: str) -> Message:
         transport = transport_of(spec.plan.transport)
         message["cancel"] = transport.cancel(spec, force=False)
         message["cancel_force"] = transport.cancel(spec, force=True)
+        message["signals"] = {name: transport.signal(spec, name) for name in ("USR1", "USR2")}
     return message
 
 

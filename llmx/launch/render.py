@@ -14,6 +14,7 @@ from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.environment import check_config_env, launcher_env, rank_env
 from llmx.launch.hostfile import HostSlots, check_host_name, render_hostfile
+from llmx.launch.record import run_id
 from llmx.launch.spec import LaunchSpec, make_spec
 from llmx.launch.ssh import render_ssh_config
 from llmx.launch.transports import transport_of
@@ -79,7 +80,7 @@ def render(
     """Check and write everything of one launch; returns what it was rendered from."""
     check(exp, plan)
     port = port or exp.launch.master_port or DEFAULT_PORT
-    spec = make_spec(exp, plan, run_dir, port=port, token=token)
+    spec = make_spec(exp, plan, run_dir, port=port, token=token or run_id(run_dir))
     write_rendered(spec)
     return spec
 

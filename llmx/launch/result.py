@@ -34,6 +34,10 @@ class Result:
     exit_code: int = 0
     launched: bool = True
     """Whether ``deepspeed`` was started at all."""
+    attempts: int = 1
+    """How often the ranks were started, over all supervisors of the run."""
+    restarts: int = 0
+    """How often the supervisor started them again by itself."""
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     @property

@@ -1,7 +1,8 @@
-"""Runs one experiment to its end: starts ``deepspeed``, watches every rank, ends everything.
+"""Runs one experiment to its end, over as many attempts as it takes.
 
-``supervise`` always returns a ``Result`` and always writes ``result.json``; however the run
-ends, and even when this process is killed, no process of it is left on any host.
+``supervise`` returns a ``Result`` and writes ``result.json`` last; however the run ends, and even
+when this process is killed, no process of it is left on any host. An attempt that fails is
+followed by another one from the newest checkpoint, where that makes sense (``restart.py``).
 
 ``python -m llmx`` calls it; ``cat RUN_DIR/logs/supervisor.log`` tells what it did and when.
 """
@@ -9,36 +10,41 @@ ends, and even when this process is killed, no process of it is left on any host
 from __future__ import annotations
 
 import contextlib
-import queue
+import dataclasses
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from llmx.config.schema import Experiment
 from llmx.errors import LlmxError
-from llmx.launch.aftermath import finish_mirror, print_failure, print_report, start_mirror
-from llmx.launch.console import Console, clock
-from llmx.launch.ending import Ending
-from llmx.launch.fleet import Channel, Message
-from llmx.launch.outcome import Verdict, judge
-from llmx.launch.prepare import bring, greet, settle, start_agents, survey
-from llmx.launch.render import check, check_programs, runner_env
+from llmx.launch.aftermath import (
+    finish_mirror,
+    print_failure,
+    print_report,
+    restarts_line,
+    start_mirror,
+)
+from llmx.launch.attempt import Asked, Attempt, Interrupted, Voice, line_of
+from llmx.launch.console import Console, clock, duration
+from llmx.launch.elastic import without
+from llmx.launch.outcome import Verdict
+from llmx.launch.record import Journal, only_supervisor, read_resume, run_id, write_resume
+from llmx.launch.restart import Decision, Ended, decide
 from llmx.launch.result import Result, exit_code_of
 from llmx.launch.spec import LaunchSpec, make_spec
-from llmx.launch.transports import transport_of
-from llmx.launch.watch import Watch
+from llmx.launch.waiting import Waiting, silent_hosts
+from llmx.plan import ds_config
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, write_json
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(Exception):
-    """The user asked to end while nothing was running yet."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+ELASTIC_GRACE_S = 20.0
+"""With launch.elastic, for a lost host to show up again before the run goes on without it."""
 
 
 def supervise(
@@ -49,8 +55,11 @@ def supervise(
     launch: LaunchSpec | None = None,
     stream: TextIO | None = None,
 ) -> Result:
-    """Launch, watch, end, collect, report. Blocks until the run is over."""
-    spec = launch or make_spec(exp, plan, run_dir, port=0)
+    """Launch, watch, end, collect, report. Blocks until the run is over.
+
+    LaunchError where another supervisor holds the run already.
+    """
+    spec = launch or make_spec(exp, plan, run_dir, port=0, token=run_id(run_dir))
     return Supervisor(spec, stream=stream).run()
 
 
@@ -58,120 +67,191 @@ class Supervisor:
     """One run. Used once."""
 
     def __init__(self, spec: LaunchSpec, *, stream: TextIO | None = None) -> None:
+        self.whole = spec
+        """With every host of the run."""
         self.spec = spec
-        self.plan = spec.plan
+        """Of the next attempt: some hosts may be missing."""
         self.run_dir = spec.run_dir
-        self.console = Console(stream, total_steps=spec.exp.task.steps)
+        self.launch = spec.exp.launch
+        self.console = Console(stream, total_steps=spec.exp.task.steps or spec.plan.total_steps)
         self.stream = stream or sys.stdout
-        self.inbox: queue.Queue[tuple[Channel, Message]] = queue.Queue()
-        self.channels: list[Channel] = []
-        self.runner: subprocess.Popen[bytes] | None = None
         self.mirror: subprocess.Popen[bytes] | None = None
-        self.watch: Watch | None = None
-        self.asked = 0
-        """How often somebody asked to end the run."""
-        self.asked_by = ""
-        self.asked_at: float | None = None
-        self.preparing = False
+        self.journal = Journal(spec.run_dir)
+        self.asked = Asked()
+        self.wake = threading.Event()
+        self.history: list[Ended] = []
+        self.attempt: Attempt | None = None
+        self.number = len(self.journal.attempts)
+        self.saved_step: int | None = None
+        """The newest checkpoint of this supervisor's attempts."""
         self.result = Result(run_token=spec.token, started=time.time(), launched=False)
+        self.waiting = Waiting(
+            asked=lambda: self.asked.count > 0,
+            wake=self.wake,
+            say=self._say,
+            countdown=self.console.countdown,
+            alive=self.journal.alive,
+        )
 
     def run(self) -> Result:
         """All of it, in order; the run directory holds ``result.json`` afterwards."""
-        self.run_dir.logs.mkdir(parents=True, exist_ok=True)
-        self.run_dir.ranks.mkdir(parents=True, exist_ok=True)
-        self.run_dir.result.unlink(missing_ok=True)
-        with self._signals():
+        with only_supervisor(self.run_dir, self.spec.token), self._signals():
+            self.run_dir.logs.mkdir(parents=True, exist_ok=True)
+            self.run_dir.ranks.mkdir(parents=True, exist_ok=True)
+            self.run_dir.result.unlink(missing_ok=True)
+            self._say(f"run directory {self.run_dir.root}")
             try:
-                self.preparing = True
-                self._prepare()
-                self.preparing = False
-                self._start()
-                self._watch()
-                verdict = self._conclude()
-            except Interrupted:
-                verdict = Verdict("interrupted", f"ended by {self.asked_by} before the start")
-            except LlmxError as error:
-                verdict = not_started(error)
+                verdict = self._attempts()
             finally:
-                self.preparing = False
                 self.console.close()
-                self._end_processes()
             self._record(verdict)
             self._after()
+            self.journal.state("finished", attempt=self.number, why=self.result.outcome)
         return self.result
 
-    def _prepare(self) -> None:
-        check(self.spec.exp, self.plan)
-        check_programs(self.spec.exp, self.plan)
-        self.channels = start_agents(self.spec, self.inbox)
-        greet(self.spec, self.channels)
-        for warning in survey(self.spec, self.channels):
-            self._warn(warning)
-        self.spec = settle(self.spec, self.channels)
-        bring(self.spec, self.channels, self._say)
-        self.watch = Watch(self.spec, self.channels, self.inbox, self.console, self._log)
-        self.watch.begin()
-
-    def _start(self) -> None:
-        argv = transport_of(self.plan.transport).argv(self.spec)
-        env = runner_env(self.spec)
-        hosts = ", ".join(f"{host.name} ({host.slots})" for host in self.plan.hosts)
-        self._say(f"launching {self.plan.world_size} ranks over {self.plan.transport}: {hosts}")
-        self._say(f"run directory {self.run_dir.root}")
-        self.result.launched = True
-        with self.run_dir.launcher_log.open("ab") as log:
-            # A group of its own: DeepSpeed answers a Ctrl-C with `pkill -f` on a pattern that
-            # is common to all its launches, so it must never see one.
-            self.runner = subprocess.Popen(
-                argv,
-                cwd=self.run_dir.root,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._log(f"deepspeed is process {self.runner.pid}; port {self.spec.port}")
-        self.mirror = start_mirror(self.spec)
-
-    def _watch(self) -> None:
-        """Until the run is over or has to be ended."""
-        assert self.watch is not None
-        assert self.runner is not None
+    def _attempts(self) -> Verdict:
+        """Attempt after attempt, until one is the last; its verdict."""
+        first, skip_steps = read_resume(self.run_dir)
         while True:
-            self.watch.tick()
-            if self.asked:
-                self.watch.evidence.interrupted_at = self.asked_at
-                self.watch.evidence.interrupted_by = self.asked_by
-                self._say(f"{self.asked_by}: ending the run; once more ends it at once")
-                return
-            code = self.runner.poll()
-            if self.watch.is_over(code):
-                return
+            self.number += 1
+            started = time.time()
+            step = first if self.saved_step is None else None
+            write_resume(self.run_dir, step=step, skip_steps=skip_steps, attempt=self.number)
+            verdict, ended = self._one_attempt()
+            decision = decide(self.history, self.launch, self.spec.exp.task)
+            if self.asked.count and decision.action == "restart":
+                decision = Decision("stop", f"{self.asked.by} came while it ended")
+            skip_steps = [*skip_steps, *decision.skip_steps]
+            hosts = [host.name for host in self.spec.plan.hosts]
+            self.journal.ended(
+                line_of(self.number, started, verdict, ended, hosts)
+                | {"decision": decision.action, "why": decision.why, "wait_s": decision.wait_s}
+                | ({"skip_steps": skip_steps} if skip_steps else {})
+            )
+            self._log(f"attempt {self.number}: {verdict.outcome}: {verdict.cause}")
+            self._log(f"{decision.action}: {decision.why}")
+            if decision.action != "restart":
+                return self._last_word(verdict, decision)
+            gave_up = self._until_restart(verdict, decision)
+            if gave_up is not None:
+                return gave_up
 
-    def _conclude(self) -> Verdict:
-        """End what is left everywhere, then judge on all that was written."""
-        assert self.watch is not None
-        graceful = self.watch.failed_at is None
-        grace_s = self.spec.exp.launch.stop_grace_s if graceful else 3.0
-        self._end_processes(grace_s)
-        self.watch.tick(final=True)
-        self.watch.collect_logs()
-        return judge(self.watch.evidence, self.plan)
+    def _one_attempt(self) -> tuple[Verdict, Ended]:
+        number = self.number
+        voice = Voice(
+            console=self.console,
+            say=self._say,
+            warn=self._warn,
+            log=self._log,
+            alive=self.journal.alive,
+            state=lambda state: self.journal.state(state, attempt=number),
+        )
+        self.attempt = Attempt(self.spec, voice, self.asked, on_start=self._on_start)
+        verdict = self.attempt.run()
+        ended = self.attempt.ended(verdict)
+        self.saved_step = ended.saved_step or self.saved_step
+        ended = dataclasses.replace(ended, saved_step=self.saved_step)
+        self.history.append(ended)
+        return verdict, ended
 
-    def _end_processes(self, grace_s: float = 3.0) -> None:
-        """End the run on every host, bring its outputs back, let the agents go."""
-        ending = Ending(self.spec, asked=lambda: self.asked, log=self._log, warn=self._warn)
-        channels, self.channels = self.channels, []
-        channels = ending.end(channels, grace_s=grace_s, launched=self.runner is not None)
-        if self.runner is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self.runner.wait(timeout=5)
-                if self.watch is not None and code >= 0:
-                    self.watch.evidence.runner_code = code
-            ending.bring_back(channels)
-        for channel in channels:
-            channel.close(timeout_s=5)
+    def _on_start(self) -> None:
+        """Ranks are being started: trackers live from now on through all attempts."""
+        self.result.launched = True
+        if self.mirror is None:
+            self.mirror = start_mirror(self.spec)
+
+    def _until_restart(self, verdict: Verdict, decision: Decision) -> Verdict | None:
+        """Wait for what the next attempt needs. A verdict where there will be none."""
+        where = f", rank {verdict.rank}" if verdict.rank is not None else ""
+        where += f" on {verdict.host}" if verdict.host else ""
+        cause = verdict.cause.splitlines()[0] if verdict.cause else ""
+        self._say(f"{verdict.outcome}{where}: {cause}")
+        from_step = "the start" if self.saved_step is None else f"step {self.saved_step}"
+        self._say(
+            f"restart {decision.restart} of {self.launch.max_restarts} from {from_step} in "
+            f"{duration(decision.wait_s)}: {decision.why}"
+        )
+        self.journal.state(
+            "waiting", attempt=self.number, why=decision.why, until=time.time() + decision.wait_s
+        )
+        if not self.waiting.back_off(decision.wait_s, "restart in"):
+            return self._ended_while_waiting()
+        if decision.wait_for == "disk" and not self.waiting.disk(
+            self.spec, verdict.host, limit_s=self.launch.host_wait_s
+        ):
+            return self._ended_while_waiting() if self.asked.count else verdict
+        return self._choose_hosts()
+
+    def _choose_hosts(self) -> Verdict | None:
+        """All hosts of the run where they answer; with launch.elastic those that do."""
+        launch = self.launch
+        grace_s = min(ELASTIC_GRACE_S, launch.host_wait_s)
+        limit_s = grace_s if launch.elastic else launch.host_wait_s
+        if self.spec is not self.whole and silent_hosts(self.whole):
+            limit_s = 0.0  # it was waited for already
+        missing = self.waiting.hosts(self.whole, limit_s=limit_s)
+        if missing and launch.elastic and not self.asked.count:
+            try:
+                exp, plan = without(self.whole.exp, self.whole.plan, missing)
+            except LlmxError as error:
+                self._warn(f"not without {', '.join(missing)}: {error}")
+                missing = self.waiting.hosts(self.whole, limit_s=launch.host_wait_s)
+            else:
+                self._use(dataclasses.replace(self.whole, exp=exp, plan=plan, interfaces=()))
+                batch = plan.batch
+                self._say(
+                    f"going on without {', '.join(missing)} (launch.elastic): {plan.world_size} "
+                    f"ranks, the same global batch of {batch.global_batch} in "
+                    f"{batch.accumulation} micro steps"
+                )
+                return None
+        if self.asked.count:
+            return self._ended_while_waiting()
+        if missing:
+            return Verdict(
+                "host_lost",
+                f"{', '.join(missing)} did not come back within {duration(launch.host_wait_s)} "
+                "(launch.host_wait_s)",
+                f"when it is back: python -m llmx resume {self.run_dir.root}; without it: "
+                "launch.elastic=true",
+                host=missing[0],
+                lost_hosts=tuple(missing),
+            )
+        if self.spec is not self.whole:
+            self._say("every host answers again: going on with all of them")
+            self._use(self.whole)
+        return None
+
+    def _use(self, spec: LaunchSpec) -> None:
+        """The next attempts run as ``spec``; the ranks read its plan."""
+        spec = dataclasses.replace(
+            spec, interfaces=tuple(host.interface for host in spec.plan.hosts)
+        )
+        write_json(self.run_dir.plan, spec.plan.to_dict())
+        write_json(self.run_dir.ds_config, ds_config(spec.exp, spec.plan))
+        self.spec = spec if spec.plan != self.whole.plan else self.whole
+
+    def _ended_while_waiting(self) -> Verdict:
+        return Verdict(
+            "interrupted", f"ended by {self.asked.by} while waiting to start again", self._go_on()
+        )
+
+    def _last_word(self, verdict: Verdict, decision: Decision) -> Verdict:
+        """The verdict of the run: the last attempt's, with what the attempts together say."""
+        if verdict.outcome == "interrupted" and self.result.launched:
+            saved = "no checkpoint was saved"
+            if self.saved_step is not None:
+                saved = f"the checkpoint of step {self.saved_step} is saved"
+            return dataclasses.replace(
+                verdict, cause=f"{verdict.cause}; {saved}", fix=self._go_on()
+            )
+        if decision.action == "stop" and self.launch.max_restarts and len(self.history) > 1:
+            cause = f"{verdict.cause}\nnot started again: {decision.why}"
+            return dataclasses.replace(verdict, cause=cause)
+        return verdict
+
+    def _go_on(self) -> str:
+        return f"to go on: python -m llmx resume {self.run_dir.root}"
 
     def _record(self, verdict: Verdict) -> None:
         """Write ``result.json``."""
@@ -181,10 +261,11 @@ class Supervisor:
         result.traceback = verdict.traceback
         if verdict.rank is not None:
             result.log = str(self.run_dir.rank_log(verdict.rank))
-        if self.watch is not None:
-            self.watch.fill(result)
+        if self.attempt is not None and self.attempt.watch is not None:
+            self.attempt.watch.fill(result)
         if self.run_dir.final_model.is_dir():
             result.model = str(self.run_dir.final_model)
+        result.attempts, result.restarts = len(self.journal.attempts), self.journal.restarts
         result.ended = time.time()
         result.exit_code = exit_code_of(result.outcome, launched=result.launched)
         try:
@@ -204,11 +285,14 @@ class Supervisor:
             warning = print_report(self.run_dir, self.stream if self.result.ok else None)
             if warning:
                 self._warn(warning)
+        line = restarts_line(self.journal.attempts)
+        if line:
+            self._say(line)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a closed terminal end the run in order; Ctrl-Z is refused."""
-        saved = {}
+        """Ctrl-C, SIGTERM, SIGUSR1, a closed terminal: an end in order. Ctrl-Z is refused."""
+        saved: dict[signal.Signals, Any] = {}
         try:
             for number in _ENDING:
                 # nohup and background shells have a signal ignored: then so do we.
@@ -224,11 +308,15 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
-        names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "hang-up"}
-        self.asked_by = self.asked_by or names[signal.Signals(number)]
-        self.asked_at = self.asked_at or time.time()
-        if self.preparing:
+        asked = self.asked
+        names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "hang-up"}
+        signal_number = signal.Signals(number)
+        asked.count += 1
+        asked.by = asked.by or names.get(signal_number, signal_number.name)
+        asked.at = asked.at or time.time()
+        self.wake.set()
+        if asked.interruptible:
+            asked.interruptible = False
             raise Interrupted
 
     def _refuse_to_pause(self, number: int, frame: FrameType | None) -> None:
@@ -248,11 +336,3 @@ class Supervisor:
             self.run_dir.supervisor_log.open("a", encoding="utf-8") as stream,
         ):
             stream.write(f"{clock()} {text}\n")
-
-
-def not_started(error: LlmxError) -> Verdict:
-    """The verdict on a launch that was given up before a rank existed."""
-    from llmx.errors import ConfigError, DataError
-
-    outcome = {ConfigError: "config", DataError: "data"}.get(type(error), "comm")
-    return Verdict(outcome, str(error))

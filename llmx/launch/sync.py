@@ -26,8 +26,9 @@ CODE_EXCLUDES = (
     ".git", ".venv", "venv", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache",
     ".hypothesis", "outputs", "multirun", "wandb", "node_modules", "*.egg-info", "dist", "build",
 )  # fmt: skip
-RUN_EXCLUDES = ("logs", "ranks", "model", "checkpoints", "metrics.jsonl", "samples.json", "wandb")
-"""What ranks write; it comes back, it does not go out."""
+RUN_FILES = ("config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json")
+"""What ranks read of the run directory; all else is written by them, or by this process while
+files travel."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Item:
     """Absolute; the same on every host."""
     excludes: tuple[str, ...] = ()
     what: str = ""
+    only: tuple[str, ...] = ()
+    """Names in the directory that are brought; empty brings all."""
 
     @property
     def is_dir(self) -> bool:
@@ -52,7 +55,7 @@ def items_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[Item]:
     if spec.code_root is not None:
         items.append(Item(spec.code_root, (*CODE_EXCLUDES, *extra), "code"))
     if run_dir:
-        items.append(Item(str(spec.run_dir.root), RUN_EXCLUDES, "run directory"))
+        items.append(Item(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [Item(path, extra, what) for path, what in _named_paths(exp)]
     seen: set[str] = set()
     return [item for item in items if not (item.path in seen or seen.add(item.path))]  # type: ignore[func-returns-value]
@@ -160,23 +163,27 @@ def _verify(spec: LaunchSpec, host: str, item: Item) -> None:
 def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     """Bring back what the ranks of one host wrote; returns bytes received.
 
-    Only this host's own files of ``logs`` and ``ranks``; ``model`` and ``checkpoints`` whole.
+    Only this host's own files of ``logs`` and ``ranks``; ``model`` whole. Checkpoints have a way
+    of their own (``llmx/launch/collect.py``).
     """
-    names = [f"/{part}/rank-{rank:03d}.*" for part in ("logs", "ranks") for rank in ranks]
+    root, received = spec.run_dir.root, 0
+    logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]
+    names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
         names += ["/metrics.jsonl", "/samples.json"]
-    include = [f"--include={name}" for name in (*names, "/logs/", "/ranks/")]
-    include += ["--include=/model/***", "--include=/checkpoints/***", "--exclude=*"]
-    said = _rsync(
-        spec,
-        ["--stats", *include, f"{host}:{spec.run_dir.root}/", f"{spec.run_dir.root}/"],
-        what=f"{spec.run_dir.root} from {host}",
-    )
-    return _count(said, r"transferred file size: ([\d,]+)")
+    # A log only grows: a host that lost its disk has the shorter one.
+    for mode, wanted in (["--append"], logs), ([], names):
+        include = [f"--include={name}" for name in wanted]
+        words = ["--stats", *mode, *include, "--exclude=*", f"{host}:{root}/", f"{root}/"]
+        said = _rsync(spec, words, what=f"{root} from {host}")
+        received += _count(said, r"transferred file size: ([\d,]+)")
+    return received
 
 
 def _from_to(host: str, item: Item) -> list[str]:
     excludes = [f"--exclude={name}" for name in item.excludes]
+    if item.only:
+        excludes = [*(f"--include=/{name}" for name in item.only), "--exclude=*"]
     slash = "/" if item.is_dir else ""
     return [*excludes, item.path + slash, f"{host}:{item.path}{slash}"]
 
@@ -185,7 +192,7 @@ def _rsync(spec: LaunchSpec, arguments: list[str], *, what: str) -> str:
     argv = ["rsync", "-a", "--partial", "--no-owner", "--no-group", "-s"]
     argv += ["-e", f"ssh -F {spec.run_dir.ssh_config}", *arguments]
     done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=_env()
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=plain_env()
     )
     if done.returncode != 0:
         raise LaunchError(
@@ -196,8 +203,9 @@ def _rsync(spec: LaunchSpec, arguments: list[str], *, what: str) -> str:
     return done.stdout
 
 
-def _env() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C"}
+def plain_env() -> dict[str, str]:
+    """For rsync and ssh: English words, and no token, since they are no processes of the run."""
+    return {**{k: v for k, v in os.environ.items() if k != "LLMX_RUN_TOKEN"}, "LC_ALL": "C"}
 
 
 def _count(text: str, pattern: str) -> int:
@@ -209,6 +217,8 @@ def _size(item: Item) -> int:
     if not item.is_dir:
         return Path(item.path).stat().st_size
     total = 0
+    if item.only:
+        return 0
     for directory, _, names in os.walk(item.path):
         for name in names:
             full = Path(directory) / name

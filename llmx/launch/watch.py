@@ -21,7 +21,8 @@ from llmx.launch.follow import (
     apply_update,
     tail_text,
 )
-from llmx.launch.outcome import Evidence, RankExit, all_finished
+from llmx.launch.hang import HangDetector, main_stack, rank_to_blame
+from llmx.launch.outcome import Evidence, Hang, RankExit, all_finished
 from llmx.launch.result import Result
 from llmx.launch.spec import LaunchSpec
 
@@ -34,6 +35,8 @@ EXIT_S = 60.0
 """For the launcher to end after every rank has finished."""
 PROBE_S = 15.0
 """For a host to answer once something has failed."""
+STACKS_S = 3.0
+"""For the ranks to write their stacks."""
 
 
 class Watch:
@@ -52,6 +55,13 @@ class Watch:
         self.evidence = Evidence()
         self.failed_at: float | None = None
         """Monotonic clock at the first failure."""
+        self.leaving_at: float | None = None
+        """When a rank was seen to leave because it was asked to."""
+        self.first_step: int | None = None
+        """The step this attempt began at; None before training."""
+        self.saved_step: int | None = None
+        """The newest checkpoint that this attempt made."""
+        self.hang = HangDetector(spec.exp.launch.hang_timeout_s)
         self._statuses = StatusReader(self.run_dir, self.plan.world_size)
         self._metrics = MetricsReader(self.run_dir)
         self._rank_0 = LineReader(self.run_dir.rank_log(0), from_end=True)
@@ -62,6 +72,8 @@ class Watch:
         self._started = self._pinged = time.monotonic()
         self._finished_at: float | None = None
         self._exited_at: float | None = None
+        for record in self._metrics.earlier:
+            self._remember(record)
 
     def begin(self) -> None:
         """Forget an earlier attempt in the same run directory; the agents begin to watch."""
@@ -82,6 +94,7 @@ class Watch:
         self._take_messages(wait_s=0.0 if final else 0.1)
         self._statuses.read()
         self.evidence.statuses = self._statuses.statuses
+        self._note_steps()
         for line in self._launcher.read(final=final):
             self._launcher_log = [*self._launcher_log[-400:], line]
         for line in self._rank_0.read(final=final):
@@ -112,10 +125,24 @@ class Watch:
                 channel.ping()
         if self.failed_at is not None:
             return self._settled(now)
+        if self.leaving_at is not None:
+            # The others are saving: they leave by themselves, or are ended after the grace.
+            return now - self.leaving_at > self.spec.exp.launch.stop_grace_s
+        stuck_s = self.hang.stuck_s(now)
+        if stuck_s is not None:
+            self._take_stacks(stuck_s)
+            return True
         if now - self._started > self.spec.exp.launch.start_timeout_s and self._not_started():
             self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
             return True
         return False
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that is known to be trained in this attempt; None before the first."""
+        steps = [int(status.get("step") or 0) for status in self.evidence.statuses.values()]
+        last, first = max(steps, default=0), self.first_step
+        return last if first is not None and last > first else None
 
     def collect_logs(self) -> None:
         """Read what the verdict needs of the logs, once everything is written."""
@@ -155,8 +182,11 @@ class Watch:
     def _problem(self, now: float) -> str:
         """The first failure that can be seen now, in words for the log; empty where none can."""
         for rank, status in self.evidence.statuses.items():
-            if status.get("state") in ("failed", "interrupted"):
-                return f"rank {rank} {status['state']}"
+            if status.get("state") == "failed":
+                return f"rank {rank} failed"
+            if status.get("state") == "interrupted" and self.leaving_at is None:
+                self.leaving_at = now
+                self.log(f"rank {rank} was asked to end, and leaves")
         wall = time.time()
         for rank, gone in self.evidence.exits.items():
             state = self.evidence.statuses.get(rank, {}).get("state")
@@ -217,9 +247,69 @@ class Watch:
 
     def _take_record(self, record: Message) -> None:
         self.console.record(record)
+        self._remember(record)
+        if record.get("kind") == "start":
+            self.first_step = int(record.get("resumed_from") or 0)
+        elif record.get("kind") == "train" and record.get("step_time_s"):
+            self.hang.step_took(float(record["step_time_s"]))
+        elif record.get("event") == "resumed":
+            self.first_step = int(record["step"])
+        elif record.get("event") == "saved":
+            self.saved_step = max(int(record["step"]), self.saved_step or 0)
+
+    def _remember(self, record: Message) -> None:
+        """What a result needs of a record, also of one of an earlier attempt."""
         self._last[str(record.get("kind"))] = record
         if record.get("kind") == "train" and record.get("tokens_per_s"):
             self._rates.append(float(record["tokens_per_s"]))
+
+    def _note_steps(self) -> None:
+        """Progress, and checkpoints of this attempt, from the statuses of the ranks."""
+        self.hang.see(self.evidence.statuses, time.monotonic())
+        first = self.first_step
+        for status in self.evidence.statuses.values():
+            saved = status.get("saved_step")
+            if first is not None and isinstance(saved, int) and saved > first:
+                self.saved_step = max(saved, self.saved_step or 0)
+
+    def _take_stacks(self, stuck_s: float) -> None:
+        """A hang: have every rank write its stacks, then say which one the others wait for."""
+        self.log(f"no progress for {stuck_s:.0f} s; asking every rank for its stacks")
+        ages_s = self._ages_s()  # before the ranks are disturbed
+        step = min(int(s.get("step") or 0) for s in self.evidence.statuses.values())
+        ends = {rank.rank: self._log_size(rank.rank) for rank in self.plan.ranks}
+        for channel in self.channels:
+            if channel.lost_at is None:
+                channel.post("signal", name="USR2")
+        deadline = time.monotonic() + STACKS_S
+        while time.monotonic() < deadline and any(
+            self._log_size(rank) == size for rank, size in ends.items()
+        ):
+            self.tick()
+        deadline = time.monotonic() + 0.5  # the rest of a dump
+        while time.monotonic() < deadline:
+            self.tick()
+        logs = {
+            rank: tail_text(self.run_dir.rank_log(rank))
+            for rank, size in ends.items()
+            if self._log_size(rank) > size
+        }
+        rank, why = rank_to_blame(self.evidence.statuses, logs, ages_s)
+        stack = "" if rank is None else main_stack(logs.get(rank, ""))
+        self.evidence.hang = Hang(time.time(), stuck_s, step, rank, why, stack)
+        self.log(f"hang: {why or 'every rank waits'}")
+
+    def _log_size(self, rank: int) -> int:
+        path = self.run_dir.rank_log(rank)
+        return path.stat().st_size if path.exists() else 0
+
+    def _ages_s(self) -> dict[int, float]:
+        """How old each rank's status is, by its own clock."""
+        wall = time.time()
+        return {
+            rank: wall - (float(s.get("time") or 0.0) - self.evidence.offsets_s.get(rank, 0.0))
+            for rank, s in self.evidence.statuses.items()
+        }
 
     def _take_offsets(self) -> None:
         for rank in self.plan.ranks:

@@ -26,7 +26,8 @@ from llmx.launch.fleet import AGENT, AgentError, Channel, local_channel
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = (
-    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True);"
+    "import signal\nfor name in ('TERM', 'INT', 'USR1'): "
+    "signal.signal(getattr(signal, 'SIG' + name), signal.SIG_IGN)\nprint(1, flush=True);"
     "signal.pause()"
 )
 
@@ -98,8 +99,65 @@ def test_stop_ends_this_run_only(rig: Rig) -> None:
     other = rig.process(own=False)
     counts = rig.stop()
     assert (counts["ended"], counts["left"]) == (2, 0)
-    assert [process.wait(timeout=5) for process in mine] == [-signal.SIGTERM, -signal.SIGTERM]
+    assert [process.wait(timeout=5) for process in mine] == [-signal.SIGTERM, -signal.SIGINT]
     assert other.poll() is None
+
+
+def test_ranks_may_save_before_they_leave(rig: Rig) -> None:
+    """They get SIGUSR1, and their children, which inherit the rank's number, get nothing."""
+    rig.greet()
+    child = (
+        "import os, signal, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {PAUSE!r}])\n"
+        "def save(*_): print('child', child.poll(), flush=True); child.kill(); sys.exit()\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
+        "print(1, flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    rank = rig.process(child, env={"RANK": "0"})
+    assert rank.stdout is not None
+    assert rank.stdout.readline()
+    assert rig.channel.ask("stop", grace_s=10, save=True, timeout_s=30)["left"] == 0
+    assert rank.stdout.read() == b"child None\n"
+    assert rank.wait(timeout=5) == 0
+
+
+def test_a_signal_goes_to_ranks_alone(rig: Rig) -> None:
+    rig.greet()
+    rank, launcher = rig.process(env={"RANK": "3"}), rig.process()
+    assert rig.channel.ask("signal", name="USR2", timeout_s=10)["ranks"] == [3]
+    assert rank.wait(timeout=5) == -signal.SIGUSR2
+    assert launcher.poll() is None
+
+
+def test_leftovers_of_an_earlier_attempt_are_cleared(rig: Rig) -> None:
+    rig.greet()
+    left = [rig.process(), rig.process(STUBBORN, env={"RANK": "0"})]
+    other = rig.process(own=False)
+    counts = rig.channel.ask("clear", timeout_s=20)
+    assert (counts["ended"], counts["left"]) == (2, 0)
+    assert [process.wait(timeout=5) for process in left] == [-signal.SIGKILL] * 2
+    assert other.poll() is None
+    assert rig.channel.ask("clear", timeout_s=20)["ended"] == 0  # and it goes on after that
+
+
+def test_a_rewritten_file_is_sent_whole(rig: Rig) -> None:
+    """Rank 0 cuts its metrics back where a run goes on from a checkpoint."""
+    metrics = rig.directory / "metrics.jsonl"
+    metrics.write_text("of an earlier attempt\n")
+    rig.greet()
+    rig.channel.ask("watch", stream=True, timeout_s=10)
+    with metrics.open("a") as stream:
+        stream.write("one\n")
+    assert base64.b64decode(rig.event("append")["data"]) == b"one\n"
+    shorter = rig.directory / "shorter"
+    shorter.write_text("of an\n")
+    os.replace(shorter, metrics)
+    assert base64.b64decode(rig.event("replace")["data"]) == b"of an\n"
+    with metrics.open("a") as stream:
+        stream.write("two\n")
+    message = rig.event("append")
+    assert (message["offset"], base64.b64decode(message["data"])) == (6, b"two\n")
 
 
 def test_what_ignores_sigterm_is_killed(rig: Rig) -> None:
@@ -133,6 +191,7 @@ def test_ranks_are_asked_before_their_launcher(rig: Rig) -> None:
         "import signal, sys, time\n"
         f"def end(*_): open({str(note)!r}, 'a').write(sys.argv[1]); sys.exit()\n"
         "signal.signal(signal.SIGTERM, end)\n"
+        "signal.signal(signal.SIGINT, end)\n"
         "print(1, flush=True)\n"
         "while True: signal.pause()\n"
     )
@@ -179,7 +238,7 @@ def test_a_dead_supervisor_ends_the_run(end: str, tmp_path: Path) -> None:
             supervisor.stdin.close()
         else:
             supervisor.kill()
-        assert rank.wait(timeout=20) == -signal.SIGTERM
+        assert rank.wait(timeout=20) == -signal.SIGUSR1
         supervisor.wait(timeout=20)
         wait_until(lambda: not _running(agent_pid))
     finally:
@@ -199,7 +258,7 @@ def _running(pid: int) -> bool:
 def test_silence_ends_the_run(rig: Rig) -> None:
     rig.greet(silence_s=1.0)
     rank = rig.process(env={"RANK": "0"})
-    assert rank.wait(timeout=20) == -signal.SIGTERM
+    assert rank.wait(timeout=20) == -signal.SIGUSR1
     wait_until(lambda: rig.channel.lost_at)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from llmx.errors import ConfigError, LaunchError
+from llmx.launch.attempt import not_started
 from llmx.launch.outcome import Evidence, RankExit, all_finished, judge
 from llmx.launch.result import exit_code_of
-from llmx.launch.supervisor import not_started
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
 from tests.unit.test_launch_render import experiment

@@ -35,6 +35,9 @@ class Transport(Protocol):
         """Commands that end the run besides ending its processes, for this machine: asking the
         ranks, or (``force``) killing what did not end."""
 
+    def signal(self, spec: LaunchSpec, name: str) -> list[list[str]]:
+        """Commands that send ``SIG<name>`` to ranks that no agent reaches, for this machine."""
+
 
 def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:
     """``deepspeed`` with everything that must never be guessed by it.

@@ -42,6 +42,9 @@ class LocalTransport:
     def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
         return []
 
+    def signal(self, spec: LaunchSpec, name: str) -> list[list[str]]:
+        return []  # the agents do it
+
 
 def visible_devices(spec: LaunchSpec) -> list[int] | None:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to this run, or None where it is not set.

@@ -60,6 +60,9 @@ class OpenMpiTransport:
     def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
         return []
 
+    def signal(self, spec: LaunchSpec, name: str) -> list[list[str]]:
+        return []  # the agents do it
+
 
 def _networks(spec: LaunchSpec) -> str | None:
     """The interfaces towards the other hosts; OpenMPI skips those that a host does not have."""

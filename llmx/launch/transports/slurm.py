@@ -90,14 +90,23 @@ class SlurmTransport:
     def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
         # Without the signal Slurm itself waits KillWait (30 s) before it kills.
         signal = ["--signal=KILL", "--full"] if force else []
-        # Inside an allocation the run is a step of somebody else's job, to be found by its name.
-        find = "squeue --noheader --steps --format='%i %j'"
-        own = f"awk '$2 == \"{spec.job_name}\" {{print $1}}'"
-        end = shlex.join(["xargs", "-r", "scancel", "--quiet", *signal[:1]])
         return [
             ["scancel", "--quiet", *signal, f"--name={spec.job_name}"],
-            ["sh", "-c", f"{find} | {own} | {end}"],
+            _to_steps(spec, *signal[:1]),
         ]
+
+    def signal(self, spec: LaunchSpec, name: str) -> list[list[str]]:
+        # A signal for a job goes to its steps anyway, so one way serves both kinds of run.
+        return [_to_steps(spec, f"--signal={name}")]
+
+
+def _to_steps(spec: LaunchSpec, *words: str) -> list[str]:
+    """scancel for the steps of the run. Inside an allocation the run is a step of somebody
+    else's job, to be found by its name."""
+    find = "squeue --noheader --steps --format='%i %j'"
+    own = f"awk '$2 == \"{spec.job_name}\" {{print $1}}'"
+    end = shlex.join(["xargs", "-r", "scancel", "--quiet", *words])
+    return ["sh", "-c", f"{find} | {own} | {end}"]
 
 
 def render_slurm_hosts(spec: LaunchSpec) -> str:

@@ -1,0 +1,260 @@
+"""Checkpoints of hosts with disks of their own: committed ones come to this machine while the run
+goes on, and what a host lacks goes back before the next attempt.
+
+So a host that never comes back costs one save interval, and another host can take its place.
+Used with ``launch.sync=rsync``; everywhere else nothing is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmx.errors import LaunchError
+from llmx.launch import sync
+from llmx.launch.fleet import AgentError, Channel
+from llmx.launch.spec import LaunchSpec
+
+PULL_EVERY_S = 5.0
+BANDWIDTH_MIB_PER_S = 256
+"""At most, while the run goes on: the network belongs to the training."""
+_STEP = re.compile(r"checkpoints/(step-\d{8})/(.+)")
+
+
+class Collector:
+    """One attempt's traffic of checkpoints with the hosts that do not see this run directory."""
+
+    def __init__(
+        self, spec: LaunchSpec, channels: list[Channel], log: Callable[[str], None]
+    ) -> None:
+        self.spec, self.log = spec, log
+        self.private = [c for c in channels if c.is_remote and c.hosts and not c.shared]
+        if spec.exp.launch.sync != "rsync":
+            self.private = []
+        self.has_ranks_here = any(host.is_local for host in spec.plan.hosts)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._rsync: subprocess.Popen[str] | None = None
+        self._verified: set[str] = set()
+
+    def start(self) -> None:
+        """Begin to pull in the background."""
+        if self.private:
+            self._thread = threading.Thread(target=self._loop, name="collect", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the background work at once; an unfinished copy is taken up again later."""
+        self._stop.set()
+        rsync = self._rsync
+        if rsync is not None:
+            with contextlib.suppress(OSError):
+                rsync.terminate()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+
+    def finish(self, channels: list[Channel]) -> None:
+        """After the ranks have left: bring what is still missing, from the hosts that answer."""
+        names = {channel.name for channel in channels}
+        self.private = [c for c in channels if c.name in names and not c.shared and c.hosts]
+        if self.spec.exp.launch.sync != "rsync" or not self.private:
+            return
+        self._stop.clear()
+        try:
+            self._pull_all(limit=False)
+        except (AgentError, LaunchError, OSError) as error:
+            self.log(f"checkpoints: {error}")
+
+    def push_missing(self, say: Callable[[str], None]) -> None:
+        """Give each host what it needs of the newest checkpoint that is complete here.
+
+        A host needs the files that its own ranks wrote; all of them where ranks lie otherwise now.
+        """
+        if not self.private:
+            return
+        for channel in self.private:
+            self._push_metrics(channel)
+        directory = newest_complete(self.spec.run_dir.checkpoints)
+        if directory is None:
+            return
+        manifest = _manifest(directory)
+        step = directory.name
+        for channel in self.private:
+            there = channel.ask("list", patterns=[f"checkpoints/{step}/**"], timeout_s=60)["files"]
+            wanted = self._needed(directory, manifest, channel)
+            missing = [
+                name
+                for name, entry in manifest["files"].items()
+                if name in wanted and there.get(f"checkpoints/{step}/{name}") != entry["bytes"]
+            ]
+            if f"checkpoints/{step}/manifest.json" not in there:
+                missing.append("manifest.json")
+            if missing:
+                say(f"{channel.name}: {len(missing)} files of {step} are missing there: sent")
+                self._push(channel, directory, missing)
+
+    def _needed(self, directory: Path, manifest: dict[str, Any], channel: Channel) -> set[str]:
+        names = set(manifest["files"])
+        ranks = {rank.rank for rank in self.spec.plan.ranks if rank.host in channel.hosts}
+        writers = {n for n in names if n.startswith("rank-")}
+        hosts = {manifest["files"][f"rank-{r:05d}.safetensors"]["host"] for r in ranks
+                 if f"rank-{r:05d}.safetensors" in writers}  # fmt: skip
+        own = {f"rank-{rank:05d}.safetensors" for rank in ranks}
+        same = len(writers) == self.spec.plan.world_size and all(
+            manifest["files"][name]["host"] in hosts for name in own
+        )
+        return names - (writers - own) if same and len(hosts) == 1 else names
+
+    def _push(self, channel: Channel, directory: Path, names: list[str]) -> None:
+        """Into a hidden directory there, then under its name in one step."""
+        target = f"{channel.name}:{directory}"
+        listed = "".join(f"{name}\n" for name in sorted(names))
+        parents = [str(directory / Path(name).parent) for name in names]
+        channel.ask("mkdir", paths=sorted({str(directory), *parents}), timeout_s=60)
+        # The manifest last: without it the directory is no checkpoint yet.
+        for part in (listed.replace("manifest.json\n", ""), "manifest.json\n"):
+            if part and (part != "manifest.json\n" or "manifest.json" in names):
+                self._run(["--files-from=-", f"{directory}/", f"{target}/"], stdin=part)
+
+    def _push_metrics(self, channel: Channel) -> None:
+        """Rank 0 cuts its metrics back where it goes on from, so it must have them."""
+        if self.spec.plan.ranks[0].host not in channel.hosts:
+            return
+        names = [p.name for p in (self.spec.run_dir.metrics, self.spec.run_dir.samples)]
+        there = channel.ask("list", patterns=names, timeout_s=60)["files"]
+        for name in names:
+            path = self.spec.run_dir.root / name
+            if path.exists() and path.stat().st_size > there.get(name, -1):
+                self._run([str(path), f"{channel.name}:{path}"])
+
+    def _loop(self) -> None:
+        # Hashing must not take a core from the ranks.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+        while not self._stop.wait(PULL_EVERY_S):
+            try:
+                self._pull_all(limit=True)
+            except (AgentError, LaunchError, OSError, ValueError, KeyError) as error:
+                if not self._stop.is_set():
+                    self.log(f"checkpoints: not collected this time: {error}")
+
+    def _pull_all(self, *, limit: bool) -> None:
+        """The newest committed checkpoint of the hosts, file by file, verified; old copies go."""
+        there: dict[str, set[str]] = {}
+        for channel in self.private:
+            files = channel.ask(
+                "list", patterns=["checkpoints/step-*/manifest.json"], timeout_s=30
+            )["files"]
+            for path in files:
+                if match := _STEP.fullmatch(path):
+                    there.setdefault(match[1], set()).add(channel.name)
+        names = {channel.name for channel in self.private}
+        everywhere = sorted((step for step, have in there.items() if have >= names), reverse=True)
+        for step in everywhere:
+            target = self.spec.run_dir.checkpoints / step
+            if self.has_ranks_here and not target.is_dir():
+                continue  # not committed by our own ranks yet, or removed by them again
+            if step in self._verified and target.is_dir():
+                break
+            if self._stop.is_set():
+                return
+            self._pull_step(step, target, limit=limit)
+            break
+        if not self.has_ranks_here:
+            self._forget(set(there))
+
+    def _pull_step(self, step: str, target: Path, *, limit: bool) -> None:
+        """Beside, then verified, then moved to where it belongs: a committed name is whole."""
+        beside = target.with_name(f".{step}.pull")
+        beside.mkdir(parents=True, exist_ok=True)
+        rate = [f"--bwlimit={BANDWIDTH_MIB_PER_S}m"] if limit else []
+        for channel in self.private:
+            link = [f"--link-dest={target}"] if target.is_dir() else []
+            self._run([*rate, *link, f"{channel.name}:{target}/", f"{beside}/"])
+        manifest = _manifest(beside)
+        present = {
+            name: entry for name, entry in manifest["files"].items() if (beside / name).is_file()
+        }
+        if not self.has_ranks_here and len(present) < len(manifest["files"]):
+            lacking = sorted(set(manifest["files"]) - set(present))
+            raise LaunchError(f"{step}: {lacking[0]} is on no host")
+        for name, entry in present.items():
+            found = _blake2b(beside / name, self._stop)
+            if self._stop.is_set() and limit:
+                return
+            if found != entry["blake2b"]:
+                (beside / name).unlink()
+                raise LaunchError(f"{step}: {name} arrived damaged; it is fetched again")
+        if target.is_dir():
+            for name in present:
+                if not (target / name).exists():
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    (beside / name).rename(target / name)
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.rename(target)
+        self._verified.add(step)
+        self.log(f"checkpoints: {step} collected and verified, {len(present)} files")
+
+    def _forget(self, there: set[str]) -> None:
+        """On a machine without ranks nobody else removes copies: keep what the hosts keep."""
+        newest = max(self._verified, default="")
+        for path in self.spec.run_dir.checkpoints.glob("step-*"):
+            if path.name not in there and path.name < newest:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _run(self, words: list[str], *, stdin: str = "") -> None:
+        argv = ["rsync", "-a", "--partial", "--no-owner", "--no-group", "-s"]
+        argv += ["-e", f"ssh -F {self.spec.run_dir.ssh_config}", *words]
+        self._rsync = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=sync.plain_env(),
+        )
+        try:
+            _, said = self._rsync.communicate(stdin)
+            code = self._rsync.returncode
+        finally:
+            self._rsync = None
+        if code != 0:
+            raise LaunchError(f"rsync ended with code {code}: {said.strip()[-500:] or 'no word'}")
+
+
+def newest_complete(checkpoints: Path) -> Path | None:
+    """The newest checkpoint of this machine whose files are all here, with their sizes."""
+    for directory in sorted(checkpoints.glob("step-*"), reverse=True):
+        try:
+            files = _manifest(directory)["files"]
+            if all((directory / n).stat().st_size == e["bytes"] for n, e in files.items()):
+                return directory
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    value = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{directory}/manifest.json holds no mapping")
+    return value
+
+
+def _blake2b(path: Path, stop: threading.Event) -> str:
+    """The digest as manifests have it; ends early where the work is given up."""
+    digest = hashlib.blake2b()
+    with path.open("rb") as stream:
+        while (block := stream.read(1 << 22)) and not stop.is_set():
+            digest.update(block)
+    return digest.hexdigest()

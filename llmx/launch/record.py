@@ -1,0 +1,163 @@
+"""What the supervisor writes about itself: who it is, what it does, how each attempt ended.
+
+``supervisor.lock`` (one supervisor a run), ``supervisor.json`` (now), ``attempts.jsonl`` (so far),
+``resume.json`` (where the next attempt begins); ``run.json`` is read, or made where it is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from llmx.errors import LaunchError
+from llmx.launch.spec import new_token
+from llmx.rundir import RunDir, read_json, write_json
+
+REFRESH_S = 3.0
+"""``supervisor.json`` is written at each change, and this often while nothing changes."""
+
+
+def run_id(run_dir: RunDir) -> str:
+    """The identity of the run, the same through all attempts; made where there is none yet."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = read_json(run_dir.identity)["run_id"]
+        if isinstance(found, str) and found:
+            return found
+    made = new_token()
+    write_json(run_dir.identity, {"run_id": made, "created": time.time(), "parent": None})
+    return made
+
+
+@contextlib.contextmanager
+def only_supervisor(run_dir: RunDir, token: str) -> Iterator[None]:
+    """Hold the run for this process; LaunchError names the process that already does.
+
+    A copy of a run directory has the same identity: two of them at once on one machine would end
+    each other's ranks, so the second is refused too.
+    """
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o644)
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise LaunchError(_taken(run_dir)) from None
+        try:
+            claim.bind(f"\0llmx-run-{token}")  # vanishes with this process, however that dies
+        except OSError:
+            raise LaunchError(
+                f"{run_dir.root}: a run with the same identity ({token}) is going on from another "
+                "directory: this one is a copy of it. Remove run.json here to make it a run of its "
+                "own."
+            ) from None
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        with contextlib.suppress(OSError):  # a full disk; the lock holds without its words
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+        yield
+    finally:
+        claim.close()
+        os.close(descriptor)
+
+
+def _taken(run_dir: RunDir) -> str:
+    try:
+        holder = json.loads(run_dir.supervisor_lock.read_text(encoding="utf-8"))
+        who = f"process {holder['pid']} on {holder['host']}"
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))
+        end = f"`kill {holder['pid']}` there saves and ends it."
+    except (OSError, ValueError, KeyError, TypeError):
+        who, since, end = "another process", "a moment ago", "End that one first."
+    return (
+        f"{run_dir.root}: this run is going on already, supervised by {who} since {since}. "
+        f"`python -m llmx watch {run_dir.root}` shows it; {end}"
+    )
+
+
+class Journal:
+    """The supervisor's files of one run. Nothing here can fail the run: a full disk is met by
+    whoever needs the space."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.attempts = read_attempts(run_dir)
+        """All lines of ``attempts.jsonl``, also of earlier supervisors."""
+        self._now: dict[str, Any] = {}
+        self._written_at = 0.0
+
+    @property
+    def restarts(self) -> int:
+        """How often the run was started again by itself."""
+        return sum(line.get("decision") == "restart" for line in self.attempts)
+
+    def state(self, state: str, *, attempt: int, why: str = "", until: float | None = None) -> None:
+        """What the supervisor does from now on. ``until``: seconds since the epoch."""
+        self._now = {
+            "state": state,
+            "attempt": attempt,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "until": until,
+            "why": why,
+        }
+        self._write()
+
+    def alive(self) -> None:
+        """Called often; refreshes the time of ``supervisor.json`` now and then."""
+        if self._now and time.monotonic() - self._written_at > REFRESH_S:
+            self._now["time"] = time.time()
+            self._write()
+
+    def ended(self, line: dict[str, Any]) -> None:
+        """One attempt is over: its line of ``attempts.jsonl``, on disk at once."""
+        self.attempts.append(line)
+        with (
+            contextlib.suppress(OSError),
+            self.run_dir.attempts.open("a", encoding="utf-8") as stream,
+        ):
+            if stream.tell() and not self.run_dir.attempts.read_bytes().endswith(b"\n"):
+                stream.write("\n")  # a line that was torn by a full disk or a crash
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _write(self) -> None:
+        self._written_at = time.monotonic()
+        with contextlib.suppress(OSError):
+            write_json(self.run_dir.supervisor, self._now)
+
+
+def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The lines of ``attempts.jsonl``; a torn last one is left out."""
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        for line in run_dir.attempts.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+                if isinstance(value, dict):
+                    lines.append(value)
+    return lines
+
+
+def read_resume(run_dir: RunDir) -> tuple[int | None, list[int]]:
+    """``resume.json``: the step to begin at (None: the newest) and the steps to pass over."""
+    try:
+        values = read_json(run_dir.resume)
+        step = values.get("step")
+        return (None if step is None else int(step)), [int(s) for s in values.get("skip_steps", [])]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None, []
+
+
+def write_resume(run_dir: RunDir, *, step: int | None, skip_steps: list[int], attempt: int) -> None:
+    """Where the next attempt begins."""
+    values = {"step": step, "skip_steps": sorted(set(skip_steps)), "attempt": attempt}
+    write_json(run_dir.resume, values)
