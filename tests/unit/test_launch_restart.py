@@ -1,0 +1,275 @@
+"""Whether a run is started again: the decision, hangs, fewer hosts, and the records.
+
+``pytest tests/unit/test_launch_restart.py``
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.config.schema import LaunchConfig, TaskConfig
+from llmx.errors import ConfigError, LaunchError
+from llmx.launch.elastic import without
+from llmx.launch.hang import HangDetector, main_stack, rank_to_blame
+from llmx.launch.outcome import Evidence, Hang, judge
+from llmx.launch.record import (
+    Journal,
+    only_supervisor,
+    read_attempts,
+    read_resume,
+    run_id,
+    write_resume,
+)
+from llmx.launch.restart import Decision, Ended, decide
+from llmx.plan import make_plan
+from llmx.rundir import RunDir, read_json
+from tests.unit.test_launch_render import experiment
+
+LAUNCH = LaunchConfig(max_restarts=3, restart_backoff_s=10, restart_backoff_max_s=25)
+BOOM = Ended("crash", "ValueError: boom 17", first_step=0, last_step=57)
+KILLED = dataclasses.replace(BOOM, cause="SIGKILL", name="killed")
+LOST = Ended("host_lost", "node-b", first_step=0, last_step=3, lost_hosts=("node-b",))
+
+
+def after(*history: Ended, launch: LaunchConfig = LAUNCH, **task: Any) -> Decision:
+    return decide(history, launch, TaskConfig(**task))
+
+
+def at(ended: Ended, step: int, **changes: Any) -> Ended:
+    return dataclasses.replace(ended, last_step=step, **changes)
+
+
+def test_the_good_end_and_the_users_end() -> None:
+    assert after(Ended("ok")).action == "finished"
+    assert after(KILLED, Ended("interrupted")).action == "stop"
+    assert after(KILLED, launch=LaunchConfig(max_restarts=0)).why == "launch.max_restarts=0"
+
+
+@pytest.mark.parametrize("outcome", ["config", "data", "oom"])
+def test_what_would_come_again_stops(outcome: str) -> None:
+    decision = after(at(BOOM, 57, outcome=outcome))
+    assert decision.action == "stop"
+    assert "again" in decision.why
+
+
+@pytest.mark.parametrize("outcome", ["crash", "comm", "host_lost", "hang", "disk_full", "nan"])
+def test_what_may_pass_is_tried_again(outcome: str) -> None:
+    decision = after(at(BOOM, 57, outcome=outcome))
+    assert (decision.action, decision.restart, decision.wait_s) == ("restart", 1, 10)
+    wanted = {"host_lost": "hosts", "disk_full": "disk"}.get(outcome, "")
+    assert decision.wait_for == wanted
+
+
+def test_before_the_first_step() -> None:
+    """An error there recurs; a killed process or a lost connection does not."""
+    start = dataclasses.replace(BOOM, first_step=None, last_step=None)
+    assert "before the first step" in after(start).why
+    for outcome in ("comm", "host_lost"):
+        assert after(dataclasses.replace(start, outcome=outcome)).action == "restart"
+    assert after(dataclasses.replace(start, name="killed")).action == "restart"
+    # Later, when an earlier attempt has trained, it gets one more try.
+    assert after(KILLED, start).action == "restart"
+    assert after(KILLED, start, start).action == "stop"
+
+
+def test_not_launched() -> None:
+    """The first time it is the user's to see at once; later a host may just be away."""
+    gone = Ended("host_lost", "node-b: no route", launched=False, lost_hosts=("node-b",))
+    assert after(gone).action == "stop"
+    assert (after(KILLED, gone).action, after(KILLED, gone).wait_for) == ("restart", "hosts")
+
+
+def test_the_same_failure_at_the_same_step_twice_stops() -> None:
+    other_address = dataclasses.replace(BOOM, cause="ValueError: boom 18")
+    decision = after(BOOM, other_address)
+    assert decision.action == "stop"
+    assert decision.why == "the same failure at step 57 in 2 attempts: it would come again"
+    assert after(BOOM, at(BOOM, 58)).action == "restart"
+    assert after(BOOM, dataclasses.replace(BOOM, cause="KeyError: 'x'")).action == "restart"
+    assert after(KILLED, KILLED).action == "restart"
+    assert after(LOST, LOST).action == "restart"
+
+
+def test_the_budget_and_the_back_off() -> None:
+    failures = [at(KILLED, step) for step in (10, 20, 30, 40)]
+    waits = [after(*failures[:count]).wait_s for count in (1, 2, 3)]
+    assert waits == [10, 20, 25]
+    last = after(*failures)
+    assert last.action == "stop"
+    assert last.why == "3 restarts in a row brought no new checkpoint (launch.max_restarts=3)"
+
+
+def test_a_new_checkpoint_gives_the_budget_back() -> None:
+    history: list[Ended] = []
+    for step in range(10, 200, 10):
+        history.append(at(KILLED, step, new_checkpoint=True))
+        decision = after(*history)
+        assert (decision.action, decision.restart, decision.wait_s) == ("restart", 1, 10)
+    for restart in (2, 3):
+        history.append(at(KILLED, 201))
+        assert after(*history).restart == restart
+    assert after(*history, at(KILLED, 202)).action == "stop"
+
+
+def test_the_hosts_own_oom_killer_once() -> None:
+    killed = at(BOOM, 57, outcome="oom", name="kernel_oom")
+    assert after(killed).action == "restart"
+    assert after(killed, at(killed, 90)).action == "stop"
+
+
+NAN = Ended("nan", "loss is nan", first_step=50, last_step=56, saved_step=50, failed_step=57)
+
+
+def test_divergence() -> None:
+    assert (after(NAN).action, after(NAN).skip_steps) == ("restart", ())
+    stopped = after(NAN, NAN)
+    assert stopped.action == "stop"
+    assert "diverged at step 57 again" in stopped.why
+    assert after(NAN, NAN, on_divergence="skip").skip_steps == (57,)
+    assert after(NAN, NAN, on_divergence="rollback").skip_steps == tuple(range(51, 58))
+    elsewhere = dataclasses.replace(NAN, failed_step=60)
+    assert after(NAN, elsewhere, on_divergence="skip").skip_steps == ()
+    unknown = dataclasses.replace(NAN, failed_step=None)
+    assert after(unknown, unknown, on_divergence="skip").action == "stop"
+
+
+def states(*pairs: tuple[str, int]) -> dict[int, dict[str, Any]]:
+    return {rank: {"state": state, "step": step} for rank, (state, step) in enumerate(pairs)}
+
+
+def test_a_hang_is_seen() -> None:
+    detector = HangDetector(None)
+    detector.see(states(("training", 5), ("training", 5)), 100.0)
+    assert detector.stuck_s(699.0) is None
+    assert detector.stuck_s(701.0) == 601.0
+    detector.see(states(("training", 5), ("training", 6)), 702.0)
+    assert detector.stuck_s(1301.0) is None
+    for step_s in (1.0, 100.0, 100.0):
+        detector.step_took(step_s)
+    assert detector.timeout_s() == 2000.0
+
+
+def test_a_hang_is_not_seen_where_none_can_be() -> None:
+    for first in ("loading", "starting", "failed"):
+        detector = HangDetector(5.0)
+        detector.see(states((first, 0), ("training", 0)), 0.0)
+        assert detector.stuck_s(1e6) is None
+    never = HangDetector(0)
+    never.see(states(("training", 1)), 0.0)
+    assert never.stuck_s(1e6) is None
+    saving = HangDetector(5.0)
+    saving.see(states(("saving", 9), ("finished", 9)), 0.0)
+    assert saving.stuck_s(29.0) is None
+    assert saving.stuck_s(31.0) == 31.0
+
+
+DUMP = """step 5
+Thread 0x00007f01 (most recent call first):
+  File "/x/llmx/train/status.py", line 90 in _beat
+
+Current thread 0x00007f02 (most recent call first):
+{frames}
+  File "/x/llmx/worker.py", line 60 in main
+"""
+COLLECTIVE = '  File "/x/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'
+READING = '  File "/x/llmx/data/store.py", line 12 in read'
+
+
+def test_who_is_waited_for() -> None:
+    waiting, reading = DUMP.format(frames=COLLECTIVE), DUMP.format(frames=READING)
+    assert main_stack(reading).splitlines()[1] == READING
+    same = states(("training", 5), ("training", 5))
+    fresh = {0: 1.0, 1: 2.0}
+    assert rank_to_blame(same, {0: waiting, 1: waiting}, fresh) == (None, "")
+    assert rank_to_blame(same, {0: waiting}, {0: 1.0, 1: 61.0})[0] == 1  # stopped: no stack
+    behind = states(("training", 6), ("training", 5))
+    assert rank_to_blame(behind, {}, fresh) == (1, "it is at step 5, others are at step 6")
+    rank, why = rank_to_blame(same, {0: reading, 1: waiting}, fresh)
+    assert rank == 0
+    assert why == "the others wait in a collective, it is in read (/x/llmx/data/store.py:12)"
+
+
+def test_a_hang_is_a_verdict_of_its_own() -> None:
+    plan = make_plan(experiment("pdsh", (2, 1)))
+    hang = Hang(100.0, 61.0, 5, 2, "its process has stood still for 61 s", "stack")
+    verdict = judge(Evidence(statuses=states(("training", 5)), hang=hang), plan)
+    assert (verdict.outcome, verdict.rank, verdict.host) == ("hang", 2, "node-b")
+    assert "no rank made progress for 61 s after step 5; rank 2 on node-b: its" in verdict.cause
+    error = {"type": "ValueError", "message": "x", "category": "crash", "time": 50.0, "step": 7}
+    failed = {1: {"state": "failed", "error": error}}
+    verdict = judge(Evidence(statuses=failed, hang=hang), plan)
+    assert (verdict.outcome, verdict.step) == ("crash", 7)
+
+
+def test_fewer_hosts_at_the_same_global_batch() -> None:
+    exp = experiment("pdsh", (2, 1))
+    exp.model.tokenizer = "demo"
+    plan = make_plan(exp)
+    smaller, planned = without(exp, plan, {"node-a"})
+    assert [host.name for host in planned.hosts] == ["node-b"]
+    assert planned.batch.global_batch == plan.batch.global_batch
+    assert planned.master_addr == plan.hosts[1].address
+    assert smaller.batch.global_batch == plan.batch.global_batch
+    again = without(exp, plan, {"node-b"})[1]
+    assert again.world_size == 2
+    with pytest.raises(ConfigError, match="no host is left"):
+        without(exp, plan, {"node-a", "node-b"})
+
+
+def test_the_identity_is_kept(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    made = run_id(run_dir)
+    assert run_id(run_dir) == made == read_json(run_dir.identity)["run_id"]
+    run_dir.identity.write_text('{"run_id": "0123456789abcdef", "created": 1, "parent": null}')
+    assert run_id(run_dir) == "0123456789abcdef"
+
+
+def test_one_supervisor_a_run(tmp_path: Path) -> None:
+    """Also against another process, and against a copy of the run directory."""
+    run_dir, token = RunDir(tmp_path / "run"), run_id(RunDir(tmp_path / "run"))
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from llmx.launch.record import only_supervisor\nfrom llmx.rundir import RunDir\n"
+        "with only_supervisor(RunDir(Path(sys.argv[1])), sys.argv[2]):\n"
+        "    print('held', flush=True)\n    sys.stdin.readline()\n"
+    )
+    argv = [sys.executable, "-c", code, str(run_dir.root), token]
+    first = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(LaunchError, match=f"process {first.pid} on "):
+            only_supervisor(run_dir, token).__enter__()
+        with pytest.raises(LaunchError, match="is a copy of it. Remove run.json"):
+            only_supervisor(RunDir(tmp_path / "copy"), token).__enter__()
+    finally:
+        first.kill()
+        first.wait()
+    with only_supervisor(run_dir, token):
+        assert json.loads(run_dir.supervisor_lock.read_text())["host"]
+
+
+def test_records(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    journal = Journal(run_dir)
+    journal.state("waiting", attempt=2, why="a host was lost", until=5.0)
+    state = read_json(run_dir.supervisor)
+    assert (state["state"], state["attempt"], state["until"]) == ("waiting", 2, 5.0)
+    journal.ended({"attempt": 1, "decision": "restart"})
+    with run_dir.attempts.open("a") as stream:
+        stream.write('{"attempt": 2, "dec')  # torn by a crash
+    later = Journal(run_dir)
+    later.ended({"attempt": 3, "decision": "finished"})
+    assert [line["attempt"] for line in read_attempts(run_dir)] == [1, 3]
+    assert later.restarts == 1
+    assert read_resume(run_dir) == (None, [])
+    write_resume(run_dir, step=120, skip_steps=[132, 131, 132], attempt=4)
+    assert read_resume(run_dir) == (120, [131, 132])
+    assert read_json(run_dir.resume)["attempt"] == 4
