@@ -1,0 +1,217 @@
+"""Which checkpoint may be used: sizes and hashes against the manifest.
+
+On one machine: ``newest_usable``. Over several, where each may hold a part: every rank makes a
+``Report`` of what lies on its storage (``inspect``), all exchange them, and every rank comes to
+the same ``Verdict`` (``judge``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmx.checkpoint.commit import committed_dir
+from llmx.checkpoint.disk import CHUNK_BYTES
+from llmx.checkpoint.manifest import (
+    HASH_BYTES,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Problem,
+    read_manifest,
+    step_of,
+)
+
+HASH_THREADS = 8
+
+
+def list_steps(checkpoints: Path) -> list[int]:
+    """Steps of the committed checkpoints, oldest first, usable or not."""
+    try:
+        names = [path.name for path in checkpoints.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(step for name in names if (step := step_of(name)) is not None)
+
+
+def verify(
+    directory: Path, files: Collection[str] | None = None, *, hashes: bool = True
+) -> list[Problem]:
+    """What is wrong with a checkpoint directory; empty if nothing.
+
+    Args:
+        files: only these of the manifest; default all, as on a storage that holds them all.
+        hashes: False compares sizes alone: quick, and blind to a flipped bit.
+    """
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return [manifest]
+    wanted = manifest.files if files is None else {name: manifest.files[name] for name in files}
+    # Large files first: the threads end together.
+    names = sorted(wanted, key=lambda name: (-wanted[name].bytes, name))
+    with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
+        found = pool.map(
+            lambda name: check_file(directory, name, wanted[name], hashes=hashes), names
+        )
+        return sorted((each for each in found if each), key=lambda each: each.file)
+
+
+def check_file(
+    directory: Path, name: str, entry: FileEntry, *, hashes: bool = True
+) -> Problem | None:
+    """One file against its entry."""
+    path = directory / name
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            return Problem(name, f"{entry.bytes} bytes", f"{size} bytes")
+        digest = hash_file(path) if hashes else entry.blake2b
+    except FileNotFoundError:
+        return Problem(name, f"{entry.bytes} bytes", "is missing")
+    except OSError as error:
+        return Problem(name, f"{entry.bytes} bytes", f"cannot be read ({error.strerror})")
+    if digest != entry.blake2b:
+        return Problem(name, f"blake2b {entry.blake2b[:16]}…", f"blake2b {digest[:16]}…")
+    return None
+
+
+def hash_file(path: Path) -> str:
+    """blake2b of a file's content, read in pieces, outside the GIL."""
+    digest, buffer = hashlib.blake2b(digest_size=HASH_BYTES), bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(view):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def usable(directory: Path, files: Collection[str] | None = None) -> bool:
+    """Whether everything (or each of ``files``) is there, with its size and hash."""
+    return not verify(directory, files)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The newest usable checkpoint of a directory, and the newer ones that are not."""
+
+    step: int | None
+    damaged: dict[int, list[Problem]]
+
+    def words(self) -> list[str]:
+        """One line for each that is not usable."""
+        return [f"step {step} cannot be used: {_some(self.damaged[step])}" for step in self.damaged]
+
+
+def newest_usable(checkpoints: Path, *, hashes: bool = True) -> Choice:
+    """For a directory that holds all files: one machine, or a shared file system."""
+    damaged: dict[int, list[Problem]] = {}
+    for step in reversed(list_steps(checkpoints)):
+        problems = verify(committed_dir(checkpoints, step), hashes=hashes)
+        if not problems:
+            return Choice(step, damaged)
+        damaged[step] = problems
+    return Choice(None, damaged)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank found of one checkpoint on its storage."""
+
+    step: int
+    storage: int
+    """The rank that leads the storage (``llmx.checkpoint.storage``)."""
+    manifest: Manifest | None
+    good: frozenset[str] = frozenset()
+    """Files of its part that have their size and hash."""
+    problems: tuple[Problem, ...] = ()
+    """Files of its part that are here and wrong."""
+
+
+def inspect(
+    checkpoints: Path, step: int, *, storage: int = 0, part: int = 0, parts: int = 1
+) -> Report:
+    """Check one ``part`` of ``parts`` of the files that lie here.
+
+    Args:
+        part, parts: how the ranks on one storage share the hashing out.
+    """
+    directory = committed_dir(checkpoints, step)
+    if not directory.is_dir():
+        return Report(step, storage, None)
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return Report(step, storage, None, problems=(manifest,))
+    here = [name for name in manifest.files if (directory / name).exists()]
+    mine = sorted(here, key=lambda name: (-manifest.files[name].bytes, name))[part::parts]
+    problems = verify(directory, mine)
+    bad = {problem.file for problem in problems}
+    return Report(step, storage, manifest, frozenset(set(mine) - bad), tuple(problems))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all reports together say of one checkpoint."""
+
+    step: int
+    usable: bool
+    manifest: Manifest | None
+    problems: tuple[Problem, ...]
+    """Files that are wrong, or on no storage."""
+    lacking: dict[int, list[str]]
+    """Storage -> files that it does not hold, the manifest among them; empty lists left out."""
+    holder: dict[str, int]
+    """File -> a storage that holds it."""
+
+    @property
+    def reason(self) -> str:
+        """One line: what is wrong."""
+        return _some(self.problems)
+
+    @property
+    def incomplete(self) -> bool:
+        """Nothing is damaged, but parts are on no host: a commit or a removal that a crash cut
+        short, or a host that is away."""
+        return not self.usable and all(each.found == ABSENT for each in self.problems)
+
+
+ABSENT = "is on none of the hosts"
+
+
+def judge(reports: Sequence[Report]) -> Verdict:
+    """The same verdict on every rank from the same reports (one of each rank, same step)."""
+    step = reports[0].step
+    manifests = {each.manifest.digest: each.manifest for each in reports if each.manifest}
+    problems = [problem for each in reports for problem in each.problems]
+    if len(manifests) != 1:
+        if manifests:
+            problems.append(Problem(MANIFEST, "one on all hosts", f"{len(manifests)} different"))
+        elif not problems:
+            problems.append(Problem(MANIFEST, "a checkpoint", ABSENT))
+        return Verdict(step, False, None, tuple(dict.fromkeys(problems)), {}, {})
+    manifest = next(iter(manifests.values()))
+    good: dict[int, set[str]] = {each.storage: set() for each in reports}
+    for each in reports:
+        good[each.storage] |= each.good
+        if each.manifest:
+            good[each.storage].add(MANIFEST)
+    holder: dict[str, int] = {}
+    for storage in sorted(good, reverse=True):
+        holder.update(dict.fromkeys(good[storage], storage))
+    bad = {problem.file for problem in problems}
+    for name in sorted(set(manifest.files) - set(holder) - bad):
+        size = manifest.files[name].bytes
+        problems.append(Problem(name, f"{size} bytes from {manifest.hosts[name]}", ABSENT))
+    wanted = {MANIFEST, *manifest.files}
+    lacking = {storage: sorted(wanted - names) for storage, names in good.items() if wanted - names}
+    complete = wanted <= set(holder)
+    return Verdict(step, complete, manifest, tuple(dict.fromkeys(problems)), lacking, holder)
+
+
+def _some(problems: Iterable[Problem], *, limit: int = 3) -> str:
+    words = [str(problem) for problem in problems]
+    more = f"; and {len(words) - limit} more" if len(words) > limit else ""
+    return "; ".join(words[:limit]) + more

@@ -1,0 +1,234 @@
+"""How a checkpoint comes to be and goes: the steps of docs/contracts.md, "Checkpoints".
+
+Each step is durable before it returns; between them the ranks agree. After a crash at any
+moment a step's name is there with all its files, or not at all.
+
+    one rank of each storage   begin
+    every rank                 rank_writer(...).reserve(), then .write(...)
+    one rank of each storage   add_file, add_tree          (config, plan, state, model/)
+                               -- all exchange entries, one makes the manifest --
+    one rank of each storage   write_manifest, publish
+                               -- all have published --
+    one rank of each storage   set_pointer, prune
+
+A *storage* is a ``checkpoints/`` directory: one for all hosts that share a file system, else
+one for each (``llmx.checkpoint.storage``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree, write_all
+from llmx.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    digest_bytes,
+    rank_file,
+    step_name,
+    step_of,
+)
+from llmx.checkpoint.tensors import TensorSpec, TensorWriter
+
+PARTIAL, REPLACED, PRUNED = ".partial", ".replaced", ".pruned"
+MARK = ".mark-"
+LATEST, BEST = "latest", "best"
+
+
+def partial_dir(checkpoints: Path, step: int) -> Path:
+    """``.step-00000140.partial``: where the files are written."""
+    return _aside(checkpoints, step, PARTIAL)
+
+
+def committed_dir(checkpoints: Path, step: int) -> Path:
+    """``step-00000140``: where they lie once committed."""
+    return checkpoints / step_name(step)
+
+
+def begin(checkpoints: Path, step: int, *, disk: Disk = DISK) -> Path:
+    """An empty partial directory; what a failed try left there is removed."""
+    make_directories(disk, checkpoints)
+    partial = partial_dir(checkpoints, step)
+    remove_tree(disk, partial)
+    disk.make_directory(partial)
+    return partial
+
+
+def rank_writer(
+    checkpoints: Path,
+    step: int,
+    rank: int,
+    specs: Iterable[TensorSpec],
+    *,
+    disk: Disk = DISK,
+) -> TensorWriter:
+    """The writer of what one rank contributes; nothing is created yet."""
+    metadata = {"format": "llmx-fragments", "step": str(step), "rank": str(rank)}
+    path = partial_dir(checkpoints, step) / rank_file(rank)
+    return TensorWriter(path, specs, metadata=metadata, disk=disk)
+
+
+def add_file(
+    checkpoints: Path, step: int, name: str, data: bytes, *, disk: Disk = DISK
+) -> FileEntry:
+    """One small file of the checkpoint. ``name``: relative, with ``/``."""
+    path = partial_dir(checkpoints, step) / name
+    if path.parent != partial_dir(checkpoints, step):
+        make_directories(disk, path.parent)
+    _write_new(path, data, disk=disk)
+    return digest_bytes(data)
+
+
+def add_tree(
+    checkpoints: Path, step: int, name: str, source: Path, *, disk: Disk = DISK
+) -> dict[str, FileEntry]:
+    """All files below the directory ``source`` as ``name/...``: relative path -> entry."""
+    return {
+        f"{name}/{path.relative_to(source).as_posix()}": add_file(
+            checkpoints,
+            step,
+            f"{name}/{path.relative_to(source).as_posix()}",
+            path.read_bytes(),
+            disk=disk,
+        )
+        for path in sorted(source.rglob("*"))
+        if path.is_file()
+    }
+
+
+def write_manifest(checkpoints: Path, step: int, manifest: Manifest, *, disk: Disk = DISK) -> None:
+    """The last file. Afterwards everything in the partial directory is durable.
+
+    Raises:
+        CheckpointError: a file that is here is not in the manifest, or has another size.
+    """
+    partial = partial_dir(checkpoints, step)
+    directories = [partial]
+    for path in sorted(partial.rglob("*")):
+        if path.is_dir():
+            directories.append(path)
+            continue
+        name, size = path.relative_to(partial).as_posix(), path.stat().st_size
+        entry = manifest.files.get(name)
+        if entry is None or entry.bytes != size:
+            wanted = "is not in the manifest" if entry is None else f"should have {entry.bytes}"
+            raise CheckpointError(f"{path} has {size} bytes and {wanted}. Nothing was committed.")
+    _write_new(partial / MANIFEST, manifest.to_text().encode(), disk=disk)
+    for directory in reversed(directories):
+        disk.sync_directory(directory)
+
+
+def publish(checkpoints: Path, step: int, *, disk: Disk = DISK) -> Path:
+    """Give the checkpoint its name; returns when that is durable.
+
+    One of the same name that is there gives way: only one that is not usable may be written
+    again (``prune`` or ``recover`` remove it).
+    """
+    final = committed_dir(checkpoints, step)
+    if final.exists():
+        aside = _aside(checkpoints, step, REPLACED)
+        remove_tree(disk, aside)
+        disk.rename(final, aside)
+        disk.sync_directory(checkpoints)
+    disk.rename(partial_dir(checkpoints, step), final)
+    disk.sync_directory(checkpoints)
+    return final
+
+
+def abandon(checkpoints: Path, step: int, *, disk: Disk = DISK) -> None:
+    """Give up a save that was begun: its bytes are free again. Nothing committed is touched."""
+    remove_tree(disk, partial_dir(checkpoints, step))
+
+
+def set_pointer(checkpoints: Path, name: str, step: int, *, disk: Disk = DISK) -> None:
+    """Replace ``latest`` or ``best`` atomically, durably."""
+    temporary = checkpoints / f".{name}.tmp"
+    remove_tree(disk, temporary)
+    _write_new(temporary, f"{step_name(step)}\n".encode(), disk=disk)
+    disk.rename(temporary, checkpoints / name)
+    disk.sync_directory(checkpoints)
+
+
+def read_pointer(checkpoints: Path, name: str) -> int | None:
+    """The step that ``latest`` or ``best`` names; None if it is not there or says nothing."""
+    try:
+        return step_of((checkpoints / name).read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def prune(checkpoints: Path, steps: Iterable[int], *, disk: Disk = DISK) -> None:
+    """Remove committed checkpoints, and what earlier removals left.
+
+    A checkpoint loses its name first, durably, then its files: it is never seen in part.
+    """
+    for step in steps:
+        if committed_dir(checkpoints, step).exists():
+            aside = _aside(checkpoints, step, PRUNED)
+            remove_tree(disk, aside)
+            disk.rename(committed_dir(checkpoints, step), aside)
+    if checkpoints.is_dir():
+        disk.sync_directory(checkpoints)
+        _remove_aside(checkpoints, disk=disk)
+
+
+def recover(checkpoints: Path, *, disk: Disk = DISK) -> list[str]:
+    """Remove what saves that did not end have left; returns the names. Before any rank saves.
+
+    Nothing that was committed is removed: one that was about to be replaced gets its name back.
+    """
+    if not checkpoints.is_dir():
+        return []
+    removed = _remove_aside(checkpoints, disk=disk)
+    for path in sorted(checkpoints.iterdir()):
+        stale = _step_aside(path.name, PARTIAL) is not None or path.name.startswith(MARK)
+        if stale or path.name in (f".{LATEST}.tmp", f".{BEST}.tmp"):
+            remove_tree(disk, path)
+            removed.append(path.name)
+    disk.sync_directory(checkpoints)
+    return removed
+
+
+def _remove_aside(checkpoints: Path, *, disk: Disk) -> list[str]:
+    removed = []
+    for path in sorted(checkpoints.iterdir()):
+        replaced = _step_aside(path.name, REPLACED)
+        if replaced is not None and not committed_dir(checkpoints, replaced).exists():
+            disk.rename(path, committed_dir(checkpoints, replaced))
+            disk.sync_directory(checkpoints)
+        elif replaced is not None or _step_aside(path.name, PRUNED) is not None:
+            remove_tree(disk, path)
+            removed.append(path.name)
+    return removed
+
+
+def _aside(checkpoints: Path, step: int, suffix: str) -> Path:
+    return checkpoints / f".{step_name(step)}{suffix}"
+
+
+def _step_aside(name: str, suffix: str) -> int | None:
+    if not (name.startswith(".") and name.endswith(suffix)):
+        return None
+    return step_of(name[1 : -len(suffix)])
+
+
+def _write_new(path: Path, data: bytes, *, disk: Disk) -> None:
+    descriptor = disk.create(path)
+    try:
+        write_all(disk, descriptor, memoryview(data))
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
+
+
+def free_bytes(checkpoints: Path) -> int:
+    """What may still be written where ``checkpoints`` lies (or will lie)."""
+    place = checkpoints
+    while not place.exists():
+        place = place.parent
+    free = os.statvfs(place)
+    return free.f_bavail * free.f_frsize

@@ -1,0 +1,100 @@
+"""Every system call by which a checkpoint changes the disk, and nothing else.
+
+One thin object, so that tests can put a fault at each of them
+(``tests/unit/test_checkpoint_faults.py``). Reading needs no such door.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+CHUNK_BYTES = 8 * 2**20
+"""Written and hashed at a time: long enough that the GIL is released, short enough to cache."""
+
+UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
+"""What a file system says that cannot reserve bytes."""
+
+
+class Disk:
+    """The real disk. All methods raise OSError."""
+
+    def create(self, path: Path) -> int:
+        """A new, empty file open for writing; FileExistsError if there is one."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def reopen(self, path: Path) -> int:
+        """A file that is there, open for writing, its content kept."""
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def reserve(self, descriptor: int, num_bytes: int) -> None:
+        """Make sure that ``num_bytes`` can be written. The file has that size afterwards."""
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """As ``write(2)``: some bytes of ``data``, at least one; how many."""
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        """Until the content is on the disk itself."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        """Until the names in ``path`` are on the disk itself."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_directory(self, path: Path) -> None:
+        os.mkdir(path, 0o755)  # noqa: PTH102, one system call
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; a file at ``target`` is replaced, a directory with content is not."""
+        os.rename(source, target)  # noqa: PTH104, one system call
+
+    def remove_file(self, path: Path) -> None:
+        os.unlink(path)  # noqa: PTH108, one system call
+
+    def remove_directory(self, path: Path) -> None:
+        os.rmdir(path)  # noqa: PTH106, one system call
+
+
+DISK = Disk()
+
+
+def write_all(disk: Disk, descriptor: int, data: memoryview) -> None:
+    """All of ``data`` (bytes), however many calls it takes."""
+    while len(data):
+        data = data[disk.write(descriptor, data) :]
+
+
+def make_directories(disk: Disk, path: Path) -> None:
+    """``path`` and what lies above it, each name durable; nothing where it is there."""
+    if path.is_dir():
+        return
+    make_directories(disk, path.parent)
+    try:
+        disk.make_directory(path)
+    except FileExistsError:
+        return  # another rank was quicker
+    disk.sync_directory(path.parent)
+
+
+def remove_tree(disk: Disk, path: Path) -> None:
+    """A directory with all its content; links are removed, not followed. Absent is fine."""
+    if path.is_symlink() or not path.is_dir():
+        if path.is_symlink() or path.exists():
+            disk.remove_file(path)
+        return
+    with os.scandir(path) as entries:
+        children = sorted(entry.name for entry in entries)
+    for name in children:
+        remove_tree(disk, path / name)
+    disk.remove_directory(path)

@@ -1,0 +1,203 @@
+"""safetensors files, streamed out while they are hashed (``tensor_file`` reads them).
+
+The header is known before the first byte of a tensor, so the bytes can be reserved, and a file
+larger than memory can be written. Any safetensors library reads the result.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from llmx.checkpoint.disk import CHUNK_BYTES, DISK, UNSUPPORTED, Disk, write_all
+from llmx.checkpoint.manifest import HASH_BYTES, FileEntry
+
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by safetensors' name of the dtype."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library refuses more."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor before its values are there."""
+
+    key: str
+    dtype: str
+    """safetensors' name: ``F32``, ``BF16``, ..."""
+    num_elements: int
+    shape: tuple[int, ...] | None = None
+    """None is one-dimensional."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One tensor with its values."""
+
+    key: str
+    dtype: str
+    num_elements: int
+    buffer: Any
+    """C-contiguous, with the buffer protocol: numpy arrays, memoryviews, bytes."""
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.key, self.dtype, self.num_elements, self.shape)
+
+
+def layout(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """The order in a file: wide elements first, so that each tensor is aligned to its width."""
+    return sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+
+
+class TensorWriter:
+    """One new file, in three steps that each can fail alone: ``reserve``, ``write``, ``close``.
+
+    Used as a context manager it is closed in any case; a file that was not finished is left for
+    whoever removes the directory.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        specs: Iterable[TensorSpec],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        disk: Disk = DISK,
+    ) -> None:
+        self.path = path
+        self.order = layout(specs)
+        """In which ``write`` takes the fragments."""
+        self._header = _header(self.order, metadata or {})
+        self._disk = disk
+        self._descriptor = -1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole file."""
+        return len(self._header) + sum(spec.num_bytes for spec in self.order)
+
+    def reserve(self) -> None:
+        """Create the file and claim its bytes. OSError ENOSPC: they are not there."""
+        self._descriptor = self._disk.create(self.path)
+        try:
+            self._disk.reserve(self._descriptor, self.num_bytes)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            # A file system that cannot reserve: at least look.
+            free = os.statvfs(self.path.parent)
+            if free.f_bavail * free.f_frsize < self.num_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+
+    def write(self, fragments: Iterable[Fragment]) -> FileEntry:
+        """Write and hash everything, then wait until it is on the disk.
+
+        Args:
+            fragments: as ``order`` has them; taken one by one, so they may be made on the way.
+
+        Raises:
+            OSError: the disk is full or broken.
+            ValueError: another fragment than was announced.
+        """
+        if self._descriptor < 0:
+            self.reserve()
+        digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        self._put(memoryview(self._header), digest)
+        given = iter(fragments)
+        for spec in self.order:
+            fragment = next(given, None)
+            if fragment is None or fragment.spec != spec:
+                raise ValueError(f"{self.path.name}: {spec} was announced, {fragment!r:.200} came")
+            data = as_bytes(fragment.buffer)
+            if len(data) != spec.num_bytes:
+                raise ValueError(
+                    f"{spec.key} is {spec.num_elements} x {spec.dtype}, {spec.num_bytes} bytes; "
+                    f"its buffer has {len(data)}"
+                )
+            self._put(data, digest)
+        extra = next(given, None)
+        if extra is not None:
+            raise ValueError(f"{self.path.name}: {extra.key} was not announced")
+        self._disk.sync(self._descriptor)
+        return FileEntry(self.num_bytes, digest.hexdigest())
+
+    def _put(self, data: memoryview, digest: hashlib.blake2b) -> None:
+        for first in range(0, len(data), CHUNK_BYTES):
+            chunk = data[first : first + CHUNK_BYTES]
+            # Hashed first: while the kernel takes the bytes they are still in the cache.
+            digest.update(chunk)
+            write_all(self._disk, self._descriptor, chunk)
+
+    def close(self) -> None:
+        """Let go of the file. Twice is fine."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            self._disk.close(descriptor)
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def write_tensors(
+    path: Path,
+    tensors: Sequence[Fragment],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    disk: Disk = DISK,
+) -> FileEntry:
+    """Reserve, write, hash and sync one new file. Fragments in any order."""
+    with TensorWriter(path, [each.spec for each in tensors], metadata=metadata, disk=disk) as file:
+        by_key = {each.key: each for each in tensors}
+        return file.write(by_key[spec.key] for spec in file.order)
+
+
+def as_bytes(buffer: Any) -> memoryview:
+    """The bytes of a C-contiguous buffer, not copied; also of an empty one."""
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("a tensor's buffer must be C-contiguous")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for spec in specs:
+        if spec.key in table or spec.key == "__metadata__":
+            raise ValueError(f"two tensors have the key {spec.key!r}")
+        shape = [spec.num_elements] if spec.shape is None else list(spec.shape)
+        end = offset + spec.num_bytes
+        table[spec.key] = {"dtype": spec.dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"{len(specs)} tensors need a header of {len(text)} bytes: too many")
+    return len(text).to_bytes(8, "little") + text
