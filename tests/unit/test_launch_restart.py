@@ -217,8 +217,11 @@ def test_fewer_hosts_at_the_same_global_batch() -> None:
     assert planned.batch.global_batch == plan.batch.global_batch
     assert planned.master_addr == plan.hosts[1].address
     assert smaller.batch.global_batch == plan.batch.global_batch
+    with pytest.raises(ConfigError, match="cannot be cut into equal micro steps of 2 ranks"):
+        without(exp, plan, {"node-b"})  # 3 samples; 1 at once is what the user allows
+    exp.batch.micro_batch = 2
     again = without(exp, plan, {"node-b"})[1]
-    assert again.world_size == 2
+    assert (again.world_size, again.batch.global_batch) == (2, plan.batch.global_batch)
     with pytest.raises(ConfigError, match="no host is left"):
         without(exp, plan, {"node-a", "node-b"})
 
