@@ -42,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in words):
-        from llmx.help import help_text
-
-        print(help_text())
+        print(_help(words))
         return 0
     if words == ["--version"]:
         from llmx import __version__
@@ -70,6 +68,17 @@ def _dispatch(words: list[str]) -> int:
         own, overrides = split_own(rest, CONFIG_COMMANDS[command].own_keys)
         return _hydra(overrides, command=command, own=own)
     return _hydra(rest)
+
+
+def _help(words: list[str]) -> str:
+    """A command's own help where it has one, else the whole."""
+    if words[0] in LIGHT:
+        own = getattr(importlib.import_module(f"llmx.{words[0]}"), "help_text", None)
+        if own is not None:
+            return str(own())
+    from llmx.help import help_text
+
+    return help_text()
 
 
 def _sweep(words: list[str]) -> int:

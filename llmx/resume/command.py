@@ -1,0 +1,214 @@
+"""The command ``resume``: what would change, what is refused, where it goes on; then go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from llmx import snapshot
+from llmx.compose import check_paths
+from llmx.errors import ConfigError
+from llmx.provenance import record
+from llmx.provenance.differences import HARMLESS, differences
+from llmx.recompose import Words, read_words
+from llmx.resume.changed import Next, next_run, schedule_note
+from llmx.resume.history import keep_former, set_aside
+from llmx.resume.rules import SAME, shown, table
+from llmx.resume.standing import Standing, standing
+from llmx.rundir import RunDir, read_json, write_json, write_text
+
+OWN = ("step",)
+
+
+def help_text() -> str:
+    """What ``python -m llmx resume --help`` prints."""
+    return (
+        "python -m llmx resume RUN_DIR [overrides] [step=N] [--config-dir DIR]\n\n"
+        "Goes on with a run that ended early, from its newest usable checkpoint, in the same\n"
+        "directory. On the same hardware the result is bitwise that of the undisturbed run.\n\n"
+        "  step=N          go on from that checkpoint; newer ones are set aside in history/\n"
+        "  hardware=NAME   a whole group is composed anew; also launch=, zero=, tracking=, ...\n"
+        "  task.steps=N    make the run longer, a finished one too\n"
+        "  dry_run=true    say what would happen, change nothing\n\n"
+        f"What may change, and what it does to the numbers\n\n{table()}"
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line; returns the exit code of the run."""
+    found = read_words("resume", words, own=OWN)
+    return resume(found, typed=words)
+
+
+def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
+    """Check everything, say it, rewrite what changes, launch."""
+    from llmx.launch import check, prepare, supervise
+
+    run = RunDir(words.run)
+    exp = snapshot.load(run)
+    refuse_alive(run)
+    stands = standing(run)
+    step = words.step("step", least=0)
+    goes_on = next_run(run, exp, words, stands)
+    if nothing_left(run, goes_on, stands, step):
+        return 0
+    origin = begin_at(run, stands, step)
+    new = goes_on.composed
+    check(new.experiment, new.plan)
+    check_paths(new.experiment, new.plan)
+    now = record(new.experiment, new.plan, list(typed))
+    then = _read(run)
+    _say(run, goes_on, stands, origin=origin, step=step, then=then, now=now)
+    if goes_on.dry_run:
+        print("  nothing was changed or started (dry_run=true)")
+        return 0
+    _rewrite(run, goes_on, stands, origin=origin, step=step, then=then, now=now, typed=typed)
+    launch = prepare(new.experiment, new.plan, run)
+    return supervise(new.experiment, new.plan, run, launch=launch).exit_code
+
+
+def refuse_alive(run: RunDir) -> None:
+    """LaunchError where a supervisor of this run lives."""
+    from llmx.launch.record import only_supervisor
+
+    if run.supervisor_lock.exists():
+        with only_supervisor(run, snapshot.run_id(run) or "-"):
+            pass
+
+
+def nothing_left(run: RunDir, goes_on: Next, stands: Standing, step: int | None) -> bool:
+    """Say so, and return True, where the run has finished all that it is asked for."""
+    if stands.finished_at is None or step is not None:
+        return False
+    last = goes_on.last_step
+    if last is not None and last > stands.finished_at:
+        return False
+    longer = max(2 * stands.finished_at, (last or 0) + 1)
+    print(
+        f"{run.root}\n  has finished at step {stands.finished_at}: nothing to resume.\n"
+        f"  To train longer: python -m llmx resume {run.root} task.steps={longer}"
+    )
+    return True
+
+
+def begin_at(run: RunDir, stands: Standing, step: int | None) -> int:
+    """The step it goes on from; ConfigError for a ``step=N`` that has no good checkpoint."""
+    from llmx.resume.choose import newest_usable, problems_of
+
+    if step == 0:
+        return 0
+    if step is not None:
+        known = ", ".join(str(known) for known in stands.checkpoints) or "none"
+        if step not in stands.checkpoints:
+            raise ConfigError(
+                f"step={step}: no checkpoint of that step in {run.checkpoints}. There are: "
+                f"{known}; step=0 begins again."
+            )
+        problems = problems_of(run, step)
+        if problems:
+            raise ConfigError(
+                f"step={step}: that checkpoint is damaged: {'; '.join(problems)}. Choose another: "
+                f"{known}."
+            )
+        return step
+    found = newest_usable(run, stands.checkpoints)
+    for damaged, problems in found.damaged.items():
+        print(f"  damaged   checkpoint of step {damaged}: {'; '.join(problems)}")
+    return found.step or 0
+
+
+def _read(run: RunDir) -> dict[str, object]:
+    try:
+        value = read_json(run.provenance)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _say(
+    run: RunDir,
+    goes_on: Next,
+    stands: Standing,
+    *,
+    origin: int,
+    step: int | None,
+    then: dict[str, object],
+    now: dict[str, object],
+) -> None:
+    """What happens next, before it does."""
+    print(f"resuming {run.root}\n  it        {stands.ending}")
+    for note in snapshot.migrations(run):
+        print(f"  migrated  {note}")
+    if origin:
+        again = max(0, stands.last_step - origin)
+        repeated = f"; {again} steps are trained again" if again else ""
+        print(f"  from      the checkpoint of step {origin}{repeated}")
+    elif step == 0:
+        print("  from      step 0, as asked for: all steps are trained again")
+    else:
+        print("  from      step 0: there is no usable checkpoint, all steps are trained again")
+    widest = max((len(change.key) for change in goes_on.changes), default=0)
+    for change in goes_on.changes:
+        effect = "" if change.rule.effect == SAME else f"  ({change.rule.effect})"
+        values = f"{shown(change.old)} -> {shown(change.new)}"
+        print(f"  changed   {change.key:<{widest}}  {values}{effect}")
+    note = schedule_note(goes_on, stands, origin)
+    if note:
+        print(f"  schedule  {note}")
+    for difference in differences(then, now) if then else []:
+        if difference.severity != HARMLESS:
+            print(
+                f"  differs   {difference.what}: {difference.then} then, {difference.now} now"
+                f" ({_meaning(difference.severity)})"
+            )
+    sys.stdout.flush()
+
+
+def _meaning(severity: str) -> str:
+    from llmx.provenance.differences import MEANING
+
+    return MEANING[severity]
+
+
+def _rewrite(
+    run: RunDir,
+    goes_on: Next,
+    stands: Standing,
+    *,
+    origin: int,
+    step: int | None,
+    then: dict[str, object],
+    now: dict[str, object],
+    typed: Sequence[str],
+) -> None:
+    """The former files into history, the new ones in their place."""
+    from llmx.launch.record import read_attempts, read_resume, write_resume
+
+    migrated = bool(snapshot.migrations(run))
+    newer = [known for known in stands.checkpoints if step is not None and known > step]
+    if goes_on.changes or newer or migrated or stands.last_step > origin == 0:
+        directory = keep_former(run, found=goes_on.changes, words=typed, step=origin)
+        print(f"  kept      the former files in {directory.relative_to(run.root)}/")
+        set_aside(run, newer, directory)
+        if newer:
+            moved = ", ".join(str(known) for known in newer)
+            print(f"  aside     newer checkpoints ({moved}) lie there too")
+        overrides = [*_overrides(run), *goes_on.words]
+        write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
+        new = goes_on.composed
+        snapshot.write_config(run, new.experiment, new.plan, new.ds_config)
+    write_json(run.provenance, {**now, "parent": then.get("parent")})
+    snapshot.write_identity(run)
+    _, skipped = read_resume(run)
+    write_resume(run, step=step, skip_steps=skipped, attempt=len(read_attempts(run)) + 1)
+    sys.stdout.flush()
+
+
+def _overrides(run: RunDir) -> list[str]:
+    try:
+        values = yaml.safe_load(run.overrides.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return []
+    return [str(value) for value in values] if isinstance(values, list) else []

@@ -1,0 +1,54 @@
+"""``RUN_DIR/history/NNN/``: what a run was before it went on with something changed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmx.resume.rules import Change
+from llmx.rundir import RunDir, write_json
+
+
+def keep_former(run: RunDir, *, found: Sequence[Change], words: Sequence[str], step: int) -> Path:
+    """Copy the former snapshot into a new numbered directory, with ``changes.json``; returns it.
+
+    ``step``: where the run goes on with the new values.
+    """
+    taken = [int(path.name) for path in history(run)]
+    directory = run.root / "history" / f"{max(taken, default=0) + 1:03d}"
+    directory.mkdir(parents=True)
+    for path in (
+        run.config, run.plan, run.ds_config, run.overrides, run.provenance, run.result,
+        run.resume, run.metrics,
+    ):  # fmt: skip
+        if path.is_file():
+            shutil.copy2(path, directory / path.name)
+    write_json(
+        directory / "changes.json",
+        {
+            "time": time.time(),
+            "step": step,
+            "words": list(words),
+            "changes": {change.key: [change.old, change.new] for change in found},
+            "effects": {change.key: change.rule.effect for change in found},
+        },
+    )
+    return directory
+
+
+def history(run: RunDir) -> list[Path]:
+    """The numbered directories, oldest first."""
+    parent = run.root / "history"
+    found = parent.iterdir() if parent.is_dir() else iter(())
+    return sorted(path for path in found if path.name.isdigit() and path.is_dir())
+
+
+def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:
+    """Move newer checkpoints away: the run goes on from an earlier one, and must never take up
+    the old course again by itself. Moved by a rename, nothing is copied or lost."""
+    for step in steps:
+        target = directory / "checkpoints" / run.checkpoint(step).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run.checkpoint(step).rename(target)
