@@ -8,15 +8,15 @@ any engine of the same model goes on from them. Tried by
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
 from llmx.train.engine import Engine
 from llmx.train.state_hash import hash_parts
-from llmx.train.state_layout import MASTER, Fixed, Owner, Piece, StateLayout, state_layout
+from llmx.train.state_layout import Fixed, Owner, Piece, StateLayout, state_layout
 from llmx.train.state_refresh import before_restore, refresh_model
 from llmx.train.state_values import (
     buffer_table,
@@ -32,8 +32,6 @@ from llmx.train.state_values import (
     write_loss_scaler,
     write_scalars,
 )
-
-FROZEN, BUFFER = "frozen", "buffer"
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -70,25 +68,12 @@ class StateTensor:
     @property
     def key(self) -> str:
         """In a rank's file (docs/contracts.md)."""
-        return f"{self.state}|{self.name}|{self.start}"
+        return fragment_key(self.state, self.name, self.start)
 
     @property
     def dtype(self) -> str:
         """As safetensors calls it."""
         return DTYPE_NAMES[self.tensor.dtype]
-
-
-class Fragments(Protocol):
-    """What ``restore`` reads from: ``llmx.checkpoint.fragments.FragmentIndex``."""
-
-    def states(self) -> Collection[str]:
-        """Names of the states that are there."""
-
-    def dtype(self, state: str, name: str) -> str:
-        """How a parameter's values are stored: ``F32``, ``BF16``, ..."""
-
-    def read_range(self, state: str, name: str, start: int, stop: int, out: memoryview) -> None:
-        """Elements ``[start, stop)`` into ``out`` (bytes, of exactly that size)."""
 
 
 def capture(engine: Engine, *, world: int) -> list[StateTensor]:
@@ -176,7 +161,7 @@ def weights_hash(engine: Engine) -> str:
 
 
 @torch.no_grad()
-def restore(engine: Engine, index: Fragments, state: dict[str, Any]) -> None:
+def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None:
     """Put a checkpoint into an engine of the same model. Collective.
 
     It may have been written by any number of ranks, at any ZeRO stage and precision. Each rank
@@ -215,7 +200,7 @@ def restore(engine: Engine, index: Fragments, state: dict[str, Any]) -> None:
 def _fill_owner(
     owner: Owner,
     pieces: list[Piece],
-    index: Fragments,
+    index: FragmentIndex,
     saved: list[str],
     scalars: dict[str, float],
 ) -> None:
@@ -242,7 +227,7 @@ def _fill_owner(
             _fill(piece.of(values[state]), index, state, piece)
 
 
-def _fill(values: torch.Tensor, index: Fragments, state: str, piece: Piece | Fixed) -> None:
+def _fill(values: torch.Tensor, index: FragmentIndex, state: str, piece: Piece | Fixed) -> None:
     """Read ``len(values)`` elements of a state, beginning where the piece begins."""
     stored = _DTYPES[index.dtype(state, piece.name)]
     if values.device.type == "cpu" and values.dtype == stored:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.checkpoint.fragments import MASTER
 from llmx.errors import ConfigError
 from llmx.train.state_swap import SwappedGroup, swapped_group
-
-MASTER = "master"
 
 
 @dataclass(frozen=True)

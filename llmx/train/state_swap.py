@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from llmx.checkpoint.fragments import MASTER
+
 
 @dataclass(frozen=True)
 class SwappedGroup:
@@ -29,7 +31,7 @@ class SwappedGroup:
         Good until the next step: copy them before.
         """
         master, *states = self._info.tensors
-        found = {"master": self._map(master.swap_path)}
+        found = {MASTER: self._map(master.swap_path)}
         for state in states:
             # "exp_avg-<sub-group>", see _get_state_tensors in DeepSpeed's optimizer_utils.py.
             key = state.compute_tensor.ds_id.removesuffix(f"-{self._flat.ds_id}")

@@ -1,0 +1,228 @@
+"""Engines that train, are saved, and go on as other engines; many in one launch.
+
+``deepspeed --num_gpus 2 --module --no_local_rank tests.programs.state JOBS.json OUT``
+
+A job is ``{"name", "world", "stage", ...}`` (see ``job_experiment``). Without ``"load"`` it trains
+``TOTAL`` steps and saves after ``"save_at"`` of them; a new engine with other first weights goes on
+from the files, and every bit is compared. With ``"load": NAME`` it goes on from what that job
+left (any number of ranks, any stage) up to step ``"until"``, and saves there.
+
+Every rank writes ``OUT/<name>.<rank>.json``; ``OUT/<name>/`` has the files and ``state.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.tensors import Fragment, write_tensors
+from llmx.config import Experiment
+from llmx.plan import ds_config, make_plan
+from llmx.plan.types import Plan
+from llmx.train.batches import Layout, make_step
+from llmx.train.engine import Engine, build_engine, join_process_group
+from llmx.train.engine_state import capture, restore, state_values, weights_hash
+from llmx.train.loop import train_step
+from llmx.train.random import seed_step
+from llmx.train.schedule import lr_at
+from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
+from tests.rundirs import PARITY_MODELS, experiment, with_batch
+
+TOTAL = 7
+"""Steps of a whole run; with 8 samples a step the second epoch begins in step 5 (of 40 samples)."""
+
+Key = tuple[str, str, int]
+
+
+class CountingIndex(FragmentIndex):
+    """Knows how much was read of it."""
+
+    bytes_read = 0
+
+    def read_range(self, state: str, name: str, start: int, stop: int, out: Any) -> None:
+        super().read_range(state, name, start, stop, out)
+        self.bytes_read += memoryview(out).nbytes
+
+
+def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
+    """A model of 32 dimensions with AdamW and weight decay, unless the job says otherwise."""
+    kind, world = job.get("kind", "llama"), job["world"]
+    exp = experiment(
+        out,
+        ranks=world,
+        seed=3,
+        precision=job.get("precision", "fp32"),
+        model={
+            "name": kind,
+            "kind": kind,
+            "config": {**PARITY_MODELS[kind], **job.get("config", {})},
+            "activation_checkpointing": job.get("activation_checkpointing", False),
+        },
+        data={"seq_len": SEQ_LEN},
+        zero={"stage": job["stage"], "pin_memory": False, **job.get("zero", {})},
+        batch={"micro_batch": 1},
+        optim={
+            "kind": job.get("optim", "adamw"),
+            "lr": 0.02,
+            "clip_norm": job.get("clip_norm", 0.0),
+            "weight_decay": 0.1,
+            "warmup_steps": 1,
+        },
+    )
+    return exp, with_batch(make_plan(exp), tuple(job["micro_batches"]), job["accumulation"])
+
+
+def build(exp: Experiment, plan: Plan) -> Engine:
+    from deepspeed.utils import groups
+
+    # DeepSpeed keeps hpZ's group for the process; a second engine would refuse to make its own.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    return build_engine(exp, plan, ds_config(exp, plan), tokenizer=word_tokenizer())
+
+
+def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: range) -> list[float]:
+    """The mean losses of ``steps``."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
+    losses = []
+    for number in steps:
+        step = make_step(store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
+        seed_step(exp.seed, number, rank)
+        engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
+        loss = train_step(engine, step, world=world).double()
+        torch.distributed.all_reduce(loss)
+        losses.append(float(loss) / step.target_tokens)
+    return losses
+
+
+def save(engine: Engine, directory: Path, *, step: int) -> None:
+    """Every rank its file, rank 0 ``state.json``. Collective."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    directory.mkdir(parents=True, exist_ok=True)
+    fragments = [
+        Fragment(each.key, each.dtype, len(each.tensor), each.tensor.view(torch.uint8).numpy())
+        for each in capture(engine, world=world)
+    ]
+    write_tensors(directory / f"rank-{rank:05d}.safetensors", fragments)
+    state = {"step": step, "weights_hash": weights_hash(engine), **state_values(engine)}
+    if rank == 0:
+        (directory / "state.json").write_text(json.dumps(state))
+    torch.distributed.barrier()
+
+
+def load(engine: Engine, directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Its ``state.json`` and what is wrong. Collective."""
+    state = json.loads((directory / "state.json").read_text())
+    index = CountingIndex(sorted(directory.glob("*.safetensors")))
+    index.check(state["parameters"], state["buffers"])
+    before = weights_hash(engine)
+    restore(engine, index, state)
+    wrong = []
+    if before == state["weights_hash"] or weights_hash(engine) != state["weights_hash"]:
+        wrong.append(f"weights {before} -> {weights_hash(engine)}, not {state['weights_hash']}")
+    held = bytes_held(engine)
+    if index.bytes_read != held:
+        wrong.append(f"{index.bytes_read} bytes were read for {held}")
+    wrong += [
+        f"{key}: {value} saved, {state_values(engine)[key]} restored"
+        for key, value in state.items()
+        if key in ("optimizer", "engine", "parameters", "loss_scaler")
+        and value != state_values(engine)[key]
+        # A new accumulation counts other micro steps, another wrapper has the same updates.
+    ]
+    return state, wrong
+
+
+def bytes_held(engine: Engine) -> int:
+    """Of master values and optimizer states on this rank, which may be all of them."""
+    alone = sum(
+        each.tensor.nbytes for each in capture(engine, world=torch.distributed.get_world_size())
+    )
+    if engine.stage > 0:
+        return alone
+    total = torch.tensor(alone)
+    torch.distributed.all_reduce(total)
+    return int(total)
+
+
+def copies(engine: Engine) -> dict[Key, torch.Tensor]:
+    found = capture(engine, world=torch.distributed.get_world_size())
+    return {(each.state, each.name, each.start): each.tensor.clone() for each in found}
+
+
+def differing(one: dict[Key, torch.Tensor], other: dict[Key, torch.Tensor]) -> list[str]:
+    """Keys of what is not the same bit for bit."""
+    if one.keys() != other.keys():
+        return [str(key) for key in one.keys() ^ other.keys()]
+    return [
+        str(key)
+        for key in one
+        if not torch.equal(one[key].view(torch.uint8), other[key].view(torch.uint8))
+    ]
+
+
+def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
+    """An uninterrupted run, and a new engine from its files."""
+    exp, plan = job_experiment(job, out)
+    at, directory = job["save_at"], out / job["name"]
+    engine = build(exp, plan)
+    losses = train(engine, exp, plan, store, steps=range(at))
+    save(engine, directory, step=at)
+    saved = copies(engine)
+    losses += train(engine, exp, plan, store, steps=range(at, TOTAL))
+    final, final_hash = copies(engine), weights_hash(engine)
+    engine.engine.destroy()
+
+    exp.seed += 1  # other first weights: what is not restored shows
+    other = build(exp, plan)
+    exp.seed -= 1
+    wrong: dict[str, Any] = {}
+    _, wrong["restored"] = load(other, directory)
+    wrong["restored"] += differing(saved, copies(other))
+    for time_ in ("first", "again"):
+        if time_ == "again":  # in place, over an engine that has trained on
+            wrong["in place"] = load(other, directory)[1] + differing(saved, copies(other))
+        found = train(other, exp, plan, store, steps=range(at, TOTAL))
+        if found != losses[at:]:
+            wrong[f"losses {time_}"] = [losses[at:], found]
+        wrong[f"final {time_}"] = differing(final, copies(other))
+    if weights_hash(other) != final_hash:
+        wrong["final hash"] = [final_hash, weights_hash(other)]
+    other.engine.destroy()
+    return {"wrong": {key: value for key, value in wrong.items() if value}, "losses": losses}
+
+
+def go_on(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
+    """Go on from another job's files, and leave one's own."""
+    exp, plan = job_experiment(job, out)
+    exp.seed += 1
+    engine = build(exp, plan)
+    exp.seed -= 1
+    state, wrong = load(engine, out / job["load"])
+    losses = train(engine, exp, plan, store, steps=range(state["step"], job["until"]))
+    save(engine, out / job["name"], step=job["until"])
+    engine.engine.destroy()
+    return {"wrong": {"restored": wrong} if wrong else {}, "losses": losses, "first": state["step"]}
+
+
+def main() -> None:
+    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    join_process_group(make_plan(experiment(out, ranks=jobs[0]["world"])))
+    rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
+    for job in jobs:
+        began = time.perf_counter()
+        result = (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
+        result["seconds"] = time.perf_counter() - began
+        print(job["name"], result, flush=True)
+        (out / f"{job['name']}.{rank}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
