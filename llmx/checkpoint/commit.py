@@ -11,6 +11,9 @@ moment a step's name is there with all its files, or not at all.
                                -- all have published --
     one rank of each storage   set_pointer, prune
 
+Where a step fails before all have published, all call ``abandon``; afterwards the checkpoint
+counts, and a pointer or a removal that fails is a warning.
+
 A *storage* is a ``checkpoints/`` directory: one for all hosts that share a file system, else
 one for each (``llmx.checkpoint.storage``).
 """
@@ -28,6 +31,7 @@ from llmx.checkpoint.manifest import (
     FileEntry,
     Manifest,
     digest_bytes,
+    read_manifest,
     rank_file,
     step_name,
     step_of,
@@ -139,18 +143,37 @@ def publish(checkpoints: Path, step: int, *, disk: Disk = DISK) -> Path:
     return final
 
 
-def abandon(checkpoints: Path, step: int, *, disk: Disk = DISK) -> None:
-    """Give up a save that was begun: its bytes are free again. Nothing committed is touched."""
+def abandon(
+    checkpoints: Path, step: int, *, published: Manifest | None = None, disk: Disk = DISK
+) -> None:
+    """Give up a save that was begun; its bytes are free again.
+
+    Args:
+        published: its manifest, if there was one: where this storage has given the checkpoint
+            its name already, that is taken back.
+
+    Raises:
+        OSError: some of it is still there; ``recover`` removes it.
+    """
+    if published and read_manifest(committed_dir(checkpoints, step)) == published:
+        prune(checkpoints, [step], disk=disk)
     remove_tree(disk, partial_dir(checkpoints, step))
+    if checkpoints.is_dir():
+        _remove_aside(checkpoints, disk=disk)
 
 
 def set_pointer(checkpoints: Path, name: str, step: int, *, disk: Disk = DISK) -> None:
     """Replace ``latest`` or ``best`` atomically, durably."""
-    temporary = checkpoints / f".{name}.tmp"
+    replace_file(checkpoints / name, f"{step_name(step)}\n".encode(), disk=disk)
+
+
+def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
+    """A reader sees the old content or the new; returns when the new is durable."""
+    temporary = path.with_name(f".{path.name}.tmp")
     remove_tree(disk, temporary)
-    _write_new(temporary, f"{step_name(step)}\n".encode(), disk=disk)
-    disk.rename(temporary, checkpoints / name)
-    disk.sync_directory(checkpoints)
+    _write_new(temporary, data, disk=disk)
+    disk.rename(temporary, path)
+    disk.sync_directory(path.parent)
 
 
 def read_pointer(checkpoints: Path, name: str) -> int | None:

@@ -1,0 +1,94 @@
+"""Files of a checkpoint that come from another host: received, checked, put in their place.
+
+Without a shared file system a storage lacks what the others wrote (``Verdict.lacking``). Who
+sends is not known here.
+
+    directory = repair_dir(checkpoints, step)        one rank of the storage
+    with Incoming(directory, name, entry) as file:   for each file but the manifest
+        file.write(chunk) ...
+        file.finish()
+    finish_repair(checkpoints, step, manifest)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from llmx.checkpoint.commit import (
+    begin,
+    committed_dir,
+    partial_dir,
+    publish,
+    replace_file,
+    write_manifest,
+)
+from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree, write_all
+from llmx.checkpoint.manifest import HASH_BYTES, MANIFEST, CheckpointError, FileEntry, Manifest
+from llmx.checkpoint.tensors import as_bytes
+
+
+def repair_dir(checkpoints: Path, step: int, *, disk: Disk = DISK) -> Path:
+    """Where files that come in belong: the checkpoint if it is here, else a partial one."""
+    final = committed_dir(checkpoints, step)
+    return final if final.is_dir() else begin(checkpoints, step, disk=disk)
+
+
+class Incoming:
+    """One file on its way in. It has its name only after its hash was found right."""
+
+    def __init__(self, directory: Path, name: str, entry: FileEntry, *, disk: Disk = DISK) -> None:
+        self._target = directory / name
+        self._temporary = self._target.with_name(f".incoming-{self._target.name}")
+        self._entry = entry
+        self._disk = disk
+        self._digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        self._written = 0
+        make_directories(disk, self._target.parent)
+        remove_tree(disk, self._temporary)
+        self._descriptor = disk.create(self._temporary)
+
+    def write(self, chunk: Any) -> None:
+        """The next bytes, any buffer."""
+        data = as_bytes(chunk)
+        self._digest.update(data)
+        self._written += len(data)
+        write_all(self._disk, self._descriptor, data)
+
+    def finish(self) -> None:
+        """Put the file in its place, durably. CheckpointError: it is not what was promised."""
+        found = FileEntry(self._written, self._digest.hexdigest())
+        if found != self._entry:
+            raise CheckpointError(
+                f"{self._target.name} came over with {found.bytes} bytes and hash "
+                f"{found.blake2b[:16]}…, expected {self._entry.bytes} and "
+                f"{self._entry.blake2b[:16]}…. It was not put in place."
+            )
+        self._disk.sync(self._descriptor)
+        self._disk.rename(self._temporary, self._target)
+        self._disk.sync_directory(self._target.parent)
+
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._disk.close(self._descriptor)
+        remove_tree(self._disk, self._temporary)
+
+
+def finish_repair(checkpoints: Path, step: int, manifest: Manifest, *, disk: Disk = DISK) -> None:
+    """The manifest comes last; then the storage holds the checkpoint like any other."""
+    if not committed_dir(checkpoints, step).is_dir():
+        if partial_dir(checkpoints, step).is_dir():
+            write_manifest(checkpoints, step, manifest, disk=disk)
+            publish(checkpoints, step, disk=disk)
+        return
+    path = committed_dir(checkpoints, step) / MANIFEST
+    replace_file(path, manifest.to_text().encode(), disk=disk)
