@@ -20,7 +20,7 @@ from llmx.config import Experiment, experiment_from_dict
 from llmx.data import SampleStore, has_eval, load_tokenizer, prepare
 from llmx.data.histogram import draw_histogram
 from llmx.data.preview import print_samples
-from llmx.data.progress import MIB, clock
+from llmx.data.summary import report
 from llmx.errors import ConfigError, LlmxError
 
 
@@ -73,53 +73,6 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     console = Console(highlight=False)
     console.print(table, soft_wrap=not console.is_terminal)
     return store
-
-
-def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
-    """(name, value) lines about a store, from its meta.json."""
-    tokens, samples = meta["num_tokens"], meta["num_samples"]
-    lengths = meta["row_length_percentiles"]
-    names = {"0": "shortest", "50": "median", "100": "longest"}
-    lines = [
-        ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
-        ("form", f"{meta['form']}, template {meta['template'] or 'none'}"),
-        ("rows", f"{meta['rows_read']:,} read, {meta['num_rows']:,} in samples"),
-        ("left out", _reasons(meta)),
-        ("truncated", f"{meta['truncated']:,} to {meta['seq_len']:,} tokens"),
-        ("tokens", f"{tokens:,}, of which {meta['num_target_tokens']:,} are learned"),
-        (
-            "samples",
-            f"{samples:,} of up to {meta['seq_len']:,} tokens, "
-            f"{tokens / max(1, samples * meta['seq_len']):.1%} full",
-        ),
-        (
-            "row length",
-            ", ".join(f"{names.get(rank, rank + ' %')} {n:,}" for rank, n in lengths.items()),
-        ),
-    ]
-    if "encoder" not in meta:  # prepared by an earlier llmx
-        return lines
-    seconds = meta["tokenize_seconds"]
-    rate = meta["text_bytes"] / MIB / max(seconds, 1e-3)
-    lines.append(("encoder", f"{meta['encoder']}, {meta['workers']} threads"))
-    lines.append(
-        (
-            "time",
-            f"{'found again; it took' if found else 'took'} {clock(seconds)} for "
-            f"{meta['text_bytes'] / MIB:,.1f} MiB of text ({rate:,.1f} MiB/s)"
-            + (f", from row {meta['resumed_at_row']:,} on" if meta["resumed_at_row"] else ""),
-        )
-    )
-    return lines
-
-
-def _reasons(meta: dict[str, Any]) -> str:
-    """How many rows are not in the store, by reason."""
-    groups = (meta["dropped"], meta.get("left_out", {}), meta.get("rejected", {}))
-    parts = [f"{count:,} {reason}" for group in groups for reason, count in group.items()]
-    if meta.get("rejected_file"):
-        parts.append(f"rejected rows are in {meta['rejected_file']}")
-    return "; ".join(parts) or "nothing"
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from llmx.data.forms import Conversation, Document, detect_form, to_conversation
 from llmx.data.hub import PREFIX, hub_id, hub_rows, revision_of
 from llmx.data.preferences import Preference, to_preference
 from llmx.data.read import read_file, source_files
-from llmx.data.rows import OnBad, Record, RowError, TextPiece, refuse
+from llmx.data.rows import Meter, OnBad, Record, RowError, Stretch, TextPiece, refuse
 from llmx.data.tokenizer import DEMO_DIRECTORY
 from llmx.errors import DataError
 
@@ -36,6 +36,7 @@ class Part:
     split: str | None
     skips_bad: bool
     weight: float = 1.0
+    text_unit: str = "file"
 
     @classmethod
     def of(cls, data: DataConfig, source: SourceConfig, *, split: str) -> Part:
@@ -54,6 +55,7 @@ class Part:
             split=source.split or data.split,
             skips_bad=data.on_bad_row == "skip",
             weight=source.weight,
+            text_unit=data.text_unit,
         )
 
     @cached_property
@@ -90,7 +92,9 @@ class Part:
 
     def identity(self) -> dict[str, object]:
         """What decides which rows there are, beside the bytes."""
+        unit = {} if self.text_unit == "file" else {"text_unit": self.text_unit}
         return {
+            **unit,
             "form": self.form,
             "text_key": self.text_key,
             "columns": dict(sorted(self.columns.items())),
@@ -104,16 +108,30 @@ class Part:
     def empty(self) -> DataError:
         return DataError(f"{self.path}: there is no row in it. Check data.path.")
 
-    def raw(self, bad: OnBad) -> Iterator[Record | TextPiece]:
+    def raw(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Record | TextPiece]:
         """Records and pieces of text as they are read."""
         if self.hub:
             return hub_rows(self.hub, subset=self.subset, split=self.split, revision=self._revision)
-        return chain.from_iterable(read_file(file, bad=bad) for file in self.files)
+        unit = self.text_unit
+        return chain.from_iterable(
+            read_file(file, bad=bad, text_unit=unit, meter=meter) for file in self.files
+        )
 
-    def rows(self, bad: OnBad) -> Iterator[Row | None]:
+    def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
         """Every row in its form; None for a conversation without an answer. Of a pair, the
         chosen conversation."""
-        for raw in self.raw(bad):
+        return self._rows(self.raw(bad, meter=meter), bad)
+
+    def rows_of(
+        self, file: Path, stretch: Stretch, bad: OnBad, *, meter: Meter
+    ) -> Iterator[Row | None]:
+        """The rows of one of the files, or of some of its lines."""
+        unit = self.text_unit
+        raws = read_file(file, bad=bad, text_unit=unit, stretch=stretch, meter=meter)
+        return self._rows(raws, bad)
+
+    def _rows(self, raws: Iterator[Record | TextPiece], bad: OnBad) -> Iterator[Row | None]:
+        for raw in raws:
             try:
                 row = self._row(raw)
             except RowError as error:

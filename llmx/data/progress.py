@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -15,21 +16,32 @@ MIB = 1 << 20
 class Progress:
     """Counts what is done and shows it on ``stream`` (default: stderr).
 
-    ``total_bytes``: size of the sources where it tells how much text there is, for the time
-    that is left; 0 where it does not (compressed files).
+    ``total_bytes``: bytes of all sources on disk, of which ``read`` tells how many were read,
+    for the time that is left; 0 where nobody knows.
     """
 
-    def __init__(self, title: str, *, total_bytes: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        *,
+        total_bytes: int = 0,
+        read: Callable[[], int] | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
         self.title = title
         self.bytes = 0
+        """Of text."""
         self.tokens = 0
         self._total = total_bytes
+        self._read = read or (lambda: self.bytes)
         self._stream = stream or sys.stderr
         self._started = self._said = time.monotonic()
+        self._from = 0
         self._bar: Any = None
         self._task: Any = None
 
     def __enter__(self) -> Progress:
+        self._started = self._said = time.monotonic()
         if self._stream.isatty():
             from rich import progress as rich_progress
             from rich.console import Console
@@ -54,29 +66,37 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def add(self, *, size: int, tokens: int) -> None:
+    def begin_here(self) -> None:
+        """What was read up to now was done before: the time that is left is reckoned from here."""
+        self._from = self._read()
+        self._started = time.monotonic()
+
+    def add(self, *, size: int, tokens: int = 0) -> None:
         """``size`` bytes of text became ``tokens`` tokens."""
         self.bytes += size
         self.tokens += tokens
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.bytes, rates=self.rates(now))
+            self._bar.update(self._task, completed=self._read(), rates=self.rates(now))
         elif now - self._said >= EVERY_S:
             self._said = now
             print(f"{self.title}: {self.rates(now)}", file=self._stream, flush=True)
 
+    def fraction(self) -> float:
+        """How much of the sources was read, 0 to 1; 0 where nobody knows."""
+        return min(1.0, self._read() / self._total) if self._total else 0.0
+
     def rates(self, now: float | None = None) -> str:
-        """``812.0 MiB, 19.3 MiB/s, 4.6 M tokens/s, 2:31 left``"""
+        """``34%, 812.0 MiB, 19.3 MiB/s, 4.6 M tokens/s, 2:31 left``"""
         seconds = max(1e-3, (now or time.monotonic()) - self._started)
-        speed = self.bytes / seconds
-        parts = [
-            f"{self.bytes / MIB:,.1f} MiB",
-            f"{speed / MIB:,.1f} MiB/s",
-            f"{self.tokens / seconds / 1e6:,.2f} M tokens/s",
-        ]
-        if self._total and speed:
-            left = max(0, self._total - self.bytes) / speed
-            parts.append(f"{clock(left)} left")
+        done = self.fraction()
+        parts = [f"{done:.0%}"] if done else []
+        parts += [f"{self.bytes / MIB:,.1f} MiB", f"{self.bytes / seconds / MIB:,.1f} MiB/s"]
+        if self.tokens:
+            parts.append(f"{self.tokens / seconds / 1e6:,.2f} M tokens/s")
+        fresh = self._read() - self._from
+        if done and fresh > 0:
+            parts.append(f"{clock(max(0, self._total - self._read()) * seconds / fresh)} left")
         return ", ".join(parts)
 
 
@@ -85,3 +105,11 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size_text(size: float) -> str:
+    """``812 B``, ``3.2 MiB``, ``41.0 GiB``"""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size:.0f} B"

@@ -7,23 +7,19 @@ and the seed alone.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
 
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data.forms import Document
 from llmx.data.part import Part, Row
 from llmx.data.rejects import Rejects
-from llmx.data.rows import OnBad, RowError, refuse
+from llmx.data.rows import Meter, OnBad, RowError, Stretch, refuse
+from llmx.data.selection import held_out, weight_draws
 from llmx.data.survey import Survey, survey_of
 from llmx.errors import ConfigError, DataError
 
@@ -32,7 +28,6 @@ __all__ = ["SPLITS", "Row", "Source", "has_eval"]
 SPLITS = ("train", "eval")
 FORMS_VERSION = 2
 """Raised when a record becomes another conversation than before."""
-T = TypeVar("T")
 
 
 def has_eval(exp: Experiment) -> bool:
@@ -53,6 +48,8 @@ class Source:
     """Rows that ``rows()`` passed over, when ``data.on_bad_row=skip``."""
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
     """Good rows that ``rows()`` left out, by reason."""
+    meter: Meter = field(default_factory=Meter, compare=False)
+    """How far ``rows()`` has read."""
 
     @classmethod
     def of(cls, exp: Experiment, split: str) -> Source:
@@ -103,16 +100,39 @@ class Source:
 
     @cached_property
     def form(self) -> str:
-        """The form of the rows: ``text``, or that of the conversations (joined by ``+``)."""
+        """The form of the rows; where sources differ, their forms joined by ``+``."""
         forms = list(dict.fromkeys(part.form for part in self.parts))
-        if "text" in forms and len(forms) > 1:
-            raise ConfigError(
-                f"data.sources mixes text and conversations ({', '.join(forms)}). Train on them "
-                "one after the other, or map both to one form."
-            )
         # There is no training on pairs here: of a pair, the better answer is learned.
         named = {"preference": "preference (the chosen answers)"}
         return "+".join(named.get(form, form) for form in forms)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there are documents among the rows."""
+        return any(part.form == "text" for part in self.parts)
+
+    @property
+    def has_conversations(self) -> bool:
+        return any(part.form != "text" for part in self.parts)
+
+    @cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the files on disk; 0 where they are not here (Hub)."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes that ``rows()`` reads from disk, on ``meter``; 0 where nobody knows."""
+        limited = any(part.max_rows is not None or part.hub for part in self.parts)
+        if limited or self.data.max_rows is not None:
+            return 0
+        return sum(
+            file.stat().st_size * self.copies(part) for part in self.parts for file in part.files
+        )
+
+    def copies(self, part: Part) -> int:
+        """How often a source is read for its rows."""
+        return math.ceil(part.weight) if self.split == "train" else 1
 
     def digests(self, *, cache: Path) -> list[str]:
         """What names the bytes of each file or Hub data set; see ``digest_of`` for ``cache``."""
@@ -143,51 +163,63 @@ class Source:
         """
         self.rejects.clear()
         self.left_out.clear()
-        survey, held_out = self._survey, self._held_out
-        bad: OnBad = self.rejects.add if self.data.on_bad_row == "skip" else refuse
+        survey, chosen = self._survey, self._held_out
+        self.meter.bytes = 0
+        bad = self.on_bad
         empty = True
         for index, row, copy in self._every(bad, weighted=self.split == "train"):
             empty = False
             first = copy == 0
             if survey is not None and survey.is_repeated(index):
                 self._leave_out("identical to an earlier row", row, first)
-            elif held_out is not None and (index in held_out) != (self.split == "eval"):
+            elif chosen is not None and (index in chosen) != (self.split == "eval"):
                 continue
-            elif isinstance(row, Document) and row.last and not row.text.strip():
+            elif self._is_empty(row):
                 self._leave_out("empty", row, first)
             else:
                 yield row
         if empty and not self.rejects.counts:
-            raise self._empty()
+            raise self.empty()
 
-    def accepted(self, rows: list[T], work: Callable[[list[T]], list[Any]]) -> list[Any]:
-        """``work(rows)``; where it refuses a row, that row is rejected (``on_bad_row=skip``) and
-        has None in its place."""
-        try:
-            return work(rows)
-        except DataError as error:
-            if self.data.on_bad_row != "skip":
-                raise
-            if len(rows) == 1:
-                where = getattr(rows[0], "where", None)
-                self.rejects.add(
-                    error
-                    if isinstance(error, RowError) or where is None
-                    else RowError(str(error), where=where, reason="the template refuses it")
-                )
-                return [None]
-        middle = len(rows) // 2
-        return [*self.accepted(rows[:middle], work), *self.accepted(rows[middle:], work)]
+    @property
+    def divisible(self) -> bool:
+        """Whether each row is taken or not whatever its number: then files can be read apart."""
+        data = self.data
+        return not (
+            any(p.hub or p.max_rows is not None or p.weight % 1 for p in self.parts)
+            or self.held_out_rows
+            or data.deduplicate
+            or data.max_rows is not None
+        )
 
-    def report(self) -> dict[str, Any]:
-        """What became of the rows that are not in the store, for its meta.json."""
-        return {"rejected": dict(self.rejects.counts), "left_out": dict(self.left_out)}
+    def rows_of(
+        self, part: Part, file: Path, stretch: Stretch, *, first: bool
+    ) -> Iterator[Row | None]:
+        """Those of ``rows()`` that stand in one file, or in some of its lines; all of them, one
+        after the other, are ``rows()`` of a source that is ``divisible``. ``first``: the first
+        copy, whose rejects are noted."""
+        bad = self.on_bad if first else _pass_over
+        for row in part.rows_of(file, stretch, bad, meter=self.meter):
+            if self._is_empty(row):
+                self._leave_out("empty", row, first)
+            else:
+                yield row
+
+    @property
+    def on_bad(self) -> OnBad:
+        """What is done with a bad row: ``data.on_bad_row``."""
+        return self.rejects.add if self.data.on_bad_row == "skip" else refuse
+
+    @staticmethod
+    def _is_empty(row: Row | None) -> bool:
+        return isinstance(row, Document) and row.last and not row.text.strip()
 
     def _leave_out(self, reason: str, row: Row | None, first: bool) -> None:
         if first and _is_whole(row):
             self.left_out[reason] += 1
 
-    def _empty(self) -> DataError:
+    def empty(self) -> DataError:
+        """For sources in which there is no row at all."""
         return DataError(f"{self.path}: there is no row in it. Check data.path.")
 
     def _numbered(self, part: Part, start: int, bad: OnBad) -> Iterator[tuple[int, Row | None]]:
@@ -197,7 +229,7 @@ class Source:
             limits.append(max(0, self.data.max_rows - start))
         stop = start + min(limits) if limits else None
         index = start
-        rows = part.rows(bad)
+        rows = part.rows(bad, meter=self.meter)
         while stop is None or index < stop:
             row = next(rows, False)
             if row is False:
@@ -211,28 +243,14 @@ class Source:
         start = 0
         for number, part in enumerate(self.parts):
             stop = start
-            for copy in range(math.ceil(part.weight) if weighted else 1):
-                taken = self._draws(number, part.weight - copy) if weighted else None
+            for copy in range(self.copies(part) if weighted else 1):
+                weight = part.weight - copy if weighted else 1.0
+                taken = weight_draws(self.seed, number, weight)
                 for index, row in self._numbered(part, start, bad if copy == 0 else _pass_over):
                     if taken is None or taken(index - start):
                         yield index, row, copy
                     stop = max(stop, index + _is_whole(row))
             start = stop
-
-    def _draws(self, number: int, weight: float) -> Callable[[int], bool] | None:
-        """Whether a row of a source is in a copy of which only the part ``weight`` is taken."""
-        if weight >= 1:
-            return None
-        key = _key("weight", self.seed, number)
-        generator = np.random.Generator(np.random.Philox(key=key))
-        drawn: list[float] = []
-
-        def chosen(index: int) -> bool:
-            while index >= len(drawn):
-                drawn.extend(generator.random(4096).tolist())
-            return drawn[index] < weight
-
-        return chosen
 
     @cached_property
     def _survey(self) -> Survey | None:
@@ -245,8 +263,6 @@ class Source:
 
     @cached_property
     def _held_out(self) -> set[int] | None:
-        """The rows of the evaluation: those with the smallest of one random draw a row, so that
-        they are a function of (seed, number of rows) alone. A repeated row is never one."""
         wanted, survey = self.held_out_rows, self._survey
         if not wanted or survey is None:
             return None
@@ -255,21 +271,12 @@ class Source:
                 f"data.eval_samples={wanted} of {survey.num_different} rows in {self.path} leaves "
                 "nothing to train on. Hold out fewer, or give data.eval_path."
             )
-        draws = np.random.Philox(key=_key("held out", self.seed)).random_raw(survey.num_rows)
-        order = np.argsort(draws, kind="stable")
-        if survey.repeated is not None:
-            order = order[~survey.repeated[order]]
-        return set(order[:wanted].tolist())
+        return held_out(survey, wanted, seed=self.seed)
 
 
 def _is_whole(row: Row | None) -> bool:
     """Whether nothing more of the same row follows."""
     return not isinstance(row, Document) or row.last
-
-
-def _key(*parts: object) -> np.ndarray:
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()[:16]
-    return np.frombuffer(digest, np.uint64)
 
 
 def _pass_over(error: RowError) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import prepare, summary
+from llmx.data import prepare, spool, summary
 from llmx.errors import DataError
 from tests.small_tokenizers import byte_tokenizer
 
@@ -173,20 +173,29 @@ def small_disk(directory: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path, tokenizer):
+def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path, tokenizer, monkeypatch):
     with small_disk(tmp_path / "disk") as disk:
         first = prepare(experiment(tmp_path, "a.jsonl", GOOD, cache_dir=str(disk)), tokenizer)
         before = {path.name: path.read_bytes() for path in first.path.iterdir()}
         large = experiment(tmp_path, "b.jsonl", LINES * 10, cache_dir=str(disk))
-        with pytest.raises(DataError, match=r"No space left on device.*data\.cache_dir"):
+        full = rf"disk of {disk}/data is full: b-train-\w+ needs about [\d.]+ [KM]iB in all, "
+        with pytest.raises(DataError, match=full + r".* Nothing of it is kept.*data\.cache_dir"):
             prepare(large, tokenizer)
         assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
         kept = [path for path in first.path.parent.iterdir() if path.suffix != ".lock"]
         assert [path for path in kept if path.is_dir()] == [first.path]
         first.verify()
-        # With more room it is prepared as if nothing had been.
-        large.data.cache_dir = str(tmp_path / "cache")
-        assert prepare(large, tokenizer).num_rows == 30_000
+        # What was noted by then is gone on from, when there is room.
+        monkeypatch.setattr(spool, "JOURNAL_BYTES", 1 << 14)
+        with pytest.raises(
+            DataError, match=full + r".* The first [\d,]+ rows are kept in .*partial"
+        ):
+            prepare(large, tokenizer)
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        store = prepare(large, tokenizer)
+        assert store.num_rows == 30_000
+        assert store.meta["resumed_at_row"] > 0
+        store.verify()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 from llmx.config import Experiment
 from llmx.data import (
+    blocks,
     digests,
     has_eval,
     held_out_questions,
@@ -183,8 +183,7 @@ def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypat
 
 def _prepare_until_killed(exp: Experiment, rows: int) -> None:
     """Dies without a word when so many rows were tokenized."""
-    module = sys.modules[cache_directory.__module__]
-    module.BATCH_ROWS, spool.JOURNAL_BYTES = 10, 1
+    blocks.BATCH_ROWS, spool.JOURNAL_BYTES = 10, 1
     keep = spool.Spool.keep
 
     def keep_and_die(self, note):
@@ -196,16 +195,31 @@ def _prepare_until_killed(exp: Experiment, rows: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     spool.Spool.keep = keep_and_die
-    prepare(exp, byte_tokenizer("<|end|>", chat_template=TEMPLATE))
+    prepare(exp, byte_tokenizer("<|end|>", chat_template=REFUSING))
 
 
-@pytest.mark.parametrize("packing", ["concat", "none"])
-def test_a_killed_preparation_goes_on(tmp_path: Path, tokenizer, monkeypatch, packing: str):
+REFUSING = (
+    "{% if 'no' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+)
+
+
+def chat_row(i: int) -> dict[str, str]:
+    """Some have no answer, some have another key, some are refused by the template."""
+    answer = "" if i % 17 == 3 else f"a{i}"
+    question = f"no {i}" if i % 11 == 5 else f"q{i}" * (i % 9 + 1)
+    return {"prompt": question, "answer" if i % 23 == 7 else "response": answer}
+
+
+@pytest.mark.parametrize("packing", ["concat", "none", "best_fit"])
+def test_a_killed_preparation_goes_on(tmp_path: Path, packing: str):
+    tokenizer = byte_tokenizer("<|end|>", chat_template=REFUSING)
     exp = experiment(tmp_path, "", packing=packing)
-    path = tmp_path / "documents.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": f"text {i}" * (i % 9 + 1)}) + "\n" for i in range(95))
-    )
+    chats = packing == "best_fit"
+    if chats:
+        exp.task.kind, exp.data.on_bad_row, exp.data.form = "sft", "skip", "prompt_response"
+    path = tmp_path / "rows.jsonl"
+    rows = [chat_row(i) if chats else {"text": f"text {i}" * (i % 9 + 1)} for i in range(95)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     exp.data.path = str(path)
     exp.data.cache_dir = str(tmp_path / "whole")
     whole = prepare(exp, tokenizer)
@@ -221,11 +235,17 @@ def test_a_killed_preparation_goes_on(tmp_path: Path, tokenizer, monkeypatch, pa
     store = prepare(exp, tokenizer)
     assert store.meta["resumed_at_row"] == 60
     assert store.meta["sha256"] == whole.meta["sha256"]
-    same = ("rows_read", "truncated", "dropped", "row_length_percentiles", "fingerprint")
+    same = ("rows_read", "truncated", "dropped", "rejected", "fingerprint")
     assert [store.meta[key] for key in same] == [whole.meta[key] for key in same]
     store.verify()
     left = {child.suffix for child in store.path.parent.iterdir() if child != store.path}
-    assert left == {".lock"}
+    if chats:
+        assert store.meta["rejected"] == {"a missing key": 4, "the template refuses it": 8}
+        assert store.meta["dropped"] == {"without an answer": 6}
+        files = [Path(one.meta["rejected_file"]).read_bytes() for one in (store, whole)]
+        assert files[0] == files[1]
+        assert files[0].count(b"\n") == 12
+    assert left == {".lock", ".jsonl"} if chats else {".lock"}
 
 
 def test_held_out_rows(tmp_path: Path, tokenizer):

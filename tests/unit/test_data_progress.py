@@ -17,9 +17,9 @@ def test_lines_for_a_log(monkeypatch):
         shown.add(size=3 * MIB, tokens=1000)
     first, last = stream.getvalue().splitlines()
     number = r"[\d,]+\.\d+"
-    pattern = rf"Preparing x: 1\.0 MiB, {number} MiB/s, {number} M tokens/s, \d+:\d\d left"
+    pattern = rf"Preparing x: 25%, 1\.0 MiB, {number} MiB/s, {number} M tokens/s, \d+:\d\d left"
     assert re.fullmatch(pattern, first)
-    assert last.startswith("Preparing x: 4.0 MiB, ")
+    assert last.startswith("Preparing x: 100%, 4.0 MiB, ")
     assert last.endswith(" 0:00 left")
 
 

@@ -257,13 +257,10 @@ def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
 
 def test_sources_that_cannot_be(tmp_path: Path):
     a = pairs(tmp_path, "a", 2)
-    text = lines(tmp_path / "t.jsonl", [{"text": "T"}])
     with pytest.raises(ConfigError, match=r"sources\[1\]\.weight=0"):
         list(source(tmp_path, sources=[SourceConfig(a), SourceConfig(a, weight=0)]).rows())
     with pytest.raises(ConfigError, match=r"sources\[0\]\.path is empty"):
         list(source(tmp_path, sources=[SourceConfig()]).rows())
-    with pytest.raises(ConfigError, match="mixes text and conversations .prompt_response, text"):
-        _ = source(tmp_path, sources=[SourceConfig(a), SourceConfig(text)]).form
 
 
 def test_identical_rows_are_taken_once_and_never_held_out(tmp_path: Path):
@@ -273,7 +270,7 @@ def test_identical_rows_are_taken_once_and_never_held_out(tmp_path: Path):
     assert len(questions(whole)) == 12
     once = source(tmp_path, path=path, deduplicate=True)
     assert questions(once) == [f"q{i}" for i in range(6)]
-    assert once.report()["left_out"] == {"identical to an earlier row": 6}
+    assert once.left_out == {"identical to an earlier row": 6}
     parts = [
         questions(source(tmp_path, split, path=path, deduplicate=True, eval_samples=2))
         for split in ("train", "eval")

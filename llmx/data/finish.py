@@ -1,0 +1,93 @@
+"""From all rows in a spool to a store with its meta.json; the same on one host and on many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llmx.data.pack import PACKERS
+from llmx.data.rejects import Rejects, write_rejects
+from llmx.data.spool import Spool
+from llmx.data.store import SampleStore, publish
+from llmx.data.wanted import Wanted
+from llmx.errors import DataError
+
+
+@dataclass
+class Tally:
+    """What became of the rows, beside the tokens in the spool."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """``rows`` that were read, ``truncated``, and the dropped ones by their reason."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Good rows that were not wanted, by reason."""
+    rejects: Sequence[Rejects] = ()
+    """Rows that are wrong."""
+
+
+def finish(
+    wanted: Wanted, spool: Spool, tally: Tally, *, how: dict[str, Any], split: str
+) -> SampleStore:
+    """Pack the rows and publish the store. ``how``: what else is worth to know, for meta.json.
+
+    Raises DataError where no row is left, or where it cannot be written.
+    """
+    data, source, path = wanted.data, wanted.source, wanted.path
+    counts = Counter(tally.counts)
+    rows_read, truncated = counts.pop("rows", 0), counts.pop("truncated", 0)
+    counts.update(tally.left_out)
+    dropped = {reason: count for reason, count in counts.items() if count}
+    rejected: Counter[str] = Counter()
+    for group in tally.rejects:
+        rejected.update(group.counts)
+    rejected_file = write_rejects(path.with_name(f"{path.name}.rejected.jsonl"), tally.rejects)
+    if not spool.lengths:
+        lost = {**dropped, **rejected}
+        reasons = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+        raise DataError(
+            f"{source.path}: none of {rows_read} rows is left ({reasons or 'all are empty'}). "
+            "Check data.seq_len, data.over_long and the columns."
+        )
+    lengths = np.array(spool.lengths, np.int64)
+    packing = PACKERS[data.packing](lengths, capacity=data.seq_len)
+    return publish(
+        path,
+        lambda directory: spool.gather(packing, directory),
+        fingerprint=wanted.fingerprint,
+        seq_len=data.seq_len,
+        meta={
+            "split": split,
+            "sources": [str(file.absolute()) for file in source.files],
+            "form": source.form,
+            "template": wanted.renderer.template_name if source.has_conversations else None,
+            "tokenizer": str(wanted.renderer.tokenizer.name_or_path),
+            "identity": wanted.identity,
+            "rows_read": rows_read,
+            "truncated": truncated,
+            "dropped": dropped,
+            "rejected": dict(rejected),
+            "rejected_file": rejected_file and str(rejected_file),
+            "row_tokens": int(lengths.sum()),
+            "row_length_percentiles": _percentiles(lengths),
+            "row_length_histogram": _histogram(lengths),
+            **how,
+        },
+    )
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
+    """Rows by length, in at most 50 steps of equal width."""
+    longest = int(lengths.max())
+    width = max(1, -(-longest // 50))
+    edges = np.arange(0, longest + width, width)
+    return {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
+
+
+def _percentiles(lengths: np.ndarray) -> dict[str, int]:
+    ranks = (0, 10, 50, 90, 99, 100)
+    values = np.percentile(lengths, ranks, method="higher")
+    return {str(rank): int(value) for rank, value in zip(ranks, values, strict=True)}
