@@ -1,0 +1,85 @@
+"""What must be true after every fault: nothing torn, nothing left over, nothing lost.
+
+Each check raises ``GaveUp`` that names the file, the process or the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from llmx.checkpoint.choose import verify
+from llmx.checkpoint.manifest import Problem, read_manifest
+from tests.chaos.site import GaveUp, Site, json_lines
+
+
+def no_torn_file(site: Site) -> int:
+    """Every JSON file of both run directories can be read; returns how many there are."""
+    count = 0
+    for host in site.cluster.hosts:
+        for path in sorted(site.run_dir(host).root.rglob("*.json")):
+            with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                try:
+                    json.loads(path.read_text(encoding="utf-8"))
+                except ValueError as error:
+                    raise GaveUp(f"torn: {path} on {host.name}: {error}") from None
+                count += 1
+        for name in ("metrics.jsonl", "attempts.jsonl"):
+            try:
+                count += len(json_lines(site.run_dir(host).root / name))
+            except ValueError as error:
+                raise GaveUp(f"torn: {name} on {host.name}: {error}") from None
+    return count
+
+
+def committed_checkpoints_are_good(site: Site) -> int:
+    """Every committed checkpoint that we did not damage ourselves verifies, on every host."""
+    count = 0
+    for host in site.cluster.hosts:
+        for path in sorted(site.run_dir(host).checkpoints.glob("step-*")):
+            if (host.name, int(path.name[5:])) in site.damaged:
+                continue
+            problems = _problems(path)
+            if problems and path.exists():  # else it was pruned while we looked
+                raise GaveUp(f"{host.name}: {path.name}: {problems}")
+            count += 1
+    return count
+
+
+def _problems(path: Path) -> list[str]:
+    """What ``verify`` says about the files that lie on this disk."""
+    manifest = read_manifest(path)
+    if isinstance(manifest, Problem):
+        return [str(manifest)]
+    here = [name for name in manifest.files if (path / name).exists()]
+    return [str(problem) for problem in verify(path, here)]
+
+
+def no_orphan(site: Site) -> None:
+    """While the run trains: one rank a host, one supervisor, nothing of an earlier attempt."""
+    for host in site.cluster.hosts:
+        ranks = site.ranks(host)
+        if len(ranks) != 1:
+            raise GaveUp(f"{host.name} has {len(ranks)} ranks, not 1: {host.processes()}")
+        launchers = [
+            argv for argv in site.processes(host).values() if "deepspeed.launcher.launch" in argv
+        ]
+        if len(launchers) > 1:
+            raise GaveUp(f"{host.name} has {len(launchers)} launchers: {launchers}")
+
+
+def nothing_left(site: Site) -> None:
+    """After the end: no process, no shared memory, no half-written file on any host."""
+    site.until_empty()
+    for host in site.cluster.hosts:
+        if left := host.processes():
+            raise GaveUp(f"{host.name}: processes are left after the end: {left}")
+        buffers = [path.name for path in host.path("/dev/shm").iterdir()]
+        if any("deepspeed" in name for name in buffers):
+            raise GaveUp(f"{host.name}: left in /dev/shm: {buffers}")
+        root = site.run_dir(host).root
+        torn = [str(path.relative_to(root)) for path in root.rglob("*.tmp")]
+        torn += [path.name for path in site.run_dir(host).checkpoints.glob(".step-*.partial")]
+        if torn:
+            raise GaveUp(f"{host.name}: half-written files are left: {torn}")

@@ -1,0 +1,234 @@
+"""What is done to the run, and how each fault ends again.
+
+A fault strikes a host, waits for what the run does about it (a condition, with a time-out), and
+undoes what an operator would undo: plug the cable in, free the disk, switch the host on.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.chaos.site import GaveUp, Site
+from tests.cluster.netns import Host, wait_until
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault. ``strike`` returns what exactly was done, for the report."""
+
+    name: str
+    words: str
+    """For the table of the report."""
+    weight: int
+    strike: Callable[[Site, random.Random], str]
+    most_lost: int
+    """Save intervals of work that may have to be repeated, at most, the one in flight included."""
+
+
+def rank_killed(site: Site, chance: random.Random) -> str:
+    """A rank is killed, as by the kernel's OOM killer."""
+    host = chance.choice(site.cluster.hosts)
+    return _kill_rank(site, host)
+
+
+def _kill_rank(site: Site, host: Host) -> str:
+    pids = site.ranks(host)
+    if not pids:
+        raise GaveUp(f"no rank on {host.name}\n{site.story()}")
+    for pid in pids:
+        site.signal(host, pid, signal.SIGKILL)
+    _until_noticed(site, f"the death of the rank on {host.name}")
+    return host.name
+
+
+def launcher_killed(site: Site, chance: random.Random) -> str:
+    """DeepSpeed's launcher is killed, which leaves its rank without a parent."""
+    host = chance.choice(site.cluster.hosts)
+    pids = [
+        pid for pid, argv in site.processes(host).items() if "deepspeed.launcher.launch" in argv
+    ]
+    for pid in pids:
+        site.signal(host, pid, signal.SIGKILL)
+    if not pids:
+        raise GaveUp(f"no launcher on {host.name}: {site.processes(host)}")
+    _until_noticed(site, f"the death of the launcher on {host.name}")
+    return host.name
+
+
+def supervisor_killed(site: Site, chance: random.Random) -> str:
+    """The supervisor dies without a word; its ranks must end by themselves; ``resume``."""
+    assert site.process is not None
+    site.process.kill()
+    site.process.wait()
+    site.until_empty()
+    site.resume()
+    return "node-a"
+
+
+def supervisor_asked(site: Site, chance: random.Random) -> str:
+    """Preemption: SIGTERM to the supervisor, which saves and ends; ``resume``."""
+    assert site.process is not None
+    site.process.terminate()
+    site.until(site.is_over, what="the end after SIGTERM", may_end=True)
+    site.until_empty()
+    result = site.result()
+    if result.get("outcome") != "interrupted":
+        raise GaveUp(f"SIGTERM ended as {result.get('outcome')}\n{site.story()}")
+    site.resume()
+    return "node-a"
+
+
+def sshd_killed(site: Site, chance: random.Random) -> str:
+    """sshd and all its sessions die; it is started again when the run has noticed."""
+    host = chance.choice(site.cluster.hosts)
+    host.stop_sshd()
+    _until_noticed(site, f"the end of sshd on {host.name}")
+    host.start_sshd()
+    return host.name
+
+
+def far_host_killed(site: Site, chance: random.Random) -> str:
+    """The other host loses its power, and comes back with its disk."""
+    silent = chance.random() < 0.7
+    site.far.kill(silent=silent)
+    _until_noticed(site, "the loss of node-b")
+    site.boot(site.far)
+    return "node-b" + (", silently" if silent else "")
+
+
+def far_host_replaced(site: Site, chance: random.Random) -> str:
+    """The other host burns down; an empty one takes its place."""
+    site.until(lambda: site.copied() >= site.newest() - site.every, what="a copied checkpoint")
+    site.far.kill()
+    _until_noticed(site, "the loss of node-b")
+    site.disks["node-b"].wipe()
+    site.boot(site.far)
+    return "node-b, its disk too"
+
+
+def near_host_killed(site: Site, chance: random.Random) -> str:
+    """The host of the supervisor loses its power; it is booted, then ``resume``."""
+    assert site.process is not None
+    site.near.kill()
+    site.process.wait()
+    site.boot(site.near)
+    # The other host's agent has to notice the silence, before nobody is left to clash with.
+    site.until_empty()
+    site.resume()
+    return "node-a"
+
+
+def link_cut(site: Site, chance: random.Random) -> str:
+    """Packets vanish until the run has noticed."""
+    host = chance.choice(site.cluster.hosts)
+    host.cut()
+    _until_noticed(site, f"the silence of {host.name}")
+    host.restore()
+    return host.name
+
+
+def link_dropped(site: Site, chance: random.Random) -> str:
+    """Packets vanish for a moment: nobody needs to notice."""
+    host = chance.choice(site.cluster.hosts)
+    lasts_s = chance.uniform(0.2, 1.5)
+    host.cut()
+    over = time.monotonic() + lasts_s
+    wait_until(lambda: time.monotonic() > over, timeout_s=5, what="the drop-out")
+    host.restore()
+    return f"{host.name}, {lasts_s:.1f} s"
+
+
+def disk_full(site: Site, chance: random.Random) -> str:
+    """Not a byte is left; somebody makes room when a save has failed, or the run."""
+    host = chance.choice(site.cluster.hosts)
+    seen, attempts = len(site.failed_saves()), len(site.attempts())
+    site.disks[host.name].fill()
+    site.until(
+        lambda: (
+            len(site.failed_saves()) > seen or len(site.attempts()) > attempts or _stopped(site)
+        ),
+        what=f"a word about the full disk of {host.name}",
+    )
+    site.disks[host.name].free()
+    return host.name
+
+
+def checkpoint_damaged(site: Site, chance: random.Random) -> str:
+    """A file of the newest checkpoint rots, and a kill makes it matter."""
+    host = chance.choice(site.cluster.hosts)
+    step = site.newest()
+    directory = site.run_dir(host).checkpoint(step)
+    path = chance.choice(sorted(directory.glob("rank-*.safetensors")))
+    size = path.stat().st_size
+    how = chance.choice(("one bit", "cut", "removed"))
+    try:
+        if how == "one bit":
+            with path.open("r+b") as stream:
+                stream.seek(chance.randrange(size))
+                (byte,) = stream.read(1)
+                stream.seek(-1, 1)
+                stream.write(bytes([byte ^ (1 << chance.randrange(8))]))
+        elif how == "cut":
+            with path.open("r+b") as stream:
+                stream.truncate(chance.randrange(size))
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        how = "gone before"  # pruned meanwhile: the kill alone is left
+    site.damaged.add((host.name, step))
+    killed = _kill_rank(site, chance.choice(site.cluster.hosts))
+    return f"{host.name} step {step} {path.name} {how}, rank on {killed} killed"
+
+
+KINDS = (
+    Kind("rank", "SIGKILL of a rank", 5, rank_killed, 2),
+    Kind("launcher", "SIGKILL of DeepSpeed's launcher", 2, launcher_killed, 2),
+    Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, supervisor_killed, 2),
+    Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, supervisor_asked, 1),
+    Kind("sshd", "SIGKILL of sshd and its sessions", 3, sshd_killed, 2),
+    Kind("host", "power loss of a host", 3, far_host_killed, 2),
+    Kind("replaced", "a host lost with its disk", 2, far_host_replaced, 3),
+    Kind("control", "power loss of the supervisor's host, `resume`", 2, near_host_killed, 2),
+    Kind("link", "network link cut", 3, link_cut, 2),
+    Kind("drop", "network drop-out of 0.2 to 1.5 s", 2, link_dropped, 2),
+    Kind("disk", "disk full", 3, disk_full, 3),
+    Kind("damage", "newest checkpoint damaged, SIGKILL of a rank", 4, checkpoint_damaged, 3),
+)
+
+
+def draw(count: int, chance: random.Random) -> list[Kind]:
+    """So many faults in random order, every kind about in proportion to its weight."""
+    rounds: list[Kind] = []
+    while len(rounds) < count:
+        rounds += [kind for kind in KINDS for _ in range(kind.weight)]
+    # Each kind once at least, then by weight.
+    rest = list(rounds)
+    for kind in KINDS:
+        rest.remove(kind)
+    chosen = [*KINDS, *chance.sample(rest, max(0, count - len(KINDS)))][:count]
+    chance.shuffle(chosen)
+    return chosen
+
+
+def _stopped(site: Site) -> bool:
+    return site.supervisor().get("state") not in ("running", None)
+
+
+def _until_noticed(site: Site, what: str) -> None:
+    """Until the supervisor no longer says that the run is running as before."""
+    attempts = len(site.attempts())
+    before = site.supervisor().get("attempt")
+
+    def noticed() -> bool:
+        now = site.supervisor()
+        return (
+            now.get("state") not in ("running", None)
+            or now.get("attempt") != before
+            or len(site.attempts()) > attempts
+        )
+
+    site.until(noticed, what=what)

@@ -1,0 +1,47 @@
+"""The outcome of a campaign as a table, for the screen and for ``docs/reliability.md``."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from tests.chaos.campaign import Report
+
+BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
+
+
+def table(report: Report) -> str:
+    """Markdown: one row a kind, then what holds for all of it."""
+    lines = [
+        "| fault | tried | survived | steps repeated, at most | seconds to the next checkpoint |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in report.rows():
+        lines.append(
+            f"| {row['kind']} | {row['tried']} | {row['survived']} | {row['repeated']} | "
+            f"{row['median_s']:.0f} |"
+        )
+    repeated = max((strike.repeated for strike in report.strikes), default=0)
+    lines.append(f"| all | {len(report.strikes)} | {report.survived} | {repeated} | |")
+    return "\n".join(lines)
+
+
+def words(report: Report) -> str:
+    """The section of the documentation."""
+    date = time.strftime("%Y-%m-%d", time.localtime(report.started))
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    return (
+        f"{date}, seed {report.seed}: {report.survived} of {report.faults} faults survived in "
+        f"{report.took_s / 60:.0f} minutes. {report.steps:,} steps, a checkpoint every "
+        f"{report.every_steps}. All {report.equal_losses:,} logged losses and gradient norms and the "
+        f"hash of the final weights equal the undisturbed run's, bit for bit. {versions}.\n\n"
+        f"{table(report)}\n"
+    )
+
+
+def write_into_docs(report: Report, path: Path) -> None:
+    """Replace the section between the two marks."""
+    text = path.read_text(encoding="utf-8")
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    path.write_text(pattern.sub(lambda _: f"{BEGIN}\n{words(report)}{END}", text), encoding="utf-8")

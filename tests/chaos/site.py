@@ -1,0 +1,254 @@
+"""Where a campaign takes place: two hosts with disks of their own, and one run over both.
+
+    with Site(directory, steps=400, every=10) as site:
+        site.start()
+        site.until_step(50)
+
+Everything is read from the files of the run, as a user's own eyes would.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmx.rundir import RunDir, read_json
+from llmx.tracking.metrics import MetricsTail
+from tests.chaos.disks import Disk
+from tests.cluster.launching import SMALL, hardware_of, rank_pids
+from tests.cluster.netns import Cluster, Host, wait_until
+
+PATIENCE_S = 120.0
+"""From a fault to the next new checkpoint, at most."""
+
+
+class GaveUp(AssertionError):
+    """The run ended, or went on too slowly, when it should have survived."""
+
+
+class Site:
+    """A cluster and the run on it. A context manager."""
+
+    def __init__(self, directory: Path, *, steps: int, every: int) -> None:
+        self.directory = directory
+        self.steps, self.every = steps, every
+        self.work = directory / "work"
+        self.work.mkdir(parents=True)
+        names = ("node-a", "node-b")
+        self.disks = {name: Disk(directory / "disks" / name, self.work) for name in names}
+        self.cluster = Cluster(hosts=names)
+        for host in self.cluster.hosts:
+            self.disks[host.name].attach(host)
+        self.process: subprocess.Popen[Any] | None = None
+        self.out = directory / "console.out"
+        self.near = self.cluster.first
+        self.far = self.cluster.hosts[1]
+        self.tail = MetricsTail(self.run_dir(self.near).metrics)
+        self.step = 0
+        """The newest step in ``metrics.jsonl``."""
+        self.resumed: list[int] = []
+        """The step of every resume that was seen."""
+        self.repeated: list[int] = []
+        """How many logged steps each of them took back."""
+        self.events: list[dict[str, Any]] = []
+        self.damaged: set[tuple[str, int]] = set()
+        """Host and step of the checkpoints that were damaged on purpose."""
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.cluster.close()
+        for disk in self.disks.values():
+            disk.remove()
+
+    def run_dir(self, host: Host) -> RunDir:
+        """The run directory as it lies on the disk of a host, up or down."""
+        return RunDir(self.disks[host.name].path / "run")
+
+    def start(self) -> None:
+        """``python -m llmx`` on the first host."""
+        conf = self.directory / "conf" / "hardware"
+        conf.mkdir(parents=True)
+        (conf / "chaos.yaml").write_text(yaml.safe_dump(hardware_of(self.cluster, (1, 1))))
+        words = [
+            *SMALL,
+            *("hardware=chaos", "launch.transport=pdsh", "launch.sync=rsync"),
+            *(f"task.steps={self.steps}", "task.log_every_steps=1", "task.save_model=false"),
+            *(f"checkpoint.every_steps={self.every}", "checkpoint.keep.last=3"),
+            *("launch.max_restarts=8", "launch.restart_backoff_s=0.2"),
+            *("launch.restart_backoff_max_s=1", "launch.heartbeat_timeout_s=6"),
+            *("launch.stop_grace_s=6", "launch.host_wait_s=300", "launch.start_timeout_s=100"),
+            *(f"run_dir={self.work}/run", f"data.cache_dir={self.directory}/cache"),
+            f"--config-dir={conf.parent}",
+        ]
+        self._llmx(words)
+
+    def resume(self) -> None:
+        """``python -m llmx resume`` on the first host, after its supervisor ended."""
+        self._llmx(["resume", f"{self.work}/run"])
+
+    def _llmx(self, words: list[str]) -> None:
+        with self.out.open("ab") as stream:
+            stream.write(f"$ python -m llmx {' '.join(words[:2])} ...\n".encode())
+            stream.flush()
+            self.process = self.near.popen(
+                [sys.executable, "-m", "llmx", *words],
+                cwd=str(self.directory),
+                env={"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+
+    # What the run says.
+
+    def look(self) -> None:
+        """Take in what is new in ``metrics.jsonl``."""
+        for record in self.tail.read():
+            if record["kind"] == "train":
+                self.step = int(record["step"])
+            elif record["kind"] == "event":
+                self.events.append(record)
+                if record["event"] == "resumed":
+                    self.resumed.append(int(record["step"]))
+                    self.repeated.append(max(0, self.step - int(record["step"])))
+                    self.step = int(record["step"])
+
+    def newest(self) -> int:
+        """The newest checkpoint that is committed on both hosts; 0 is none."""
+        held = [
+            {int(path.name[5:]) for path in self.run_dir(host).checkpoints.glob("step-*")}
+            for host in self.cluster.hosts
+        ]
+        return max(set.intersection(*held), default=0)
+
+    def supervisor(self) -> dict[str, Any]:
+        """``supervisor.json``."""
+        try:
+            values: dict[str, Any] = read_json(self.run_dir(self.near).supervisor)
+        except (OSError, ValueError):
+            return {}
+        return values
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The whole lines of ``attempts.jsonl``."""
+        return json_lines(self.run_dir(self.near).attempts)
+
+    def result(self) -> dict[str, Any]:
+        """``result.json``."""
+        values: dict[str, Any] = read_json(self.run_dir(self.near).result)
+        return values
+
+    def failed_saves(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "save_failed"]
+
+    def copied(self) -> int:
+        """The newest checkpoint of which the supervisor's host holds every file."""
+        complete = [0]
+        for path in self.run_dir(self.near).checkpoints.glob("step-*"):
+            manifest = read_json(path / "manifest.json")
+            if all((path / name).exists() for name in manifest["files"]):
+                complete.append(int(path.name[5:]))
+        return max(complete)
+
+    def is_over(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def until(self, condition: Callable[[], Any], *, what: str, may_end: bool = False) -> None:
+        """Wait for the run to come to ``condition``; GaveUp where it ends or takes too long."""
+
+        def seen() -> bool:
+            self.look()
+            if condition():
+                return True
+            if self.is_over() and not may_end:
+                self.look()
+                if condition():
+                    return True
+                raise GaveUp(f"the run ended while waiting for {what}\n{self.story()}")
+            return False
+
+        try:
+            wait_until(seen, timeout_s=PATIENCE_S, what=what)
+        except TimeoutError as late:
+            raise GaveUp(f"{late}\n{self.story()}") from None
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step >= step, what=f"step {step}")
+
+    def story(self) -> str:
+        """The ends of all logs, for a failure."""
+        run = self.run_dir(self.near)
+        paths = [self.out, run.supervisor_log, run.launcher_log]
+        for host in self.cluster.hosts:
+            paths += sorted(self.run_dir(host).logs.glob("rank-*.log"))
+        parts = []
+        for path in paths:
+            if path.exists():
+                lines = path.read_text(errors="replace").splitlines()[-25:]
+                parts.append(f"--- {path.relative_to(self.directory)}\n" + "\n".join(lines))
+        return "\n".join(parts)
+
+    # What can be seen of its processes.
+
+    def processes(self, host: Host) -> dict[int, list[str]]:
+        """The processes of the run on a host, by the token in their environment."""
+        try:
+            token = read_json(self.run_dir(self.near).identity)["run_id"]
+        except (OSError, ValueError, KeyError):
+            return {}
+        mark = f"LLMX_RUN_TOKEN={token}".encode()
+        found = {}
+        for pid, argv in host.processes().items():
+            try:
+                environ = host.path(f"/proc/{pid}/environ").read_bytes()
+            except OSError:  # it has just ended
+                continue
+            if mark in environ.split(b"\0"):
+                found[pid] = argv
+        return found
+
+    def ranks(self, host: Host) -> list[int]:
+        return rank_pids(host)
+
+    def signal(self, host: Host, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process of a host (numbered as there)."""
+        host.run(["kill", f"-{number.value}", str(pid)], check=False)
+
+    def until_empty(self) -> None:
+        """Until no process of the run is left on any host that is up."""
+        begun = time.monotonic()
+
+        def left() -> dict[str, Any]:
+            return {h.name: self.processes(h) for h in self.cluster.hosts if h.is_up}
+
+        while any(left().values()):
+            if time.monotonic() - begun > 40:
+                raise GaveUp(f"processes are left 40 s after the supervisor ended: {left()}")
+            wait_until(lambda: True, timeout_s=1, what="a moment")
+
+    def boot(self, host: Host) -> None:
+        """Start a host that is down; its disk is as it was."""
+        host.boot()
+        self.disks[host.name].attach(host)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that somebody may be appending to."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return []
+    return [json.loads(line) for line in text.split("\n")[:-1] if line]

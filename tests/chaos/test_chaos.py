@@ -1,0 +1,30 @@
+"""A training that is hit by thirty faults must end as if by none: ``pytest -m chaos``.
+
+``make chaos N=200 SEED=7`` for more of them, and the table of docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.campaign import campaign
+from tests.chaos.faults import KINDS
+from tests.cluster.requirements import missing
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
+
+FAULTS = 30
+SEED = 20_300_101
+
+
+def test_as_if_undisturbed(tmp_path: Path) -> None:
+    if reason := missing("pdsh", "rsync"):
+        pytest.skip(f"no test cluster: {reason}")
+    report = campaign(tmp_path, faults=FAULTS, seed=SEED)
+    assert not report.problems, report.problems[0]
+    assert report.survived == len(report.strikes) == FAULTS
+    assert {strike.kind for strike in report.strikes} == {kind.name for kind in KINDS}
+    assert report.equal_losses == report.steps
+    assert len(report.weights_hash) >= 16
