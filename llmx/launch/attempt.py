@@ -30,28 +30,13 @@ from llmx.launch.prepare import (
 )
 from llmx.launch.render import check, check_programs, runner_env
 from llmx.launch.restart import Ended
+from llmx.launch.signals import Asked, Interrupted
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports import transport_of
 from llmx.launch.watch import Watch
 
 FAILURE_GRACE_S = 3.0
 """For ranks to leave when another one has failed: there is nothing to save any more."""
-
-
-class Interrupted(Exception):
-    """The user asked to end while nothing was running yet."""
-
-
-@dataclass
-class Asked:
-    """Who asked to end the run, and how often. Written by the signal handler."""
-
-    count: int = 0
-    by: str = ""
-    at: float | None = None
-    """Seconds since the epoch, of the first time."""
-    interruptible: bool = False
-    """The handler may raise ``Interrupted``: nothing is running yet."""
 
 
 @dataclass

@@ -8,8 +8,6 @@ Used with ``launch.sync=rsync``; everywhere else nothing is done.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,8 +15,10 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from llmx.checkpoint.choose import newest_usable, verify
+from llmx.checkpoint.commit import committed_dir
+from llmx.checkpoint.manifest import MANIFEST, Manifest, Problem, rank_file, read_manifest
 from llmx.errors import LaunchError
 from llmx.launch import sync
 from llmx.launch.fleet import AgentError, Channel
@@ -79,51 +79,55 @@ class Collector:
 
         A host needs the files that its own ranks wrote; all of them where ranks lie otherwise now.
         """
-        if not self.private:
+        try:
+            for channel in self.private:
+                self._push_metrics(channel)
+            if self.private:
+                self._push_newest(say)
+        except AgentError as error:
+            raise LaunchError(f"launch.sync=rsync: checkpoints: {error}") from error
+
+    def _push_newest(self, say: Callable[[str], None]) -> None:
+        checkpoints = self.spec.run_dir.checkpoints
+        # The ranks check the hashes; here sizes tell what is missing.
+        newest = newest_usable(checkpoints, hashes=False).step
+        if newest is None:
+            return
+        directory = committed_dir(checkpoints, newest)
+        manifest = read_manifest(directory)
+        if isinstance(manifest, Problem):
             return
         for channel in self.private:
-            self._push_metrics(channel)
-        directory = newest_complete(self.spec.run_dir.checkpoints)
-        if directory is None:
-            return
-        manifest = _manifest(directory)
-        step = directory.name
-        for channel in self.private:
-            there = channel.ask("list", patterns=[f"checkpoints/{step}/**"], timeout_s=60)["files"]
-            wanted = self._needed(directory, manifest, channel)
+            inside = f"checkpoints/{directory.name}/"
+            there = channel.ask("list", patterns=[f"{inside}**"], timeout_s=60)["files"]
             missing = [
                 name
-                for name, entry in manifest["files"].items()
-                if name in wanted and there.get(f"checkpoints/{step}/{name}") != entry["bytes"]
+                for name in sorted(self._needed(manifest, channel))
+                if there.get(inside + name) != manifest.files[name].bytes
             ]
-            if f"checkpoints/{step}/manifest.json" not in there:
-                missing.append("manifest.json")
+            if inside + MANIFEST not in there:
+                missing.append(MANIFEST)
             if missing:
-                say(f"{channel.name}: {len(missing)} files of {step} are missing there: sent")
+                say(f"sync: {channel.name}: {len(missing)} files of {directory.name} sent there")
                 self._push(channel, directory, missing)
 
-    def _needed(self, directory: Path, manifest: dict[str, Any], channel: Channel) -> set[str]:
-        names = set(manifest["files"])
-        ranks = {rank.rank for rank in self.spec.plan.ranks if rank.host in channel.hosts}
-        writers = {n for n in names if n.startswith("rank-")}
-        hosts = {manifest["files"][f"rank-{r:05d}.safetensors"]["host"] for r in ranks
-                 if f"rank-{r:05d}.safetensors" in writers}  # fmt: skip
-        own = {f"rank-{rank:05d}.safetensors" for rank in ranks}
-        same = len(writers) == self.spec.plan.world_size and all(
-            manifest["files"][name]["host"] in hosts for name in own
-        )
-        return names - (writers - own) if same and len(hosts) == 1 else names
+    def _needed(self, manifest: Manifest, channel: Channel) -> set[str]:
+        """Files of a checkpoint that the ranks of a host read."""
+        ranks = self.spec.plan.ranks
+        written = {name for name in manifest.files if name.startswith("rank-")}
+        own = {rank_file(rank.rank) for rank in ranks if rank.host in channel.hosts}
+        as_now = written == {rank_file(rank.rank) for rank in ranks}
+        return set(manifest.files) - (written - own if as_now else set())
 
     def _push(self, channel: Channel, directory: Path, names: list[str]) -> None:
-        """Into a hidden directory there, then under its name in one step."""
+        """No rank runs meanwhile."""
         target = f"{channel.name}:{directory}"
-        listed = "".join(f"{name}\n" for name in sorted(names))
-        parents = [str(directory / Path(name).parent) for name in names]
+        parents = [str((directory / name).parent) for name in names]
         channel.ask("mkdir", paths=sorted({str(directory), *parents}), timeout_s=60)
-        # The manifest last: without it the directory is no checkpoint yet.
-        for part in (listed.replace("manifest.json\n", ""), "manifest.json\n"):
-            if part and (part != "manifest.json\n" or "manifest.json" in names):
-                self._run(["--files-from=-", f"{directory}/", f"{target}/"], stdin=part)
+        # The manifest last: without it the directory is no checkpoint.
+        for part in ([name for name in names if name != MANIFEST], [MANIFEST]):
+            if set(part) & set(names):
+                self._run(["--files-from=-", f"{directory}/", f"{target}/"], stdin="\n".join(part))
 
     def _push_metrics(self, channel: Channel) -> None:
         """Rank 0 cuts its metrics back where it goes on from, so it must have them."""
@@ -143,7 +147,7 @@ class Collector:
         while not self._stop.wait(PULL_EVERY_S):
             try:
                 self._pull_all(limit=True)
-            except (AgentError, LaunchError, OSError, ValueError, KeyError) as error:
+            except (AgentError, LaunchError, OSError) as error:
                 if not self._stop.is_set():
                     self.log(f"checkpoints: not collected this time: {error}")
 
@@ -158,6 +162,9 @@ class Collector:
                 if match := _STEP.fullmatch(path):
                     there.setdefault(match[1], set()).add(channel.name)
         names = {channel.name for channel in self.private}
+        for path in self.spec.run_dir.checkpoints.glob(".step-*.pull"):
+            if path.name[1:-5] not in there:
+                shutil.rmtree(path, ignore_errors=True)  # removed there before it was here
         everywhere = sorted((step for step, have in there.items() if have >= names), reverse=True)
         for step in everywhere:
             target = self.spec.run_dir.checkpoints / step
@@ -180,20 +187,16 @@ class Collector:
         for channel in self.private:
             link = [f"--link-dest={target}"] if target.is_dir() else []
             self._run([*rate, *link, f"{channel.name}:{target}/", f"{beside}/"])
-        manifest = _manifest(beside)
-        present = {
-            name: entry for name, entry in manifest["files"].items() if (beside / name).is_file()
-        }
-        if not self.has_ranks_here and len(present) < len(manifest["files"]):
-            lacking = sorted(set(manifest["files"]) - set(present))
+        manifest = read_manifest(beside)
+        if isinstance(manifest, Problem):
+            raise LaunchError(f"{step}: {manifest}")
+        present = [name for name in manifest.files if (beside / name).is_file()]
+        if not self.has_ranks_here and len(present) < len(manifest.files):
+            lacking = sorted(set(manifest.files) - set(present))
             raise LaunchError(f"{step}: {lacking[0]} is on no host")
-        for name, entry in present.items():
-            found = _blake2b(beside / name, self._stop)
-            if self._stop.is_set() and limit:
-                return
-            if found != entry["blake2b"]:
-                (beside / name).unlink()
-                raise LaunchError(f"{step}: {name} arrived damaged; it is fetched again")
+        for problem in verify(beside, present):
+            (beside / problem.file).unlink()
+            raise LaunchError(f"{step}: arrived damaged, fetched again: {problem}")
         if target.is_dir():
             for name in present:
                 if not (target / name).exists():
@@ -230,31 +233,3 @@ class Collector:
             self._rsync = None
         if code != 0:
             raise LaunchError(f"rsync ended with code {code}: {said.strip()[-500:] or 'no word'}")
-
-
-def newest_complete(checkpoints: Path) -> Path | None:
-    """The newest checkpoint of this machine whose files are all here, with their sizes."""
-    for directory in sorted(checkpoints.glob("step-*"), reverse=True):
-        try:
-            files = _manifest(directory)["files"]
-            if all((directory / n).stat().st_size == e["bytes"] for n, e in files.items()):
-                return directory
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
-def _manifest(directory: Path) -> dict[str, Any]:
-    value = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError(f"{directory}/manifest.json holds no mapping")
-    return value
-
-
-def _blake2b(path: Path, stop: threading.Event) -> str:
-    """The digest as manifests have it; ends early where the work is given up."""
-    digest = hashlib.blake2b()
-    with path.open("rb") as stream:
-        while (block := stream.read(1 << 22)) and not stop.is_set():
-            digest.update(block)
-    return digest.hexdigest()

@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from llmx.config.schema import Experiment
-from llmx.errors import LlmxError
 from llmx.launch.aftermath import (
     finish_mirror,
     print_failure,
@@ -29,22 +24,18 @@ from llmx.launch.aftermath import (
     restarts_line,
     start_mirror,
 )
-from llmx.launch.attempt import Asked, Attempt, Interrupted, Voice, line_of
+from llmx.launch.attempt import Attempt, Voice, line_of
 from llmx.launch.console import Console, clock, duration
-from llmx.launch.elastic import without
+from llmx.launch.lost import Hosts
 from llmx.launch.outcome import Verdict
 from llmx.launch.record import Journal, only_supervisor, read_resume, run_id, write_resume
 from llmx.launch.restart import Decision, Ended, decide
 from llmx.launch.result import Result, exit_code_of
+from llmx.launch.signals import Asked
 from llmx.launch.spec import LaunchSpec, make_spec
-from llmx.launch.waiting import Waiting, silent_hosts
-from llmx.plan import ds_config
+from llmx.launch.waiting import Waiting
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, write_json
-
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-ELASTIC_GRACE_S = 20.0
-"""With launch.elastic, for a lost host to show up again before the run goes on without it."""
 
 
 def supervise(
@@ -67,35 +58,33 @@ class Supervisor:
     """One run. Used once."""
 
     def __init__(self, spec: LaunchSpec, *, stream: TextIO | None = None) -> None:
-        self.whole = spec
-        """With every host of the run."""
-        self.spec = spec
-        """Of the next attempt: some hosts may be missing."""
         self.run_dir = spec.run_dir
-        self.launch = spec.exp.launch
+        self.exp, self.launch = spec.exp, spec.exp.launch
         self.console = Console(stream, total_steps=spec.exp.task.steps or spec.plan.total_steps)
         self.stream = stream or sys.stdout
         self.mirror: subprocess.Popen[bytes] | None = None
         self.journal = Journal(spec.run_dir)
         self.asked = Asked()
-        self.wake = threading.Event()
         self.history: list[Ended] = []
         self.attempt: Attempt | None = None
         self.number = len(self.journal.attempts)
         self.saved_step: int | None = None
         """The newest checkpoint of this supervisor's attempts."""
         self.result = Result(run_token=spec.token, started=time.time(), launched=False)
-        self.waiting = Waiting(
+        waiting = Waiting(
             asked=lambda: self.asked.count > 0,
-            wake=self.wake,
+            wake=self.asked.wake,
             say=self._say,
             countdown=self.console.countdown,
             alive=self.journal.alive,
         )
+        self.hosts = Hosts(spec, waiting, self._say, self._warn)
+        self.waiting = waiting
 
     def run(self) -> Result:
         """All of it, in order; the run directory holds ``result.json`` afterwards."""
-        with only_supervisor(self.run_dir, self.spec.token), self._signals():
+        token = self.result.run_token
+        with only_supervisor(self.run_dir, token), self.asked.listening(self._say):
             self.run_dir.logs.mkdir(parents=True, exist_ok=True)
             self.run_dir.ranks.mkdir(parents=True, exist_ok=True)
             self.run_dir.result.unlink(missing_ok=True)
@@ -118,11 +107,11 @@ class Supervisor:
             step = first if self.saved_step is None else None
             write_resume(self.run_dir, step=step, skip_steps=skip_steps, attempt=self.number)
             verdict, ended = self._one_attempt()
-            decision = decide(self.history, self.launch, self.spec.exp.task)
+            decision = decide(self.history, self.launch, self.exp.task)
             if self.asked.count and decision.action == "restart":
                 decision = Decision("stop", f"{self.asked.by} came while it ended")
             skip_steps = [*skip_steps, *decision.skip_steps]
-            hosts = [host.name for host in self.spec.plan.hosts]
+            hosts = [host.name for host in self.hosts.spec.plan.hosts]
             self.journal.ended(
                 line_of(self.number, started, verdict, ended, hosts)
                 | {"decision": decision.action, "why": decision.why, "wait_s": decision.wait_s}
@@ -146,7 +135,7 @@ class Supervisor:
             alive=self.journal.alive,
             state=lambda state: self.journal.state(state, attempt=number),
         )
-        self.attempt = Attempt(self.spec, voice, self.asked, on_start=self._on_start)
+        self.attempt = Attempt(self.hosts.spec, voice, self.asked, on_start=self._on_start)
         verdict = self.attempt.run()
         ended = self.attempt.ended(verdict)
         self.saved_step = ended.saved_step or self.saved_step
@@ -158,7 +147,7 @@ class Supervisor:
         """Ranks are being started: trackers live from now on through all attempts."""
         self.result.launched = True
         if self.mirror is None:
-            self.mirror = start_mirror(self.spec)
+            self.mirror = start_mirror(self.hosts.whole)
 
     def _until_restart(self, verdict: Verdict, decision: Decision) -> Verdict | None:
         """Wait for what the next attempt needs. A verdict where there will be none."""
@@ -177,59 +166,11 @@ class Supervisor:
         if not self.waiting.back_off(decision.wait_s, "restart in"):
             return self._ended_while_waiting()
         if decision.wait_for == "disk" and not self.waiting.disk(
-            self.spec, verdict.host, limit_s=self.launch.host_wait_s
+            self.hosts.spec, verdict.host, limit_s=self.launch.host_wait_s
         ):
             return self._ended_while_waiting() if self.asked.count else verdict
-        return self._choose_hosts()
-
-    def _choose_hosts(self) -> Verdict | None:
-        """All hosts of the run where they answer; with launch.elastic those that do."""
-        launch = self.launch
-        grace_s = min(ELASTIC_GRACE_S, launch.host_wait_s)
-        limit_s = grace_s if launch.elastic else launch.host_wait_s
-        if self.spec is not self.whole and silent_hosts(self.whole):
-            limit_s = 0.0  # it was waited for already
-        missing = self.waiting.hosts(self.whole, limit_s=limit_s)
-        if missing and launch.elastic and not self.asked.count:
-            try:
-                exp, plan = without(self.whole.exp, self.whole.plan, missing)
-            except LlmxError as error:
-                self._warn(f"not without {', '.join(missing)}: {error}")
-                missing = self.waiting.hosts(self.whole, limit_s=launch.host_wait_s)
-            else:
-                self._use(dataclasses.replace(self.whole, exp=exp, plan=plan, interfaces=()))
-                batch = plan.batch
-                self._say(
-                    f"going on without {', '.join(missing)} (launch.elastic): {plan.world_size} "
-                    f"ranks, the same global batch of {batch.global_batch} in "
-                    f"{batch.accumulation} micro steps"
-                )
-                return None
-        if self.asked.count:
-            return self._ended_while_waiting()
-        if missing:
-            return Verdict(
-                "host_lost",
-                f"{', '.join(missing)} did not come back within {duration(launch.host_wait_s)} "
-                "(launch.host_wait_s)",
-                f"when it is back: python -m llmx resume {self.run_dir.root}; without it: "
-                "launch.elastic=true",
-                host=missing[0],
-                lost_hosts=tuple(missing),
-            )
-        if self.spec is not self.whole:
-            self._say("every host answers again: going on with all of them")
-            self._use(self.whole)
-        return None
-
-    def _use(self, spec: LaunchSpec) -> None:
-        """The next attempts run as ``spec``; the ranks read its plan."""
-        spec = dataclasses.replace(
-            spec, interfaces=tuple(host.interface for host in spec.plan.hosts)
-        )
-        write_json(self.run_dir.plan, spec.plan.to_dict())
-        write_json(self.run_dir.ds_config, ds_config(spec.exp, spec.plan))
-        self.spec = spec if spec.plan != self.whole.plan else self.whole
+        gave_up = self.hosts.choose()
+        return self._ended_while_waiting() if self.asked.count else gave_up
 
     def _ended_while_waiting(self) -> Verdict:
         return Verdict(
@@ -276,7 +217,7 @@ class Supervisor:
 
     def _after(self) -> None:
         """Trackers end, the report is written; neither can fail the run."""
-        warning = finish_mirror(self.mirror, self.spec.exp.tracking.finish_timeout_s, self.run_dir)
+        warning = finish_mirror(self.mirror, self.exp.tracking.finish_timeout_s, self.run_dir)
         if warning:
             self._warn(warning)
         if not self.result.ok:
@@ -288,39 +229,6 @@ class Supervisor:
         line = restarts_line(self.journal.attempts)
         if line:
             self._say(line)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM, SIGUSR1, a closed terminal: an end in order. Ctrl-Z is refused."""
-        saved: dict[signal.Signals, Any] = {}
-        try:
-            for number in _ENDING:
-                # nohup and background shells have a signal ignored: then so do we.
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    saved[number] = signal.signal(number, self._ask_to_end)
-            saved[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._refuse_to_pause)
-        except ValueError:
-            saved = {}  # not the main thread: whoever owns it ends us
-        try:
-            yield
-        finally:
-            for number, handler in saved.items():
-                signal.signal(number, handler)
-
-    def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
-        asked = self.asked
-        names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "hang-up"}
-        signal_number = signal.Signals(number)
-        asked.count += 1
-        asked.by = asked.by or names.get(signal_number, signal_number.name)
-        asked.at = asked.at or time.time()
-        self.wake.set()
-        if asked.interruptible:
-            asked.interruptible = False
-            raise Interrupted
-
-    def _refuse_to_pause(self, number: int, frame: FrameType | None) -> None:
-        self._say("Ctrl-Z is refused: a paused supervisor would end the run; use tmux or nohup")
 
     def _say(self, text: str) -> None:
         self.console.say(text)

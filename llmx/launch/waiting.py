@@ -55,8 +55,8 @@ class Waiting:
     def hosts(self, spec: LaunchSpec, *, limit_s: float) -> list[str]:
         """Wait until every host answers; returns those that still do not after ``limit_s``."""
         missing = silent_hosts(spec)
-        if not missing:
-            return []
+        if not missing or limit_s <= 0:
+            return missing
         began = told = time.monotonic()
         self.say(f"waiting for {_listed(missing)} to answer over ssh, {duration(limit_s)} at most")
         while missing and not self.asked():

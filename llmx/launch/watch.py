@@ -21,10 +21,11 @@ from llmx.launch.follow import (
     apply_update,
     tail_text,
 )
-from llmx.launch.hang import HangDetector, main_stack, rank_to_blame
-from llmx.launch.outcome import Evidence, Hang, RankExit, all_finished
+from llmx.launch.hang import HangDetector
+from llmx.launch.outcome import Evidence, RankExit, all_finished
 from llmx.launch.result import Result
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.stacks import look_into
 
 PING_S = 3.0
 SETTLE_S = 5.0
@@ -35,8 +36,6 @@ EXIT_S = 60.0
 """For the launcher to end after every rank has finished."""
 PROBE_S = 15.0
 """For a host to answer once something has failed."""
-STACKS_S = 3.0
-"""For the ranks to write their stacks."""
 
 
 class Watch:
@@ -130,7 +129,15 @@ class Watch:
             return now - self.leaving_at > self.spec.exp.launch.stop_grace_s
         stuck_s = self.hang.stuck_s(now)
         if stuck_s is not None:
-            self._take_stacks(stuck_s)
+            self.log(f"no progress for {stuck_s:.0f} s; asking every rank for its stacks")
+            self.evidence.hang = look_into(
+                self.run_dir,
+                self.evidence.statuses,
+                stuck_s=stuck_s,
+                offsets_s=self.evidence.offsets_s,
+                channels=self.channels,
+                tick=self.tick,
+            )
             return True
         if now - self._started > self.spec.exp.launch.start_timeout_s and self._not_started():
             self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
@@ -271,45 +278,6 @@ class Watch:
             saved = status.get("saved_step")
             if first is not None and isinstance(saved, int) and saved > first:
                 self.saved_step = max(saved, self.saved_step or 0)
-
-    def _take_stacks(self, stuck_s: float) -> None:
-        """A hang: have every rank write its stacks, then say which one the others wait for."""
-        self.log(f"no progress for {stuck_s:.0f} s; asking every rank for its stacks")
-        ages_s = self._ages_s()  # before the ranks are disturbed
-        step = min(int(s.get("step") or 0) for s in self.evidence.statuses.values())
-        ends = {rank.rank: self._log_size(rank.rank) for rank in self.plan.ranks}
-        for channel in self.channels:
-            if channel.lost_at is None:
-                channel.post("signal", name="USR2")
-        deadline = time.monotonic() + STACKS_S
-        while time.monotonic() < deadline and any(
-            self._log_size(rank) == size for rank, size in ends.items()
-        ):
-            self.tick()
-        deadline = time.monotonic() + 0.5  # the rest of a dump
-        while time.monotonic() < deadline:
-            self.tick()
-        logs = {
-            rank: tail_text(self.run_dir.rank_log(rank))
-            for rank, size in ends.items()
-            if self._log_size(rank) > size
-        }
-        rank, why = rank_to_blame(self.evidence.statuses, logs, ages_s)
-        stack = "" if rank is None else main_stack(logs.get(rank, ""))
-        self.evidence.hang = Hang(time.time(), stuck_s, step, rank, why, stack)
-        self.log(f"hang: {why or 'every rank waits'}")
-
-    def _log_size(self, rank: int) -> int:
-        path = self.run_dir.rank_log(rank)
-        return path.stat().st_size if path.exists() else 0
-
-    def _ages_s(self) -> dict[int, float]:
-        """How old each rank's status is, by its own clock."""
-        wall = time.time()
-        return {
-            rank: wall - (float(s.get("time") or 0.0) - self.evidence.offsets_s.get(rank, 0.0))
-            for rank, s in self.evidence.statuses.items()
-        }
 
     def _take_offsets(self) -> None:
         for rank in self.plan.ranks:
