@@ -95,7 +95,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_stop_ends_this_run_only(rig: Rig) -> None:
     rig.greet()
-    mine = [rig.process(), rig.process(env={"RANK": "0"})]
+    ready = f"print(1, flush=True); {PAUSE}"
+    mine = [rig.process(ready), rig.process(ready, env={"RANK": "0"})]
+    for process in mine:
+        assert process.stdout is not None
+        assert process.stdout.readline()
     other = rig.process(own=False)
     counts = rig.stop()
     assert (counts["ended"], counts["left"]) == (2, 0)
