@@ -180,9 +180,10 @@ def _commit(record: Mapping[str, Any]) -> str:
     return str(state["commit"])[:10] + (" with changes" if changed else "")
 
 
-def _listed(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(name.removeprefix("llmx/") for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+def _listed(names: list[str]) -> str:
+    """``train/loop.py``, or ``54 files, e.g. train/loop.py``."""
+    short = [name.removeprefix("llmx/") for name in names]
+    return ", ".join(short) if len(short) <= 2 else f"{len(short)} files, e.g. {short[0]}"
 
 
 def _environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:

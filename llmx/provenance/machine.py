@@ -23,8 +23,15 @@ NUMERIC_PREFIXES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "TORCH_", "PYTORCH_",
     "TORCHINDUCTOR_", "TRITON_", "DS_", "ONEDNN_", "DNNL_", "NVIDIA_TF32",
 )  # fmt: skip
-_PLACES = ("NCCL_SOCKET_IFNAME", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "CUDA_HOME", "CUDA_PATH")
-"""Variables with such a prefix that say where, not how."""
+_OTHER = (
+    "DS_ACCELERATOR",
+    "NCCL_SOCKET_IFNAME",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_HOME",
+    "CUDA_HOME",
+    "CUDA_PATH",
+)
+"""Variables with such a prefix that say where, not how, or that the plan says already."""
 
 
 @dataclass(frozen=True)
@@ -126,5 +133,5 @@ def numeric_environment(exp: Experiment, plan: Plan) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if name.startswith(NUMERIC_PREFIXES) and name not in _PLACES
+        if name.startswith(NUMERIC_PREFIXES) and name not in _OTHER
     }

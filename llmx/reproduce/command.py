@@ -1,0 +1,224 @@
+"""The command ``reproduce``: what differs from then, the run, whether the numbers are the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmx import snapshot
+from llmx.compose import check_paths, plan_experiment
+from llmx.errors import ConfigError, LlmxError
+from llmx.provenance import code_files, git_state, record
+from llmx.provenance.differences import (
+    BREAKS,
+    HARMLESS,
+    MAY,
+    SEVERITIES,
+    Difference,
+    differences,
+    not_recorded,
+    plan_differences,
+)
+from llmx.recompose import Words, read_words
+from llmx.reproduce.checkout import check_out, requested, run_there
+from llmx.reproduce.outcome import Outcome, compare
+from llmx.reproduce.show import print_differences, print_outcome
+from llmx.reproduce.target import ALLOWED, fresh_sibling, next_experiment
+from llmx.resume.changed import plan_of
+from llmx.resume.history import history
+from llmx.resume.rules import Change
+from llmx.rundir import RunDir, read_json, write_json
+from llmx.tracking.metrics import read_metrics
+
+OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
+FILE = "reproduction.json"
+
+
+class NotReproduced(LlmxError, RuntimeError):
+    """``strict=true``, and something differs."""
+
+    exit_code = 1
+
+
+def help_text() -> str:
+    """What ``python -m llmx reproduce --help`` prints."""
+    return (
+        "python -m llmx reproduce RUN_DIR [overrides] [to_step=K] [strict=true] [checkout=true]\n\n"
+        "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
+        "start it lists what differs from then, by severity; at the end it says whether the\n"
+        "numbers are bitwise identical, or which step differs first and by how much.\n\n"
+        "  to_step=K       train the first K steps only, with the schedule of the whole run\n"
+        "  strict=true     refuse where anything differs that may change numbers; exit code 1\n"
+        "                  also where the numbers differ at the end\n"
+        "  checkout=true   run the recorded commit with the recorded changes, from a worktree\n"
+        "  dry_run=true    list what differs, start nothing\n"
+        "  run_dir=DIR     where the new run goes\n\n"
+        "Overrides: where and how it runs, and where its inputs lie now (their content is\n"
+        f"compared):\n{textwrap.indent(textwrap.fill(', '.join(ALLOWED[:-1]), 86), '  ')}\n"
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line; returns the exit code."""
+    return reproduce(read_words("reproduce", words, own=OWN))
+
+
+def reproduce(words: Words) -> int:
+    """List, refuse or run, compare."""
+    run = RunDir(words.run)
+    exp = snapshot.load(run)
+    strict, to_step = words.flag("strict"), words.step("to_step", least=1)
+    where = words.own.get("run_dir")
+    target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
+    old_plan = plan_of(run, exp)
+    new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
+    composed = plan_experiment(new)
+    print(f"reproducing {run.root}\n       into {target.root}")
+    for note in snapshot.migrations(run):
+        print(f"   migrated {note}")
+    then = _record_of(run)
+    now = record(new, composed.plan, [])
+    if words.flag("checkout"):
+        code = check_out(then, target.root / "code")
+        now |= {"code": code_files(code / "llmx"), "git": git_state(code / "llmx")}
+    found = [
+        *differences(then, now),
+        *plan_differences(
+            _json(run.plan), composed.plan.to_dict(),
+            ds_then=_json(run.ds_config), ds_now=composed.ds_config,
+        ),
+        *_of_the_run_itself(run, new.deterministic, composed.plan.accelerator),
+    ]  # fmt: skip
+    found.sort(key=lambda difference: SEVERITIES.index(difference.severity))
+    sys.stdout.flush()
+    print_differences(found, not_recorded(then), stream=sys.stdout)
+    grave = [difference for difference in found if difference.severity != HARMLESS]
+    if strict and grave:
+        raise NotReproduced(
+            f"strict=true: {len(grave)} thing{'s' if len(grave) > 1 else ''} above may change the "
+            "numbers, so nothing was started. Restore them, or leave out strict."
+        )
+    if words.flag("dry_run"):
+        print("nothing was started (dry_run=true)")
+        return 0
+    check_paths(new, composed.plan)
+    exit_code = _start(run, target, words, changed, composed)
+    outcome = judge(run, target)
+    write_json(
+        target.root / FILE,
+        {
+            "source": str(run.root),
+            "run_id": snapshot.run_id(run),
+            "to_step": to_step,
+            **outcome.to_dict(),
+            "exit_code": exit_code,
+            "changed": {change.key: [change.old, change.new] for change in changed},
+            "differences": [difference.to_dict() for difference in found],
+        },
+    )
+    print_outcome(outcome, stream=sys.stdout, where=str(target.root / FILE))
+    if strict and not outcome.identical:
+        return exit_code or NotReproduced.exit_code
+    return exit_code
+
+
+def judge(run: RunDir, target: RunDir) -> Outcome:
+    """Compare what two runs logged; works while they run, and for those that failed."""
+    return compare(
+        read_metrics(run.metrics),
+        read_metrics(target.metrics),
+        hashes_then=weight_hashes(run),
+        hashes_now=weight_hashes(target),
+    )
+
+
+def weight_hashes(run: RunDir) -> dict[int, str]:
+    """Step -> hash of the weights: of the ``end`` line, and of the checkpoints here."""
+    found: dict[int, str] = {}
+    for state in sorted(run.checkpoints.glob("step-*/state.json")):
+        values = _json(state)
+        if values.get("weights_hash") and isinstance(values.get("step"), int):
+            found[values["step"]] = str(values["weights_hash"])
+    for line in read_metrics(run.metrics):
+        if line.get("kind") == "end" and line.get("weights_hash"):
+            found[int(line["step"])] = str(line["weights_hash"])
+    return found
+
+
+def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], composed: Any) -> int:
+    """With today's code, or with that of then; returns the exit code of the run."""
+    from llmx.launch import check, prepare, supervise
+    from llmx.launch.record import read_resume, write_resume
+
+    said = [f"reproduce={run.root}", *words.overrides]
+    check(composed.experiment, composed.plan)
+    skipped = set(read_resume(run)[1])
+    skipped |= {
+        int(line["step"]) for line in read_metrics(run.metrics) if line.get("event") == "skipped"
+    }
+    checkout = target.root / "code"
+    if checkout.is_dir():
+        recorded = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        keys = {change.key: change.new for change in changed} | {"run_dir": str(target.root)}
+        if skipped:
+            write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
+        return run_there(checkout, requested(recorded, keys), said)
+    new, plan = composed.experiment, composed.plan
+    snapshot.write(new, plan, composed.ds_config, overrides=said, parent=run)
+    if skipped:
+        # What the run passed over when it diverged, it passes over again.
+        write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
+    launch = prepare(new, plan, target)
+    return supervise(new, plan, target, launch=launch).exit_code
+
+
+def _of_the_run_itself(
+    run: RunDir, deterministic: bool | None, accelerator: str
+) -> list[Difference]:
+    """What keeps this very run from being repeated bit for bit, whatever the machine."""
+    found = []
+    if accelerator == "cuda" and not deterministic:
+        found.append(
+            Difference(
+                MAY, "deterministic=false: kernels may differ from run to run", "so", "so",
+                "train with deterministic=true what is to be repeated bit for bit",
+            )
+        )  # fmt: skip
+    for directory in history(run):
+        try:
+            change = read_json(directory / "changes.json")
+        except (OSError, ValueError):
+            continue
+        other = [key for key, effect in change["effects"].items() if effect != "same numbers"]
+        if other and change["step"]:
+            found.append(
+                Difference(
+                    BREAKS, f"resumed at step {change['step']} with other values",
+                    ", ".join(other), "from the start",
+                    f"{os.path.relpath(directory, run.root)}/ has the config of before",
+                )
+            )  # fmt: skip
+    return found
+
+
+def _record_of(run: RunDir) -> dict[str, Any]:
+    values = _json(run.provenance)
+    if not values:
+        raise ConfigError(
+            f"{run.provenance} is missing or torn: it cannot be said what differs from then."
+        )
+    return values
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return dict(values) if isinstance(values, Mapping) else {}
