@@ -26,6 +26,7 @@ from llmx.train.model import (
     model_config,
     true_vocab,
 )
+from llmx.train.state_refresh import forget_dummy_step
 
 
 def join_process_group(plan: Plan) -> None:
@@ -136,9 +137,14 @@ class Engine:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients)
 
+    def last_norm(self) -> torch.Tensor | float | None:
+        """Norm of the last step's gradient, before clipping, as it lies on the device; None
+        where nobody computed it."""
+        return self._norm if self._norm is not None else self.engine.get_global_grad_norm()
+
     def grad_norm(self) -> float | None:
-        """Norm of the last step's gradient, before clipping; None where nobody computed it."""
-        norm = self._norm if self._norm is not None else self.engine.get_global_grad_norm()
+        """The same as a number. Waits for the device."""
+        norm = self.last_norm()
         return None if norm is None else float(norm)
 
     def loss_scale(self) -> float:
@@ -176,6 +182,7 @@ def build_engine(
         config=ds_config,
         dist_init_required=False,
     )
+    forget_dummy_step(engine)
     return Engine(
         engine=engine,
         config=config,

@@ -39,6 +39,19 @@ def refresh_model(engine: Any) -> None:
                 offset += parameter.numel()
 
 
+def forget_dummy_step(engine: Any) -> None:
+    """Undo the update that DeepSpeed makes at the start of stage 0 in half precision.
+
+    It steps the optimizer once on gradients of zero to allocate its states, which decays the
+    master values and counts as a step: the run would differ from the other stages' ever after
+    (``FP16_UnfusedOptimizer.initialize_optimizer_states``).
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "loss_scale_config"):
+        optimizer.optimizer.state.clear()
+        optimizer.refresh_fp32_params()
+
+
 def _stage3(optimizer: Any, module: Any) -> None:
     for number in range(len(optimizer.fp16_groups)):
         if not optimizer._swappable_optimizer_subgroup(number):  # else done with its restoring
