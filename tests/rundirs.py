@@ -62,7 +62,7 @@ def experiment(run_dir: Path, *, ranks: int = 2, **groups: Any) -> Experiment:
     }
     for group, override in groups.items():
         if isinstance(override, dict):
-            values[group] = {**values[group], **override}
+            values[group] = {**values.get(group, {}), **override}
         else:
             values[group] = override
     return experiment_from_dict(values)

@@ -6,6 +6,7 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +34,25 @@ def slices(num_samples: int, *, micro_batches: tuple[int, ...], rank: int) -> li
 
 @torch.no_grad()
 def evaluate_loss(
-    engine: Engine, store: Any, *, batch: BatchPlan, layout: Layout
-) -> tuple[float, int]:
-    """Mean loss over the target tokens of ``store``, and their number. Collective."""
+    engine: Engine,
+    store: Any,
+    *,
+    batch: BatchPlan,
+    layout: Layout,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[float, int] | None:
+    """Mean loss over the target tokens of ``store``, and their number. Collective.
+
+    ``interrupted`` is asked before each forward, and answers alike on every rank; None when it
+    said yes.
+    """
     engine.engine.eval()
     total = torch.zeros(2, dtype=torch.float64)
     rank = torch.distributed.get_rank()
     for indices in slices(len(store), micro_batches=batch.micro_batches, rank=rank):
+        if interrupted():
+            engine.engine.train()
+            return None
         # A rank without samples left runs a line of padding: the collectives of ZeRO-3 need
         # as many forwards of everyone.
         micro = collate(

@@ -60,12 +60,28 @@ def export_model(
     if not writes:
         return
     shards.finish()
-    final.save_pretrained(partial)
-    _generation_config(model, final).save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    write_description(
+        partial, model, config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=dtype
+    )
     check_export(partial, model, final)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
+
+
+def write_description(
+    directory: Path,
+    model: nn.Module,
+    config: Any,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """All that a Hugging Face directory holds besides the weights."""
+    final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
+    final.save_pretrained(directory)
+    _generation_config(model, final).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:

@@ -7,7 +7,7 @@ by beginning at another step. Run by ``python -m llmx.worker RUN_DIR`` on every 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,21 +19,30 @@ from llmx.train.answers import answer_questions
 from llmx.train.attention import model_inputs
 from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.engine import Engine
+from llmx.train.engine_state import weights_hash
 from llmx.train.evaluate import evaluate_loss
 from llmx.train.export import export_model
 from llmx.train.loss import micro_batch_loss
 from llmx.train.model import num_parameters
+from llmx.train.random import seed_step
+from llmx.train.resume import Start
 from llmx.train.schedule import lr_at, total_steps
 from llmx.train.session import Session, open_session
+from llmx.train.signals import StopRequest, leave
 from llmx.train.status import RankStatus
 from llmx.train.step_log import StepLog
 
 
 def run(
-    exp: Experiment, plan: Plan, ds_config: dict[str, Any], run_dir: RunDir, status: RankStatus
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    run_dir: RunDir,
+    status: RankStatus,
+    stop: StopRequest,
 ) -> None:
     """One rank from data to the exported model. The process group exists already."""
-    session = open_session(exp, plan, ds_config, run_dir, status)
+    session = open_session(exp, plan, ds_config, run_dir, status, stop)
     status.enter("training")
     train(session)
     if exp.task.save_model:
@@ -52,44 +61,92 @@ def run(
     session.metrics.close()
 
 
-def train(session: Session, *, first_step: int = 0) -> None:
-    """All steps, with evaluation before, during and after, and a metrics line now and then."""
-    exp, engine, batch = session.exp, session.engine, session.plan.batch
+def train(session: Session) -> None:
+    """All steps from where the run stands, with evaluation and checkpoints at theirs."""
+    exp, engine, start, saver = session.exp, session.engine, session.start, session.saver
     total = total_steps(
-        exp.task, num_samples=len(session.train_store), global_batch=batch.global_batch
+        exp.task, num_samples=len(session.train_store), global_batch=session.plan.batch.global_batch
     )
-    session.metrics.write(
-        "start",
-        total_steps=total,
-        tokens_per_step=batch.tokens_per_step,
-        num_parameters=num_parameters(engine.module),
-        num_samples=len(session.train_store),
-        world_size=session.plan.world_size,
-        resumed_from=first_step,
-    )
-    session.say(f"{num_parameters(engine.module):,} parameters, {total} steps")
-    evaluate(session, step=first_step, generate_answers=first_step == 0, when="before")
+    last = max(start.step, min(total, exp.task.stop_at_step or total))
+    write_beginning(session, total=total)
+    session.stop.arm(exp.checkpoint.on_signal)
+    done = start.step
+    stopping = evaluation_due(exp, start.step, total) and not evaluate(session, start.step, total)
     log = StepLog(session, total=total)
-    with prefetch(session, first_step, total) as steps:
-        for step in steps:
-            log.data_is_here()
-            engine.set_lr(lr_at(step.step, optim=exp.optim, total=total))
-            loss_sum = train_step(engine, step, world=session.plan.world_size)
-            done = step.step + 1
+    with prefetch(session, start, last) as steps:
+        upcoming = iter(steps)
+        for number in range(start.step, last):
+            if stopping:
+                break
+            done = number + 1
+            if done in start.skip_steps:
+                skip(session, done)
+            else:
+                step = next(upcoming)
+                log.data_is_here()
+                engine.set_lr(lr_at(number, optim=exp.optim, total=total))
+                seed_step(exp.seed, number, session.rank)
+                loss_sum = train_step(
+                    engine, step, world=session.plan.world_size, before_update=saver.tell
+                )
+                log.add(step, loss_sum)
+                due = done % exp.task.log_every_steps == 0 or done in (1, total)
+                if due or done == last:
+                    log.write(step, extra=not due)
             session.status.at_step(done)
-            log.add(step, loss_sum)
-            if done % exp.task.log_every_steps == 0 or done in (first_step + 1, total):
-                log.write(step)
-            every = exp.task.eval_every_steps
-            if every and done % every == 0 and done < total:
-                evaluate(session, step=done, generate_answers=False)
+            flags = session.agreement.read()
+            stopping = flags.stop
+            if not stopping and evaluation_due(exp, done, total):
+                stopping = not evaluate(session, done, total)
                 log.restart()
-    evaluate(session, step=total, generate_answers=True, when="after")
-    session.metrics.write("end", step=total)
+            if not stopping and done < last:
+                saver.at_boundary(done, flags, log)
+    if stopping or session.agreement.settle(saver.flags()).stop:
+        saver.save_and_leave(done, log)
+    saver.at_end(last, log)
+    if session.stop.disarm():
+        leave(session.status)
+    session.metrics.write("end", step=last, weights_hash=weights_hash(engine))
 
 
-def train_step(engine: Engine, step: Step, *, world: int) -> torch.Tensor:
+def write_beginning(session: Session, *, total: int) -> None:
+    """The ``start`` line, once in the life of a run; after that an event for each beginning."""
+    start, parameters = session.start, num_parameters(session.engine.module)
+    session.say(f"{parameters:,} parameters, {total} steps")
+    if start.is_first:
+        session.metrics.write(
+            "start",
+            total_steps=total,
+            tokens_per_step=session.plan.batch.tokens_per_step,
+            num_parameters=parameters,
+            num_samples=len(session.train_store),
+            world_size=session.plan.world_size,
+            resumed_from=start.step,
+        )
+        return
+    session.metrics.event(
+        "resumed", step=start.step, attempt=start.attempt, world_size=session.plan.world_size
+    )
+    session.say(f"going on from step {start.step} of {total} (attempt {start.attempt})")
+
+
+def skip(session: Session, step: int) -> None:
+    """Pass over the samples of a step at which training diverged."""
+    batch = session.plan.batch.global_batch
+    session.metrics.event("skipped", step=step, samples=[(step - 1) * batch, step * batch])
+    session.say(f"step {step} is passed over, as resume.json says: {batch} samples not trained")
+
+
+def train_step(
+    engine: Engine,
+    step: Step,
+    *,
+    world: int,
+    before_update: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
     """Forward, backward and one update. Returns this rank's summed loss, fp32 scalar.
+
+    ``before_update`` is called between the last backward pass and the update.
 
     DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
     reduction): the factor undoes both, so that the gradient is that of the mean over the
@@ -97,7 +154,7 @@ def train_step(engine: Engine, step: Step, *, world: int) -> torch.Tensor:
     """
     factor = world * len(step.micro_batches) / max(step.target_tokens, 1)
     loss_sum = torch.zeros((), device=engine.device)
-    for micro_batch in step.micro_batches:
+    for number, micro_batch in enumerate(step.micro_batches, start=1):
         inputs, labels = model_inputs(
             micro_batch,
             implementation=engine.implementation,
@@ -107,28 +164,50 @@ def train_step(engine: Engine, step: Step, *, world: int) -> torch.Tensor:
         loss = micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
         engine.engine.backward(loss * factor)
         engine.note_grad_norm()
+        if number == len(step.micro_batches):
+            before_update()
         engine.engine.step()
         loss_sum += loss.detach()
     return loss_sum
 
 
-def evaluate(
-    session: Session, *, step: int, generate_answers: bool, when: str | None = None
-) -> None:
-    """Held-out loss, and answers where asked for; an ``eval`` line. Collective."""
-    if session.eval_store is None:
-        return
-    loss, targets = evaluate_loss(
-        session.engine, session.eval_store, batch=session.plan.batch, layout=session.layout
+def evaluation_due(exp: Experiment, step: int, total: int) -> bool:
+    """Before training, at every multiple of ``task.eval_every_steps``, and after training."""
+    every = exp.task.eval_every_steps
+    return step in (0, total) or bool(every and step % every == 0)
+
+
+def evaluate(session: Session, step: int, total: int) -> bool:
+    """Held-out loss, before and after training answers, too; an ``eval`` line. Collective.
+
+    Returns False where it was given up because the run is asked to end: the evaluation is then
+    made when the run goes on. What an earlier attempt has evaluated is not done again.
+    """
+    if session.eval_store is None or step in session.start.evaluated:
+        return True
+    session.status.enter("evaluating")
+    result = evaluate_loss(
+        session.engine,
+        session.eval_store,
+        batch=session.plan.batch,
+        layout=session.layout,
+        interrupted=session.saver.asked_to_stop,
     )
-    matched = answer_questions(session, when=when) if generate_answers and when else None
+    if result is None:
+        session.status.enter("training")
+        return False
+    loss, targets = result
+    when = {0: "before", total: "after"}.get(step)
+    matched = answer_questions(session, when=when) if when else None
     session.metrics.write("eval", step=step, loss=loss, target_tokens=targets, exact_match=matched)
     answers = "" if matched is None else f"  exact match {matched:.1%}"
     session.say(f"evaluation at step {step}: loss {loss:.4f}{answers}")
+    session.status.enter("training")
+    return True
 
 
 @contextlib.contextmanager
-def prefetch(session: Session, first_step: int, total: int) -> Iterator[Prefetch]:
+def prefetch(session: Session, start: Start, last: int) -> Iterator[Prefetch]:
     """The steps of this rank, prepared by a thread that ends with the block."""
     steps = Prefetch(
         make_step(
@@ -139,7 +218,8 @@ def prefetch(session: Session, first_step: int, total: int) -> Iterator[Prefetch
             seed=session.exp.seed,
             layout=session.layout,
         )
-        for step in range(first_step, total)
+        for step in range(start.step, last)
+        if step + 1 not in start.skip_steps
     )
     try:
         yield steps

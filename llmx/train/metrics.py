@@ -7,19 +7,40 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from llmx.rundir import write_text
 
 GIB = 2**30
 
 
 class MetricsWriter:
-    """Appends lines, each flushed at once. On the other ranks it writes nothing."""
+    """Appends lines, each flushed at once, from any thread. On other ranks it writes nothing."""
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         self._stream = path.open("a", encoding="utf-8") if enabled else None
+        self._lock = threading.Lock()
+        self._latest: dict[str, float] = {}
+
+    def remember(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take in what an earlier attempt measured, for ``latest``."""
+        for line in lines:
+            if line["kind"] in ("train", "eval"):
+                values = {f"{line['kind']}/{key}": value for key, value in line.items()}
+                self._latest.update(
+                    {key: value for key, value in values.items() if isinstance(value, float)}
+                )
+
+    def latest(self, name: str) -> dict[str, Any] | None:
+        """The newest value of ``eval/loss``, ``train/loss``, ... as a checkpoint records it."""
+        value = self._latest.get(name)
+        return None if value is None else {"name": name, "value": value}
 
     def write(self, kind: str, **values: Any) -> None:
         """One line. A number that is not finite becomes null, with ``"nonfinite": true``."""
@@ -30,12 +51,58 @@ class MetricsWriter:
             if isinstance(value, float) and not math.isfinite(value):
                 line[key] = None
                 line["nonfinite"] = True
-        self._stream.write(json.dumps(line, allow_nan=False) + "\n")
-        self._stream.flush()
+        self.remember([line])
+        with self._lock:
+            self._stream.write(json.dumps(line, allow_nan=False) + "\n")
+            self._stream.flush()
+
+    def event(self, event: str, *, step: int, **values: Any) -> None:
+        """Something that happened, beside the measurements."""
+        self.write("event", event=event, step=step, **values)
+
+    def sync(self) -> None:
+        """What was written survives a power cut."""
+        if self._stream is not None:
+            os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file; a torn one (a crash, a full disk) is left out."""
+    found = []
+    if path.is_file():
+        for text in path.read_bytes().split(b"\n"):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                found.append(line)
+    return found
+
+
+def lines_until(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The lines of a run that goes on from ``step``: none of a later step, no end, and no line
+    that was only written because the run stopped there (``extra``)."""
+    return [
+        line
+        for line in lines
+        if line["kind"] != "end" and line.get("step", 0) <= step and not line.get("extra", False)
+    ]
+
+
+def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+    """Replace a metrics file by its lines up to ``step``; returns them. Atomic; untouched where
+    nothing is to go."""
+    lines = read_lines(path)
+    kept = lines_until(lines, step)
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)
+    if path.is_file() and path.read_bytes() != text.encode():
+        write_text(path, text)
+    return kept
 
 
 def memory_gib(device_type: str) -> float:

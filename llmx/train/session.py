@@ -15,9 +15,14 @@ from llmx.config import Experiment
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.tasks import KINDS, Task
+from llmx.train.agreement import Agreement
 from llmx.train.batches import Layout
 from llmx.train.engine import Engine, build_engine
-from llmx.train.metrics import MetricsWriter
+from llmx.train.metrics import MetricsWriter, cut_back
+from llmx.train.place import find_place
+from llmx.train.resume import Start, begin, identity, restore_from
+from llmx.train.saver import Saver, ever_saves
+from llmx.train.signals import StopRequest
 from llmx.train.status import RankStatus
 
 
@@ -36,6 +41,10 @@ class Session:
     layout: Layout
     metrics: MetricsWriter
     status: RankStatus
+    agreement: Agreement
+    stop: StopRequest
+    start: Start
+    saver: Saver
 
     @property
     def rank(self) -> int:
@@ -43,20 +52,50 @@ class Session:
 
     def say(self, text: str) -> None:
         """One line of rank 0's log."""
-        if self.rank == 0:
-            print(text, flush=True)
+        say(text)
 
 
 def open_session(
-    exp: Experiment, plan: Plan, ds_config: dict[str, Any], run_dir: RunDir, status: RankStatus
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    run_dir: RunDir,
+    status: RankStatus,
+    stop: StopRequest,
 ) -> Session:
-    """Data, then the engine. Collective."""
+    """Data, then the engine, then what a checkpoint brings. Collective."""
     from llmx.data import load_tokenizer
 
     status.enter("loading")
     tokenizer = load_tokenizer(exp)
     train_store, eval_store = open_stores(exp, tokenizer)
+    agreement = Agreement()
+    place = find_place(run_dir.checkpoints, create=ever_saves(exp), group=agreement.group)
+    # Before the model is built: what cannot be resumed says so at once.
+    ours = identity(exp, plan, train_store)
+    stage = ds_config["zero_optimization"]["stage"]
+    start = begin(run_dir, ours, place=place, stage=stage, group=agreement.group)
     engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer)
+    if start.state:
+        restore_from(start, engine)
+        status.at_step(start.step)
+        status.saved(start.step)
+    metrics = open_metrics(run_dir, start)
+    saver = Saver(
+        exp,
+        plan,
+        run_dir,
+        engine=engine,
+        tokenizer=tokenizer,
+        identity=ours,
+        agreement=agreement,
+        place=place,
+        metrics=metrics,
+        status=status,
+        stop=stop,
+        start=start,
+        say=say,
+    )
     return Session(
         exp=exp,
         plan=plan,
@@ -67,9 +106,34 @@ def open_session(
         train_store=train_store,
         eval_store=eval_store,
         layout=Layout(seq_len=exp.data.seq_len, pad_id=pad_id(tokenizer), layout=exp.data.layout),
-        metrics=MetricsWriter(run_dir.metrics, enabled=torch.distributed.get_rank() == 0),
+        metrics=metrics,
         status=status,
+        agreement=agreement,
+        stop=stop,
+        start=start,
+        saver=saver,
     )
+
+
+def open_metrics(run_dir: RunDir, start: Start) -> MetricsWriter:
+    """``metrics.jsonl`` as it was at the step where the run goes on, open for more."""
+    writes = torch.distributed.get_rank() == 0
+    kept = cut_back(run_dir.metrics, start.step) if writes else []
+    writer = MetricsWriter(run_dir.metrics, enabled=writes)
+    writer.remember(kept)
+    for bad in start.damaged:
+        writer.event("damaged", step=start.step, checkpoint=bad.step, reason=bad.reason)
+        say(
+            f"WARNING: the checkpoint of step {bad.step} cannot be used and is left as it is: "
+            f"{bad.reason}"
+        )
+    return writer
+
+
+def say(text: str) -> None:
+    """One line of rank 0's log, which the console shows."""
+    if torch.distributed.get_rank() == 0:
+        print(text, flush=True)
 
 
 def open_stores(exp: Experiment, tokenizer: Any) -> tuple[Any, Any | None]:

@@ -35,6 +35,7 @@ class RankStatus:
             "pid": os.getpid(),
             "state": "starting",
             "step": 0,
+            "saved_step": None,
             "time": time.time(),
             "error": None,
         }
@@ -56,6 +57,10 @@ class RankStatus:
     def at_step(self, step: int) -> None:
         """Note the step; the heartbeat brings it to disk."""
         self._values["step"] = step
+
+    def saved(self, step: int) -> None:
+        """Note the newest checkpoint that is committed; the heartbeat brings it to disk."""
+        self._values["saved_step"] = step
 
     def fail(self, error: BaseException) -> None:
         """Enter ``failed`` with the error as the contract wants it."""
@@ -97,6 +102,8 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": str(error),
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "category": category(error),
+        # Where the error is one of a certain step, as of divergence.
+        "step": getattr(error, "step", None),
         "time": time.time(),
     }
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
 
 from llmx.train.batches import Step
+from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 from llmx.train.metrics import flops_of_step, memory_gib, model_flops
 from llmx.train.model import num_parameters
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session
-
-
-class NonFiniteLoss(FloatingPointError):
-    """The loss is NaN or infinite: from here on the weights would be, too."""
 
 
 class StepLog:
@@ -24,8 +20,15 @@ class StepLog:
     def __init__(self, session: Session, *, total: int) -> None:
         self.session = session
         self.total = total
-        self.tokens_seen = 0
-        self.target_tokens_seen = 0
+        start = session.start
+        self.tokens_seen = start.tokens_seen
+        self.target_tokens_seen = start.target_tokens_seen
+        self.watch = NonFiniteWatch(
+            session.engine.device, gradients=session.engine.precision != "fp16"
+        )
+        self.spikes = SpikeWatch(session.exp.task.spike_factor, losses=start.losses)
+        self.last_loss: float | None = None
+        """Of the newest line."""
         model = session.engine.module
         self.flops = model_flops(model, session.engine.config, num_parameters=num_parameters(model))
         self.restart()
@@ -45,12 +48,18 @@ class StepLog:
         self.steps += 1
         self.tokens += step.tokens
         self.targets += step.target_tokens
+        self.tokens_seen += step.tokens
+        self.target_tokens_seen += step.target_tokens
         self.squares += step.square_tokens
         self.loss_sum = loss_sum
+        self.watch.note(step.step + 1, loss_sum, self.session.engine.last_norm())
         self.waiting_since = time.perf_counter()
 
-    def write(self, step: Step) -> None:
-        """One line, from all ranks. Collective. Raises NonFiniteLoss, on every rank alike."""
+    def write(self, step: Step, *, extra: bool = False) -> None:
+        """One line, from all ranks. Collective. Raises Diverged, on every rank alike.
+
+        ``extra``: the whole run would not have a line here.
+        """
         assert self.loss_sum is not None
         session, engine = self.session, self.session.engine
         mine = torch.tensor(
@@ -59,6 +68,7 @@ class StepLog:
                 self.squares,
                 memory_gib(engine.device.type),
                 self.data_wait_s,
+                *self.watch.first(),
             ],
             dtype=torch.float64,
             device=engine.device,
@@ -68,8 +78,6 @@ class StepLog:
         table = torch.stack(everyone).cpu()
         loss_sum, squares = table[:, :2].sum(dim=0).tolist()
         elapsed = time.perf_counter() - self.began
-        self.tokens_seen += self.tokens
-        self.target_tokens_seen += self.targets
         flops = flops_of_step(
             **self.flops, tokens=self.tokens, target_tokens=self.targets, square_tokens=squares
         )
@@ -95,19 +103,11 @@ class StepLog:
             mfu=flops / elapsed / peak if peak else None,
             memory_gib=[round(value, 3) for value in table[:, 2].tolist()],
             data_wait_s=float(table[:, 3].max()),
+            **({"extra": True} if extra else {}),
         )
         session.say(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(
-                f"The loss of step {done} is {loss}. The last finite state is not kept; lower "
-                f"optim.lr (now {session.exp.optim.lr:g}), or set precision=bf16 or fp32 if this "
-                "is fp16."
-            )
-        # DeepSpeed skips such an update and goes on; only in fp16, where the scale is sought,
-        # may the next one be better.
-        if norm is not None and not math.isfinite(norm) and engine.precision != "fp16":
-            raise NonFiniteLoss(
-                f"The gradient of step {done} has the norm {norm}, though its loss is {loss:g}: "
-                f"the weights have grown too large. Lower optim.lr (now {session.exp.optim.lr:g})."
-            )
+        self.last_loss = loss
+        loss_step, gradient_step = table[:, 4:].amin(dim=0).tolist()
+        raise_if_not_finite(loss_step, gradient_step, lr=session.exp.optim.lr)
+        self.spikes.check(done, loss)
         self.restart()

@@ -39,6 +39,7 @@ def test_status_file_has_the_keys_of_the_contract_from_the_first_moment(tmp_path
         "pid": os.getpid(),
         "state": "starting",
         "step": 0,
+        "saved_step": None,
         "error": None,
     }
 
@@ -71,7 +72,7 @@ def test_failure_is_written_with_type_message_traceback_and_category(tmp_path: P
     assert error["message"] == "data.seq_len=9 is over 8"
     assert error["category"] == "config"
     assert "test_train_status.py" in error["traceback"]
-    assert set(error) == {"type", "message", "traceback", "category", "time"}
+    assert set(error) == {"type", "message", "traceback", "category", "step", "time"}
 
 
 def test_heartbeat_brings_the_step_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,106 @@
+"""When training has gone wrong: a loss or a gradient that is not finite, a loss that jumps.
+
+The step is known exactly, without waiting for the device at each one: the device itself keeps
+the smallest step at which something was not finite, and it is read where the loop waits anyhow.
+Tried by ``python -m pytest tests/unit/test_train_divergence.py``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+NEVER = 2**52
+"""Larger than any step, and exact in fp64."""
+SPIKE_WINDOW = 50
+SPIKE_LEAST = 5
+"""A median of fewer losses says nothing."""
+
+
+class Diverged(FloatingPointError):
+    """From here on the weights are worthless. Names the step, counted from 1."""
+
+    def __init__(self, message: str, *, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class NonFiniteLoss(Diverged):
+    """The loss or the gradient is NaN or infinite."""
+
+
+class LossSpike(Diverged):
+    """The loss has jumped far over what it was."""
+
+
+class NonFiniteWatch:
+    """The first steps at which this rank's loss, and the gradient, were not finite."""
+
+    def __init__(self, device: torch.device, *, gradients: bool) -> None:
+        self._first = torch.full((2,), NEVER, dtype=torch.int64, device=device)
+        self._gradients = gradients
+        """False in fp16, where a gradient that overflows is part of seeking the scale."""
+
+    def note(self, step: int, loss: torch.Tensor, norm: torch.Tensor | float | None) -> None:
+        """After each step (counted from 1). Nothing here waits for the device."""
+        pair = torch.zeros(2, dtype=torch.float32, device=self._first.device)
+        pair[0] = loss
+        if self._gradients and norm is not None:
+            pair[1] = norm
+        now = torch.where(torch.isfinite(pair), NEVER, step)
+        torch.minimum(self._first, now, out=self._first)
+
+    def first(self) -> list[float]:
+        """``[step of the loss, step of the gradient]`` on this rank. Waits for the device."""
+        return [float(step) for step in self._first.tolist()]
+
+    def check(self, *, lr: float) -> None:
+        """Raise NonFiniteLoss on every rank alike if any rank has seen one. Collective."""
+        first = self._first.clone()
+        torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN)
+        raise_if_not_finite(*first.tolist(), lr=lr)
+
+
+def raise_if_not_finite(loss_step: float, gradient_step: float, *, lr: float) -> None:
+    """Raise NonFiniteLoss that names the earlier step; ``NEVER`` is no step."""
+    step = int(min(loss_step, gradient_step))
+    if step >= NEVER:
+        return
+    if loss_step <= gradient_step:
+        raise NonFiniteLoss(
+            f"The loss of step {step} is not finite: the weights have grown too large, or a "
+            f"sample of that step is at fault. Lower optim.lr (now {lr:g}), or set precision=bf16 "
+            "or fp32 if this is fp16.",
+            step=step,
+        )
+    # DeepSpeed skips such an update and goes on, to the same again.
+    raise NonFiniteLoss(
+        f"The gradient of step {step} is not finite, though its loss is: the weights have grown "
+        f"too large. Lower optim.lr (now {lr:g}).",
+        step=step,
+    )
+
+
+class SpikeWatch:
+    """Compares each logged loss with the median of those before it. The same on every rank."""
+
+    def __init__(self, factor: float | None, *, losses: Iterable[float] = ()) -> None:
+        self._factor = factor
+        self._losses = deque(losses, maxlen=SPIKE_WINDOW)
+
+    def check(self, step: int, loss: float) -> None:
+        """Raise LossSpike, or remember the loss."""
+        if self._factor is not None and len(self._losses) >= SPIKE_LEAST:
+            median = statistics.median(self._losses)
+            if loss > self._factor * median:
+                raise LossSpike(
+                    f"The loss of step {step} is {loss:.4g}, over task.spike_factor="
+                    f"{self._factor:g} times the median {median:.4g} of the last "
+                    f"{len(self._losses)} logged ones. Lower optim.lr or look at that step's data; "
+                    "task.on_divergence=skip passes such steps over.",
+                    step=step,
+                )
+        self._losses.append(loss)

@@ -1,0 +1,79 @@
+"""How much memory a host still has, and the copy of the state that is put there.
+
+Tried by ``python -m pytest tests/unit/test_train_saver.py``.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmx.train.engine_state import StateTensor
+from llmx.train.place import exchange
+
+RESERVE = 0.2
+"""Part of the free memory that a copy of the state never takes."""
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still take: of the host, and of its control group (which is
+    what a container or a job is killed by)."""
+    free = [_meminfo(root / "proc/meminfo")]
+    group = root / "sys/fs/cgroup"
+    limit = _number(group / "memory.max")
+    if limit is not None:
+        used = _number(group / "memory.current") or 0
+        # Pages of files are given up before anything is killed.
+        free.append(limit - used + _stat(group / "memory.stat", "inactive_file"))
+    return max(0, min(free))
+
+
+def fits(num_bytes: int, *, group: Any = None) -> bool:
+    """Whether every host has room for a copy of so many bytes from each rank that says so.
+
+    The same answer on every rank. Collective.
+    """
+    host = Path("/proc/sys/kernel/random/boot_id")
+    name = (socket.gethostname(), host.read_text() if host.exists() else "")
+    everyone = exchange((name, num_bytes, available_bytes()), group=group)
+    return all(room_for(everyone, host) for host in {entry[0] for entry in everyone})
+
+
+def room_for(everyone: Sequence[tuple[Any, int, int]], host: Any) -> bool:
+    """``everyone``: (host, bytes to copy, bytes available) of each rank."""
+    wanted = sum(entry[1] for entry in everyone if entry[0] == host)
+    available = min(entry[2] for entry in everyone if entry[0] == host)
+    return wanted <= (1 - RESERVE) * available
+
+
+def copy_to_host(fragments: Iterable[StateTensor]) -> list[StateTensor]:
+    """The same fragments in memory of their own, whatever the device. Waits for it."""
+    return [
+        replace(fragment, tensor=fragment.tensor.detach().to("cpu", copy=True))
+        for fragment in fragments
+    ]
+
+
+def _meminfo(path: Path) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

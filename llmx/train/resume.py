@@ -1,0 +1,222 @@
+"""Where a rank begins: all agree on the newest usable checkpoint of the run directory.
+
+A fresh run, an automatic restart and ``python -m llmx resume`` are the same path. Every place
+(see ``llmx.train.place``) looks at the files that it has, its ranks share out the hashing, and
+what they found is exchanged. Tried by ``python -m pytest -m deepspeed
+tests/integration/test_resume.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmx.checkpoint.choose import Verdict, inspect, judge, list_steps
+from llmx.checkpoint.commit import committed_dir, recover
+from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.manifest import STATE, CheckpointError
+from llmx.config import Experiment
+from llmx.errors import ConfigError
+from llmx.plan.types import Plan
+from llmx.rundir import RunDir, read_json
+from llmx.train.divergence import SPIKE_WINDOW
+from llmx.train.engine import Engine
+from llmx.train.metrics import lines_until, read_lines
+from llmx.train.place import Place, exchange
+from llmx.train.state_exchange import bring_missing
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that is there and cannot be used."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the loop begins, and what is known of the time before."""
+
+    step: int = 0
+    attempt: int = 1
+    skip_steps: frozenset[int] = frozenset()
+    """Counted from 1, as in ``metrics.jsonl``."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """``state.json``; empty at the beginning of a run."""
+    files: tuple[Path, ...] = ()
+    """The tensors of the checkpoint that this rank can read."""
+    damaged: tuple[Damaged, ...] = ()
+    is_first: bool = True
+    """Nothing of this run was logged before."""
+    evaluated: frozenset[int] = frozenset()
+    """Steps whose evaluation is on disk."""
+    losses: tuple[float, ...] = ()
+    """The newest logged ones, oldest first."""
+
+    @property
+    def tokens_seen(self) -> int:
+        return int(self.state.get("tokens_seen", 0))
+
+    @property
+    def target_tokens_seen(self) -> int:
+        return int(self.state.get("target_tokens_seen", 0))
+
+
+def identity(exp: Experiment, plan: Plan, store: Any) -> dict[str, Any]:
+    """What must be the same for the samples of a step, and so the run, to be the same."""
+    return {
+        "global_batch": plan.batch.global_batch,
+        "seq_len": exp.data.seq_len,
+        "seed": exp.seed,
+        "data_fingerprint": store.fingerprint,
+        "num_samples": len(store),
+    }
+
+
+def begin(run_dir: RunDir, mine: dict[str, Any], *, place: Place, stage: int, group: Any) -> Start:
+    """Choose the checkpoint to go on from, or the beginning. Collective over ``group``.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be used; or not the one asked for.
+        ConfigError: the newest one is not of this run.
+    """
+    if place.leads:
+        recover(place.directory)
+    asked = read_json(run_dir.resume) if place.rank == 0 and run_dir.resume.is_file() else {}
+    lines = read_lines(run_dir.metrics) if place.rank == 0 else []
+    saved = {line["step"] for line in lines if line.get("event") == "saved"}
+    asked, saved = exchange((asked, saved), group=group)[0]
+    wanted = asked.get("step")
+    chosen, damaged = None, ()
+    if wanted != 0:
+        chosen, damaged = choose(place, wanted=wanted, saved=saved, group=group)
+    state, files = read(place, chosen, mine, stage=stage, group=group) if chosen else ({}, ())
+    step = int(state.get("step", 0))
+    kept = lines_until(lines, step)
+    known = {
+        "is_first": not any(line["kind"] == "start" for line in kept),
+        "evaluated": frozenset(line["step"] for line in kept if line["kind"] == "eval"),
+        "losses": tuple(
+            line["loss"] for line in kept if line["kind"] == "train" and line["loss"] is not None
+        )[-SPIKE_WINDOW:],
+    }
+    return Start(
+        step=step,
+        attempt=int(asked.get("attempt") or 1),
+        skip_steps=frozenset(asked.get("skip_steps") or ()),
+        state=state,
+        files=files,
+        damaged=damaged,
+        **exchange(known, group=group)[0],
+    )
+
+
+def choose(
+    place: Place, *, wanted: int | None, saved: set[int], group: Any
+) -> tuple[Verdict | None, tuple[Damaged, ...]]:
+    """The newest usable checkpoint, or the one of step ``wanted``, and those that were passed
+    over. None where the run begins at its beginning. Collective.
+
+    Args:
+        saved: steps that were committed, as far as the metrics know.
+    """
+    here = list_steps(place.directory) if place.leads else []
+    steps = sorted(set(itertools.chain.from_iterable(exchange(here, group=group))), reverse=True)
+    damaged: list[Damaged] = []
+    for step in [step for step in steps if wanted in (None, step)]:
+        verdict = look(place, step, group=group)
+        if verdict.usable:
+            return verdict, tuple(damaged)
+        damaged.append(Damaged(step, verdict.reason))
+    reasons = "; ".join(f"step {bad.step}: {bad.reason}" for bad in damaged)
+    if wanted is not None:
+        raise CheckpointError(
+            f"resume.json asks for the checkpoint of step {wanted}, and "
+            + (f"it cannot be used ({reasons})" if damaged else f"only {steps} are there")
+            + f". Choose another step, or remove resume.json from {place.directory.parent}."
+        )
+    # Before the first checkpoint there is the beginning; later, going back to it is no repair.
+    if damaged and saved - {bad.step for bad in damaged}:
+        raise CheckpointError(
+            f"None of the {len(damaged)} checkpoints in {place.directory} can be used ({reasons}). "
+            "Bring a good one back from a copy, or move the directory away to begin at step 0."
+        )
+    return None, tuple(damaged)
+
+
+def read(
+    place: Place, chosen: Verdict, mine: dict[str, Any], *, stage: int, group: Any
+) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """``state.json`` of the checkpoint, and its tensor files that lie here. Collective.
+
+    Raises:
+        ConfigError: it is not of this run.
+    """
+    directory = committed_dir(place.directory, chosen.step)
+    holder = chosen.holder[STATE]
+    state = exchange(read_json(directory / STATE) if place.rank == holder else None, group=group)[
+        holder
+    ]
+    check_identity(state, mine)
+    bring_missing(place, chosen, state, stage=stage, group=group)
+    assert chosen.manifest is not None
+    files = [directory / name for name in sorted(chosen.manifest.files) if is_tensors(name)]
+    return state, tuple(path for path in files if path.exists())
+
+
+def is_tensors(name: str) -> bool:
+    """Whether a file of the manifest holds fragments."""
+    return name.endswith(".safetensors")
+
+
+def look(place: Place, step: int, *, group: Any) -> Verdict:
+    """The verdict of all ranks on the checkpoint of ``step``. Collective."""
+    members = place.members
+    report = inspect(
+        place.directory,
+        step,
+        storage=place.storage,
+        part=members.index(place.rank),
+        parts=len(members),
+    )
+    return judge(exchange(report, group=group))
+
+
+def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raise ConfigError that lists what differs between the checkpoint and this run."""
+    different = [
+        f"{name} is {state.get(name)} there and {value} here"
+        for name, value in mine.items()
+        if state.get(name) != value
+    ]
+    if different:
+        raise ConfigError(
+            f"The checkpoint of step {state['step']} is of another run: {'; '.join(different)}. "
+            "Resume with the values it was made with, or begin a new run directory."
+        )
+
+
+def restore_from(start: Start, engine: Engine) -> None:
+    """Put the chosen checkpoint into the engine. Collective.
+
+    Raises:
+        CheckpointError: what lies in the engine now is not what was saved.
+    """
+    from llmx.train.engine_state import restore, weights_hash
+
+    index = FragmentIndex(start.files)
+    try:
+        restore(engine, index, start.state)
+    finally:
+        index.close()
+    saved = start.state.get("weights_hash")
+    if saved and start.state.get("precision") == engine.precision:
+        found = weights_hash(engine)
+        if found != saved:
+            raise CheckpointError(
+                f"The weights restored from step {start.step} have the hash {found}, they were "
+                f"saved with {saved}. This is a defect of llmx or of the memory of a host."
+            )

@@ -1,0 +1,254 @@
+"""One checkpoint from copied state to committed directory, in a thread of its own.
+
+All ranks do this together, over a group that no other thread uses: a step, a vote, the next step
+(docs/contracts.md, "Checkpoints"). Whatever fails on one rank, all give the save up alike, and
+the checkpoints before it stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from llmx.checkpoint import commit
+from llmx.checkpoint.choose import list_steps
+from llmx.checkpoint.fragments import FROZEN, MASTER, check_cover, cover_of, fragment_key
+from llmx.checkpoint.keep import best_steps, to_prune
+from llmx.checkpoint.manifest import STATE, FileEntry, Manifest, make_manifest, rank_file
+from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
+from llmx.config import CheckpointConfig
+from llmx.errors import LlmxError
+from llmx.train.engine_state import StateTensor
+from llmx.train.place import Place, exchange
+from llmx.train.save_files import metrics_of, state_text
+from llmx.train.state_hash import combine, lanes
+
+WEIGHTS = (MASTER, FROZEN)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class SaveFailed(LlmxError, RuntimeError):
+    """A checkpoint was given up, on all ranks alike."""
+
+    def __init__(self, message: str, *, disk_full: bool) -> None:
+        super().__init__(message)
+        self.disk_full = disk_full
+
+
+@dataclass
+class SaveJob:
+    """What is saved, and where."""
+
+    step: int
+    fragments: Sequence[StateTensor]
+    state: Mapping[str, Any]
+    """``state.json`` without the hash of the weights."""
+    small_files: Mapping[str, bytes]
+    place: Place
+    group: Any
+    hosts: Sequence[str]
+    """Of each rank, for the manifest."""
+    run_id: str
+    config: CheckpointConfig
+    damaged: frozenset[int]
+    """Steps whose checkpoint is not usable: neither counted nor removed."""
+    on_end: Callable[[SaveJob], None]
+    """Called by the thread when the save is over, well or not."""
+    stall_s: float = 0.0
+    """How long training waited for the copy; it also waits for the rest ``in_foreground``."""
+    in_foreground: bool = False
+    num_bytes: int = 0
+    """Over all ranks; known when it is done."""
+    background_s: float = 0.0
+    error: BaseException | None = None
+    warning: str = ""
+    """What failed after the commit: older checkpoints that could not be removed."""
+    _thread: threading.Thread | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Begin in a thread."""
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it is over, well or not."""
+        assert self._thread is not None
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._save()
+        except BaseException as error:
+            self.error = error
+        # The copy of the state is as large as the state.
+        self.fragments = ()
+        took_s = time.perf_counter() - began
+        if self.in_foreground:
+            self.stall_s += took_s
+        else:
+            self.background_s = took_s
+        self.on_end(self)
+
+    def _save(self) -> None:
+        directory, step, place = self.place.directory, self.step, self.place
+        writer = commit.rank_writer(directory, step, place.rank, self._specs())
+        published = False
+        try:
+            self._together(lambda: commit.begin(directory, step) if place.leads else None)
+            specs = self._together(lambda: self._reserve(writer))
+            self._together(lambda: self._check_cover(specs) if place.rank == 0 else None)
+            written = self._together(lambda: self._write(writer))
+            state = self._final_state([sums for _, sums in written])
+            small = self._together(lambda: self._add_small(state) if place.leads else {})
+            files = {rank_file(rank): entry for rank, (entry, _) in enumerate(written)}
+            manifest = self._together(lambda: self._manifest(files, small))[0]
+            self._together(
+                lambda: commit.write_manifest(directory, step, manifest) if place.leads else None
+            )
+            published = place.leads
+            self._together(lambda: commit.publish(directory, step) if place.leads else None)
+        except BaseException:
+            writer.close()
+            with contextlib.suppress(OSError):
+                if published:
+                    commit.prune(directory, [step])
+                if place.leads:
+                    commit.abandon(directory, step)
+            raise
+        self.num_bytes = manifest.num_bytes
+        # From here on the checkpoint stands, whatever happens.
+        try:
+            self._together(lambda: self._tidy() if place.leads else None)
+        except SaveFailed as error:
+            self.warning = str(error)
+
+    def _together(self, act: Callable[[], Any]) -> list[Any]:
+        """Every rank does its part; what all have returned, by rank. SaveFailed on all ranks if
+        one failed."""
+        value, failure = None, None
+        try:
+            value = act()
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            text = str(error) if isinstance(error, (OSError, LlmxError)) else repr(error)
+            failure = (f"{text} (rank {self.place.rank} on {socket.gethostname()})", full)
+        outcomes = exchange((value, failure), group=self.group)
+        failures = [failure for _, failure in outcomes if failure is not None]
+        if failures:
+            raise SaveFailed(failures[0][0], disk_full=any(full for _, full in failures))
+        return [value for value, _ in outcomes]
+
+    def _specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(
+                fragment_key(fragment.state, fragment.name, fragment.start),
+                fragment.dtype,
+                fragment.tensor.numel(),
+            )
+            for fragment in self.fragments
+        ]
+
+    def _reserve(self, writer: TensorWriter) -> list[TensorSpec]:
+        writer.reserve()
+        return writer.order
+
+    def _check_cover(self, specs: list[list[TensorSpec]]) -> None:
+        cover = cover_of({rank_file(rank): order for rank, order in enumerate(specs)})
+        check_cover(cover, self.state["parameters"], self.state.get("buffers"))
+
+    def _write(self, writer: TensorWriter) -> tuple[FileEntry, dict[str, list[int]]]:
+        """This rank's file, and its part of the hash of the weights: name -> two sums."""
+        sums: dict[str, list[int]] = {}
+        by_key = dict(zip((spec.key for spec in self._specs()), self.fragments, strict=True))
+
+        def values() -> Iterator[Fragment]:
+            for spec in writer.order:
+                fragment = by_key[spec.key]
+                tensor = fragment.tensor.detach().cpu()
+                if fragment.state in WEIGHTS:
+                    two = sums.setdefault(fragment.name, [0, 0])
+                    for lane, value in enumerate(lanes(tensor, fragment.start).tolist()):
+                        two[lane] += value
+                if not is_finite(tensor):
+                    raise SaveFailed(
+                        f"{fragment.state} of {fragment.name} is not finite", disk_full=False
+                    )
+                yield Fragment(spec.key, spec.dtype, spec.num_elements, as_buffer(tensor))
+
+        with writer:
+            return writer.write(values()), sums
+
+    def _final_state(self, sums: list[dict[str, list[int]]]) -> dict[str, Any]:
+        """The state with the hash of the weights, as rank 0 has it."""
+        names = [name for name, entry in self.state["parameters"].items() if not entry["tied_to"]]
+        total = torch.zeros(len(names), 2, dtype=torch.int64)
+        for row, name in enumerate(names):
+            for lane in range(2):
+                # Sums wrap around at 64 bits, as they do on a device.
+                value = sum(each[name][lane] for each in sums if name in each) % 2**64
+                total[row, lane] = value - 2**64 if value >= 2**63 else value
+        return {**self.state, "weights_hash": combine(names, total)}
+
+    def _add_small(self, state: Mapping[str, Any]) -> dict[str, FileEntry]:
+        files = {**self.small_files, STATE: state_text(state).encode()}
+        return {
+            name: commit.add_file(self.place.directory, self.step, name, data)
+            for name, data in files.items()
+        }
+
+    def _manifest(
+        self, files: dict[str, FileEntry], small: list[dict[str, FileEntry]]
+    ) -> Manifest | None:
+        """One for all; made by rank 0, which leads its storage."""
+        if self.place.rank != 0:
+            return None
+        for rank, entries in enumerate(small):
+            if entries and entries != small[0]:
+                raise SaveFailed(f"rank {rank} has written other small files", disk_full=False)
+        hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
+        hosts.update(dict.fromkeys(small[0], self.hosts[0]))
+        return make_manifest(self.step, {**files, **small[0]}, hosts=hosts, run_id=self.run_id)
+
+    def _tidy(self) -> None:
+        """Pointers, then what is no longer kept goes."""
+        directory, keep = self.place.directory, self.config.keep
+        commit.set_pointer(directory, commit.LATEST, self.step)
+        steps = [step for step in list_steps(directory) if step not in self.damaged]
+        metrics = metrics_of(directory, steps, name=self.config.metric)
+        best = best_steps(steps, metrics, mode=self.config.mode)
+        if keep.best and best:
+            commit.set_pointer(directory, commit.BEST, best[0])
+        commit.prune(
+            directory,
+            to_prune(
+                steps,
+                last=keep.last,
+                best=keep.best,
+                every=keep.every,
+                metrics=metrics,
+                mode=self.config.mode,
+            ),
+        )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; makes no copy."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def as_buffer(tensor: torch.Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, not copied."""
+    return tensor.contiguous().view(torch.uint8).numpy()

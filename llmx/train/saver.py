@@ -1,0 +1,298 @@
+"""When the training state is saved, and what training waits for.
+
+At a boundary between two steps the state is copied to host memory and a thread writes it
+(``llmx.train.save_job``) while training goes on; where memory does not allow a copy, training
+waits for the disk. Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from llmx.checkpoint.manifest import FORMAT
+from llmx.config import Experiment
+from llmx.plan.types import Plan
+from llmx.rundir import RunDir, read_json
+from llmx.train.agreement import Agreement, Flags
+from llmx.train.divergence import NonFiniteWatch
+from llmx.train.engine import Engine
+from llmx.train.engine_state import capture, state_values
+from llmx.train.host_memory import copy_to_host, fits
+from llmx.train.metrics import MetricsWriter
+from llmx.train.place import Place, exchange
+from llmx.train.resume import Start
+from llmx.train.save_files import small_files
+from llmx.train.save_job import SaveFailed, SaveJob
+from llmx.train.signals import StopRequest, leave
+from llmx.train.status import RankStatus
+
+PATIENCE_S = 10.0
+"""Training waits so long for the last checkpoint when the next one is due, but not twice in a
+row: then the disk is slower than the interval, and checkpoints are passed over."""
+GROUP_TIMEOUT = timedelta(hours=6)
+"""For the slowest disk to take one rank's part."""
+
+
+class Progress(Protocol):
+    """What the loop knows and a checkpoint records (``llmx.train.step_log``)."""
+
+    tokens_seen: int
+    target_tokens_seen: int
+    total: int
+    watch: NonFiniteWatch
+
+
+class DiskFull(OSError):
+    """The last checkpoint of a run found no room."""
+
+
+def ever_saves(exp: Experiment) -> bool:
+    """Whether a run may write checkpoints at all."""
+    wanted = exp.checkpoint
+    return bool(wanted.every_steps or wanted.every_minutes or wanted.at_end or wanted.on_signal)
+
+
+class Saver:
+    """Decides at every boundary, alike on all ranks. One save is in flight at a time."""
+
+    def __init__(
+        self,
+        exp: Experiment,
+        plan: Plan,
+        run_dir: RunDir,
+        *,
+        engine: Engine,
+        tokenizer: Any,
+        identity: dict[str, Any],
+        agreement: Agreement,
+        place: Place,
+        metrics: MetricsWriter,
+        status: RankStatus,
+        stop: StopRequest,
+        start: Start,
+        say: Callable[[str], None],
+    ) -> None:
+        self.exp, self.plan, self.engine = exp, plan, engine
+        self.identity, self.start = identity, start
+        self.agreement, self.place = agreement, place
+        self.metrics, self.status, self.stop, self.say = metrics, status, stop, say
+        self.saved_step: int | None = start.step if start.state else None
+        self._group = torch.distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        """Used by the thread that saves, and by nothing else."""
+        ours = None
+        if ever_saves(exp) and place.rank == 0:
+            known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
+            ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer))
+        shared = exchange((ours, socket.gethostname()), group=agreement.group)
+        given: tuple[str, dict[str, bytes]] = shared[0][0] or ("", {})
+        self._run_id, self._small = given
+        self._hosts = [host for _, host in shared]
+        self._job: SaveJob | None = None
+        self._reason, self._stall_s, self._began = "", 0.0, time.monotonic()
+        self._passed_over = self._said_foreground = False
+
+    # What this rank tells the others, and hears.
+
+    def flags(self) -> Flags:
+        """What this rank knows."""
+        minutes = self.exp.checkpoint.every_minutes
+        due = minutes is not None and time.monotonic() - self._began >= 60 * minutes
+        return Flags(save=due and self.place.rank == 0, stop=bool(self.stop.asked), busy=self.busy)
+
+    def tell(self) -> None:
+        """Post it; the others hear it at the end of the step."""
+        self.agreement.post(self.flags())
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank was asked to end, as it was known when this was last called."""
+        heard = self.agreement.read()
+        self.tell()
+        return heard.stop
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last checkpoint is still being written."""
+        return self._job is not None and not self._job.wait(0)
+
+    # When.
+
+    def at_boundary(self, step: int, flags: Flags, progress: Progress) -> None:
+        """After each step but the last: save where one is due. Collective."""
+        every = self.exp.checkpoint.every_steps
+        if every and step % every == 0:
+            if flags.busy and not self._in_time():
+                self._passed_over = True
+                self._pass_over(step)
+                return
+            self._passed_over = False
+            self._save(step, "interval", progress)
+        elif flags.save and not flags.busy:
+            self._save(step, "time", progress)
+        elif not flags.busy:
+            self._collect()
+
+    def at_end(self, step: int, progress: Progress) -> None:
+        """After the last step: save where one is due, and wait for it. Collective.
+
+        Raises:
+            DiskFull, SaveFailed: it could not be saved.
+        """
+        self._wait()
+        every = self.exp.checkpoint.every_steps
+        due = self.exp.checkpoint.at_end or bool(every and step % every == 0)
+        if not due or step in (self.saved_step, 0):
+            return
+        job = self._save(step, "end", progress, wait=True)
+        if isinstance(job.error, SaveFailed):
+            text = (
+                f"The checkpoint of the last step could not be saved: {job.error}. Training is "
+                "done, and is lost beyond the checkpoint before it. Free some space, then go on "
+                "with `python -m llmx resume RUN`."
+            )
+            raise (
+                DiskFull(errno.ENOSPC, text)
+                if job.error.disk_full
+                else SaveFailed(text, disk_full=False)
+            )
+
+    def save_and_leave(self, step: int, progress: Progress) -> NoReturn:
+        """Save what is not saved, on all ranks, and end this process as interrupted."""
+        self._wait()
+        if step not in (self.saved_step, self.start.step):
+            self._save(step, "signal", progress, wait=True)
+        self.say(f"asked to end: leaving at step {step}, saved at {self.saved_step}")
+        self.metrics.sync()
+        # A launcher ends the others with the first that leaves: they all say it before.
+        self.status.enter("interrupted")
+        self.agreement.barrier()
+        leave(self.status)
+
+    # How.
+
+    def _save(self, step: int, reason: str, progress: Progress, *, wait: bool = False) -> SaveJob:
+        """Copy the state and begin to write it; or, without room for a copy, write it now."""
+        # A state that has diverged is worth nothing.
+        progress.watch.check(lr=self.exp.optim.lr)
+        self._collect()
+        began, self._began = time.perf_counter(), time.monotonic()
+        fragments = capture(self.engine, world=self.plan.world_size)
+        copied = not wait and self._may_copy(sum(f.tensor.nbytes for f in fragments))
+        if copied:
+            fragments = copy_to_host(fragments)
+        if self.place.rank == 0:
+            self.metrics.sync()
+        job = SaveJob(
+            step=step,
+            fragments=fragments,
+            state=self._state(step, reason, progress),
+            small_files=self._small,
+            place=self.place,
+            group=self._group,
+            hosts=self._hosts,
+            run_id=self._run_id,
+            config=self.exp.checkpoint,
+            damaged=frozenset(bad.step for bad in self.start.damaged),
+            on_end=lambda job: self._ended(job, reason),
+        )
+        job.in_foreground = not copied
+        job.stall_s = time.perf_counter() - began
+        self._job = job
+        job.start()
+        if not copied:
+            before = self.status.state
+            self.status.enter("saving")
+            self._wait()
+            self.status.enter(before)
+        return job
+
+    def _may_copy(self, num_bytes: int) -> bool:
+        """Whether every host has memory for the copies. Collective."""
+        wanted = self.exp.checkpoint.background
+        if wanted != "auto":
+            return wanted == "always"
+        room = fits(num_bytes, group=self.agreement.group)
+        if not room and not self._said_foreground:
+            self._said_foreground = True
+            self.say(
+                "checkpoints are written while training waits: a host's free memory does not hold "
+                "a copy of the state (checkpoint.background=always insists)"
+            )
+        return room
+
+    def _state(self, step: int, reason: str, progress: Progress) -> dict[str, Any]:
+        """``state.json`` (docs/contracts.md) but for the hash of the weights."""
+        return {
+            "format": FORMAT,
+            "step": step,
+            "samples": step * self.plan.batch.global_batch,
+            "tokens_seen": progress.tokens_seen,
+            "target_tokens_seen": progress.target_tokens_seen,
+            **self.identity,
+            "world_size": self.plan.world_size,
+            "total_steps": progress.total,
+            "vocab_size": self.engine.vocab_size,
+            "padded_vocab_size": self.engine.config.get_text_config().vocab_size,
+            **state_values(self.engine),
+            "metric": self.metrics.latest(self.exp.checkpoint.metric),
+            "time": time.time(),
+            "reason": reason,
+        }
+
+    def _in_time(self) -> bool:
+        """Give the save in flight a moment; whether all ranks have done with it. Collective."""
+        if not self._passed_over and self._job is not None:
+            self._job.wait(PATIENCE_S)
+        return not self.agreement.settle(Flags(busy=self.busy)).busy
+
+    def _wait(self) -> None:
+        """For the save in flight, however long it takes."""
+        if self._job is not None:
+            self._job.wait()
+            self._collect()
+
+    def _collect(self) -> None:
+        """Forget a save that is over; raise what is no failure of the disk (a dead peer)."""
+        job, self._job = self._job, None
+        if job is not None and job.error and not isinstance(job.error, SaveFailed):
+            raise job.error
+
+    # What is said of it. Called by the thread that saved.
+
+    def _ended(self, job: SaveJob, reason: str) -> None:
+        if job.error is not None:
+            self.metrics.event("save_failed", step=job.step, reason=str(job.error))
+            self.say(
+                f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
+                f"goes on; the last one is of step {self.saved_step}."
+            )
+            return
+        self.saved_step = job.step
+        self.status.saved(job.step)
+        self.metrics.event(
+            "saved",
+            step=job.step,
+            reason=reason,
+            stall_s=round(job.stall_s, 4),
+            background_s=round(job.background_s, 4),
+            bytes=job.num_bytes,
+        )
+        self.say(
+            f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
+            f"{job.stall_s + job.background_s:.1f} s; training waited {job.stall_s:.2f} s"
+        )
+        if job.warning:
+            self.say(f"WARNING: older checkpoints could not be removed: {job.warning}")
+
+    def _pass_over(self, step: int) -> None:
+        self.metrics.event("passed_over", step=step)
+        self.say(
+            f"WARNING: no checkpoint at step {step}: the one before it is still being written. The "
+            "disk is slower than checkpoint.every_steps asks for."
+        )

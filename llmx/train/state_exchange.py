@@ -1,0 +1,142 @@
+"""Checkpoint files from the storages that have them to those that need them.
+
+Without a shared file system each host holds what its own ranks wrote. That is enough to go on
+with the same ranks; after a change of ranks, hosts or ZeRO stage any rank may need any part.
+Tried by ``python -m pytest -m deepspeed tests/integration/test_resume_storages.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmx.checkpoint.choose import Verdict, check_file
+from llmx.checkpoint.commit import begin, committed_dir, partial_dir, publish
+from llmx.checkpoint.manifest import MANIFEST, CheckpointError, rank_file
+from llmx.train.place import Place, exchange
+
+CHUNK_BYTES = 32 * 2**20
+
+
+def own_files_suffice(
+    state: Mapping[str, Any], lacking: Mapping[int, list[str]], place: Place, *, stage: int
+) -> bool:
+    """Whether each rank finds all that it holds in the file of the same rank.
+
+    So it is where the state was partitioned over as many ranks at the same stage, and nothing
+    was shared out among ranks that all need it. A pure function of what all ranks know.
+    """
+    return (
+        state["world_size"] == len(place.leaders)
+        and state["zero_stage"] == stage > 0
+        and all(entry["trained"] for entry in state["parameters"].values())
+        and not state.get("buffers")
+        and all(
+            rank_file(rank) not in lacking.get(storage, [])
+            for rank, storage in enumerate(place.leaders)
+        )
+    )
+
+
+def bring_missing(
+    place: Place, verdict: Verdict, state: Mapping[str, Any], *, stage: int, group: Any
+) -> None:
+    """Complete the checkpoint on every storage, unless no rank needs that. Collective.
+
+    Raises:
+        CheckpointError: a storage could not take it; on every rank alike.
+    """
+    if not verdict.lacking or own_files_suffice(state, verdict.lacking, place, stage=stage):
+        return
+    for storage, names in sorted(verdict.lacking.items()):
+        # The manifest is the last: what has one is complete.
+        names = sorted(names, key=lambda name: name == MANIFEST)
+        problem = None
+        target = place.directory
+        if place.rank == storage:
+            target, problem = _prepare(place, verdict.step)
+        target_problem = exchange(problem, group=group)[storage]
+        for name in [] if target_problem else names:
+            source = verdict.holder[name]
+            if place.rank == source:
+                _send(committed_dir(place.directory, verdict.step) / name, storage, group=group)
+            elif place.rank == storage:
+                problem = problem or _receive(target, name, source, verdict, group=group)
+        if (
+            place.rank == storage
+            and not problem
+            and target == partial_dir(place.directory, verdict.step)
+        ):
+            publish(place.directory, verdict.step)
+        if failed := exchange(problem, group=group)[storage]:
+            raise CheckpointError(
+                f"The checkpoint of step {verdict.step} is in parts on several hosts, and the host "
+                f"of rank {storage} cannot take what it lacks: {failed}. Free some space there, or "
+                "use a run directory that all hosts share."
+            )
+
+
+def _prepare(place: Place, step: int) -> tuple[Path, str | None]:
+    """Where the files go: into the checkpoint that is there, else into a new one."""
+    existing = committed_dir(place.directory, step)
+    if existing.is_dir():
+        return existing, None
+    try:
+        return begin(place.directory, step), None
+    except OSError as error:
+        return existing, str(error)
+
+
+def _send(path: Path, to: int, *, group: Any) -> None:
+    size = path.stat().st_size
+    torch.distributed.send(torch.tensor([size]), to, group=group)
+    with path.open("rb") as stream:
+        while block := stream.read(CHUNK_BYTES):
+            values = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+            torch.distributed.send(values, to, group=group)
+
+
+def _receive(
+    directory: Path, name: str, source: int, verdict: Verdict, *, group: Any
+) -> str | None:
+    """Takes everything that is sent, in any case; returns what went wrong."""
+    size = torch.zeros(1, dtype=torch.int64)
+    torch.distributed.recv(size, source, group=group)
+    left, problem = int(size), None
+    path = directory / name
+    incoming = path.with_name(f".{path.name}.incoming")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = incoming.open("wb", buffering=0)
+    except OSError as error:
+        problem = str(error)
+        stream = Path(os.devnull).open("wb", buffering=0)  # noqa: SIM115, closed below
+    with stream:
+        while left:
+            block = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8)
+            torch.distributed.recv(block, source, group=group)
+            left -= len(block)
+            try:
+                view = memoryview(block.numpy())
+                while problem is None and len(view):
+                    view = view[stream.write(view) :]
+            except OSError as error:
+                problem = str(error)
+        try:
+            if problem is None:
+                os.fsync(stream.fileno())
+        except OSError as error:
+            problem = str(error)
+    if problem is not None:
+        incoming.unlink(missing_ok=True)
+        return problem
+    os.replace(incoming, path)
+    assert verdict.manifest is not None
+    if name != MANIFEST:
+        wrong = check_file(directory, name, verdict.manifest.files[name])
+        return str(wrong) if wrong else None
+    return None
