@@ -54,10 +54,13 @@ def verify(
     # Large files first: the threads end together.
     names = sorted(wanted, key=lambda name: (-wanted[name].bytes, name))
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
-        found = pool.map(
-            lambda name: check_file(directory, name, wanted[name], hashes=hashes), names
+        small = sum(wanted[name].bytes for name in names) <= CHUNK_BYTES
+        found = list(
+            (map if small else pool.map)(
+                lambda name: check_file(directory, name, wanted[name], hashes=hashes), names
+            )
         )
-        return sorted((each for each in found if each), key=lambda each: each.file)
+    return sorted((each for each in found if each), key=lambda each: each.file)
 
 
 def check_file(
@@ -81,7 +84,8 @@ def check_file(
 
 def hash_file(path: Path) -> str:
     """blake2b of a file's content, read in pieces, outside the GIL."""
-    digest, buffer = hashlib.blake2b(digest_size=HASH_BYTES), bytearray(CHUNK_BYTES)
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    buffer = bytearray(min(CHUNK_BYTES, path.stat().st_size + 1))
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(view):

@@ -31,8 +31,8 @@ from llmx.checkpoint.manifest import (
     FileEntry,
     Manifest,
     digest_bytes,
-    read_manifest,
     rank_file,
+    read_manifest,
     step_name,
     step_of,
 )

@@ -1,0 +1,255 @@
+"""Small checkpoints, saved by the real protocol on one storage or several, and disks that fail.
+
+The driver goes through the steps as the ranks do (``llmx/checkpoint/commit.py``), one storage
+after the other between two agreements. Values are a function of the step, so that a mixture of
+two checkpoints shows.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmx.checkpoint import choose, commit, keep
+from llmx.checkpoint.disk import DISK, Disk
+from llmx.checkpoint.fragments import FragmentIndex, fragment_key
+from llmx.checkpoint.manifest import FileEntry, Manifest, make_manifest, rank_file
+from llmx.checkpoint.tensors import Fragment
+
+NUM_ELEMENTS = 24
+"""Of the one parameter, shared out among the storages' ranks."""
+PARAMETERS = {"w": {"shape": [4, 6], "trained": True, "tied_to": None}}
+
+
+class Killed(BaseException):
+    """The process is gone: nothing of it runs after this."""
+
+
+def values_of(step: int, state: str) -> np.ndarray:
+    offset = {"master": 0.0, "exp_avg": 0.5}[state]
+    return np.arange(NUM_ELEMENTS, dtype=np.float32) + 1000 * step + offset
+
+
+def fragments_of(step: int, rank: int, ranks: int) -> list[Fragment]:
+    first, last = NUM_ELEMENTS * rank // ranks, NUM_ELEMENTS * (rank + 1) // ranks
+    return [
+        Fragment(
+            fragment_key(state, "w", first), "F32", last - first, values_of(step, state)[first:last]
+        )
+        for state in ("master", "exp_avg")
+    ]
+
+
+def save(
+    storages: Sequence[Path],
+    step: int,
+    *,
+    disks: Sequence[Disk] | None = None,
+    keep_last: int = 1,
+) -> bool:
+    """One save; whether it was committed. What fails is given up, as the saver does it."""
+    disks = disks or [DISK] * len(storages)
+    hosts = list(zip(storages, disks, strict=True))
+    manifest: Manifest | None = None
+    try:
+        writers = []
+        for rank, (path, disk) in enumerate(hosts):
+            commit.begin(path, step, disk=disk)
+            specs = [each.spec for each in fragments_of(step, rank, len(hosts))]
+            writers.append(commit.rank_writer(path, step, rank, specs, disk=disk))
+        try:
+            for writer in writers:
+                writer.reserve()
+            entries, owners = _write_all(hosts, step, writers)
+        finally:
+            for writer in writers:
+                writer.close()
+        manifest = make_manifest(step, entries, hosts=owners, run_id="run", created=float(step))
+        for path, disk in hosts:
+            commit.write_manifest(path, step, manifest, disk=disk)
+            commit.publish(path, step, disk=disk)
+    except OSError:
+        for path, disk in hosts:
+            try:
+                commit.abandon(path, step, published=manifest, disk=disk)
+            except OSError:
+                continue  # the start after the next one removes it
+        return False
+    for path, disk in hosts:
+        try:
+            commit.set_pointer(path, commit.LATEST, step, disk=disk)
+        except OSError:
+            continue
+    known = choose_steps(storages)
+    for path, disk in hosts:
+        try:
+            commit.prune(path, keep.to_prune(known, last=keep_last), disk=disk)
+        except OSError:
+            continue
+    return True
+
+
+def _write_all(
+    hosts: Sequence[tuple[Path, Disk]], step: int, writers: Sequence
+) -> tuple[dict[str, FileEntry], dict[str, str]]:
+    entries: dict[str, FileEntry] = {}
+    owners: dict[str, str] = {}
+    for rank, ((path, disk), writer) in enumerate(zip(hosts, writers, strict=True)):
+        by_key = {each.key: each for each in fragments_of(step, rank, len(hosts))}
+        new = {rank_file(rank): writer.write(by_key[spec.key] for spec in writer.order)}
+        state = json.dumps({"step": step, "parameters": PARAMETERS}).encode()
+        new["state.json"] = commit.add_file(path, step, "state.json", state, disk=disk)
+        name = "model/config.json"
+        new[name] = commit.add_file(path, step, name, b'{"step": %d}' % step, disk=disk)
+        for name, entry in new.items():
+            entries[name] = entry
+            owners.setdefault(name, f"host-{rank}")
+    return entries, owners
+
+
+def choose_steps(storages: Sequence[Path]) -> list[int]:
+    """Steps that are usable over all storages, oldest first."""
+    every = sorted({step for path in storages for step in choose.list_steps(path)})
+    return [step for step in every if verdict(storages, step).usable]
+
+
+def verdict(storages: Sequence[Path], step: int) -> choose.Verdict:
+    reports = [choose.inspect(path, step, storage=number) for number, path in enumerate(storages)]
+    return choose.judge(reports)
+
+
+def restart(storages: Sequence[Path]) -> int | None:
+    """What a new start does: clean up, choose. The chosen step, its content checked."""
+    for path in storages:
+        commit.recover(path)
+    usable = choose_steps(storages)
+    for step in usable:
+        check_content(storages, step)
+    return usable[-1] if usable else None
+
+
+def check_content(storages: Sequence[Path], step: int) -> None:
+    """Every element of every state is that of this very step."""
+    files = [path / f"step-{step:08d}" / rank_file(rank) for rank, path in enumerate(storages)]
+    index = FragmentIndex(files)
+    index.check(PARAMETERS)
+    for state in ("master", "exp_avg"):
+        out = np.empty(NUM_ELEMENTS, dtype=np.float32)
+        index.read_range(state, "w", 0, NUM_ELEMENTS, out)
+        assert np.array_equal(out, values_of(step, state)), (step, state)
+    index.close()
+    for path in storages:
+        state = json.loads((path / f"step-{step:08d}" / "state.json").read_text())
+        assert state["step"] == step
+
+
+class FaultyDisk(Disk):
+    """Fails at its ``at``-th writing call, counted over all calls of one ``Counter``."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+
+    def create(self, path: Path) -> int:
+        self._fault.before(f"create {path.name}")
+        return self._after(super().create(path))
+
+    def reserve(self, descriptor: int, num_bytes: int) -> None:
+        self._fault.before("reserve")
+        self._after(super().reserve(descriptor, num_bytes))
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self._fault.is_next("write") and self._fault.torn:
+            # As a full disk and a kill do it: a part is written first.
+            super().write(descriptor, data[: len(data) // 2])
+        self._fault.before("write")
+        return self._after(super().write(descriptor, data))
+
+    def sync(self, descriptor: int) -> None:
+        self._fault.before("sync")
+        self._after(super().sync(descriptor))
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)  # the kernel closes what a killed process had open
+
+    def sync_directory(self, path: Path) -> None:
+        self._fault.before(f"sync_directory {path.name}")
+        self._after(super().sync_directory(path))
+
+    def make_directory(self, path: Path) -> None:
+        self._fault.before(f"make_directory {path.name}")
+        self._after(super().make_directory(path))
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._fault.before(f"rename {source.name} {target.name}")
+        self._after(super().rename(source, target))
+
+    def remove_file(self, path: Path) -> None:
+        self._fault.before(f"remove_file {path.name}")
+        self._after(super().remove_file(path))
+
+    def remove_directory(self, path: Path) -> None:
+        self._fault.before(f"remove_directory {path.name}")
+        self._after(super().remove_directory(path))
+
+    def _after(self, result):  # type: ignore[no-untyped-def]
+        self._fault.after()
+        return result
+
+
+class Fault:
+    """One fault at the ``at``-th call (from 0) of the disks that share it.
+
+    ``kill`` ends the process before the call, ``kill after`` when it is done; ``ENOSPC`` and
+    ``EIO`` fail it, and with ``lasting`` every later call but removals: a disk that stays full.
+    """
+
+    def __init__(self, kind: str, at: int, *, torn: bool = True, lasting: bool = False) -> None:
+        self.kind, self.at, self.torn, self.lasting = kind, at, torn, lasting
+        self.calls: list[str] = []
+        self.hit = False
+        self._dead = False
+
+    def is_next(self, name: str) -> bool:
+        return len(self.calls) == self.at and not self._dead
+
+    def before(self, name: str) -> None:
+        if self._dead:
+            raise Killed
+        number = len(self.calls)
+        self.calls.append(name)
+        due = number == self.at or (
+            self.lasting and number > self.at and name.split()[0] in ("create", "reserve", "write")
+        )
+        if due and self.kind != "kill after":
+            self.hit = True
+            if self.kind == "kill":
+                self._dead = True
+                raise Killed
+            code = getattr(errno, self.kind)
+            raise OSError(code, os.strerror(code))
+
+    def after(self) -> None:
+        if self.kind == "kill after" and len(self.calls) - 1 == self.at:
+            self.hit = self._dead = True
+            raise Killed
+
+
+def tree(path: Path) -> list[str]:
+    """Everything below ``path``, for messages."""
+    return sorted(each.relative_to(path).as_posix() for each in path.rglob("*"))
+
+
+def flip_bit(path: Path, position: int) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def names(paths: Iterable[Path]) -> list[str]:
+    return sorted(path.name for path in paths)
