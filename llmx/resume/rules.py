@@ -42,7 +42,7 @@ class Change:
     rule: Rule
 
 
-_OTHER_SAMPLES = "the samples of a step are a function of it"
+_OTHER_SAMPLES = "they decide the samples of a step"
 _OTHER_MODEL = "the checkpoint holds the weights of that network"
 
 RULES = (
@@ -78,7 +78,7 @@ RULES = (
     Rule(
         ("batch.global_batch", "batch.tokens_per_step"),
         REFUSED,
-        "a step would take other samples; micro_batch may change",
+        "a step would take other samples",
     ),
     Rule(("model.*",), REFUSED, _OTHER_MODEL),
     Rule(("task.kind",), REFUSED, "another task is another run"),

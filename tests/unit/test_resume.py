@@ -1,0 +1,268 @@
+"""``resume`` before the start: what may change, what is refused, what is rewritten and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmx import snapshot
+from llmx.checkpoint.manifest import FileEntry, make_manifest
+from llmx.config import Experiment, known_keys
+from llmx.errors import ConfigError, LlmxError
+from llmx.launch.record import only_supervisor
+from llmx.recompose import apply, read_words
+from llmx.resume.changed import next_run
+from llmx.resume.choose import newest_usable, problems_of
+from llmx.resume.command import OWN, help_text, main
+from llmx.resume.history import history
+from llmx.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
+from llmx.resume.standing import standing
+from llmx.rundir import RunDir, write_json
+from tests.composing import composed
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    """A run of 100 steps on two CPU ranks, global batch 16, as its snapshot left it."""
+    done = composed(
+        ["hardware=cpu2", "task.steps=100", "batch.global_batch=16", "batch.micro_batch=4"],
+        run_dir=tmp_path / "run",
+    )
+    return snapshot.write(done.experiment, done.plan, done.ds_config, overrides=["hardware=cpu2"])
+
+
+def trained(run: RunDir, step: int, *, outcome: str | None = None, ended: bool = False) -> None:
+    lines = [{"kind": "start", "total_steps": 100, "num_samples": 1600, "world_size": 2}]
+    lines += [{"kind": "train", "step": step, "loss": 1.0}] if step else []
+    lines += [{"kind": "end", "step": step}] if ended else []
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if outcome:
+        write_json(run.result, {"outcome": outcome, "cause": "Ctrl-C"})
+
+
+def checkpoint(run: RunDir, step: int, *, hosts: tuple[str, ...] = ("a",)) -> Path:
+    """A committed one: a file a host, with a manifest of the right sizes."""
+    directory = run.checkpoint(step)
+    directory.mkdir(parents=True)
+    files, owners = {}, {}
+    for rank, host in enumerate(hosts):
+        name = f"rank-{rank:05d}.safetensors"
+        (directory / name).write_bytes(b"x" * 10)
+        files[name], owners[name] = FileEntry(10, "0" * 64), host
+    manifest = make_manifest(step, files, hosts=owners, run_id="r")
+    (directory / "manifest.json").write_text(manifest.to_text())
+    return directory
+
+
+def going_on(run: RunDir, *overrides: str):
+    words = read_words("resume", [str(run.root), *overrides], own=OWN)
+    return next_run(run, snapshot.load(run), words, standing(run))
+
+
+def test_every_key_of_the_schema_has_a_row_of_the_table() -> None:
+    groups = {key for key in known_keys() if any(k.startswith(f"{key}.") for k in known_keys())}
+    for key in known_keys():
+        if key not in groups:
+            assert rule_of(key) in RULES, f"{key} has no row in llmx/resume/rules.py"
+
+
+@pytest.mark.parametrize(
+    ("key", "effect"),
+    [
+        ("launch.max_restarts", SAME), ("tracking.kinds", SAME), ("checkpoint.keep.last", SAME),
+        ("data.num_workers", SAME), ("hardware.hosts", ROUNDING), ("zero.stage", ROUNDING),
+        ("batch.micro_batch", ROUNDING), ("task.steps", OTHER), ("optim.lr", OTHER),
+        ("precision", OTHER), ("optim.kind", REFUSED), ("data.seq_len", REFUSED),
+        ("data.path", REFUSED), ("seed", REFUSED), ("batch.global_batch", REFUSED),
+        ("model.config.hidden_size", REFUSED), ("model.attention", ROUNDING),
+    ],
+)  # fmt: skip
+def test_the_table(key: str, effect: str) -> None:
+    assert rule_of(key).effect == effect
+
+
+def test_values_and_whole_groups_are_applied_and_reported(run) -> None:
+    goes_on = going_on(run, "zero=stage3", "launch.max_restarts=7", "tracking=wandb")
+    new = goes_on.composed
+    assert new.experiment.zero.stage == 3
+    assert new.ds_config["zero_optimization"]["stage"] == 3
+    assert [(c.key, c.old, c.new) for c in goes_on.changes] == [
+        ("zero.stage", 2, 3),
+        ("launch.max_restarts", 3, 7),
+        ("tracking.kinds", [], ["wandb"]),
+    ]
+
+
+def test_a_group_of_the_users_own_replaces_the_section(run, tmp_path) -> None:
+    (tmp_path / "mine" / "hardware").mkdir(parents=True)
+    (tmp_path / "mine" / "hardware" / "big.yaml").write_text(
+        "name: big\nkind: static\nhosts:\n  - {name: localhost, slots: 4, device: cpu}\n"
+    )
+    goes_on = going_on(run, "hardware=big", "--config-dir", str(tmp_path / "mine"))
+    plan = goes_on.composed.plan
+    assert plan.world_size == 4
+    assert plan.batch.global_batch == 16
+    assert plan.batch.micro_batches == (4, 4, 4, 4)
+
+
+def test_the_global_batch_stays_on_other_hardware_and_micro_batches(run) -> None:
+    for words in (["hardware=a100x2_v100x2"], ["batch.micro_batch=2"], ["hardware.slots=1"]):
+        assert going_on(run, *words).composed.plan.batch.global_batch == 16
+    # Said again with the value it has, it is no change.
+    assert going_on(run, "batch.global_batch=16").changes == []
+    with pytest.raises(ConfigError, match="a step would take other samples"):
+        going_on(run, "batch.global_batch=32")
+    with pytest.raises(ConfigError, match="cannot be cut into equal micro steps|disagree"):
+        going_on(run, "batch.micro_batch=3", "batch.accumulation=1")
+
+
+def test_every_refusal_is_said_at_once_with_its_reason(run) -> None:
+    with pytest.raises(ConfigError) as caught:
+        going_on(run, "seed=1", "optim.kind=sgd", "data.seq_len=64", "optim.lr=1e-3")
+    said = str(caught.value)
+    assert "seed: 0 -> 1 is not possible: the order of the samples" in said
+    assert "optim.kind: adamw -> sgd" in said
+    assert "data.seq_len: 128 -> 64" in said
+    assert "optim.lr" not in said
+    for word in ("experiment=demo", "model=gpt2", "data=alpaca"):
+        with pytest.raises(ConfigError, match="makes it another run"):
+            going_on(run, word)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("zero=stage9", 'Did you mean "stage'),
+        ("launch.max_restart=1", 'Did you mean "launch.max_restarts"'),
+        ("checkpoint.every_steps=0", "above 0"),
+        ("launch.max_restarts=many", "not a whole number"),
+        ("zero.offload_param=cpu", "needs stage 3"),
+    ],
+)
+def test_a_wrong_word_is_said_as_at_a_first_start(run, word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        going_on(run, word)
+
+
+def test_steps_and_epochs_replace_each_other(run) -> None:
+    longer = going_on(run, "task.steps=150")
+    assert (longer.composed.experiment.task.steps, longer.total) == (150, 150)
+    trained(run, 100)
+    epochs = going_on(run, "task.epochs=2")
+    assert epochs.composed.experiment.task.steps is None
+    assert epochs.total == 200  # 1600 samples, 16 a step
+
+
+def test_finished_says_so_unless_it_is_made_longer(run, capsys) -> None:
+    trained(run, 100, outcome="ok", ended=True)
+    before = run.config.read_bytes()
+    assert main([str(run.root)]) == 0
+    said = capsys.readouterr().out
+    assert "finished at step 100: nothing to resume" in said
+    assert "task.steps=200" in said
+    assert main([str(run.root), "task.steps=80"]) == 0
+    assert main([str(run.root), "task.steps=150", "dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    assert "task.steps  100 -> 150  (trains differently from here on)" in said
+    assert "it ends at step 150 instead of 100" in said
+    assert "there is no usable checkpoint, all steps are trained again" in said
+    assert run.config.read_bytes() == before
+    assert history(run) == []
+
+
+def test_where_it_goes_on_is_said_before_the_start(run, capsys) -> None:
+    trained(run, 57, outcome="interrupted")
+    checkpoint(run, 40), checkpoint(run, 50)
+    assert main([str(run.root), "dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    assert "interrupted at step 57: Ctrl-C" in said
+    assert "from      the checkpoint of step 50; 7 steps are trained again" in said
+    (run.checkpoint(50) / "rank-00000.safetensors").write_bytes(b"x")
+    assert main([str(run.root), "dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    assert "damaged   checkpoint of step 50: rank-00000.safetensors: has 1, expected 10" in said
+    assert "from      the checkpoint of step 40" in said
+    with pytest.raises(ConfigError, match="step=50: that checkpoint is damaged"):
+        main([str(run.root), "step=50"])
+    with pytest.raises(ConfigError, match="There are: 40, 50"):
+        main([str(run.root), "step=45"])
+
+
+def test_files_of_other_hosts_need_not_be_here(run) -> None:
+    directory = checkpoint(run, 10, hosts=("a", "b", "b"))
+    assert problems_of(run, 10) == []
+    for rank in (1, 2):
+        (directory / f"rank-{rank:05d}.safetensors").unlink()
+    assert problems_of(run, 10) == []
+    (directory / "rank-00001.safetensors").write_bytes(b"x" * 10)
+    assert problems_of(run, 10) == ["rank-00002.safetensors: is missing, expected 10 bytes"]
+    assert newest_usable(run, standing(run).checkpoints).step is None
+    (directory / "manifest.json").write_text("{}")
+    assert "manifest.json" in problems_of(run, 10)[0]
+
+
+def test_a_run_that_is_alive_is_refused(run) -> None:
+    with (
+        only_supervisor(run, "0123456789abcdef"),
+        pytest.raises(LlmxError, match="going on already, supervised by process"),
+    ):
+        main([str(run.root), "dry_run=true"])
+    assert main([str(run.root), "dry_run=true"]) == 0
+
+
+def test_a_moved_run_goes_on_where_it_is(run, tmp_path, capsys) -> None:
+    run.root.rename(tmp_path / "elsewhere")
+    assert main([str(tmp_path / "elsewhere"), "dry_run=true"]) == 0
+    assert "run_dir" in capsys.readouterr().out
+
+
+def test_a_planned_run_is_started_by_resume(run, capsys) -> None:
+    main([str(run.root), "dry_run=true"])
+    assert "was planned and never started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "takes one run directory"),
+        (["a", "b"], "takes one run directory"),
+        (["nowhere"], "no run directory"),
+        ([".", "--force"], "no such option"),
+        ([".", "--config-dir", "nowhere"], "no such directory"),
+        ([".", "--step", "4"], "step=N"),
+    ],
+)
+def test_a_wrong_command_line_is_told(words, said, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        main(words)
+
+
+def test_step_is_a_step(run) -> None:
+    for word in ("step=-1", "step=ten", "step=1.5"):
+        with pytest.raises(ConfigError, match="a whole number"):
+            main([str(run.root), word])
+
+
+def test_the_help_has_the_whole_table() -> None:
+    text = help_text()
+    for rule in RULES:
+        if "run_dir" not in rule.keys:
+            assert rule.why in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=st.text(st.sampled_from("$ { } \\ a . : ' \" # [ ? \n é".split(" ")), max_size=8))
+def test_values_of_the_snapshot_pass_through_hydra_as_they_are(text: str) -> None:
+    exp = Experiment(name=text)
+    exp.model.config = {"a": text, "b": [text, {"c": text}]}
+    exp.launch.env = {"NAME": text}
+    applied = apply(exp, ["seed=5"])
+    assert applied.model.config == exp.model.config
+    assert applied.launch.env == exp.launch.env
+    assert (applied.name, applied.seed) == (text, 5)
