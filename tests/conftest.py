@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,14 @@ def real_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("LLMX_REAL_DATA does not name the folder of real data sets")
     return Path(folder)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a disk on which fsync costs nothing, where there is one."""
+    place = Path("/dev/shm")
+    if not os.access(place, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="llmx-faults-", dir=place) as name:
+        yield Path(name)

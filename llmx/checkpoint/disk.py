@@ -24,10 +24,6 @@ class Disk:
         """A new, empty file open for writing; FileExistsError if there is one."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-    def reopen(self, path: Path) -> int:
-        """A file that is there, open for writing, its content kept."""
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-
     def reserve(self, descriptor: int, num_bytes: int) -> None:
         """Make sure that ``num_bytes`` can be written. The file has that size afterwards."""
         if num_bytes:

@@ -7,9 +7,6 @@ the next save succeeds.
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,17 +24,6 @@ from tests.checkpoint_saves import (
 )
 
 KINDS = ("kill", "kill after", "ENOSPC", "EIO", "ENOSPC lasting")
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory on a disk on which fsync costs nothing, where there is one."""
-    place = Path("/dev/shm")
-    if not os.access(place, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="llmx-faults-", dir=place) as name:
-        yield Path(name)
 
 
 def make_fault(kind: str, at: int) -> Fault:
