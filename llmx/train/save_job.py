@@ -108,7 +108,10 @@ class SaveJob:
             specs = self._together(lambda: self._reserve(writer))
             self._together(lambda: self._check_cover(specs) if place.rank == 0 else None)
             written = self._together(lambda: self._write(writer))
-            state = self._final_state([sums for _, sums in written])
+            # Rank 0's, so that hosts with disks of their own write the same bytes.
+            state = self._together(
+                lambda: self._final_state([s for _, s in written]) if place.rank == 0 else None
+            )[0]
             small = self._together(lambda: self._add_small(state) if place.leads else {})
             files = {rank_file(rank): entry for rank, (entry, _) in enumerate(written)}
             manifest = self._together(lambda: self._manifest(files, small))[0]

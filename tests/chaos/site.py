@@ -26,6 +26,8 @@ from tests.chaos.disks import Disk
 from tests.cluster.launching import SMALL, hardware_of, rank_pids
 from tests.cluster.netns import Cluster, Host, wait_until
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+"""The code under test: the one that this file belongs to."""
 PATIENCE_S = 120.0
 """From a fault to the next new checkpoint, at most."""
 
@@ -106,7 +108,7 @@ class Site:
             self.process = self.near.popen(
                 [sys.executable, "-m", "llmx", *words],
                 cwd=str(self.directory),
-                env={"OMP_NUM_THREADS": "1"},
+                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
