@@ -114,7 +114,7 @@ def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
     where += f" on {result.host}" if result.host else ""
     lines.append(f"{result.outcome}{where}: {result.cause}")
     if result.fix:
-        lines.append(f"fix: {result.fix}")
+        lines.append(result.fix if result.outcome == "interrupted" else f"fix: {result.fix}")
     if result.log:
         lines.append(f"log: {result.log}")
     elif result.launched and result.outcome != "interrupted":

@@ -177,6 +177,7 @@ class Attempt:
         """End what is left everywhere, then judge on all that was written."""
         assert self.watch is not None
         self.voice.state("ending")
+        self.watch.evidence.ended_at = time.time()
         if self.asked.count and self.watch.failed_at is None:
             self._end_processes(self.spec.exp.launch.stop_grace_s, save=True)
         else:

@@ -70,12 +70,8 @@ class Console:
             self._train(record)
         elif kind == "eval":
             self._print(eval_line(record))
-        elif kind == "event":
-            text = event_line(record)
-            if text:
-                self._print(text)
-            if record.get("event") == "resumed" and self._stream.isatty():
-                self._begin_bar()
+        elif record.get("event") == "resumed" and self._stream.isatty():
+            self._begin_bar()  # rank 0 says the words
 
     def expect(self, total_steps: int | None) -> None:
         """How many steps there are, where an earlier attempt has said so."""
@@ -164,21 +160,6 @@ def eval_line(record: dict[str, Any]) -> str:
     if record.get("exact_match") is not None:
         parts.append(f"exact match {100 * record['exact_match']:.1f} %")
     return "  ".join(parts)
-
-
-def event_line(record: dict[str, Any]) -> str:
-    """One line of an event that a user wants to know at once; empty for the others."""
-    event, step = record.get("event"), record.get("step")
-    if event == "resumed":
-        return f"going on from step {step}"
-    if event == "damaged":
-        name = record.get("checkpoint") or f"of step {step}"
-        return f"warning: checkpoint {name} is damaged: {record.get('reason')}"
-    if event == "save_failed":
-        return f"warning: no checkpoint at step {step}: {record.get('reason')}"
-    if event == "skipped":
-        return f"step {step} is passed over: {record.get('reason') or 'training diverged there'}"
-    return ""
 
 
 def duration(seconds: float) -> str:

@@ -74,6 +74,9 @@ def rank_to_blame(
     ``logs``: the end of each rank's log, with the stacks that were asked for; ``ages_s``: how old
     each rank's status is, by its own host's clock.
     """
+    silent = sorted(set(statuses) - set(logs))
+    if logs and len(silent) == 1:
+        return silent[0], "it does not answer: its process stands still (stopped, or in the kernel)"
     frozen = {rank: age for rank, age in ages_s.items() if age > FROZEN_S}
     if frozen and len(frozen) < len(ages_s):
         rank = max(frozen, key=lambda r: frozen[r])

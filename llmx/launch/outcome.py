@@ -67,6 +67,8 @@ class Evidence:
     interrupted_at: float | None = None
     interrupted_by: str = ""
     hang: Hang | None = None
+    ended_at: float | None = None
+    """When the supervisor began to end what was left: what ranks say later follows from that."""
     start_timeout_s: float | None = None
     """Set when ranks did not show up for so long."""
 
@@ -117,8 +119,12 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
                 "interrupted",
                 f"ended by {evidence.interrupted_by or 'the user'}",
             )
-    if evidence.hang is not None and not candidates:
+    before = [c for c in candidates if evidence.ended_at is None or c.time < evidence.ended_at]
+    if evidence.hang is not None and not before:
         return _hung(evidence.hang, plan)
+    if evidence.start_timeout_s is not None and not before:
+        return _never_started(evidence, plan)
+    candidates = before or candidates
     if candidates:
         first = min(candidates, key=lambda c: (c.diagnosis.consequence, c.time))
         found = first.diagnosis
@@ -138,8 +144,6 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
             step=int(step) if isinstance(step, int) else None,
             lost_hosts=tuple(evidence.lost_hosts),
         )
-    if evidence.start_timeout_s is not None:
-        return _never_started(evidence, plan)
     return _from_launcher(evidence, plan)
 
 

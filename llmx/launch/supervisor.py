@@ -151,7 +151,9 @@ class Supervisor:
 
     def _until_restart(self, verdict: Verdict, decision: Decision) -> Verdict | None:
         """Wait for what the next attempt needs. A verdict where there will be none."""
-        where = f", rank {verdict.rank}" if verdict.rank is not None else ""
+        last = self.history[-1].last_step
+        where = "" if last is None else f" after step {last}"
+        where += f", rank {verdict.rank}" if verdict.rank is not None else ""
         where += f" on {verdict.host}" if verdict.host else ""
         cause = verdict.cause.splitlines()[0] if verdict.cause else ""
         self._say(f"{verdict.outcome}{where}: {cause}")

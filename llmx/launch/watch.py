@@ -32,6 +32,10 @@ SETTLE_S = 5.0
 """From the first failure to the end of the run: time for an earlier one to be written down."""
 SHARED_DELAY_S = 3.0
 """How much later than a process's end its last status may show on a network file system."""
+LOCAL_DELAY_S = 0.5
+"""The same on a disk of this machine, or where the agent brings the status itself."""
+ALL_SAID_S = 1.0
+"""After a failure, when every rank has said its last word or is gone."""
 EXIT_S = 60.0
 """For the launcher to end after every rank has finished."""
 PROBE_S = 15.0
@@ -197,7 +201,7 @@ class Watch:
         wall = time.time()
         for rank, gone in self.evidence.exits.items():
             state = self.evidence.statuses.get(rank, {}).get("state")
-            if state not in FINAL_STATES and wall - gone.time > SHARED_DELAY_S:
+            if state not in FINAL_STATES and wall - gone.time > self._delay_s(rank):
                 return f"rank {rank} died without a word"
         limit_s = self.spec.exp.launch.heartbeat_timeout_s
         for channel in self.channels:
@@ -210,7 +214,8 @@ class Watch:
     def _settled(self, now: float) -> bool:
         """After a failure: whether every host had its chance to tell an earlier one."""
         assert self.failed_at is not None
-        if now - self.failed_at < SETTLE_S:
+        waited_s = now - self.failed_at
+        if waited_s < (ALL_SAID_S if self._all_said() else SETTLE_S):
             return False
         silent = [
             channel
@@ -222,6 +227,18 @@ class Watch:
         for channel in silent:
             self._lose(channel)
         return True
+
+    def _all_said(self) -> bool:
+        statuses, exits = self.evidence.statuses, self.evidence.exits
+        return all(
+            rank.rank in exits or statuses.get(rank.rank, {}).get("state") in FINAL_STATES
+            for rank in self.plan.ranks
+        )
+
+    def _delay_s(self, rank: int) -> float:
+        host = self.plan.ranks[rank].host
+        remote = any(c.is_remote and c.shared for c in self.channels if host in c.hosts)
+        return SHARED_DELAY_S if remote else LOCAL_DELAY_S
 
     def _lose(self, channel: Channel) -> None:
         heard = time.time() - (time.monotonic() - channel.last_heard)

@@ -188,7 +188,8 @@ def test_who_is_waited_for() -> None:
     same = states(("training", 5), ("training", 5))
     fresh = {0: 1.0, 1: 2.0}
     assert rank_to_blame(same, {0: waiting, 1: waiting}, fresh) == (None, "")
-    assert rank_to_blame(same, {0: waiting}, {0: 1.0, 1: 61.0})[0] == 1  # stopped: no stack
+    assert rank_to_blame(same, {0: waiting}, fresh)[0] == 1  # stopped: it writes no stack
+    assert rank_to_blame(same, {}, {0: 1.0, 1: 61.0})[0] == 1
     behind = states(("training", 6), ("training", 5))
     assert rank_to_blame(behind, {}, fresh) == (1, "it is at step 5, others are at step 6")
     rank, why = rank_to_blame(same, {0: reading, 1: waiting}, fresh)
@@ -202,6 +203,10 @@ def test_a_hang_is_a_verdict_of_its_own() -> None:
     verdict = judge(Evidence(statuses=states(("training", 5)), hang=hang), plan)
     assert (verdict.outcome, verdict.rank, verdict.host) == ("hang", 2, "node-b")
     assert "no rank made progress for 61 s after step 5; rank 2 on node-b: its" in verdict.cause
+    # What the ranks say when they are ended for it does not count.
+    asked = {0: {"state": "interrupted", "time": 103.0}}
+    evidence = Evidence(statuses=asked, hang=hang, ended_at=102.0)
+    assert judge(evidence, plan).outcome == "hang"
     error = {"type": "ValueError", "message": "x", "category": "crash", "time": 50.0, "step": 7}
     failed = {1: {"state": "failed", "error": error}}
     verdict = judge(Evidence(statuses=failed, hang=hang), plan)

@@ -1,0 +1,150 @@
+"""A run that is hit goes on by itself: a killed rank, a rank that hangs, a preemption, a supervisor
+that dies. Real DeepSpeed on this machine; each test is the life of one run.
+
+``pytest -m deepspeed tests/integration/test_restart.py``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.errors import LaunchError
+from llmx.launch.record import only_supervisor, read_attempts, run_id
+from llmx.rundir import read_json
+from tests.integration.test_launch_local import LocalRun
+
+pytestmark = pytest.mark.deepspeed
+EVERY = 20
+SAVING = (f"checkpoint.every_steps={EVERY}", "task.log_every_steps=5", "launch.restart_backoff_s=1")
+
+
+def committed(run: LocalRun) -> int:
+    """The newest checkpoint; 0 where there is none."""
+    names = [path.parent.name for path in run.dir.checkpoints.glob("step-*/manifest.json")]
+    return max((int(name[5:]) for name in names), default=0)
+
+
+def until_committed(run: LocalRun, step: int) -> None:
+    run.until(lambda: committed(run) >= step, timeout_s=240)
+
+
+def records(run: LocalRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
+
+
+def check_metrics(run: LocalRun, last: int) -> None:
+    """Every logged step once, in order; one beginning."""
+    found = records(run)
+    steps = [record["step"] for record in found if record["kind"] == "train"]
+    wanted = sorted({1, *range(5, last + 1, 5), last})
+    assert steps == wanted
+    assert [record["kind"] for record in found].count("start") == 1
+
+
+def resume(run: LocalRun, *overrides: str) -> None:
+    """``python -m llmx resume`` in the place of the supervisor that is gone."""
+    argv = [sys.executable, "-m", "llmx", "resume", str(run.dir.root), *overrides]
+    with run.out.open("ab") as stream:
+        run.process = subprocess.Popen(
+            argv,
+            cwd=run.dir.root,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, "task.steps=1200", *SAVING)
+    until_committed(run, 2 * EVERY)
+    token = run.token()
+    with pytest.raises(LaunchError, match=f"supervised by process {run.process.pid} on "):
+        only_supervisor(run.dir, token).__enter__()
+    assert read_json(run.dir.supervisor)["state"] == "running"
+    os.kill(run.pid_of_rank(1), signal.SIGKILL)
+    assert run.wait(timeout_s=300) == 0, run.out.read_text()
+
+    first, second = read_attempts(run.dir)
+    assert (first["outcome"], first["rank"], first["decision"]) == ("crash", 1, "restart")
+    assert "SIGKILL" in first["cause"]
+    assert (second["outcome"], second["decision"]) == ("ok", "finished")
+    assert second["first_step"] == first["saved_step"] >= 2 * EVERY
+    assert second["last_step"] == 1200
+    check_metrics(run, 1200)
+    result = run.result()
+    assert (result["outcome"], result["attempts"], result["restarts"]) == ("ok", 2, 1)
+    assert result["run_token"] == token == run.token() == run_id(run.dir)
+    said = run.out.read_text()
+    assert f"crash after step {first['last_step']}, rank 1 on localhost: the process was" in said
+    assert f"restart 1 of 3 from step {first['saved_step']} in 0:01: it crashed" in said
+    assert f"going on from step {first['saved_step']}" in said
+    assert "1 restart: crash after step" in said
+    assert read_json(run.dir.supervisor)["state"] == "finished"
+    assert run.left() == []
+
+
+def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
+    """The life of one run: it hangs, is preempted, is resumed, loses its supervisor, ends well."""
+    run = LocalRun(tmp_path, "task.steps=100000", "launch.hang_timeout_s=5", *SAVING)
+    until_committed(run, EVERY)
+    stopped = run.pid_of_rank(1)
+    os.kill(stopped, signal.SIGSTOP)
+    run.until(lambda: read_attempts(run.dir), timeout_s=120)
+    (hung,) = read_attempts(run.dir)
+    assert (hung["outcome"], hung["rank"], hung["decision"]) == ("hang", 1, "restart"), hung
+    assert "no rank made progress for" in hung["cause"]
+    stacks = run.dir.rank_log(0).read_text()
+    assert "most recent call first" in stacks
+    assert "llmx/train/loop.py" in stacks
+
+    # As a scheduler does before it takes the machine away.
+    until_committed(run, hung["saved_step"] + EVERY)
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait(timeout_s=60) == 130, run.out.read_text()
+    result = run.result()
+    saved = committed(run)
+    assert result["outcome"] == "interrupted"
+    assert f"SIGUSR1; the checkpoint of step {saved} is saved" in result["cause"]
+    assert f"python -m llmx resume {run.dir.root}" in run.out.read_text()
+    assert read_json(run.dir.rank_status(0))["state"] == "interrupted"
+    assert run.left() == []
+
+    resume(run)
+    until_committed(run, saved + EVERY)
+    run.process.kill()
+    run.process.wait()
+    left = signal_free_wait(run)
+    assert left == []
+    # The agents let the ranks save when nobody is left to go on.
+    newest = committed(run)
+    assert newest > saved
+
+    resume(run, f"task.steps={newest + 45}")
+    assert run.wait(timeout_s=240) == 0, run.out.read_text()
+    *_, last = read_attempts(run.dir)
+    assert (last["outcome"], last["first_step"], last["last_step"]) == ("ok", newest, newest + 45)
+    check_metrics(run, newest + 45)
+    assert run.result()["run_token"] == hung_token(run)
+
+
+def signal_free_wait(run: LocalRun) -> list[list[str]]:
+    """Wait until no process of the run is left; the supervisor is dead already."""
+    import time
+
+    deadline = time.monotonic() + 40
+    while (left := run.left()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def hung_token(run: LocalRun) -> str:
+    return str(read_json(run.dir.identity)["run_id"])
