@@ -56,7 +56,8 @@ def export_model(
     shards = _Shards(partial, shard_bytes=shard_bytes)
     for name, tensor in gathered(model, vocab_size=vocab_size, padded=config.vocab_size):
         if writes:
-            shards.add(name, tensor.to(dtype))
+            # Counters and the like among the buffers stay what they are.
+            shards.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
     if not writes:
         return
     shards.finish()
@@ -112,23 +113,29 @@ def gathered(
     Rows of an embedding or a head beyond ``vocab_size`` are left out. A value is a view that
     is good until the next one is asked for.
     """
-    by_vocabulary = {
-        id(parameter)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-        for parameter in module.parameters(recurse=False)
-    }
+    by_vocabulary = set(vocabulary_names(model))
     for part in _parts(list(model.named_parameters())):
         with torch.no_grad(), whole([parameter for _, parameter in part]):
             for name, parameter in part:
                 value = parameter.data
-                if id(parameter) in by_vocabulary and value.shape[0] == padded:
+                if name in by_vocabulary and value.shape[0] == padded:
                     value = value[:vocab_size]
                 yield name, value
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield (f"{module_name}.{name}" if module_name else name), buffer
+
+
+def vocabulary_names(model: nn.Module) -> list[str]:
+    """The parameters that have a row for each token, tied ones under their first name."""
+    tables = {
+        id(parameter)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    return [name for name, parameter in model.named_parameters() if id(parameter) in tables]
 
 
 def _parts(

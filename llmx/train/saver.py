@@ -24,6 +24,7 @@ from llmx.train.agreement import Agreement, Flags
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine
 from llmx.train.engine_state import capture, state_values
+from llmx.train.export import vocabulary_names
 from llmx.train.host_memory import copy_to_host, fits
 from llmx.train.metrics import MetricsWriter
 from llmx.train.place import Place, exchange
@@ -239,6 +240,7 @@ class Saver:
             "total_steps": progress.total,
             "vocab_size": self.engine.vocab_size,
             "padded_vocab_size": self.engine.config.get_text_config().vocab_size,
+            "vocabulary": vocabulary_names(self.engine.module),
             **state_values(self.engine),
             "metric": self.metrics.latest(self.exp.checkpoint.metric),
             "time": time.time(),
