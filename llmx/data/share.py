@@ -1,0 +1,187 @@
+"""One host's share of a preparation: units as files, and all units put together to a store.
+
+    shares/000007.000.npz ...   tokens, targets and lengths of the rows of unit 7
+    shares/000007.json          what became of its rows; written last: then the unit is done
+
+A unit's files are the same whoever makes them, so a killed share is gone on from, by anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmx.data.blocks import RowEncoder
+from llmx.data.encode import TokenBlock, parallel_tokenizers
+from llmx.data.finish import Tally, finish
+from llmx.data.fit import Fit
+from llmx.data.progress import Progress
+from llmx.data.rejects import Rejects
+from llmx.data.spool import Spool
+from llmx.data.store import SampleStore
+from llmx.data.units import Unit
+from llmx.data.wanted import Wanted
+from llmx.data.workers import worker_count
+from llmx.rundir import write_json
+
+SEGMENT_TOKENS = 8 << 20
+"""Tokens of one file."""
+
+
+def write_share(
+    wanted: Wanted,
+    units: Iterator[Unit],
+    directory: Path,
+    *,
+    mine: Callable[[Unit], bool],
+    progress: Progress,
+) -> int:
+    """Make those units that are ``mine`` and not there yet; returns how many units there are."""
+    directory.mkdir(parents=True, exist_ok=True)
+    source = wanted.source
+    workers = worker_count(wanted.data.num_workers)
+    encoder = RowEncoder(source, wanted.renderer, workers=workers)
+    count = 0
+    with parallel_tokenizers(workers), progress:
+        for unit in units:
+            count += 1
+            if mine(unit) and note_of(directory, unit.number) is None:
+                _write_unit(wanted, unit, directory, encoder, progress)
+            for group in (source.rejects, source.left_out, encoder.refused):
+                group.clear()
+    return count
+
+
+def note_of(directory: Path, number: int) -> dict[str, Any] | None:
+    """What is noted of a unit that is done; None for one that is not, or not whole."""
+    try:
+        note: dict[str, Any] = json.loads((directory / f"{number:06d}.json").read_text("utf-8"))
+        whole = all(
+            (directory / name).stat().st_size == size for name, size in note["files"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    return note if whole else None
+
+
+def assemble(wanted: Wanted, directory: Path, *, units: int, how: dict[str, Any]) -> SampleStore:
+    """The store of all units, which are all done and in ``directory``."""
+    refused = Rejects()
+    tally = Tally(rejects=(wanted.source.rejects, refused))
+    wanted.source.rejects.clear()
+    text = 0
+    encoders: list[str] = []
+    spool = Spool(wanted.path.with_name(f"{wanted.path.name}.assembled"))
+    try:
+        for number in range(units):
+            note = note_of(directory, number)
+            if note is None:
+                raise AssertionError(f"unit {number} of {directory} is not there")
+            for name in note["files"]:
+                with np.load(directory / name) as arrays:
+                    block = TokenBlock(
+                        arrays["tokens"], arrays["targets"].view(np.bool_), arrays["lengths"]
+                    )
+                    spool.append(block, joins=bool(arrays["joins"]))
+            tally.counts.update(note["counts"])
+            tally.left_out.update(note["left_out"])
+            for group, noted in zip(tally.rejects, note["rejects"], strict=True):
+                group.extend(noted["counts"], noted["lines"].encode("latin-1"))
+            text += note["text_bytes"]
+            encoders.append(note["encoder"])
+        nothing = not (tally.counts["rows"] or tally.left_out)
+        if nothing and not any(group.counts for group in tally.rejects):
+            raise wanted.source.empty()
+        # Proven on other texts by each host; the kind is what matters.
+        kinds = ", ".join(sorted({encoder.partition(" (")[0] for encoder in encoders}))
+        how = {"encoder": encoders[0] if len(set(encoders)) == 1 else kinds, **how}
+        return finish(
+            wanted, spool, tally, how={**how, "text_bytes": text}, split=wanted.source.split
+        )
+    finally:
+        spool.remove()
+
+
+def _write_unit(
+    wanted: Wanted, unit: Unit, directory: Path, encoder: RowEncoder, progress: Progress
+) -> None:
+    counts: Counter[str] = Counter()
+    fit = Fit(wanted.data, counts, state=(int(not unit.begins), wanted.data.seq_len))
+    writer = _Segments(directory, unit.number)
+    text = 0
+    for encoded in encoder.blocks(unit.rows(), begins=unit.begins):
+        counts["rows"] += encoded.read
+        counts["without an answer"] += encoded.without_answer
+        block, joins = fit(encoded.rows, encoded.block)
+        writer.add(block, joins=joins)
+        progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
+        text += encoded.size
+    source = wanted.source
+    note = {
+        "files": writer.close(),
+        "counts": dict(counts),
+        "left_out": dict(source.left_out),
+        "rejects": [
+            {"counts": dict(group.counts), "lines": group.lines().decode("latin-1")}
+            for group in (source.rejects, encoder.refused)
+        ],
+        "text_bytes": text,
+        "encoder": encoder.description,
+    }
+    write_json(directory / f"{unit.number:06d}.json", note)
+
+
+class _Segments:
+    """The rows of one unit in files of bounded size."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self._directory = directory
+        self._number = number
+        self._blocks: list[tuple[TokenBlock, bool]] = []
+        self._tokens = 0
+        self._files: dict[str, int] = {}
+
+    def add(self, block: TokenBlock, *, joins: bool) -> None:
+        if not len(block.lengths):
+            return
+        self._blocks.append((block, joins))
+        self._tokens += len(block.tokens)
+        if self._tokens >= SEGMENT_TOKENS:
+            self._write()
+
+    def close(self) -> dict[str, int]:
+        """Sizes of the files by name, in order."""
+        if self._blocks:
+            self._write()
+        return self._files
+
+    def _write(self) -> None:
+        lengths: list[np.ndarray] = []
+        for block, joins in self._blocks:
+            own = np.array(block.lengths, np.int64)
+            if joins and lengths:
+                lengths[-1][-1] += own[0]
+                own = own[1:]
+            if len(own):
+                lengths.append(own)
+        name = f"{self._number:06d}.{len(self._files):03d}.npz"
+        temporary = self._directory / f".{name}.{os.getpid()}.tmp"
+        with temporary.open("wb") as stream:
+            np.savez(
+                stream,
+                tokens=np.concatenate([block.tokens for block, _ in self._blocks]),
+                targets=np.concatenate([block.targets for block, _ in self._blocks]).view(np.uint8),
+                lengths=np.concatenate(lengths),
+                joins=np.array(self._blocks[0][1]),
+            )
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, self._directory / name)
+        self._files[name] = (self._directory / name).stat().st_size
+        self._blocks, self._tokens = [], 0

@@ -1,0 +1,215 @@
+"""Several hosts prepare one data set: the same bytes as one host, whatever they share.
+
+Hosts are processes here, in a real process group; a disk of its own is a cache of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.config import Experiment
+from llmx.data import prepare, read, units
+from llmx.data.source import Source
+from llmx.data.together import Host, prepare_together
+from tests.small_tokenizers import byte_tokenizer
+
+TEMPLATE = (
+    "{% if 'no' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+)
+HOSTS = [Host("node-a", 0), Host("node-b", 1), Host("node-c", 3)]
+PLACES = [0, 1, 1, 2]
+"""The host of each rank."""
+
+
+def small_units() -> None:
+    units.UNIT_BYTES = 700
+
+
+def tokenizer() -> Any:
+    return byte_tokenizer("<|end|>", chat_template=TEMPLATE)
+
+
+class Ranks:
+    """Four ranks on three hosts, which do what they are told together."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.tasks = [spawn.Queue() for _ in PLACES]
+        self.results = [spawn.Queue() for _ in PLACES]
+        self._processes = [
+            spawn.Process(target=_rank, args=(rank, port, *queues), daemon=True)
+            for rank, queues in enumerate(zip(self.tasks, self.results, strict=True))
+        ]
+        for process in self._processes:
+            process.start()
+
+    def prepare(self, experiments: list[Experiment]) -> list[Any]:
+        """(sha256, meta) of the training store on every rank, or the error as text."""
+        for queue, place in zip(self.tasks, PLACES, strict=True):
+            queue.put(experiments[place])
+        return [queue.get(timeout=240) for queue in self.results]
+
+    def fail(self, experiments: list[Experiment]) -> list[str]:
+        """The errors of the ranks that prepare; the others wait, and would be ended by the
+        supervisor. These ranks cannot be used again."""
+        for queue, place in zip(self.tasks, PLACES, strict=True):
+            queue.put(experiments[place])
+        return [self.results[host.leader].get(timeout=240) for host in HOSTS]
+
+    def end(self) -> None:
+        for queue in self.tasks:
+            queue.put(None)
+        for process in self._processes:
+            process.join(1)
+            process.kill()
+
+
+def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
+    import torch.distributed as dist
+
+    small_units()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+    dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
+    while (exp := tasks.get()) is not None:
+        try:
+            (store,) = prepare_together(exp, tokenizer(), ["train"], hosts=HOSTS, host=PLACES[rank])
+            store.verify()
+            results.put((store.meta["sha256"], store.meta))
+        except Exception:
+            results.put(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    found = Ranks()
+    yield found
+    found.end()
+
+
+def experiment(path: Path, **data: Any) -> Experiment:
+    exp = Experiment()
+    exp.data.path, exp.data.seq_len, exp.data.share_from_mib = str(path), 64, 0.0
+    exp.task.kind = "pretrain" if data.get("packing") == "concat" else "sft"
+    for name, value in data.items():
+        setattr(exp.data, name, value)
+    return exp
+
+
+def json_lines(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat(i: int) -> dict[str, str]:
+    """Some without an answer, some with another key, some that the template refuses."""
+    question = f"no {i}" if i % 11 == 5 else f"q{i}" * (i % 9 + 1)
+    return {"prompt": question, "answer" if i % 23 == 7 else "response": "" if i % 17 == 3 else "a"}
+
+
+def many_files(at: Path) -> Experiment:
+    for i in range(9):
+        json_lines(at / f"{i}.jsonl", [{"text": f"{i} {j} ü " * (j % 40)} for j in range(30)])
+    return experiment(at, packing="concat")
+
+
+def one_large_file(at: Path) -> Experiment:
+    rows = [{"text": f"text {i} " * (i % 30)} for i in range(400)]
+    return experiment(json_lines(at / "large.jsonl", rows), packing="concat")
+
+
+def one_text(at: Path) -> Experiment:
+    at.mkdir(parents=True)
+    (at / "book.txt").write_text("".join(f"line {i} of a long book\n" for i in range(500)))
+    return experiment(at, packing="concat")
+
+
+def chats_with_bad_rows(at: Path) -> Experiment:
+    path = json_lines(at / "chats.jsonl", [chat(i) for i in range(300)])
+    with path.open("a") as stream:
+        stream.write("{torn\n")
+    return experiment(path, on_bad_row="skip", form="prompt_response")
+
+
+def chats_held_out(at: Path) -> Experiment:
+    path = json_lines(
+        at / "chats.jsonl", [{"prompt": f"q{i}", "response": "a"} for i in range(300)]
+    )
+    return experiment(path, eval_samples=20, deduplicate=True)
+
+
+SOURCES = [many_files, one_large_file, one_text, chats_with_bad_rows, chats_held_out]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda make: make.__name__)
+def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
+    exp = source(tmp_path / "source")
+    caches = [tmp_path / name for name in ("a", "b", "b")]  # two hosts share a disk
+    experiments = [_with_cache(exp, cache) for cache in caches]
+    alone = prepare(_with_cache(exp, tmp_path / "alone"), tokenizer())
+    found = ranks.prepare(experiments)
+    assert not [result for result in found if isinstance(result, str)], found
+    for digests, meta in found:
+        assert digests == alone.meta["sha256"]
+        same = ("rows_read", "truncated", "dropped", "rejected", "fingerprint", "text_bytes")
+        assert [meta[key] for key in same] == [alone.meta[key] for key in same]
+        assert meta["hosts"] == 3
+    assert found[0][1] == found[3][1]
+    if alone.meta["rejected_file"]:
+        lines = Path(alone.meta["rejected_file"]).read_bytes()
+        assert Path(found[0][1]["rejected_file"]).read_bytes() == lines
+        assert lines.count(b"\n") == sum(alone.meta["rejected"].values()) > 10
+    for cache in caches:
+        left = {path.suffix for path in (cache / "data").iterdir() if path.is_file()}
+        assert left <= {".lock", ".jsonl"}
+        assert len([path for path in (cache / "data").iterdir() if path.is_dir()]) == 1
+
+
+def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
+    exp = one_large_file(tmp_path / "source")
+    experiments = [_with_cache(exp, tmp_path / name) for name in "abc"]
+    there = prepare(experiments[1], tokenizer())
+    found = ranks.prepare(experiments)
+    assert [meta for _, meta in found] == [there.meta] * 4
+
+
+def test_units_are_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 700)
+    exp = one_large_file(tmp_path / "source")
+    source = Source.of(exp, "train")
+    kind, found = units.units_of(source, hosts=2, whole_documents=False)
+    assert kind == units.BY_FILES
+    rows = [row for unit in found for row in unit.rows()]
+    assert rows == list(Source.of(exp, "train").rows())
+    assert read.can_be_stretched(source.files[0], text_unit="file")
+    assert [row.where.number for row in rows if row] == sorted(
+        {row.where.number for row in rows if row}
+    )
+
+
+def test_hosts_with_other_data_are_refused(ranks: Ranks, tmp_path: Path):
+    one, two = one_large_file(tmp_path / "one"), one_text(tmp_path / "two")
+    for error in ranks.fail([_with_cache(exp, tmp_path / "cache") for exp in (one, one, two)]):
+        assert "node-c would train on other data than node-a: different there: sources" in error
+
+
+def _with_cache(exp: Experiment, cache: Path) -> Experiment:
+    own = copy.deepcopy(exp)
+    own.data.cache_dir = str(cache)
+    return own
