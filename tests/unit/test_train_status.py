@@ -18,7 +18,7 @@ from llmx.rundir import RunDir, read_json
 from llmx.train import status as status_module
 from llmx.train.metrics import MetricsWriter, flops_of_step, memory_gib, model_flops
 from llmx.train.status import RankStatus, category, describe
-from llmx.train.step_log import NonFiniteLoss
+from llmx.train.divergence import NonFiniteLoss
 from tests.small_models import small_model
 
 
@@ -96,7 +96,7 @@ def test_heartbeat_brings_the_step_to_disk(tmp_path: Path, monkeypatch: pytest.M
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom"),
         (MemoryError(), "oom"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"), "oom"),
-        (NonFiniteLoss("The loss of step 3 is nan"), "nan"),
+        (NonFiniteLoss("The loss of step 3 is nan", step=3), "nan"),
         (DataError("row 4 of a.jsonl has no messages"), "data"),
         (ConfigError("zero.stage=4 is not 0..3"), "config"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),

@@ -1,0 +1,115 @@
+"""Many runs of real ranks at little cost: see ``tests/programs/ranks.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmx.rundir import RunDir, read_json
+from tests.rundirs import free_port, logs, rank_environment
+
+
+class Ranks:
+    """The ranks of one run that was started."""
+
+    def __init__(self, server: Server, run_dirs: list[RunDir], pids: list[int]) -> None:
+        self._server = server
+        self.dirs = run_dirs
+        self.pids = pids
+
+    @property
+    def dir(self) -> RunDir:
+        """Of rank 0."""
+        return self.dirs[0]
+
+    def status(self, rank: int) -> dict[str, Any]:
+        return dict(read_json(self.dirs[rank].rank_status(rank)))
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.pids[rank], number)
+
+    def until(self, condition: Callable[[], Any], *, timeout_s: float = 120.0) -> Any:
+        """Wait for a condition while the ranks run."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert time.monotonic() < deadline, logs(self.dir)
+            time.sleep(0.005)
+        return value
+
+    def wait(self, *, timeout_s: float = 180.0) -> list[int]:
+        """Exit codes; negative: ended by that signal."""
+        codes = self._server.ask({"wait": self.pids}, timeout_s=timeout_s)["codes"]
+        self._server.forget(self.pids)
+        return list(codes)
+
+    def finish(self) -> RunDir:
+        """Wait; every rank must have ended well."""
+        codes = self.wait()
+        assert codes == [0] * len(self.pids), logs(self.dir)
+        return self.dir
+
+
+class Server:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.programs.ranks"],
+            env=rank_environment(),
+            cwd=Path(__file__).parent.parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._started: list[int] = []
+        assert self._read(timeout_s=240) == {"ready": True}
+
+    def start(self, *run_dirs: RunDir, ranks: int = 2, **env: str) -> Ranks:
+        """Start a run: ``ranks`` of one directory, or one rank for each of several."""
+        dirs = list(run_dirs) if len(run_dirs) > 1 else [run_dirs[0]] * ranks
+        asked = {"start": [str(each.root) for each in dirs], "port": free_port(), "env": env}
+        pids = self.ask(asked, timeout_s=60)["pids"]
+        self._started += pids
+        return Ranks(self, dirs, pids)
+
+    def forget(self, pids: list[int]) -> None:
+        """They are gone, and their numbers may be given to others."""
+        self._started = [pid for pid in self._started if pid not in pids]
+
+    def ask(self, asked: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return self._read(timeout_s=timeout_s)
+
+    def _read(self, *, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        assert ready, f"no answer after {timeout_s} s"
+        return dict(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End it and whatever it started."""
+        for pid in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Server]:
+    made = Server()
+    try:
+        yield made
+    finally:
+        made.close()

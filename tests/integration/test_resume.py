@@ -1,0 +1,189 @@
+"""A run that was killed, asked to end or found its checkpoint damaged goes on bit for bit as if
+nothing had happened: every logged number, and the hash of the weights.
+
+``pytest -m deepspeed tests/integration/test_resume.py``
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmx.checkpoint.choose import list_steps, usable
+from llmx.rundir import RunDir, read_json, write_json
+from tests.forked_ranks import Server, server
+from tests.resumed_runs import EVERY, STEPS, events, has_saved, measurements, saving_run
+from tests.rundirs import logs
+
+pytestmark = pytest.mark.deepspeed
+
+KINDS = {
+    "stage2-fp32": {"zero": {"stage": 2}, "precision": "fp32"},
+    "stage3-bf16": {"zero": {"stage": 3}, "precision": "bf16"},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Server]:
+    with server() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
+    """One whole run of each kind."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return {
+        name: ranks.start(saving_run(directory / name, **kind)).finish()
+        for name, kind in KINDS.items()
+    }
+
+
+def assert_same_run(run: RunDir, reference: RunDir) -> None:
+    found, wanted = measurements(run), measurements(reference)
+    assert [(line["kind"], line.get("step")) for line in found] == [
+        (line["kind"], line.get("step")) for line in wanted
+    ]
+    assert found == wanted
+    assert found[-1]["weights_hash"]
+
+
+def test_an_undisturbed_run_saves_what_it_should(undisturbed: dict[str, RunDir]) -> None:
+    run = undisturbed["stage2-fp32"]
+    steps = list(range(EVERY, STEPS + 1, EVERY))
+    assert [event["step"] for event in events(run, "saved")] == steps
+    assert list_steps(run.checkpoints) == steps[-2:]
+    assert all(usable(run.checkpoint(step)) for step in steps[-2:])
+    assert (run.checkpoints / "latest").read_text() == f"{run.checkpoint(STEPS).name}\n"
+    state = read_json(run.checkpoint(STEPS) / "state.json")
+    last = measurements(run)[-1]
+    assert (state["step"], state["weights_hash"]) == (STEPS, last["weights_hash"])
+    trained = [line for line in measurements(run) if line["kind"] == "train"][-1]
+    assert state["tokens_seen"] == trained["tokens"]
+    assert state["samples"] == trained["samples"] > state["num_samples"]
+    evaluated = [line for line in measurements(run) if line["kind"] == "eval"][-1]
+    assert state["metric"] == {"name": "eval/loss", "value": evaluated["loss"]}
+    assert {path.name for path in (run.checkpoint(STEPS) / "model").iterdir()} >= {
+        "config.json",
+        "tokenizer_config.json",
+    }
+    assert read_json(run.rank_status(1))["saved_step"] == STEPS
+    assert not list(run.checkpoints.glob(".*"))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_killed_rank_costs_nothing(
+    kind: str, ranks: Server, undisturbed: dict[str, RunDir], tmp_path: Path
+) -> None:
+    run = saving_run(tmp_path / "run", **KINDS[kind])
+    first = ranks.start(run)
+    first.until(lambda: has_saved(run, 2 * EVERY))
+    first.signal(1, signal.SIGKILL)
+    first.signal(0, signal.SIGKILL)
+    assert first.wait() == [-signal.SIGKILL] * 2
+    with run.metrics.open("a") as stream:
+        stream.write('{"kind": "train", "step": 9')  # torn, as a power cut leaves it
+    saved = max(list_steps(run.checkpoints))
+    assert STEPS > saved >= 2 * EVERY, "killed too late to prove anything"
+
+    ranks.start(run).finish()
+    assert_same_run(run, undisturbed[kind])
+    (resumed,) = events(run, "resumed")
+    assert resumed["step"] in (saved, saved + EVERY)
+    assert f"going on from step {resumed['step']} of {STEPS}" in logs(run)
+    assert not list(run.checkpoints.glob(".*"))
+
+
+def test_signals_save_and_a_damaged_checkpoint_is_passed_over(
+    ranks: Server, undisturbed: dict[str, RunDir], tmp_path: Path
+) -> None:
+    run = saving_run(tmp_path / "run", **KINDS["stage2-fp32"])
+    first = ranks.start(run)
+    first.until(lambda: has_saved(run, EVERY))
+    first.signal(1, signal.SIGUSR2)
+    first.signal(1, signal.SIGUSR1)
+    assert first.wait() == [143, 143], logs(run)
+    statuses = [first.status(rank) for rank in range(2)]
+    assert [status["state"] for status in statuses] == ["interrupted"] * 2
+    stopped = statuses[0]["step"]
+    assert EVERY < stopped < STEPS, "asked too late to prove anything"
+    assert [status["saved_step"] for status in statuses] == [stopped] * 2
+    assert events(run, "saved")[-1]["step"] == stopped
+    assert read_json(run.checkpoint(stopped) / "state.json")["reason"] in ("signal", "interval")
+    assert f"leaving at step {stopped}, saved at {stopped}" in run.rank_log(0).read_text()
+    assert "Thread 0x" in run.rank_log(1).read_text(), "SIGUSR2 writes stacks"
+
+    second = ranks.start(run)
+    second.until(lambda: any(e["step"] == stopped for e in events(run, "resumed")))
+    second.until(lambda: second.status(0)["state"] == "training")
+    second.signal(0, signal.SIGTERM)
+    assert second.wait() == [143, 143], logs(run)
+    newest = second.status(1)["saved_step"]
+    assert newest > stopped
+
+    # One bit of the newest: it is named, left alone, and the one before it is taken.
+    victim = run.checkpoint(newest) / "rank-00001.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 4
+    victim.write_bytes(data)
+    write_json(run.resume, {"step": None, "skip_steps": [], "attempt": 3})
+    before = sorted(list_steps(run.checkpoints))[-2]
+    ranks.start(run).finish()
+    assert_same_run(run, undisturbed["stage2-fp32"])
+    (damaged,) = events(run, "damaged")
+    assert (damaged["checkpoint"], damaged["step"]) == (newest, before)
+    assert "rank-00001.safetensors: blake2b" in damaged["reason"]
+    assert f"checkpoint of step {newest} cannot be used" in run.rank_log(0).read_text()
+    assert victim.exists()
+    assert events(run, "resumed")[-1] | {"time": 0} == {
+        "kind": "event",
+        "event": "resumed",
+        "time": 0,
+        "step": before,
+        "attempt": 3,
+        "world_size": 2,
+    }
+
+
+def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Path) -> None:
+    """A short run is made longer; some steps of it are passed over; another seed is refused."""
+    early = {"task": {"stop_at_step": 10}, "checkpoint": {"every_steps": None, "at_end": True}}
+    run = saving_run(tmp_path / "run", **early)
+    ranks.start(run).finish()
+    lines = measurements(run)
+    assert [lines[-2]["step"], lines[-1]] == [10, {"kind": "end", "step": 10} | lines[-1]]
+    assert lines[-2]["extra"] is True
+    assert list_steps(run.checkpoints) == [10]
+
+    text = run.config.read_text()
+    config = yaml.safe_load(text)
+    config["seed"] = 5
+    run.config.write_text(yaml.safe_dump(config))
+    refused = ranks.start(run)
+    assert refused.wait() == [1, 1]
+    error = refused.status(1)["error"]
+    assert (error["type"], error["category"]) == ("ConfigError", "config")
+    assert "seed is 0 there and 5 here" in error["message"]
+
+    config = yaml.safe_load(text)
+    config["task"]["stop_at_step"] = 16
+    run.config.write_text(yaml.safe_dump(config))
+    write_json(run.resume, {"step": 10, "skip_steps": [12, 13], "attempt": 2})
+    ranks.start(run).finish()
+    steps = [line["step"] for line in measurements(run) if line["kind"] == "train"]
+    assert steps == [1, 3, 6, 9, 15, 16], "12 was to be logged, and is passed over"
+    assert [event["step"] for event in events(run, "skipped")] == [12, 13]
+    state = read_json(run.checkpoint(16) / "state.json")
+    assert (state["step"], state["samples"]) == (16, 16 * state["global_batch"])
+    assert state["optimizer"]["scalars"]["step"] == 14
+
+    write_json(run.resume, {"step": 11})
+    refused = ranks.start(run)
+    assert refused.wait() == [1, 1]
+    assert "resume.json asks for the checkpoint of step 11" in refused.status(0)["error"]["message"]
+    assert json.loads(run.metrics.read_text().splitlines()[-1])["kind"] == "end", "untouched"
