@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from llmx.checkpoint.manifest import (
 )
 
 HASH_THREADS = 8
+MISSING = "is missing"
 
 
 def list_steps(checkpoints: Path) -> list[int]:
@@ -39,13 +40,18 @@ def list_steps(checkpoints: Path) -> list[int]:
 
 
 def verify(
-    directory: Path, files: Collection[str] | None = None, *, hashes: bool = True
+    directory: Path,
+    files: Collection[str] | None = None,
+    *,
+    hashes: bool = True,
+    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> list[Problem]:
     """What is wrong with a checkpoint directory; empty if nothing.
 
     Args:
         files: only these of the manifest; default all, as on a storage that holds them all.
         hashes: False compares sizes alone: quick, and blind to a flipped bit.
+        on_bytes: called with the bytes of each piece that was read, from any thread.
     """
     manifest = read_manifest(directory)
     if isinstance(manifest, Problem):
@@ -57,14 +63,22 @@ def verify(
         small = sum(wanted[name].bytes for name in names) <= CHUNK_BYTES
         found = list(
             (map if small else pool.map)(
-                lambda name: check_file(directory, name, wanted[name], hashes=hashes), names
+                lambda name: check_file(
+                    directory, name, wanted[name], hashes=hashes, on_bytes=on_bytes
+                ),
+                names,
             )
         )
     return sorted((each for each in found if each), key=lambda each: each.file)
 
 
 def check_file(
-    directory: Path, name: str, entry: FileEntry, *, hashes: bool = True
+    directory: Path,
+    name: str,
+    entry: FileEntry,
+    *,
+    hashes: bool = True,
+    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Problem | None:
     """One file against its entry."""
     path = directory / name
@@ -72,9 +86,9 @@ def check_file(
         size = path.stat().st_size
         if size != entry.bytes:
             return Problem(name, f"{entry.bytes} bytes", f"{size} bytes")
-        digest = hash_file(path) if hashes else entry.blake2b
+        digest = hash_file(path, on_bytes=on_bytes) if hashes else entry.blake2b
     except FileNotFoundError:
-        return Problem(name, f"{entry.bytes} bytes", "is missing")
+        return Problem(name, f"{entry.bytes} bytes", MISSING)
     except OSError as error:
         return Problem(name, f"{entry.bytes} bytes", f"cannot be read ({error.strerror})")
     if digest != entry.blake2b:
@@ -82,7 +96,7 @@ def check_file(
     return None
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: Path, *, on_bytes: Callable[[int], None] = lambda count: None) -> str:
     """blake2b of a file's content, read in pieces, outside the GIL."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     buffer = bytearray(min(CHUNK_BYTES, path.stat().st_size + 1))
@@ -90,6 +104,7 @@ def hash_file(path: Path) -> str:
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(view):
             digest.update(view[:count])
+            on_bytes(count)
     return digest.hexdigest()
 
 
@@ -107,7 +122,9 @@ class Choice:
 
     def words(self) -> list[str]:
         """One line for each that is not usable."""
-        return [f"step {step} cannot be used: {_some(self.damaged[step])}" for step in self.damaged]
+        return [
+            f"step {step} cannot be used: {describe(self.damaged[step])}" for step in self.damaged
+        ]
 
 
 def newest_usable(checkpoints: Path, *, hashes: bool = True) -> Choice:
@@ -173,7 +190,7 @@ class Verdict:
     @property
     def reason(self) -> str:
         """One line: what is wrong."""
-        return _some(self.problems)
+        return describe(self.problems)
 
     @property
     def incomplete(self) -> bool:
@@ -215,7 +232,8 @@ def judge(reports: Sequence[Report]) -> Verdict:
     return Verdict(step, complete, manifest, tuple(dict.fromkeys(problems)), lacking, holder)
 
 
-def _some(problems: Iterable[Problem], *, limit: int = 3) -> str:
+def describe(problems: Iterable[Problem], *, limit: int = 3) -> str:
+    """One line for people."""
     words = [str(problem) for problem in problems]
     more = f"; and {len(words) - limit} more" if len(words) > limit else ""
     return "; ".join(words[:limit]) + more

@@ -24,7 +24,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree, write_all
+from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree, write_file
 from llmx.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -83,7 +83,7 @@ def add_file(
     path = partial_dir(checkpoints, step) / name
     if path.parent != partial_dir(checkpoints, step):
         make_directories(disk, path.parent)
-    _write_new(path, data, disk=disk)
+    write_file(disk, path, data)
     return digest_bytes(data)
 
 
@@ -121,7 +121,7 @@ def write_manifest(checkpoints: Path, step: int, manifest: Manifest, *, disk: Di
         if entry is None or entry.bytes != size:
             wanted = "is not in the manifest" if entry is None else f"should have {entry.bytes}"
             raise CheckpointError(f"{path} has {size} bytes and {wanted}. Nothing was committed.")
-    _write_new(partial / MANIFEST, manifest.to_text().encode(), disk=disk)
+    write_file(disk, partial / MANIFEST, manifest.to_text().encode())
     for directory in reversed(directories):
         disk.sync_directory(directory)
 
@@ -171,7 +171,7 @@ def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
     """A reader sees the old content or the new; returns when the new is durable."""
     temporary = path.with_name(f".{path.name}.tmp")
     remove_tree(disk, temporary)
-    _write_new(temporary, data, disk=disk)
+    write_file(disk, temporary, data)
     disk.rename(temporary, path)
     disk.sync_directory(path.parent)
 
@@ -237,15 +237,6 @@ def _step_aside(name: str, suffix: str) -> int | None:
     if not (name.startswith(".") and name.endswith(suffix)):
         return None
     return step_of(name[1 : -len(suffix)])
-
-
-def _write_new(path: Path, data: bytes, *, disk: Disk) -> None:
-    descriptor = disk.create(path)
-    try:
-        write_all(disk, descriptor, memoryview(data))
-        disk.sync(descriptor)
-    finally:
-        disk.close(descriptor)
 
 
 def free_bytes(checkpoints: Path) -> int:

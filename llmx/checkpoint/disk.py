@@ -71,6 +71,16 @@ def write_all(disk: Disk, descriptor: int, data: memoryview) -> None:
         data = data[disk.write(descriptor, data) :]
 
 
+def write_file(disk: Disk, path: Path, data: bytes) -> None:
+    """A new file with its content on the disk; its name is durable with its directory."""
+    descriptor = disk.create(path)
+    try:
+        write_all(disk, descriptor, memoryview(data))
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
+
+
 def make_directories(disk: Disk, path: Path) -> None:
     """``path`` and what lies above it, each name durable; nothing where it is there."""
     if path.is_dir():

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +55,8 @@ class Fragment:
     dtype: str
     num_elements: int
     buffer: Any
-    """C-contiguous, with the buffer protocol: numpy arrays, memoryviews, bytes."""
+    """C-contiguous, with the buffer protocol: numpy arrays, memoryviews, bytes. Or an iterator of
+    such pieces, each good until the next is asked for."""
     shape: tuple[int, ...] | None = None
 
     @property
@@ -127,13 +128,18 @@ class TensorWriter:
             fragment = next(given, None)
             if fragment is None or fragment.spec != spec:
                 raise ValueError(f"{self.path.name}: {spec} was announced, {fragment!r:.200} came")
-            data = as_bytes(fragment.buffer)
-            if len(data) != spec.num_bytes:
+            buffer, size = fragment.buffer, 0
+            for piece in buffer if isinstance(buffer, Iterator) else (buffer,):
+                data = as_bytes(piece)
+                size += len(data)
+                if size > spec.num_bytes:
+                    break
+                self._put(data, digest)
+            if size != spec.num_bytes:
                 raise ValueError(
                     f"{spec.key} is {spec.num_elements} x {spec.dtype}, {spec.num_bytes} bytes; "
-                    f"its buffer has {len(data)}"
+                    f"its buffer has {size}"
                 )
-            self._put(data, digest)
         extra = next(given, None)
         if extra is not None:
             raise ValueError(f"{self.path.name}: {extra.key} was not announced")

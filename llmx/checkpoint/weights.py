@@ -1,0 +1,166 @@
+"""The weights of a checkpoint as Hugging Face writes them: whole tensors in safetensors shards.
+
+Read, converted and written a piece at a time: neither a tensor nor a shard is ever whole in
+memory. The bytes are those that ``safetensors`` would write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmx.checkpoint.disk import DISK, Disk, write_file
+from llmx.checkpoint.dtypes import convert, converted, num_infinite
+from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex
+from llmx.checkpoint.manifest import CheckpointError
+from llmx.checkpoint.tensor_file import NUMPY
+from llmx.checkpoint.tensors import ITEM_BYTES, Fragment, TensorSpec, TensorWriter
+
+SHARD_BYTES = 2 * 2**30
+PIECE_ELEMENTS = 4 * 2**20
+"""Read, converted and written at a time: 16 MiB of fp32."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the export."""
+
+    name: str
+    state: str
+    shape: tuple[int, ...]
+    """Without rows that only pad the vocabulary."""
+    stored: str
+    """dtype in the checkpoint."""
+    written: str
+    """dtype in the export."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * ITEM_BYTES[self.written]
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.written, self.num_elements, self.shape)
+
+
+def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) -> list[Weight]:
+    """Every tensor of the model, tied ones once, in the model's own order, buffers last.
+
+    Args:
+        state: ``state.json``.
+        dtype: safetensors' name, for all that is floating point.
+    """
+    rows, padded = state["vocab_size"], state["padded_vocab_size"]
+    tables = set(state["vocabulary"])
+    found = []
+    for name, entry in state["parameters"].items():
+        if entry["tied_to"]:
+            continue
+        shape = tuple(entry["shape"])
+        if name in tables and shape and shape[0] == padded:
+            # Elements are counted row by row, so the padding is what comes last.
+            shape = (rows, *shape[1:])
+        found.append((name, MASTER if entry["trained"] else FROZEN, shape))
+    found += [
+        (name, BUFFER, tuple(entry["shape"])) for name, entry in state.get("buffers", {}).items()
+    ]
+    return [
+        Weight(name, kind, shape, stored, converted(stored, dtype))
+        for name, kind, shape in found
+        for stored in (index.dtype(kind, name),)
+    ]
+
+
+def split_shards(
+    weights: Sequence[Weight], *, shard_bytes: int = SHARD_BYTES
+) -> list[list[Weight]]:
+    """In the given order, a new shard where the next tensor would not fit."""
+    shards: list[list[Weight]] = []
+    size = 0
+    for weight in weights:
+        if not shards or size + weight.num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(weight)
+        size += weight.num_bytes
+    return shards
+
+
+def write_weights(
+    directory: Path,
+    weights: Sequence[Weight],
+    index: FragmentIndex,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    disk: Disk = DISK,
+) -> list[Path]:
+    """Write the shards and their index into an existing directory; the files.
+
+    Args:
+        on_bytes: called with the bytes of each piece as it is written.
+
+    Raises:
+        OSError: the disk is full or broken.
+        CheckpointError: a value does not fit the dtype.
+    """
+    shards = split_shards(weights, shard_bytes=shard_bytes)
+    count, files = len(shards), []
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if count > 1:
+            file = f"model-{number:05d}-of-{count:05d}.safetensors"
+        by_name = {weight.name: weight for weight in shard}
+        specs = [by_name[name].spec for name in sorted(by_name)]
+        with TensorWriter(directory / file, specs, metadata={"format": "pt"}, disk=disk) as writer:
+            writer.write(
+                Fragment(
+                    spec.key,
+                    spec.dtype,
+                    spec.num_elements,
+                    _pieces(by_name[spec.key], index, on_bytes),
+                    spec.shape,
+                )
+                for spec in writer.order
+            )
+        files.append(directory / file)
+        weight_map.update(dict.fromkeys((weight.name for weight in shard), file))
+    if count > 1:
+        total = sum(weight.num_bytes for weight in weights)
+        table = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        path = directory / "model.safetensors.index.json"
+        write_file(disk, path, (json.dumps(table, indent=2) + "\n").encode())
+        files.append(path)
+    return files
+
+
+def _pieces(
+    weight: Weight, index: FragmentIndex, on_bytes: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    kind = NUMPY.get(weight.stored, f"<u{ITEM_BYTES[weight.stored]}")
+    staging = np.empty(min(PIECE_ELEMENTS, weight.num_elements), dtype=kind)
+    for start in range(0, weight.num_elements, PIECE_ELEMENTS):
+        stop = min(start + PIECE_ELEMENTS, weight.num_elements)
+        values = staging[: stop - start]
+        index.read_range(weight.state, weight.name, start, stop, values)
+        written = convert(values, weight.stored, weight.written)
+        if weight.stored != weight.written and (
+            bad := num_infinite(written, weight.written) - num_infinite(values, weight.stored)
+        ):
+            raise CheckpointError(
+                f"{weight.name} has {bad} values that are too large for {weight.written}. "
+                "Export with --dtype bf16 or fp32."
+            )
+        yield written
+        on_bytes(written.nbytes)

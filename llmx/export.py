@@ -1,0 +1,269 @@
+"""A checkpoint as a Hugging Face model: ``python -m llmx export RUN_DIR [--step N]``.
+
+Offline, on one machine, without a GPU and without torch: the fragments are read, put together and
+written a piece at a time. The directory has its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmx.checkpoint import choose, commit
+from llmx.checkpoint.disk import DISK, make_directories, write_file
+from llmx.checkpoint.dtypes import NAMES, TORCH_NAMES
+from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.manifest import (
+    MODEL,
+    STATE,
+    CheckpointError,
+    Manifest,
+    Problem,
+    read_manifest,
+    step_of,
+)
+from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
+from llmx.errors import ConfigError, LlmxError
+from llmx.rundir import RunDir, read_json
+
+LINE_EVERY_S = 10.0
+"""Between two lines of progress where there is no terminal."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, export; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m llmx export",
+        description="Write a checkpoint as a Hugging Face model directory.",
+    )
+    parser.add_argument("run", type=Path, help="a run directory, or one of its checkpoints")
+    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest usable")
+    parser.add_argument("--out", type=Path, help="default: RUN/export/step-N; must not exist")
+    parser.add_argument("--dtype", choices=sorted(NAMES), help="default: what the run trains in")
+    parser.add_argument(
+        "--shard-gib", type=float, default=SHARD_BYTES / 2**30, help="largest file (default 2)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        run, step = _which(options.run, options.step)
+        export(
+            run,
+            step=step,
+            out=options.out,
+            dtype=options.dtype,
+            shard_bytes=int(options.shard_gib * 2**30),
+        )
+    except LlmxError as error:
+        print(f"llmx: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("llmx: interrupted; nothing was put in place", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _which(path: Path, step: int | None) -> tuple[RunDir, int | None]:
+    """The run, also where one of its checkpoints was named instead."""
+    inside = step_of(Path(os.path.abspath(path)).name)
+    if inside is None:
+        return RunDir(path), step
+    if step not in (None, inside):
+        raise ConfigError(f"{path} is the checkpoint of step {inside}, not of --step {step}.")
+    return RunDir(Path(os.path.abspath(path)).parent.parent), inside
+
+
+def export(
+    run: RunDir,
+    *,
+    step: int | None = None,
+    out: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    stream: Any = None,
+) -> Path:
+    """Write the model of one checkpoint; its directory.
+
+    Args:
+        step: None is the newest usable one.
+        out: must not exist; None is ``RUN/export/step-00000120``.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None is what the run trained in.
+
+    Raises:
+        LlmxError: there is no such checkpoint, it is damaged, the disk is full.
+    """
+    began, stream = time.monotonic(), stream or sys.stderr
+    checkpoint = _choose(run, step, stream=stream)
+    directory = Path(os.path.abspath(out or run.root / "export" / checkpoint.name))
+    if directory.exists():
+        raise ConfigError(f"{directory} is there already. Remove it, or set --out to another name.")
+    state = read_json(checkpoint / STATE)
+    precision = dtype or state["precision"]
+    index = FragmentIndex(sorted(checkpoint.glob("rank-*.safetensors")))
+    index.check(state["parameters"], state.get("buffers"))
+    weights = list_weights(state, index, dtype=NAMES[precision])
+    total = sum(weight.num_bytes for weight in weights)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    progress = _Progress("writing", total, stream=stream)
+    try:
+        make_directories(DISK, partial)
+        _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
+        write_weights(partial, weights, index, shard_bytes=shard_bytes, on_bytes=progress.add)
+        DISK.sync_directory(partial)
+        DISK.rename(partial, directory)
+        DISK.sync_directory(directory.parent)
+    except OSError as error:
+        raise _disk_error(error, directory, total) from error
+    finally:
+        progress.end()
+        index.close()
+        shutil.rmtree(partial, ignore_errors=True)
+    elements = sum(weight.num_elements for weight in weights)
+    print(
+        f"{directory}: step {state['step']}, {len(weights)} tensors, {elements / 1e6:,.1f} M "
+        f"elements, {_gib(total)} in {precision}, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return directory
+
+
+def _choose(run: RunDir, step: int | None, *, stream: Any) -> Path:
+    """The checkpoint's directory, verified."""
+    steps = choose.list_steps(run.checkpoints)
+    if not steps:
+        raise CheckpointError(_without_checkpoints(run))
+    if step is not None and step not in steps:
+        have = ", ".join(map(str, steps))
+        raise ConfigError(f"{run.root} has no checkpoint of step {step}. It has: {have}.")
+    refused: list[str] = []
+    for candidate in [step] if step is not None else reversed(steps):
+        directory = commit.committed_dir(run.checkpoints, candidate)
+        problems = _verify(directory, stream=stream)
+        if not problems:
+            for line in refused:
+                print(f"llmx: {line}", file=stream)
+            return directory
+        refused.append(f"{directory.name} cannot be used: {_explain(directory, problems)}")
+    others = [each for each in steps if each != step]
+    hint = f" Other steps: {', '.join(map(str, others))}." if step is not None and others else ""
+    raise CheckpointError("\n      ".join(refused) + hint)
+
+
+def _verify(directory: Path, *, stream: Any) -> list[Problem]:
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return [manifest]
+    # Sizes first: what is missing is known at once.
+    if problems := choose.verify(directory, hashes=False):
+        return problems
+    progress = _Progress(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
+    try:
+        return choose.verify(directory, on_bytes=progress.add)
+    finally:
+        progress.end()
+
+
+def _explain(directory: Path, problems: Sequence[Problem]) -> str:
+    words = choose.describe(problems)
+    manifest = read_manifest(directory)
+    if not isinstance(manifest, Manifest):
+        return words
+    absent = [each.file for each in problems if each.found == choose.MISSING]
+    hosts = sorted({manifest.hosts[name] for name in absent if manifest.hosts.get(name)})
+    if hosts and len(set(manifest.hosts.values())) > 1:
+        words += (
+            f". Without a shared file system each host keeps its own part: copy {directory.name} "
+            f"from {', '.join(hosts)} into {directory.parent}"
+        )
+    return words + "."
+
+
+def _without_checkpoints(run: RunDir) -> str:
+    if not run.config.is_file():
+        return f"{run.root} is no run directory: it has no {run.config.name}."
+    words = f"{run.root} has no checkpoints (see checkpoint.every_steps and checkpoint.at_end)."
+    if (run.final_model / "config.json").is_file():
+        words += f" Its final model is {run.final_model}: a Hugging Face directory as it is."
+    return words
+
+
+def _copy_description(source: Path, target: Path, *, dtype: str) -> None:
+    """Config, generation config and tokenizer; the config names the dtype of the weights."""
+    for path in sorted(each for each in source.rglob("*") if each.is_file()):
+        data = path.read_bytes()
+        if path == source / "config.json":
+            config = json.loads(data)
+            if _set_dtype(config, dtype):
+                data = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        place = target / path.relative_to(source)
+        make_directories(DISK, place.parent)
+        write_file(DISK, place, data)
+
+
+def _set_dtype(config: Any, dtype: str) -> bool:
+    """Name ``dtype`` wherever a config names one; whether that changed anything."""
+    if not isinstance(config, dict):
+        return False
+    changed = False
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and isinstance(value, str):
+            changed |= value != dtype
+            config[key] = dtype
+        else:
+            changed |= _set_dtype(value, dtype)
+    return changed
+
+
+def _disk_error(error: OSError, directory: Path, num_bytes: int) -> CheckpointError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = commit.free_bytes(directory.parent)
+        return CheckpointError(
+            f"{directory}: the export needs {_gib(num_bytes)}, {_gib(free)} are free. Nothing was "
+            "left there. Free some disk, or set --out to another one."
+        )
+    return CheckpointError(f"{directory} cannot be written: {error}. Nothing was left there.")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+class _Progress:
+    """A line that is rewritten on a terminal; now and then a line of a log."""
+
+    def __init__(self, title: str, total: int, *, stream: Any) -> None:
+        self._title, self._total, self._stream = title, total, stream
+        self._done = 0
+        self._began = self._said = time.monotonic()
+        self._live = stream.isatty()
+
+    def add(self, count: int) -> None:
+        """So many more bytes are done."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._said >= (0.1 if self._live else LINE_EVERY_S):
+            self._said = now
+            rate = self._done / max(now - self._began, 1e-9)
+            left_s = (self._total - self._done) / max(rate, 1e-9)
+            line = (
+                f"{self._title}: {_gib(self._done)} of {_gib(self._total)}, "
+                f"{rate / 2**20:.0f} MiB/s, {left_s:.0f} s left"
+            )
+            print(f"\r{line}\033[K" if self._live else line, end="" if self._live else "\n",
+                  file=self._stream, flush=True)  # fmt: skip
+
+    def end(self) -> None:
+        if self._live:
+            print("\r\033[K", end="", file=self._stream, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
