@@ -5,7 +5,6 @@ Made once at the start by ``open_session``; the loop only reads it.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +67,7 @@ def open_session(
 
     status.enter("loading")
     tokenizer = load_tokenizer(exp)
-    train_store, eval_store = open_stores(exp, tokenizer)
+    train_store, eval_store = open_stores(exp, tokenizer, plan)
     agreement = Agreement()
     place = find_place(run_dir.checkpoints, create=ever_saves(exp), group=agreement.group)
     # Before the model is built: what cannot be resumed says so at once.
@@ -136,19 +135,16 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def open_stores(exp: Experiment, tokenizer: Any) -> tuple[Any, Any | None]:
-    """Training and held-out samples. One rank of each host prepares, then all open. Collective."""
+def open_stores(exp: Experiment, tokenizer: Any, plan: Plan) -> tuple[Any, Any | None]:
+    """Training and held-out samples, prepared by the first rank of each host. Collective."""
     from llmx.data import has_eval
-    from llmx.data import prepare as prepare_data
+    from llmx.data.together import Host, prepare_together
 
-    wanted = ["train"]
-    if has_eval(exp):
-        wanted.append("eval")
-    if os.environ["LOCAL_RANK"] == "0":
-        for split in wanted:
-            prepare_data(exp, tokenizer, split=split)
-    torch.distributed.barrier()
-    stores = [prepare_data(exp, tokenizer, split=split) for split in wanted]
+    leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
+    hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
+    splits = ["train", "eval"] if has_eval(exp) else ["train"]
+    own = plan.ranks[torch.distributed.get_rank()].host
+    stores = prepare_together(exp, tokenizer, splits, hosts=hosts, host=own)
     return stores[0], stores[1] if len(stores) > 1 else None
 
 
