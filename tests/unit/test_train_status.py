@@ -16,9 +16,9 @@ import torch
 from llmx.errors import ConfigError, DataError
 from llmx.rundir import RunDir, read_json
 from llmx.train import status as status_module
+from llmx.train.divergence import NonFiniteLoss
 from llmx.train.metrics import MetricsWriter, flops_of_step, memory_gib, model_flops
 from llmx.train.status import RankStatus, category, describe
-from llmx.train.divergence import NonFiniteLoss
 from tests.small_models import small_model
 
 
