@@ -199,10 +199,9 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
                     float(status.get("time") or 0.0) - offset,
                     Diagnosis(
                         "interrupted",
-                        f"rank {rank.rank} on {host} was asked to end (SIGTERM) by somebody else: "
-                        "a job's time limit, a preemption, or a person",
-                        "start the run again; under Slurm, ask for more time "
-                        "(launch.slurm.time_limit)",
+                        f"rank {rank.rank} on {host} was asked to end (SIGTERM or SIGUSR1) by "
+                        "somebody else: a job's time limit, a preemption, or a person",
+                        "under Slurm, ask for more time (launch.slurm.time_limit)",
                         # The launcher does the same to the other ranks of a host after a failure.
                         consequence=True,
                     ),

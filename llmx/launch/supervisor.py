@@ -186,7 +186,9 @@ class Supervisor:
             if self.saved_step is not None:
                 saved = f"the checkpoint of step {self.saved_step} is saved"
             return dataclasses.replace(
-                verdict, cause=f"{verdict.cause}; {saved}", fix=self._go_on()
+                verdict,
+                cause=f"{verdict.cause}; {saved}",
+                fix="; ".join(part for part in (self._go_on(), verdict.fix) if part),
             )
         if decision.action == "stop" and self.launch.max_restarts and len(self.history) > 1:
             cause = f"{verdict.cause}\nnot started again: {decision.why}"

@@ -6,6 +6,7 @@ that dies. Real DeepSpeed on this machine; each test is the life of one run.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,12 +17,17 @@ from typing import Any
 
 import pytest
 
+from llmx import snapshot
 from llmx.errors import LaunchError
+from llmx.launch import supervise
 from llmx.launch.record import only_supervisor, read_attempts, run_id
+from llmx.launch.spec import make_spec
+from llmx.plan.types import Plan
 from llmx.rundir import read_json
 from tests.integration.test_launch_local import LocalRun
 
 pytestmark = pytest.mark.deepspeed
+DIVERGING = "tests.programs.diverging"
 EVERY = 20
 SAVING = (f"checkpoint.every_steps={EVERY}", "task.log_every_steps=5", "launch.restart_backoff_s=1")
 
@@ -148,3 +154,31 @@ def signal_free_wait(run: LocalRun) -> list[list[str]]:
 
 def hung_token(run: LocalRun) -> str:
     return str(read_json(run.dir.identity)["run_id"])
+
+
+def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
+    """The first time it may have been the machine; the second time it is that step's samples."""
+    run = LocalRun(
+        tmp_path,
+        "dry_run=true",
+        *("task.steps=12", "checkpoint.every_steps=4", "task.log_every_steps=1"),
+        *("task.on_divergence=skip", "launch.restart_backoff_s=0", "hardware.slots=1"),
+    )
+    assert run.wait() == 0, run.out.read_text()
+    exp, plan = snapshot.load(run.dir), Plan.from_dict(read_json(run.dir.plan))
+    spec = make_spec(exp, plan, run.dir, port=0, token=run_id(run.dir), worker=DIVERGING)
+    console = io.StringIO()
+    result = supervise(exp, plan, run.dir, launch=spec, stream=console)
+    said = console.getvalue()
+    assert result.outcome == "ok", said
+
+    first, second, third = read_attempts(run.dir)
+    assert (first["outcome"], first["saved_step"], first["decision"]) == ("nan", 4, "restart")
+    assert "The loss of step 7 is not finite" in first["cause"]
+    assert (second["first_step"], second["skip_steps"]) == (4, [7])
+    assert "training diverged at the same step twice; passing over step 7" in said
+    assert (third["outcome"], third["first_step"], third["last_step"]) == ("ok", 4, 12)
+    steps = [record["step"] for record in records(run) if record["kind"] == "train"]
+    assert steps == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
+    (skipped,) = (record for record in records(run) if record.get("event") == "skipped")
+    assert skipped["step"] == 7

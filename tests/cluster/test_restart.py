@@ -1,0 +1,149 @@
+"""Hosts that go and come back, and a disk that is full: the run goes on.
+
+``pytest -m cluster tests/cluster/test_restart.py``
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from llmx.launch.record import read_attempts
+from llmx.rundir import RunDir, read_json
+from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
+from tests.cluster.netns import Cluster, Host, wait_until
+
+Make = Callable[..., Cluster]
+Need = Callable[..., None]
+EVERY = 20
+
+
+def seen(run: LlmxRun, host: Host) -> RunDir:
+    """The run directory as it lies on the disk of a host."""
+    return RunDir(host.path(run.dir.root))
+
+
+def committed(run: LlmxRun, host: Host) -> list[int]:
+    """Steps of the checkpoints on a host's disk, newest first."""
+    found = seen(run, host).checkpoints.glob("step-*/manifest.json")
+    return sorted((int(path.parent.name[5:]) for path in found), reverse=True)
+
+
+def until_attempt(run: LlmxRun, number: int, *, step: int) -> None:
+    """Wait for a checkpoint over ``step`` in attempt ``number``."""
+    host = run.host
+
+    def there() -> bool:
+        assert run.process.poll() is None, run.output()
+        now = read_json(seen(run, host).supervisor)["attempt"] if number > 1 else 1
+        return now == number and max(committed(run, host), default=0) > step
+
+    wait_until(there, timeout_s=240, what=f"attempt {number} saves after step {step}")
+
+
+def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    """No shared disk. The far host loses its power: the run goes on without it, from what was
+    collected; when it is back, with nothing on its disk, it takes part again."""
+    need("pdsh", "rsync")
+    work = tmp_path / "work"
+    work.mkdir()
+    cluster = make_cluster(private_paths=[work])
+    near, far = cluster.hosts
+    overrides = [
+        *("launch.transport=pdsh", "launch.sync=rsync", "launch.elastic=true"),
+        *("launch.heartbeat_timeout_s=15", "launch.host_wait_s=3", "launch.restart_backoff_s=1"),
+        *(f"checkpoint.every_steps={EVERY}", "task.steps=100000"),
+        *(f"run_dir={work}/run", f"data.cache_dir={work}/cache"),
+    ]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    run.dir = RunDir(work / "run")
+    until_attempt(run, 1, step=EVERY)
+    plan = read_json(seen(run, near).plan)
+
+    def collected() -> bool:
+        """A checkpoint of both ranks lies on the near disk, whole."""
+        for step in committed(run, near):
+            directory = seen(run, near).checkpoint(step)
+            files = read_json(directory / "manifest.json")["files"]
+            if "rank-00001.safetensors" in files and all((directory / f).exists() for f in files):
+                return True
+        return False
+
+    wait_until(collected, timeout_s=60, what="the far rank's part is collected")
+    far.kill()
+    wait_until(lambda: read_attempts(seen(run, near)), timeout_s=90, what="the host is missed")
+    (lost,) = read_attempts(seen(run, near))
+    assert (lost["outcome"], lost["host"], lost["decision"]) == ("host_lost", "node-b", "restart")
+    until_attempt(run, 2, step=lost["saved_step"])
+    alone = read_json(seen(run, near).plan)
+    assert [host["name"] for host in alone["hosts"]] == ["node-a"]
+    assert alone["batch"]["global_batch"] == plan["batch"]["global_batch"]
+    assert alone["batch"]["accumulation"] == 2 * plan["batch"]["accumulation"]
+    assert "going on without node-b (launch.elastic): 1 rank" in run.out.read_text()
+
+    far.boot()
+    assert committed(run, far) == []
+    (rank,) = rank_pids(near)
+    near.run(["kill", "-KILL", str(rank)])
+    wait_until(lambda: len(read_attempts(seen(run, near))) == 2, timeout_s=60, what="the kill")
+    *_, killed = read_attempts(seen(run, near))
+    assert (killed["outcome"], killed["hosts"]) == ("crash", ["node-a"])
+    until_attempt(run, 3, step=killed["saved_step"])
+    assert read_json(seen(run, near).plan) == plan
+    assert "going on with every host again" in run.out.read_text()
+    assert committed(run, far)[0] > killed["saved_step"]
+    run.signal(signal.SIGTERM)
+    assert run.wait(timeout_s=60) == 130, run.output()
+
+    *_, last = read_attempts(seen(run, near))
+    assert (last["outcome"], last["hosts"]) == ("interrupted", ["node-a", "node-b"])
+    assert last["first_step"] >= killed["saved_step"]
+    result = run.result()
+    assert f"the checkpoint of step {committed(run, far)[0]} is saved" in result["cause"]
+    assert (result["attempts"], result["restarts"]) == (3, 2)
+    steps = [r["step"] for r in run.records() if r["kind"] == "train"]
+    assert steps == sorted(set(steps)), "a logged step came twice"
+    assert set(range(5, steps[-1], 5)) <= set(steps), "a logged step is missing"
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    """The last checkpoint does not fit: the run waits until somebody makes space, and ends well."""
+    need("pdsh")
+    cluster = make_cluster(hosts=1)
+    host = cluster.first
+    disk = tmp_path / "small"
+    disk.mkdir()
+    host.add_disk(disk, size_mib=12)
+    filler = host.path(disk / "filler")
+    overrides = [
+        *("launch.restart_backoff_s=1", "launch.transport=pdsh", "task.steps=60"),
+        *("checkpoint.every_steps=20", "checkpoint.at_end=true", "checkpoint.keep.last=1"),
+        f"run_dir={disk}/run",
+    ]
+    run = start_llmx(cluster, tmp_path, slots=[1], overrides=overrides)
+    run.dir = RunDir(disk / "run")
+    wait_until(lambda: committed(run, host), timeout_s=120, what="a checkpoint")
+    fill(filler)
+    wait_until(lambda: "waiting for space" in run.out.read_text(), timeout_s=120, what="the wait")
+    state = read_json(seen(run, host).supervisor)
+    assert (state["state"], state["attempt"]) == ("waiting", 1)
+    filler.unlink()
+    assert run.wait(timeout_s=120) == 0, run.output()
+    first, second = (json.loads(line) for line in seen(run, host).attempts.read_text().splitlines())
+    assert (first["outcome"], first["decision"]) == ("disk_full", "restart")
+    assert (second["outcome"], second["last_step"]) == ("ok", 60)
+    assert committed(run, host) == [60]
+    nothing_left(cluster, timeout_s=5)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full; leave room for a few small files."""
+    with path.open("wb", buffering=0) as stream:
+        try:
+            while True:
+                stream.write(bytes(1 << 16))
+        except OSError:
+            stream.truncate(stream.tell() - (5 << 16))
