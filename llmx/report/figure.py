@@ -30,8 +30,8 @@ CJK_FONTS = (
 
 def draw_loss(data: RunData, path: Path) -> bool:
     """Write the picture to ``path``; False where there is nothing to draw yet."""
-    train = _points(data.train, "loss")
-    evals = _points(data.evals, "loss")
+    train = points(data.train, "loss")
+    evals = points(data.evals, "loss")
     if not train and not evals:
         return False
     import matplotlib
@@ -39,7 +39,7 @@ def draw_loss(data: RunData, path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    fonts = _fonts()
+    fonts = installed_fonts()
     figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
     try:
         _draw_lr(axes, data)
@@ -94,7 +94,7 @@ def _mark_gaps(axes: Any, steps: tuple[int, ...], values: tuple[float, ...]) -> 
 
 
 def _draw_lr(axes: Any, data: RunData) -> None:
-    rates = _points(data.train, "lr")
+    rates = points(data.train, "lr")
     if not rates:
         return
     second = axes.twinx()
@@ -120,7 +120,7 @@ def smoothed(values: list[float]) -> list[float]:
     return result
 
 
-def _points(records: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+def points(records: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     points = []
     for record in records:
         value = record.get(key)
@@ -137,7 +137,7 @@ def _title(data: RunData) -> str:
     return human.one_line(data.name, limit=60) + (f"  ({what})" if what else "")
 
 
-def _fonts() -> list[str]:
+def installed_fonts() -> list[str]:
     """matplotlib's own font, then those with CJK that are installed here."""
     from matplotlib import font_manager
 

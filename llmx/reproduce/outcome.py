@@ -79,6 +79,8 @@ class Outcome:
     gaps: int
     weights: str
     """``equal``, ``differ`` or ``unknown``."""
+    weights_at: int | None = None
+    """The last step at which both runs have a hash of the weights; the first that differs."""
 
     @property
     def identical(self) -> bool:
@@ -93,8 +95,8 @@ class Outcome:
             logged = f"{self.lines} logged line{'s' if self.lines > 1 else ''}"
             if self.weights == EQUAL:
                 return (
-                    f"bitwise identical for all {self.last_step} steps ({logged} and the hash of "
-                    "the final weights)."
+                    f"bitwise identical for all {self.last_step} steps ({logged}, and the hash "
+                    f"of the weights at step {self.weights_at})."
                 )
             return (
                 f"bitwise identical for all {self.last_step} steps, as far as logged ({logged}; "
@@ -105,8 +107,8 @@ class Outcome:
             parts.append(f"differs first at step {self.first.step}: {self.first}.")
         elif self.weights == DIFFER:
             parts.append(
-                f"every logged value up to step {self.last_step} is identical, but the final "
-                "weights are not."
+                f"every logged value up to step {self.last_step} is identical, but the weights "
+                f"at step {self.weights_at} are not."
             )
         if self.largest is not None and self.largest != self.first:
             parts.append(f"Largest difference, at step {self.largest.step}: {self.largest}.")
@@ -126,6 +128,7 @@ class Outcome:
             "first_difference": self.first and self.first.to_dict(),
             "largest_difference": self.largest and self.largest.to_dict(),
             "weights": self.weights,
+            "weights_at_step": self.weights_at,
         }
 
 
@@ -153,9 +156,8 @@ def compare(
     known = losses or [gap for gap in gaps if not math.isnan(gap.relative)]
     ours, theirs = dict(hashes_now or {}), dict(hashes_then or {})
     shared = set(ours) & set(theirs)
-    weights = UNKNOWN
-    if shared:
-        weights = EQUAL if all(ours[step] == theirs[step] for step in shared) else DIFFER
+    other = {step for step in shared if ours[step] != theirs[step]}
+    weights = DIFFER if other else EQUAL if shared else UNKNOWN
     return Outcome(
         lines=len(common),
         last_step=max((step for step, _ in common), default=0),
@@ -164,6 +166,7 @@ def compare(
         largest=max(known, key=lambda gap: gap.relative, default=None),
         gaps=len(gaps),
         weights=weights,
+        weights_at=min(other) if other else max(shared, default=None),
     )
 
 

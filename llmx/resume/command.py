@@ -15,7 +15,7 @@ from llmx.provenance.differences import HARMLESS, differences
 from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
 from llmx.resume.history import keep_former, set_aside
-from llmx.resume.rules import SAME, shown, table
+from llmx.resume.rules import SAME, refuse_other_content, shown, table
 from llmx.resume.standing import Standing, standing
 from llmx.rundir import RunDir, read_json, write_json, write_text
 
@@ -60,6 +60,7 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
     check_paths(new.experiment, new.plan)
     now = record(new.experiment, new.plan, list(typed))
     then = _read(run)
+    refuse_other_content(goes_on.changes, then, now)
     _say(run, goes_on, stands, origin=origin, step=step, then=then, now=now)
     if goes_on.dry_run:
         print("  nothing was changed or started (dry_run=true)")

@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmx.checkpoint.commit import read_pointer, set_pointer
 from llmx.resume.rules import Change
+from llmx.resume.standing import committed
 from llmx.rundir import RunDir, write_json
 
 
@@ -52,3 +54,10 @@ def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:
         target = directory / "checkpoints" / run.checkpoint(step).name
         target.parent.mkdir(parents=True, exist_ok=True)
         run.checkpoint(step).rename(target)
+    left = committed(run.checkpoints)
+    for name in ("latest", "best"):
+        if read_pointer(run.checkpoints, name) in steps:
+            if left:
+                set_pointer(run.checkpoints, name, left[-1])
+            else:
+                (run.checkpoints / name).unlink()

@@ -45,6 +45,9 @@ class Change:
 _OTHER_SAMPLES = "they decide the samples of a step"
 _OTHER_MODEL = "the checkpoint holds the weights of that network"
 
+PLACES = ("data.path", "data.eval_path", "model.path", "model.tokenizer")
+"""May be said anew, on another machine, where the content is the recorded one."""
+
 RULES = (
     Rule(("launch.*",), SAME, "how the ranks are started and watched"),
     Rule(("tracking.*",), SAME, "where metrics are mirrored"),
@@ -72,6 +75,7 @@ RULES = (
     Rule(("optim.*",), OTHER, "read anew at each step"),
     Rule(("data.cache_dir", "data.num_workers", "data.share_from_mib"), SAME, "where and how "
          "the same samples are prepared"),
+    Rule(PLACES, SAME, "where the same content lies; it is compared"),
     Rule(("data.seq_len",), REFUSED, "another length makes other samples"),
     Rule(("data.*",), REFUSED, _OTHER_SAMPLES),
     Rule(("seed",), REFUSED, "the order of the samples follows from it"),
@@ -145,6 +149,37 @@ def shown(value: Any, limit: int = 48) -> str:
     else:
         text = "null" if value is None else str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def refuse_other_content(
+    found: list[Change], then: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """ConfigError for an input that was said to lie elsewhere and is another one.
+
+    ``then``, ``now``: the provenances with their fingerprints.
+    """
+    prints = {
+        "data.path": ("data",),
+        "data.eval_path": ("eval_data",),
+        "model.path": ("model", "tokenizer"),
+        "model.tokenizer": ("tokenizer",),
+    }
+    for change in found:
+        for name in prints.get(change.key, ()):
+            old = (then.get("fingerprints") or {}).get(name)
+            new = (now.get("fingerprints") or {}).get(name)
+            if old is None and new is None and change.key == "model.path":
+                continue
+            if old is None or new is None or old["digest"] != new["digest"]:
+                why = (
+                    "its content was not recorded" if old is None
+                    else "it is not on this machine" if new is None
+                    else f"its content is another ({new['digest'][:12]}, not {old['digest'][:12]})"
+                )  # fmt: skip
+                raise ConfigError(
+                    f"{change.key}: {shown(change.old)} -> {shown(change.new)} is not possible: "
+                    f"{why}. A run goes on with the inputs it began with."
+                )
 
 
 def table() -> str:

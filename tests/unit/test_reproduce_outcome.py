@@ -33,7 +33,7 @@ def test_identical_up_to_times_and_speeds() -> None:
     assert "bitwise identical for all 40 steps, as far as logged" in outcome.verdict()
     outcome = compare(lines(), other, hashes_then={40: "a"}, hashes_now={40: "a"})
     assert outcome.weights == EQUAL
-    assert outcome.verdict().startswith("bitwise identical for all 40 steps (6 logged lines and")
+    assert outcome.verdict().startswith("bitwise identical for all 40 steps (6 logged lines, and")
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "lr", "loss_scale", "samples", "tokens"])
@@ -82,7 +82,7 @@ def test_weights_that_differ_count_although_all_losses_agree() -> None:
     outcome = compare(lines(), lines(), hashes_then={40: "a"}, hashes_now={40: "b"})
     assert outcome.weights == DIFFER
     assert not outcome.identical
-    assert "the final weights are not" in outcome.verdict()
+    assert "the weights at step 40 are not" in outcome.verdict()
 
 
 def test_nothing_in_common_is_not_identical() -> None:
