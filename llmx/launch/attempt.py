@@ -61,6 +61,7 @@ class Attempt:
     ) -> None:
         self.spec, self.voice, self.asked = spec, voice, asked
         self.on_start = on_start
+        self.started = time.time()
         self.inbox: queue.Queue[tuple[Channel, Message]] = queue.Queue()
         self.channels: list[Channel] = []
         self.runner: subprocess.Popen[bytes] | None = None
@@ -92,25 +93,32 @@ class Attempt:
 
     def ended(self, verdict: Verdict) -> Ended:
         """What the decision about a restart needs."""
-        watch = self.watch
+        watch, new = self.watch, self._new_step()
+        first = watch.first_step if watch else None
         return Ended(
             outcome=verdict.outcome,
             cause=verdict.cause,
             name=verdict.name,
             launched=self.runner is not None,
-            first_step=watch.first_step if watch else None,
+            first_step=first,
             last_step=watch.last_step if watch else None,
-            saved_step=self._saved_step(),
-            new_checkpoint=watch is not None and watch.saved_step is not None,
+            saved_step=new or first or None,
+            new_checkpoint=new is not None,
             failed_step=verdict.step,
             lost_hosts=verdict.lost_hosts,
         )
 
-    def _saved_step(self) -> int | None:
-        """The newest checkpoint that the next attempt can begin at, as far as it is known here."""
-        if self.watch is None:
+    def _new_step(self) -> int | None:
+        """The newest checkpoint that this attempt made: as rank 0 said, or as it lies here (the
+        attempt may have ended between the commit and the word)."""
+        if self.watch is None or self.watch.first_step is None:
             return None
-        return self.watch.saved_step or self.watch.first_step or None
+        found = [] if self.watch.saved_step is None else [self.watch.saved_step]
+        for path in self.spec.run_dir.checkpoints.glob("step-*/manifest.json"):
+            with contextlib.suppress(OSError, ValueError):  # it may just be removed
+                if path.stat().st_mtime >= self.started:
+                    found.append(int(path.parent.name.removeprefix("step-")))
+        return max((step for step in found if step > self.watch.first_step), default=None)
 
     def _prepare(self) -> None:
         spec, voice = self.spec, self.voice

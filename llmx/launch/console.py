@@ -25,6 +25,7 @@ _NOISE = re.compile(
     r"|^Building extension module|^Allowing ninja to set"
 )
 """Of rank 0's log, what nobody needs to see twice; the log file has all of it."""
+_STACK = re.compile(r"Traceback \(most recent call last\)|(Current thread|Thread) 0x[0-9a-f]+ ")
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 
 
@@ -47,10 +48,10 @@ class Console:
     def rank_line(self, line: str) -> None:
         """One line of rank 0's log. Tracebacks are left out: the end of the run shows the one
         that matters, which may be another rank's."""
-        if line.startswith("Traceback (most recent call last)"):
+        if _STACK.match(line):
             self._in_traceback = True
         elif self._in_traceback:
-            # Indented frames, then one line with the error itself.
+            # Indented frames, then one line with the error itself, or an empty one.
             self._in_traceback = line.startswith(" ")
         elif self._in_warning and line.startswith(" "):
             self._in_warning = False  # the line of code that a Python warning quotes

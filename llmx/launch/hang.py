@@ -45,8 +45,9 @@ class HangDetector:
         if seen != self._seen:
             self._seen, self._progress_at = seen, now
 
-    def step_took(self, step_time_s: float) -> None:
-        """A logged time of one step."""
+    def step_took(self, step_time_s: float, now: float) -> None:
+        """A logged step: progress that the statuses, refreshed every 5 s, may not show yet."""
+        self._progress_at = now
         self._step_times_s = [*self._step_times_s[-200:], step_time_s]
 
     def timeout_s(self) -> float | None:

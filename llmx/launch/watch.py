@@ -275,7 +275,7 @@ class Watch:
         if record.get("kind") == "start":
             self.first_step = int(record.get("resumed_from") or 0)
         elif record.get("kind") == "train" and record.get("step_time_s"):
-            self.hang.step_took(float(record["step_time_s"]))
+            self.hang.step_took(float(record["step_time_s"]), time.monotonic())
         elif record.get("event") == "resumed":
             self.first_step = int(record["step"])
         elif record.get("event") == "saved":

@@ -100,7 +100,7 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
 
 def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     """The life of one run: it hangs, is preempted, is resumed, loses its supervisor, ends well."""
-    run = LocalRun(tmp_path, "task.steps=100000", "launch.hang_timeout_s=5", *SAVING)
+    run = LocalRun(tmp_path, "task.steps=100000", "launch.hang_timeout_s=10", *SAVING)
     until_committed(run, EVERY)
     stopped = run.pid_of_rank(1)
     os.kill(stopped, signal.SIGSTOP)

@@ -152,7 +152,7 @@ def test_a_hang_is_seen() -> None:
     detector.see(states(("training", 5), ("training", 6)), 702.0)
     assert detector.stuck_s(1301.0) is None
     for step_s in (1.0, 100.0, 100.0):
-        detector.step_took(step_s)
+        detector.step_took(step_s, 702.0)
     assert detector.timeout_s() == 2000.0
 
 
