@@ -104,9 +104,15 @@ def export(
     directory = Path(os.path.abspath(out or run.root / "export" / checkpoint.name))
     if directory.exists():
         raise ConfigError(f"{directory} is there already. Remove it, or set --out to another name.")
-    state = read_json(checkpoint / STATE)
+    try:
+        state = read_json(checkpoint / STATE)
+        index = FragmentIndex(sorted(checkpoint.glob("rank-*.safetensors")))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{checkpoint} was removed just now: the run that is training keeps only some (see "
+            "checkpoint.keep). Export again."
+        ) from error
     precision = dtype or state["precision"]
-    index = FragmentIndex(sorted(checkpoint.glob("rank-*.safetensors")))
     index.check(state["parameters"], state.get("buffers"))
     weights = list_weights(state, index, dtype=NAMES[precision])
     total = sum(weight.num_bytes for weight in weights)
@@ -128,8 +134,8 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
     elements = sum(weight.num_elements for weight in weights)
     print(
-        f"{directory}: step {state['step']}, {len(weights)} tensors, {elements / 1e6:,.1f} M "
-        f"elements, {_gib(total)} in {precision}, {time.monotonic() - began:.0f} s",
+        f"{directory}: step {state['step']}, {elements:,} parameters in {precision}, "
+        f"{_gib(total)}, {time.monotonic() - began:.0f} s",
         flush=True,
     )
     return directory

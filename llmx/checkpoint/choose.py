@@ -85,14 +85,14 @@ def check_file(
     try:
         size = path.stat().st_size
         if size != entry.bytes:
-            return Problem(name, f"{entry.bytes} bytes", f"{size} bytes")
+            return Problem(name, f"{entry.bytes} bytes", f"damaged, it has {size} bytes")
         digest = hash_file(path, on_bytes=on_bytes) if hashes else entry.blake2b
     except FileNotFoundError:
         return Problem(name, f"{entry.bytes} bytes", MISSING)
     except OSError as error:
         return Problem(name, f"{entry.bytes} bytes", f"cannot be read ({error.strerror})")
     if digest != entry.blake2b:
-        return Problem(name, f"blake2b {entry.blake2b[:16]}…", f"blake2b {digest[:16]}…")
+        return Problem(name, f"hash {entry.blake2b[:16]}", f"damaged, it has hash {digest[:16]}")
     return None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +41,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._mapped: mmap.mmap | None = None
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = _open(self.path)
         try:
             self._size = os.fstat(self._descriptor).st_size
             self.metadata, self._entries = self._read_header()
@@ -150,3 +152,16 @@ class TensorFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _open(path: Path) -> int:
+    """Open for reading. A checkpoint of many ranks may have more files than the soft limit."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, flags)
