@@ -82,6 +82,7 @@ def train(session: Session) -> None:
             if done in start.skip_steps:
                 skip(session, done)
             else:
+                log.wait_for_data()
                 step = next(upcoming)
                 log.data_is_here()
                 engine.set_lr(lr_at(number, optim=exp.optim, total=total))

@@ -97,7 +97,10 @@ class SaveJob:
             self.stall_s += took_s
         else:
             self.background_s = took_s
-        self.on_end(self)
+        try:
+            self.on_end(self)
+        except OSError as error:  # a disk so full that not even the event could be written
+            self.error = error
 
     def _save(self) -> None:
         directory, step, place = self.place.directory, self.step, self.place
@@ -226,7 +229,10 @@ class SaveJob:
         """Pointers, then what is no longer kept goes."""
         directory, keep = self.place.directory, self.config.keep
         commit.set_pointer(directory, commit.LATEST, self.step)
-        steps = [step for step in list_steps(directory) if step not in self.damaged]
+        good = [step for step in list_steps(directory) if step not in self.damaged]
+        # Where the run was sent back to an earlier step, later ones are of a past given up.
+        commit.prune(directory, [step for step in good if step > self.step])
+        steps = [step for step in good if step <= self.step]
         metrics = metrics_of(directory, steps, name=self.config.metric)
         best = best_steps(steps, metrics, mode=self.config.mode)
         if keep.best and best:

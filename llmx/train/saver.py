@@ -8,7 +8,6 @@ waits for the disk. Tried by ``python -m pytest -m deepspeed tests/integration/t
 from __future__ import annotations
 
 import errno
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -91,10 +90,10 @@ class Saver:
         if ever_saves(exp) and place.rank == 0:
             known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
             ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer))
-        shared = exchange((ours, socket.gethostname()), group=agreement.group)
-        given: tuple[str, dict[str, bytes]] = shared[0][0] or ("", {})
+        shared = exchange(ours, group=agreement.group)
+        given: tuple[str, dict[str, bytes]] = shared[0] or ("", {})
         self._run_id, self._small = given
-        self._hosts = [host for _, host in shared]
+        self._damaged = {bad.step for bad in start.damaged}
         self._job: SaveJob | None = None
         self._reason, self._stall_s, self._began = "", 0.0, time.monotonic()
         self._passed_over = self._said_foreground = False
@@ -196,10 +195,10 @@ class Saver:
             small_files=self._small,
             place=self.place,
             group=self._group,
-            hosts=self._hosts,
+            hosts=[self.plan.hosts[rank.host].name for rank in self.plan.ranks],
             run_id=self._run_id,
             config=self.exp.checkpoint,
-            damaged=frozenset(bad.step for bad in self.start.damaged),
+            damaged=frozenset(self._damaged - {step}),
             on_end=lambda job: self._ended(job, reason),
         )
         job.in_foreground = not copied
@@ -276,6 +275,7 @@ class Saver:
             )
             return
         self.saved_step = job.step
+        self._damaged.discard(job.step)  # it has given way to this one
         self.status.saved(job.step)
         self.metrics.event(
             "saved",

@@ -17,6 +17,7 @@ from llmx.tasks import KINDS, Task
 from llmx.train.agreement import Agreement
 from llmx.train.batches import Layout
 from llmx.train.engine import Engine, build_engine
+from llmx.train.inputs import write_inputs
 from llmx.train.metrics import MetricsWriter, cut_back
 from llmx.train.place import find_place
 from llmx.train.resume import Start, begin, identity, restore_from
@@ -80,6 +81,14 @@ def open_session(
         status.at_step(start.step)
         status.saved(start.step)
     metrics = open_metrics(run_dir, start)
+    if torch.distributed.get_rank() == 0:
+        write_inputs(
+            run_dir,
+            tokenizer=tokenizer,
+            train_store=train_store,
+            eval_store=eval_store,
+            model_config=engine.config,
+        )
     saver = Saver(
         exp,
         plan,
@@ -132,7 +141,8 @@ def open_metrics(run_dir: RunDir, start: Start) -> MetricsWriter:
 def say(text: str) -> None:
     """One line of rank 0's log, which the console shows."""
     if torch.distributed.get_rank() == 0:
-        print(text, flush=True)
+        # One write: the thread that saves speaks, too.
+        print(f"{text}\n", end="", flush=True)
 
 
 def open_stores(exp: Experiment, tokenizer: Any, plan: Plan) -> tuple[Any, Any | None]:

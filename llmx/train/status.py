@@ -16,6 +16,7 @@ import time
 import traceback
 from typing import Any
 
+from llmx.checkpoint.manifest import CheckpointError
 from llmx.errors import ConfigError, DataError
 from llmx.rundir import RunDir, write_json
 
@@ -129,6 +130,8 @@ def category(error: BaseException) -> str:
         return "data"
     if isinstance(error, ConfigError):
         return "config"
+    if isinstance(error, CheckpointError):
+        return "data"  # it will not be better at the next start
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk_full"
     if "No space left on device" in text:

@@ -35,10 +35,14 @@ class StepLog:
 
     def restart(self) -> None:
         """Begin a new interval now (evaluation does not count as training time)."""
-        self.began = self.waiting_since = time.perf_counter()
+        self.began = time.perf_counter()
         self.data_wait_s = 0.0
         self.steps = self.tokens = self.targets = self.squares = 0
         self.loss_sum: torch.Tensor | None = None
+
+    def wait_for_data(self) -> None:
+        """Evaluation and checkpoints between two steps are no waiting for data."""
+        self.waiting_since = time.perf_counter()
 
     def data_is_here(self) -> None:
         self.data_wait_s += time.perf_counter() - self.waiting_since
@@ -53,7 +57,6 @@ class StepLog:
         self.squares += step.square_tokens
         self.loss_sum = loss_sum
         self.watch.note(step.step + 1, loss_sum, self.session.engine.last_norm())
-        self.waiting_since = time.perf_counter()
 
     def write(self, step: Step, *, extra: bool = False) -> None:
         """One line, from all ranks. Collective. Raises Diverged, on every rank alike.

@@ -187,3 +187,28 @@ def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Pa
     assert refused.wait() == [1, 1]
     assert "resume.json asks for the checkpoint of step 11" in refused.status(0)["error"]["message"]
     assert json.loads(run.metrics.read_text().splitlines()[-1])["kind"] == "end", "untouched"
+
+
+def test_saved_by_the_clock_and_in_the_middle_of_an_evaluation(
+    ranks: Server, tmp_path: Path
+) -> None:
+    """An evaluation does not hold up the end: it is given up, and made when the run goes on."""
+    settings = {
+        "task": {"steps": 4, "eval_every_steps": 2, "log_every_steps": 1},
+        "data": {"eval_samples": 100},
+        "batch": {"micro_batch": 1},
+        "checkpoint": {"every_steps": None, "every_minutes": 1e-6},
+    }
+    reference = ranks.start(saving_run(tmp_path / "whole", ranks=1, **settings), ranks=1).finish()
+    assert {event["reason"] for event in events(reference, "saved")} == {"time"}
+
+    run = saving_run(tmp_path / "run", ranks=1, **settings)
+    first = ranks.start(run, ranks=1)
+    first.until(lambda: len(measurements(run)) == 4)  # start, evaluation, two steps
+    first.until(lambda: first.status(0)["state"] == "evaluating")
+    first.signal(0, signal.SIGTERM)
+    assert first.wait() == [143], logs(run)
+    assert first.status(0)["saved_step"] == 2
+    assert [line["step"] for line in measurements(run) if line["kind"] == "eval"] == [0]
+    ranks.start(run, ranks=1).finish()
+    assert_same_run(run, reference)

@@ -135,7 +135,6 @@ def test_divergence_names_its_step_and_saves_nothing_bad(ranks: Server, tmp_path
     assert f"of step {step} is not finite" in error["message"]
     assert all(saved < step for saved in list_steps(run.checkpoints))
     assert list_steps(run.checkpoints)
-    assert error["step"] - 1 == first.status(0)["step"]
 
     # Again from there it is the same step; told to skip it and the next, it goes another way.
     write_json(run.resume, {"step": None, "skip_steps": [step], "attempt": 2})

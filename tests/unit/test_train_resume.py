@@ -1,0 +1,124 @@
+"""What stays of the metrics, and what a checkpoint may be resumed with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.errors import ConfigError
+from llmx.train.metrics import MetricsWriter, cut_back, lines_until, read_lines
+from llmx.train.place import Place
+from llmx.train.resume import check_identity
+from llmx.train.state_exchange import own_files_suffice
+
+
+def line(kind: str, step: int, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "step": step, **more}
+
+
+LINES = [
+    {"kind": "start", "total_steps": 9},
+    line("eval", 0, loss=3.0),
+    line("train", 1, loss=2.5),
+    line("event", 2, event="saved"),
+    line("train", 3, loss=2.0),
+    line("train", 4, loss=1.9, extra=True),
+    line("event", 4, event="saved"),
+    line("end", 4),
+]
+
+
+def test_lines_after_the_step_go_with_the_end_and_with_what_was_extra() -> None:
+    assert lines_until(LINES, 4) == [*LINES[:5], LINES[6]]
+    assert lines_until(LINES, 3) == LINES[:5]
+    assert lines_until(LINES, 2) == LINES[:4]
+    assert lines_until(LINES, 0) == LINES[:2]
+
+
+def test_a_torn_line_is_cut_and_a_whole_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(json.dumps(each) + "\n" for each in LINES[:5])
+    path.write_text(text)
+    inode = path.stat().st_ino
+    assert cut_back(path, 3) == LINES[:5]
+    assert path.stat().st_ino == inode
+    path.write_text(text + '{"kind": "train", "st')
+    assert cut_back(path, 3) == LINES[:5]
+    assert path.read_text() == text
+    path.write_text(text.rstrip("\n"))  # whole, but for its end: the next line would join it
+    cut_back(path, 3)
+    assert path.read_text() == text
+    path.write_bytes(text.encode() + b"\0\0\0\0")  # as a power cut leaves it
+    cut_back(path, 3)
+    assert path.read_text() == text
+    assert cut_back(tmp_path / "none", 3) == []
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_newest_value_is_known_over_a_restart(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", enabled=True)
+    assert writer.latest("eval/loss") is None
+    writer.remember(LINES)
+    assert writer.latest("eval/loss") == {"name": "eval/loss", "value": 3.0}
+    assert writer.latest("train/loss") == {"name": "train/loss", "value": 1.9}
+    writer.write("eval", step=9, loss=1.0, exact_match=None)
+    writer.write("train", step=9, loss=float("nan"))
+    writer.event("saved", step=9, loss=7.0)
+    writer.sync()
+    assert writer.latest("eval/loss") == {"name": "eval/loss", "value": 1.0}
+    assert writer.latest("train/loss") == {"name": "train/loss", "value": 1.9}
+    assert writer.latest("eval/exact_match") is None
+    assert [each["kind"] for each in read_lines(tmp_path / "metrics.jsonl")] == [
+        "eval",
+        "train",
+        "event",
+    ]
+    writer.close()
+
+
+def test_another_run_is_refused_and_all_that_differs_is_named() -> None:
+    mine = {"global_batch": 8, "seq_len": 64, "seed": 0}
+    check_identity({"step": 3, **mine, "world_size": 9}, mine)
+    with pytest.raises(ConfigError) as caught:
+        check_identity({"step": 3, "global_batch": 16, "seq_len": 64}, mine)
+    assert "step 3" in str(caught.value)
+    assert "global_batch is 16 there and 8 here; seed is None there and 0 here" in str(caught.value)
+
+
+STATE = {
+    "world_size": 2,
+    "zero_stage": 2,
+    "parameters": {"a": {"trained": True}},
+    "buffers": {},
+}
+APART = Place(Path("x"), 0, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("state", "place", "stage", "lacking", "wanted"),
+    [
+        ({}, APART, 2, {0: ["rank-00001.safetensors"], 1: ["rank-00000.safetensors"]}, True),
+        ({}, APART, 2, {0: ["rank-00000.safetensors"]}, False),  # hosts have changed places
+        ({}, APART, 3, {}, False),
+        ({"zero_stage": 0}, APART, 0, {}, False),  # every rank needs everything
+        ({}, replace(APART, leaders=(0, 1, 2)), 2, {}, False),
+        ({"buffers": {"b": {}}}, APART, 2, {}, False),
+        ({"parameters": {"a": {"trained": False}}}, APART, 2, {}, False),
+    ],
+)
+def test_when_each_rank_can_do_with_its_own_file(
+    state: dict[str, Any], place: Place, stage: int, lacking: dict[int, list[str]], wanted: bool
+) -> None:
+    assert own_files_suffice({**STATE, **state}, lacking, place, stage=stage) is wanted
+
+
+def test_a_place_knows_its_members() -> None:
+    place = Place(Path("x"), 2, (0, 0, 2, 2))
+    assert (place.storage, place.leads, place.members) == (2, True, [2, 3])
+    assert not place.is_shared
+    assert not replace(place, rank=3).leads
+    assert replace(place, leaders=(0, 0, 0, 0)).is_shared

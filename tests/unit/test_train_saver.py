@@ -1,0 +1,91 @@
+"""Memory for a copy, weights that are worth a checkpoint, and who is asked to end."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmx.train.engine_state import StateTensor
+from llmx.train.host_memory import available_bytes, copy_to_host, room_for
+from llmx.train.save_job import as_buffer, is_finite
+from llmx.train.signals import StopRequest
+
+GIB = 2**30
+
+
+def host(root: Path, *, available: int, **group: str) -> Path:
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: 1 kB\nMemAvailable:   {available // 1024} kB\nCached: 5 kB\n"
+    )
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    for name, text in group.items():
+        (root / "sys/fs/cgroup" / f"memory.{name}").write_text(text)
+    return root
+
+
+def test_available_memory_is_the_least_of_host_and_control_group(tmp_path: Path) -> None:
+    assert available_bytes(host(tmp_path / "plain", available=4 * GIB)) == 4 * GIB
+    assert available_bytes(host(tmp_path / "max", available=4 * GIB, max="max\n")) == 4 * GIB
+    limited = {"max": f"{3 * GIB}\n", "current": f"{2 * GIB}\n"}
+    stat = f"anon {GIB}\ninactive_file {GIB // 2}\n"
+    root = host(tmp_path / "limited", available=4 * GIB, stat=stat, **limited)
+    assert available_bytes(root) == GIB + GIB // 2
+    over = host(tmp_path / "over", available=4 * GIB, max="5\n", current=f"{GIB}\n")
+    assert available_bytes(over) == 0
+    assert 0 < available_bytes() < 2**50
+
+
+def test_the_ranks_of_a_host_share_its_memory() -> None:
+    everyone = [("a", 3, 10), ("a", 5, 11), ("b", 7, 8)]
+    assert room_for(everyone, "a")
+    assert not room_for(everyone, "b")
+    assert not room_for([*everyone, ("a", 1, 10)], "a")
+
+
+def test_a_copy_has_memory_of_its_own() -> None:
+    live = torch.arange(6, dtype=torch.float32)
+    (copy,) = copy_to_host([StateTensor("master", "a", 0, live[2:5])])
+    live.zero_()
+    assert (copy.state, copy.name, copy.start) == ("master", "a", 0)
+    assert copy.tensor.tolist() == [2.0, 3.0, 4.0]
+    assert copy.tensor.untyped_storage().nbytes() == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_found(dtype: torch.dtype, bad: float) -> None:
+    values = torch.linspace(-1, 1, 1001, dtype=dtype)
+    assert is_finite(values)
+    values[500] = bad
+    assert not is_finite(values)
+
+
+def test_what_cannot_be_infinite_is_finite() -> None:
+    assert is_finite(torch.tensor([1, 2]))
+    assert is_finite(torch.zeros(0))
+
+
+def test_buffers_are_the_bytes_of_the_tensor_itself() -> None:
+    values = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    buffer = memoryview(as_buffer(values))
+    assert bytes(buffer) == values.view(torch.int16).numpy().tobytes()
+    values[0] = 3.0
+    assert bytes(buffer) == values.view(torch.int16).numpy().tobytes()
+
+
+def test_a_request_is_passed_on_only_while_somebody_can_save() -> None:
+    stop = StopRequest()
+    assert not stop.ask("SIGTERM")
+    assert stop.asked == ""
+    stop.arm(False)  # checkpoints are off
+    assert not stop.ask("SIGTERM")
+    stop.arm(True)
+    assert stop.ask("SIGUSR1")
+    assert stop.ask("SIGTERM")
+    assert stop.asked == "SIGUSR1"
+    assert stop.disarm() == "SIGUSR1"
+    assert not stop.ask("SIGTERM")
