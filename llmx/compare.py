@@ -56,11 +56,13 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     names = short_names(a.run.root, b.run.root)
     console = open_console(sys.stdout, width=width)
     console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
-    _print_config(console, config_rows(_config(a), _config(b)))
+    config = config_rows(_config(a), _config(b))
+    _print_config(console, config)
     records = [_json(data.run.provenance) for data in (a, b)]
     found = environment_rows(
         records[0], records[1],
         plans=(a.plan, b.plan), ds=(_json(a.run.ds_config), _json(b.run.ds_config)),
+        config=config,
     )  # fmt: skip
     _print_environment(console, found, records)
     _print_outcome(console, a, b)

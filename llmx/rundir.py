@@ -101,6 +101,11 @@ class RunDir:
         return self.ranks / f"rank-{rank:03d}.json"
 
     @property
+    def inputs(self) -> Path:
+        """``inputs.json``: exact fingerprints of data, tokenizer and model, by rank 0."""
+        return self.root / "inputs.json"
+
+    @property
     def metrics(self) -> Path:
         """``metrics.jsonl``: one line a logged step, written by rank 0. The truth."""
         return self.root / "metrics.jsonl"

@@ -21,6 +21,7 @@ def draw_both(a: RunData, b: RunData, names: tuple[str, str], path: Path) -> boo
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     fonts = installed_fonts()
     figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
@@ -36,6 +37,7 @@ def draw_both(a: RunData, b: RunData, names: tuple[str, str], path: Path) -> boo
         ]
         if finite and 0 <= min(finite) < 0.5 * max(finite):
             axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("loss (nats per target token)")
         axes.grid(alpha=0.25)

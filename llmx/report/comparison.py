@@ -12,11 +12,12 @@ from llmx.report.run_data import RunData
 
 OWN_KEYS = ("name", "run_dir", "dry_run", "schema_version")
 """What every run has of its own."""
+NOT_SET = "not set"
 
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """One key with its value in both runs; None where a run has no such key."""
+    """One key with its value in both runs; ``NOT_SET`` where a run has no such key."""
 
     key: str
     a: Any
@@ -31,20 +32,34 @@ def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ConfigRow]:
     """Keys whose values differ, in the order of the schema, without a run's own."""
     one, two = flattened(a), flattened(b)
     keys = [*one, *(key for key in two if key not in one)]
-    rows = [ConfigRow(key, one.get(key), two.get(key)) for key in keys if key not in OWN_KEYS]
+    rows = [
+        ConfigRow(key, one.get(key, NOT_SET), two.get(key, NOT_SET))
+        for key in keys
+        if key not in OWN_KEYS
+    ]
     return [row for row in rows if row.a != row.b and not _same_emptiness(row)]
 
 
 def _same_emptiness(row: ConfigRow) -> bool:
     """``launch.env`` is ``{}`` here and ``launch.env.NAME`` there: the name is row enough."""
-    return (row.a == {} and row.b is None) or (row.a is None and row.b == {})
+    return {} in (row.a, row.b) and NOT_SET in (row.a, row.b)
 
 
 def environment_rows(
-    a: Mapping[str, Any], b: Mapping[str, Any], *, plans: tuple[Any, Any], ds: tuple[Any, Any]
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    *,
+    plans: tuple[Any, Any],
+    ds: tuple[Any, Any],
+    config: list[ConfigRow],
 ) -> list[Difference]:
-    """Code, packages, devices, inputs, and what the plan made of them."""
+    """Code, packages, devices, inputs, and what the plan made of them.
+
+    DeepSpeed's JSON only where the ``config`` that it is made from is the same.
+    """
     found = differences(a, b) if a and b else []
+    if {row.group for row in config} & {"zero", "batch", "optim", "model", "data", "hardware"}:
+        ds = ({}, {})
     if plans[0] and plans[1]:
         found += plan_differences(plans[0], plans[1], ds_then=ds[0], ds_now=ds[1])
     return found
