@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCAN_S = 0.5
 CHUNK = 65536
 STREAMED = ("logs/rank-*.log", "metrics.jsonl")
-REPLACED = ("ranks/rank-*.json", "samples.json")
+REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PORTS = range(20000, 32700)  # below the ports that the kernel gives to outgoing connections
 

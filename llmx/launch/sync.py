@@ -170,7 +170,7 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]
     names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
-        names += ["/metrics.jsonl", "/samples.json"]
+        names += ["/metrics.jsonl", "/samples.json", "/inputs.json"]
     # A log only grows: a host that lost its disk has the shorter one.
     for mode, wanted in (["--append"], logs), ([], names):
         include = [f"--include={name}" for name in wanted]
