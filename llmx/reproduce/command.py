@@ -110,6 +110,7 @@ def reproduce(words: Words) -> int:
     check_paths(new, composed.plan)
     exit_code = _start(run, target, words, changed, composed)
     outcome = judge(run, target)
+    other = other_inputs(run, target)
     write_json(
         target.root / FILE,
         {
@@ -117,12 +118,13 @@ def reproduce(words: Words) -> int:
             "run_id": snapshot.run_id(run),
             "to_step": to_step,
             **outcome.to_dict(),
+            "other_inputs": other,
             "exit_code": exit_code,
             "changed": {change.key: [change.old, change.new] for change in changed},
             "differences": [difference.to_dict() for difference in found],
         },
     )
-    print_outcome(outcome, stream=sys.stdout, where=str(target.root / FILE))
+    print_outcome(outcome, other, stream=sys.stdout, where=str(target.root / FILE))
     if strict and not outcome.identical:
         return exit_code or NotReproduced.exit_code
     return exit_code
@@ -136,6 +138,14 @@ def judge(run: RunDir, target: RunDir) -> Outcome:
         hashes_then=weight_hashes(run),
         hashes_now=weight_hashes(target),
     )
+
+
+def other_inputs(run: RunDir, target: RunDir) -> list[str]:
+    """What the ranks of the two runs did not read alike, by fingerprints over every byte."""
+    then, now = _json(run.inputs), _json(target.inputs)
+    names = {"data": "data", "eval_data": "evaluation data", "tokenizer": "tokenizer",
+             "model": "model"}  # fmt: skip
+    return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
 
 
 def weight_hashes(run: RunDir) -> dict[int, str]:
@@ -166,6 +176,7 @@ def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], com
     if checkout.is_dir():
         recorded = yaml.safe_load(run.config.read_text(encoding="utf-8"))
         keys = {change.key: change.new for change in changed} | {"run_dir": str(target.root)}
+        snapshot.write_identity(target, parent=run)
         if skipped:
             write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
         return run_there(checkout, requested(recorded, keys), said)

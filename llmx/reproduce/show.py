@@ -39,12 +39,20 @@ def print_differences(
     console.print()
 
 
-def print_outcome(outcome: Outcome, *, stream: TextIO, where: str) -> None:
-    """The verdict, and where it is written."""
+def print_outcome(
+    outcome: Outcome, other_inputs: Sequence[str], *, stream: TextIO, where: str
+) -> None:
+    """The verdict, what the ranks read otherwise than then, and where it is written."""
     from rich.text import Text
 
     console = open_console(stream)
     style = "bold green" if outcome.identical else "bold yellow"
     mark = "✓" if outcome.identical else "≠"
     console.print(Text(f"\n{mark} reproduction: {outcome.verdict()}", style=style))
+    if other_inputs:
+        console.print(
+            f"  the ranks read another {' and another '.join(other_inputs)} than then (exact "
+            "fingerprints)",
+            style="bold red",
+        )
     console.print(Text(f"  written to {where}"), soft_wrap=True)
