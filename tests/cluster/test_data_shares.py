@@ -57,7 +57,8 @@ def test_private_disks_share_the_work(
     assert stores[0].meta["hosts"] == 2
     for store in stores:
         store.verify()
-    alone = prepare(_experiment(source, tmp_path / "alone"), load_tokenizer(Experiment()))
+    exp = _experiment(source, tmp_path / "alone")
+    alone = prepare(exp, load_tokenizer(exp))
     assert alone.meta["sha256"] == stores[0].meta["sha256"]
     assert alone.fingerprint == stores[0].fingerprint
     assert alone.meta["rows_read"] == DOCUMENTS
@@ -81,7 +82,7 @@ def _only_store(directory: Path) -> SampleStore:
 
 def _experiment(source: Path, cache: Path) -> Experiment:
     exp = Experiment()
-    exp.task.kind = "pretrain"
+    exp.task.kind, exp.model.tokenizer = "pretrain", "demo"
     values: dict[str, Any] = {"form": "text", "packing": "concat", "seq_len": 128}
     values |= {"name": "text", "path": str(source), "cache_dir": str(cache)}
     for name, value in values.items():

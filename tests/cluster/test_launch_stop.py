@@ -54,8 +54,18 @@ def only(cluster: Cluster, pids: dict[str, int]) -> bool:
     return all(len(host.processes()) == 1 for host in cluster.hosts) and bool(pids)
 
 
-@pytest.mark.parametrize("transport", ["pdsh", "openmpi", "slurm"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+# One handler serves SIGINT and SIGTERM; how ranks are reached differs by transport.
+@pytest.mark.parametrize(
+    ("number", "transport"),
+    [
+        (signal.SIGINT, "pdsh"),
+        (signal.SIGTERM, "openmpi"),
+        (signal.SIGUSR1, "slurm"),
+        (signal.SIGKILL, "pdsh"),
+        (signal.SIGKILL, "openmpi"),
+        (signal.SIGKILL, "slurm"),
+    ],
+)
 def test_nothing_is_left(
     number: signal.Signals,
     transport: str,
@@ -82,6 +92,9 @@ def test_nothing_is_left(
         else:
             assert code == 130, run.output()
             assert run.result()["outcome"] == "interrupted"
+            assert "is saved" in run.result()["cause"]
+        # The ranks save before they leave, also when nobody is left who asked for it.
+        assert list(run.dir.checkpoints.glob("step-*/manifest.json"))
     finally:
         for process in others.values():
             process.kill()
@@ -144,7 +157,12 @@ def test_a_dead_network_ends_the_run_on_the_far_host(
     """The agent there hears nothing any more and ends its ranks by itself."""
     need("pdsh")
     cluster = make_cluster()
-    overrides = ["launch.transport=pdsh", "launch.heartbeat_timeout_s=20", *LONG]
+    overrides = [
+        "launch.transport=pdsh",
+        "launch.heartbeat_timeout_s=15",
+        "launch.max_restarts=0",
+        *LONG,
+    ]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     run.until_step(5)
     cluster["node-b"].cut()

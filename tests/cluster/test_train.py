@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
-from tests.cluster.netns import Cluster
+from llmx.rundir import read_json
+from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
+from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.slurm import start_slurm
 from tests.wandb_file import WandbFile
 
@@ -28,6 +29,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 8
 CURVE = (f"task.steps={STEPS}", "task.log_every_steps=1", "optim.lr=1e-3")
 TIMEOUT_S = 240.0
+SECRET = "hf_thisMustNeverBeWrittenAnywhere0123"
+ODD = "two words $HOME `id` \"quoted\" 'single' 50%n back\\slash;&|"
+"""Must go through pdsh and two shells unchanged."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 @pytest.mark.parametrize(
     ("transport", "zero", "slots"),
     [
-        ("pdsh", "stage1", (1, 1)),
         ("pdsh", "stage2", (2, 1)),
-        ("pdsh", "stage3", (1, 1)),
         ("pdsh", "stage3", (1, 1, 1)),
-        ("openmpi", "stage2", (1, 1)),
-        ("slurm", "stage3", (1, 1)),
+        ("openmpi", "stage2", (1, 2)),
+        ("slurm", "stage3", (2, 2)),
     ],
     ids=lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else value,
 )
@@ -68,13 +70,28 @@ def test_one_training(
     need: Need,
     tmp_path: Path,
 ) -> None:
+    """The ranks are where the plan has them, with the environment they were given, no secret in
+    it; what they train is what one process trains."""
     need(transport)
-    cluster = make_cluster(hosts=len(slots))
+    # Slurm sorts its nodes by name; rank 0 must be on the first host of the plan all the same.
+    cluster = make_cluster(hosts=["node-c", "node-b", "node-a"][-len(slots) :])
     if transport == "slurm":
         start_slurm(cluster)
     how = [f"launch.transport={transport}", f"zero={zero}"]
-    run = start_llmx(cluster, tmp_path, slots=slots, overrides=[*CURVE, *how])
+    secrets = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET, "MY_SECRET": SECRET}
+    odd = {} if transport == "slurm" else {"ODD": ODD}
+    run = start_llmx(
+        cluster, tmp_path, slots=slots, overrides=[*CURVE, *how], env=secrets, rank_env=odd
+    )
+    _check_processes(run, cluster, slots, odd)
     trained = _trained(run)
+    pairs = zip(cluster.hosts, slots, strict=True)
+    expected = [host.name for host, count in pairs for _ in range(count)]
+    statuses = [read_json(run.dir.rank_status(rank)) for rank in range(sum(slots))]
+    assert [status["host"] for status in statuses] == expected
+    assert {status["state"] for status in statuses} == {"finished"}
+    for path in run.dir.root.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
     assert run.records()[0]["world_size"] == sum(slots)
     # AdamW in fp32: near-zero gradients differ in their last bits with the order of a sum.
     assert trained.losses == pytest.approx(alone.losses, abs=2e-4)
@@ -83,26 +100,61 @@ def test_one_training(
     nothing_left(cluster)
 
 
-def test_host_names_that_resolve_to_loopback(
+def _check_processes(
+    run: LlmxRun, cluster: Cluster, slots: tuple[int, ...], wanted: dict[str, str]
+) -> None:
+    """While the ranks start: each host has its share, and nobody can read a secret of them."""
+
+    def all_there() -> bool:
+        assert run.process.poll() is None, run.output()
+        return tuple(len(rank_pids(host)) for host in cluster.hosts) == slots
+
+    wait_until(all_there, timeout_s=TIMEOUT_S, what="every rank is started")
+    for host in cluster.hosts:
+        ranks = rank_pids(host)
+        for pid, argv in host.processes().items():
+            assert SECRET not in " ".join(argv)
+            environ = host.path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            if pid in ranks:
+                assert SECRET not in environ
+                values = environ.split("\0")
+                assert all(f"{name}={value}" in values for name, value in wanted.items())
+
+
+def test_names_that_resolve_to_loopback_and_interfaces_that_differ(
     alone: Trained, make_cluster: Make, need: Need, tmp_path: Path
 ) -> None:
-    """As Debian sets hosts up: gloo would offer 127.0.1.1 to the others, and they would hang."""
+    """As Debian sets hosts up: gloo would offer 127.0.1.1 to the others, and they would hang. And
+    the way to the other host goes through another interface on each, found by the agents."""
     need("pdsh")
     cluster = make_cluster(loopback_names=True)
     for host in cluster.hosts:
         assert host.run(["getent", "ahostsv4", host.name]).stdout.startswith("127.0.1.1 ")
+    for change in (["down"], ["name", "ib7"], ["up"]):
+        device = "lan0" if change[-1] != "up" else "ib7"
+        cluster["node-b"].run(["ip", "link", "set", device, *change])
     overrides = [*CURVE, "launch.transport=pdsh"]
     run = start_llmx(cluster, tmp_path, overrides=overrides, interface=None)
     assert _trained(run).losses == pytest.approx(alone.losses, abs=2e-4)
+    assert "LLMX_INTERFACES=lan0,ib7\n" in run.dir.ds_env.read_text()
+    nothing_left(cluster, timeout_s=5)
 
 
-def test_wandb_offline_holds_the_run(make_cluster: Make, need: Need, tmp_path: Path) -> None:
+def test_wandb_offline_holds_the_run(
+    alone: Trained, make_cluster: Make, need: Need, tmp_path: Path
+) -> None:
     """No way out of the cluster: the run is kept on disk, config and losses and all."""
     need("pdsh")
     cluster = make_cluster()
-    overrides = [*CURVE, "launch.transport=pdsh", "tracking.kinds=[wandb]", "tracking.tags=[lan]"]
-    run = start_llmx(cluster, tmp_path, overrides=overrides, env={"WANDB_API_KEY": ""})
+    how = ["launch.transport=pdsh", "zero=stage1", "tracking.kinds=[wandb]", "tracking.tags=[lan]"]
+    run = start_llmx(
+        cluster, tmp_path, overrides=[*CURVE, *how], env={"WANDB_API_KEY": ""}, interface=None
+    )
     trained = _trained(run)
+    assert trained.losses == pytest.approx(alone.losses, abs=2e-4)
+    _assert_same_model(trained.model, alone.model)
+    # Not configured here, so it was found: the one on the way to the other host.
+    assert "GLOO_SOCKET_IFNAME=lan0\n" in run.dir.ds_env.read_text()
     (path,) = run.dir.root.rglob("run-*.wandb")
     kept = WandbFile(path)
     snapshot = yaml.safe_load(run.dir.config.read_text())

@@ -24,6 +24,7 @@ from llmx.launch.record import only_supervisor, read_attempts, run_id
 from llmx.launch.spec import make_spec
 from llmx.plan.types import Plan
 from llmx.rundir import read_json
+from tests.cluster.netns import wait_until
 from tests.integration.test_launch_local import LocalRun
 
 pytestmark = pytest.mark.deepspeed
@@ -72,7 +73,7 @@ def resume(run: LocalRun, *overrides: str) -> None:
 def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, "task.steps=1200", *SAVING)
     until_committed(run, 2 * EVERY)
-    token = run.token()
+    token, port = run.token(), run.environment()["MASTER_PORT"]
     with pytest.raises(LaunchError, match=f"supervised by process {run.process.pid} on "):
         only_supervisor(run.dir, token).__enter__()
     assert read_json(run.dir.supervisor)["state"] == "running"
@@ -96,6 +97,7 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     assert "1 restart: crash after step" in said
     assert read_json(run.dir.supervisor)["state"] == "finished"
     assert run.left() == []
+    assert list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*")) == []
 
 
 def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
@@ -128,8 +130,7 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     until_committed(run, saved + EVERY)
     run.process.kill()
     run.process.wait()
-    left = signal_free_wait(run)
-    assert left == []
+    wait_until(lambda: not run.left(), timeout_s=40, what="nothing of the run is left")
     # The agents let the ranks save when nobody is left to go on.
     newest = committed(run)
     assert newest > saved
@@ -139,21 +140,7 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     *_, last = read_attempts(run.dir)
     assert (last["outcome"], last["first_step"], last["last_step"]) == ("ok", newest, newest + 45)
     check_metrics(run, newest + 45)
-    assert run.result()["run_token"] == hung_token(run)
-
-
-def signal_free_wait(run: LocalRun) -> list[list[str]]:
-    """Wait until no process of the run is left; the supervisor is dead already."""
-    import time
-
-    deadline = time.monotonic() + 40
-    while (left := run.left()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
-
-
-def hung_token(run: LocalRun) -> str:
-    return str(read_json(run.dir.identity)["run_id"])
+    assert run.result()["run_token"] == read_json(run.dir.identity)["run_id"]
 
 
 def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
