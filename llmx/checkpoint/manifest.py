@@ -69,6 +69,10 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
+    def entry(self, name: str) -> FileEntry:
+        """Of any file of the checkpoint, the manifest itself among them."""
+        return digest_bytes(self.to_text().encode()) if name == MANIFEST else self.files[name]
+
     def to_json(self) -> dict[str, Any]:
         """The content of ``manifest.json``, with its guard."""
         value = {

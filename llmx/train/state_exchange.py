@@ -7,15 +7,15 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_resume_storages.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmx.checkpoint.choose import Verdict, check_file
+from llmx.checkpoint.choose import Verdict
 from llmx.checkpoint.commit import begin, committed_dir, partial_dir, publish
+from llmx.checkpoint.incoming import Incoming
 from llmx.checkpoint.manifest import MANIFEST, CheckpointError, rank_file
 from llmx.train.place import Place, exchange
 
@@ -104,39 +104,29 @@ def _receive(
     directory: Path, name: str, source: int, verdict: Verdict, *, group: Any
 ) -> str | None:
     """Takes everything that is sent, in any case; returns what went wrong."""
+    assert verdict.manifest is not None
     size = torch.zeros(1, dtype=torch.int64)
     torch.distributed.recv(size, source, group=group)
-    left, problem = int(size), None
-    path = directory / name
-    incoming = path.with_name(f".{path.name}.incoming")
+    left, file, problem = int(size), None, None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = incoming.open("wb", buffering=0)
+        file = Incoming(directory, name, verdict.manifest.entry(name))
     except OSError as error:
         problem = str(error)
-        stream = Path(os.devnull).open("wb", buffering=0)  # noqa: SIM115, closed below
-    with stream:
-        while left:
-            block = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8)
-            torch.distributed.recv(block, source, group=group)
-            left -= len(block)
-            try:
-                view = memoryview(block.numpy())
-                while problem is None and len(view):
-                    view = view[stream.write(view) :]
-            except OSError as error:
-                problem = str(error)
+    while left:
+        block = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8)
+        torch.distributed.recv(block, source, group=group)
+        left -= len(block)
         try:
-            if problem is None:
-                os.fsync(stream.fileno())
+            if file is not None and problem is None:
+                file.write(block.numpy())
         except OSError as error:
             problem = str(error)
-    if problem is not None:
-        incoming.unlink(missing_ok=True)
+    if file is None:
         return problem
-    os.replace(incoming, path)
-    assert verdict.manifest is not None
-    if name != MANIFEST:
-        wrong = check_file(directory, name, verdict.manifest.files[name])
-        return str(wrong) if wrong else None
-    return None
+    try:
+        with file:
+            if problem is None:
+                file.finish()
+    except (OSError, CheckpointError) as error:
+        problem = problem or str(error)
+    return problem

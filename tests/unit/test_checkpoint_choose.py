@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmx.checkpoint import choose, commit
+from llmx.checkpoint.incoming import Incoming
 from llmx.checkpoint.keep import best_steps, to_prune
 from llmx.checkpoint.manifest import (
     CheckpointError,
@@ -20,7 +21,6 @@ from llmx.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from llmx.checkpoint.repair import Incoming, finish_repair, repair_dir
 from llmx.checkpoint.storage import leave_mark, marks_seen, remove_mark, storage_leaders
 from tests.checkpoint_saves import (
     choose_steps,
@@ -148,23 +148,24 @@ def bring(storages: list[Path], step: int) -> None:
     found = verdict(storages, step)
     assert found.manifest
     for storage, names in found.lacking.items():
-        directory = repair_dir(storages[storage], step)
-        for name in names:
-            if name == "manifest.json":
-                continue
+        directory = commit.committed_dir(storages[storage], step)
+        if not directory.is_dir():
+            directory = commit.begin(storages[storage], step)
+        for name in sorted(names, key=lambda name: name == "manifest.json"):
             source = storages[found.holder[name]] / f"step-{step:08d}" / name
-            with Incoming(directory, name, found.manifest.files[name]) as file:
+            with Incoming(directory, name, found.manifest.entry(name)) as file:
                 file.write(source.read_bytes()[:10])
                 file.write(source.read_bytes()[10:])
                 file.finish()
-        finish_repair(storages[storage], step, found.manifest)
+        if directory == commit.partial_dir(storages[storage], step):
+            commit.publish(storages[storage], step)
 
 
 def test_what_comes_over_wrong_is_not_put_in_place(hosts: list[Path]) -> None:
     found = verdict(hosts, 2)
     assert found.manifest
     name = "rank-00001.safetensors"
-    directory = repair_dir(hosts[0], 2)
+    directory = commit.committed_dir(hosts[0], 2)
     with Incoming(directory, name, found.manifest.files[name]) as file:
         file.write(b"something else")
         with pytest.raises(CheckpointError, match="came over with 14 bytes"):

@@ -1,13 +1,7 @@
-"""Files of a checkpoint that come from another host: received, checked, put in their place.
+"""One file of a checkpoint that comes from another host: received, checked, put in its place.
 
 Without a shared file system a storage lacks what the others wrote (``Verdict.lacking``). Who
 sends is not known here.
-
-    directory = repair_dir(checkpoints, step)        one rank of the storage
-    with Incoming(directory, name, entry) as file:   for each file but the manifest
-        file.write(chunk) ...
-        file.finish()
-    finish_repair(checkpoints, step, manifest)
 """
 
 from __future__ import annotations
@@ -17,27 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llmx.checkpoint.commit import (
-    begin,
-    committed_dir,
-    partial_dir,
-    publish,
-    replace_file,
-    write_manifest,
-)
 from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree, write_all
-from llmx.checkpoint.manifest import HASH_BYTES, MANIFEST, CheckpointError, FileEntry, Manifest
+from llmx.checkpoint.manifest import HASH_BYTES, CheckpointError, FileEntry
 from llmx.checkpoint.tensors import as_bytes
 
 
-def repair_dir(checkpoints: Path, step: int, *, disk: Disk = DISK) -> Path:
-    """Where files that come in belong: the checkpoint if it is here, else a partial one."""
-    final = committed_dir(checkpoints, step)
-    return final if final.is_dir() else begin(checkpoints, step, disk=disk)
-
-
 class Incoming:
-    """One file on its way in. It has its name only after its hash was found right."""
+    """One file on its way in. It has its name only after its hash was found right.
+
+    Args:
+        directory: the checkpoint, or the partial one that is to become it.
+        name: relative to it.
+    """
 
     def __init__(self, directory: Path, name: str, entry: FileEntry, *, disk: Disk = DISK) -> None:
         self._target = directory / name
@@ -81,14 +66,3 @@ class Incoming:
     ) -> None:
         self._disk.close(self._descriptor)
         remove_tree(self._disk, self._temporary)
-
-
-def finish_repair(checkpoints: Path, step: int, manifest: Manifest, *, disk: Disk = DISK) -> None:
-    """The manifest comes last; then the storage holds the checkpoint like any other."""
-    if not committed_dir(checkpoints, step).is_dir():
-        if partial_dir(checkpoints, step).is_dir():
-            write_manifest(checkpoints, step, manifest, disk=disk)
-            publish(checkpoints, step, disk=disk)
-        return
-    path = committed_dir(checkpoints, step) / MANIFEST
-    replace_file(path, manifest.to_text().encode(), disk=disk)
