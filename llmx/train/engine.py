@@ -5,6 +5,7 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py`
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import socket
@@ -176,6 +177,7 @@ def build_engine(
     )
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
+    load_muon_uncompiled()
     engine, _, _, _ = deepspeed.initialize(
         model=model,
         optimizer=build_optimizer(model, exp.optim, accelerator=plan.accelerator),
@@ -193,6 +195,22 @@ def build_engine(
         stage=ds_config["zero_optimization"]["stage"],
         precision=plan.precision,
     )
+
+
+def load_muon_uncompiled() -> None:
+    """Load DeepSpeed's Muon kernels without compiling them: it loads them to compare types, and
+    ``torch.compile`` would bring in all of inductor, a fifth of the start of a rank. Nothing here
+    uses Muon."""
+    from deepspeed.runtime import compiler
+
+    real = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    except ImportError:
+        return  # a DeepSpeed without them
+    finally:
+        compiler.compile = real
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
