@@ -85,10 +85,9 @@ def save(
             commit.set_pointer(path, commit.LATEST, step, disk=disk)
         except OSError:
             continue
-    known = choose_steps(storages)
     for path, disk in hosts:
         try:
-            commit.prune(path, keep.to_prune(known, last=keep_last), disk=disk)
+            commit.prune(path, keep.to_prune(choose_steps(storages), last=keep_last), disk=disk)
         except OSError:
             continue
     return True

@@ -111,19 +111,30 @@ def write_manifest(checkpoints: Path, step: int, manifest: Manifest, *, disk: Di
         CheckpointError: a file that is here is not in the manifest, or has another size.
     """
     partial = partial_dir(checkpoints, step)
-    directories = [partial]
-    for path in sorted(partial.rglob("*")):
-        if path.is_dir():
-            directories.append(path)
-            continue
+    directories, files = _walk(partial)
+    for path in files:
         name, size = path.relative_to(partial).as_posix(), path.stat().st_size
         entry = manifest.files.get(name)
         if entry is None or entry.bytes != size:
             wanted = "is not in the manifest" if entry is None else f"should have {entry.bytes}"
             raise CheckpointError(f"{path} has {size} bytes and {wanted}. Nothing was committed.")
     write_file(disk, partial / MANIFEST, manifest.to_text().encode())
-    for directory in reversed(directories):
+    for directory in directories:
         disk.sync_directory(directory)
+
+
+def _walk(directory: Path) -> tuple[list[Path], list[Path]]:
+    """All directories, the innermost first, and all files. Unlike a glob it hides no error."""
+    directories, files = [directory], []
+    with os.scandir(directory) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                inner, inside = _walk(directory / entry.name)
+                directories = [*inner, *directories]
+                files += inside
+            else:
+                files.append(directory / entry.name)
+    return directories, files
 
 
 def publish(checkpoints: Path, step: int, *, disk: Disk = DISK) -> Path:
