@@ -333,10 +333,11 @@ class Agent:
         return {"oom_kills": _oom_kills()}
 
     def do_clear(self, message: Message) -> Message:
-        """End what an earlier attempt of the same run left here, at once."""
+        """End what an earlier attempt of the same run left here. Its supervisor may have died a
+        moment ago, and its ranks be saving: they get the time for it."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
-        counts = end_processes(self.table, 0.0)
+        counts = end_processes(self.table, message["grace_s"], ask=signal.SIGUSR1)
         if counts["ended"]:
             _run_all(self.cancel_force)
         return counts

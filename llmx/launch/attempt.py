@@ -7,12 +7,14 @@ or the end) is decided by ``supervisor.py``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from llmx.doctor.diagnose import NOTES
 from llmx.errors import ConfigError, DataError, LlmxError
 from llmx.launch.collect import Collector
 from llmx.launch.console import Console
@@ -57,10 +59,16 @@ class Attempt:
     """Used once. ``spec`` is final (port, interfaces) after ``run``."""
 
     def __init__(
-        self, spec: LaunchSpec, voice: Voice, asked: Asked, *, on_start: Callable[[], None]
+        self,
+        spec: LaunchSpec,
+        voice: Voice,
+        asked: Asked,
+        *,
+        before: Callable[[], None],
+        on_start: Callable[[], None],
     ) -> None:
         self.spec, self.voice, self.asked = spec, voice, asked
-        self.on_start = on_start
+        self.before, self.on_start = before, on_start
         self.started = time.time()
         self.inbox: queue.Queue[tuple[Channel, Message]] = queue.Queue()
         self.channels: list[Channel] = []
@@ -86,6 +94,11 @@ class Attempt:
         except LlmxError as error:
             lost = error.hosts if isinstance(error, Unreachable) else ()
             return not_started(error, lost)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            cause = f"{error.filename or self.spec.run_dir.root}: no space left on the disk"
+            return Verdict("disk_full", cause, NOTES["disk_full"])
         finally:
             self.asked.interruptible = False
             self.voice.console.close()
@@ -122,11 +135,12 @@ class Attempt:
 
     def _prepare(self) -> None:
         spec, voice = self.spec, self.voice
+        self.before()
         check(spec.exp, spec.plan)
         check_programs(spec.exp, spec.plan)
         self.channels = start_agents(spec, self.inbox)
         greet(spec, self.channels)
-        clear(self.channels, voice.say)
+        clear(spec, self.channels, voice.say)
         for warning in survey(spec, self.channels):
             voice.warn(warning)
         self.spec = spec = settle(spec, self.channels)

@@ -144,11 +144,13 @@ class Collector:
         # Hashing must not take a core from the ranks.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+        told = ""
         while not self._stop.wait(PULL_EVERY_S):
             try:
                 self._pull_all(limit=True)
             except (AgentError, LaunchError, OSError) as error:
-                if not self._stop.is_set():
+                if not self._stop.is_set() and str(error) != told:
+                    told = str(error)
                     self.log(f"checkpoints: not collected this time: {error}")
 
     def _pull_all(self, *, limit: bool) -> None:

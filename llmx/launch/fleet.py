@@ -64,6 +64,7 @@ class Channel:
     lost_at: float | None = None
     last_heard: float = 0.0
     _process: subprocess.Popen[bytes] | None = None
+    _reader: threading.Thread | None = None
     _replies: dict[int, queue.Queue[Message]] = field(default_factory=dict)
     _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
     _round_trip_s: float = float("inf")
@@ -83,7 +84,8 @@ class Channel:
         self.last_heard = time.monotonic()
         if self.source:
             self._write(f"{len(self.source)}\n".encode() + self.source)
-        threading.Thread(target=self._read, name=f"agent-{self.name}", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=f"agent-{self.name}", daemon=True)
+        self._reader.start()
 
     def renewed(self) -> Channel:
         """Another agent for the same host, not started yet."""
@@ -146,6 +148,10 @@ class Channel:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._reader is not None:
+            self._reader.join(timeout=1)
+            if not self._reader.is_alive() and self._process.stdout is not None:
+                self._process.stdout.close()
 
     def _write(self, data: bytes) -> None:
         assert self._process is not None

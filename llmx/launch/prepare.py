@@ -103,12 +103,13 @@ def greet(spec: LaunchSpec, channels: list[Channel]) -> None:
         raise LaunchError("\n".join(problems))
 
 
-def clear(channels: list[Channel], say: Callable[[str], None]) -> None:
+def clear(spec: LaunchSpec, channels: list[Channel], say: Callable[[str], None]) -> None:
     """End what an earlier attempt of the same run left on any host."""
-    pending = [(channel, channel.post("clear")) for channel in channels]
+    grace_s = spec.exp.launch.stop_grace_s
+    pending = [(channel, channel.post("clear", grace_s=grace_s)) for channel in channels]
     for channel, replies in pending:
         try:
-            counts = channel.wait(replies, timeout_s=30)
+            counts = channel.wait(replies, timeout_s=grace_s + 30)
         except AgentError as error:
             raise LaunchError(
                 f"{channel.name}: not known whether an earlier attempt still runs there: {error}"

@@ -105,8 +105,7 @@ class Supervisor:
             self.number += 1
             started = time.time()
             step = first if self.saved_step is None else None
-            write_resume(self.run_dir, step=step, skip_steps=skip_steps, attempt=self.number)
-            verdict, ended = self._one_attempt()
+            verdict, ended = self._one_attempt(step, skip_steps)
             decision = decide(self.history, self.launch, self.exp.task)
             if self.asked.count and decision.action == "restart":
                 decision = Decision("stop", f"{self.asked.by} came while it ended")
@@ -125,7 +124,8 @@ class Supervisor:
             if gave_up is not None:
                 return gave_up
 
-    def _one_attempt(self) -> tuple[Verdict, Ended]:
+    def _one_attempt(self, step: int | None, skip_steps: list[int]) -> tuple[Verdict, Ended]:
+        """``step``: where it begins, None for the newest checkpoint."""
         number = self.number
         voice = Voice(
             console=self.console,
@@ -135,7 +135,13 @@ class Supervisor:
             alive=self.journal.alive,
             state=lambda state: self.journal.state(state, attempt=number),
         )
-        self.attempt = Attempt(self.hosts.spec, voice, self.asked, on_start=self._on_start)
+
+        def before() -> None:
+            write_resume(self.run_dir, step=step, skip_steps=skip_steps, attempt=number)
+
+        self.attempt = Attempt(
+            self.hosts.spec, voice, self.asked, before=before, on_start=self._on_start
+        )
         verdict = self.attempt.run()
         ended = self.attempt.ended(verdict)
         self.saved_step = ended.saved_step or self.saved_step

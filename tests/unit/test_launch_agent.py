@@ -138,11 +138,15 @@ def test_leftovers_of_an_earlier_attempt_are_cleared(rig: Rig) -> None:
     rig.greet()
     left = [rig.process(), rig.process(STUBBORN, env={"RANK": "0"})]
     other = rig.process(own=False)
-    counts = rig.channel.ask("clear", timeout_s=20)
+    assert left[1].stdout is not None
+    assert left[1].stdout.readline()
+    counts = rig.channel.ask("clear", grace_s=0.5, timeout_s=20)
     assert (counts["ended"], counts["left"]) == (2, 0)
-    assert [process.wait(timeout=5) for process in left] == [-signal.SIGKILL] * 2
+    assert [process.wait(timeout=5) for process in left] == [-signal.SIGTERM, -signal.SIGKILL]
     assert other.poll() is None
-    assert rig.channel.ask("clear", timeout_s=20)["ended"] == 0  # and it goes on after that
+    assert (
+        rig.channel.ask("clear", grace_s=5, timeout_s=20)["ended"] == 0
+    )  # and it goes on after that
 
 
 def test_a_rewritten_file_is_sent_whole(rig: Rig) -> None:
