@@ -58,6 +58,10 @@ SAME_RANKS: list[dict[str, Any]] = [
     {"name": "sgd", "stage": 2, "optim": "sgd"},
     {"name": "before-the-first-step", "stage": 3, "precision": "bf16", "save_at": 0},
     {"name": "before-any-step-0", "stage": 0, "precision": "bf16", "save_at": 0},
+    *(
+        {"name": f"frozen-{stage}", "stage": stage, "precision": "bf16", "freeze": "layers.0"}
+        for stage in (0, 2, 3)
+    ),
     {
         "name": "round-robin",
         "stage": 2,
@@ -81,6 +85,14 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         {"name": "three-d", "load": "fp32-1", "stage": 2, "until": 7, "zero": CPU},
         {"name": "three-e", "load": "one-d", "stage": 2, "precision": "bf16", "until": 7},
         {"name": "three-f", "load": "tied", "stage": 3, "until": 7, "tied": True},
+        {
+            "name": "three-g",
+            "load": "frozen-0",
+            "stage": 3,
+            "precision": "bf16",
+            "until": 7,
+            "freeze": "layers.0",
+        },
     ],
 }
 MICRO = {1: [1], 2: [2, 2], 3: [2, 1, 1]}
@@ -132,7 +144,7 @@ def test_other_ranks_and_stages_go_on_alike(out: Path, world: int, name: str, or
     uninterrupted = results(out, origin, world=2)[0]["losses"]
     first = found[0]["first"]
     expected = uninterrupted[first : first + len(found[0]["losses"])]
-    tolerance = 5e-4 if origin.startswith("bf16") else 2e-6
+    tolerance = 5e-4 if origin.startswith(("bf16", "frozen")) else 2e-6
     assert found[0]["losses"] == pytest.approx(expected, rel=tolerance)
 
 

@@ -15,11 +15,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+import llmx.train.engine as engine_module
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.tensors import Fragment, write_tensors
 from llmx.config import Experiment
@@ -29,8 +32,10 @@ from llmx.train.batches import Layout, make_step
 from llmx.train.engine import Engine, build_engine, join_process_group
 from llmx.train.engine_state import capture, restore, state_values, weights_hash
 from llmx.train.loop import train_step
+from llmx.train.model import build_model
 from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at
+from llmx.train.state_layout import state_layout
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
 
@@ -78,12 +83,26 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
     return exp, with_batch(make_plan(exp), tuple(job["micro_batches"]), job["accumulation"])
 
 
-def build(exp: Experiment, plan: Plan) -> Engine:
+def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: int) -> Engine:
+    """``job["freeze"]``: parameters with that in their name are not trained, and there is a buffer
+    that counts; llmx itself trains all that a model has, and Llama has no buffer to save."""
     from deepspeed.utils import groups
 
     # DeepSpeed keeps hpZ's group for the process; a second engine would refuse to make its own.
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    return build_engine(exp, plan, ds_config(exp, plan), tokenizer=word_tokenizer())
+    exp = replace(exp, seed=first_weights)
+
+    def frozen(*args: Any, **kwargs: Any) -> Any:
+        model = build_model(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(job["freeze"] not in name)
+        model.register_buffer("seen", torch.arange(3) + first_weights)
+        return model
+
+    with mock.patch.object(
+        engine_module, "build_model", frozen if "freeze" in job else build_model
+    ):
+        return build_engine(exp, plan, ds_config(exp, plan), tokenizer=word_tokenizer())
 
 
 def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: range) -> list[float]:
@@ -134,21 +153,19 @@ def load(engine: Engine, directory: Path) -> tuple[dict[str, Any], list[str]]:
         for key, value in state.items()
         if key in ("optimizer", "engine", "parameters", "loss_scaler")
         and value != state_values(engine)[key]
-        # A new accumulation counts other micro steps, another wrapper has the same updates.
     ]
     return state, wrong
 
 
 def bytes_held(engine: Engine) -> int:
-    """Of master values and optimizer states on this rank, which may be all of them."""
-    alone = sum(
-        each.tensor.nbytes for each in capture(engine, world=torch.distributed.get_world_size())
+    """Of all that this rank holds of the state, its own part or the whole."""
+    layout = state_layout(engine.engine)
+    fixed = sum(part.values.nbytes for part in (*layout.frozen, *layout.buffers))
+    return fixed + sum(
+        piece.of(values).nbytes
+        for piece in layout.trained
+        for values in piece.owner.values().values()
     )
-    if engine.stage > 0:
-        return alone
-    total = torch.tensor(alone)
-    torch.distributed.all_reduce(total)
-    return int(total)
 
 
 def copies(engine: Engine) -> dict[Key, torch.Tensor]:
@@ -171,7 +188,7 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
     """An uninterrupted run, and a new engine from its files."""
     exp, plan = job_experiment(job, out)
     at, directory = job["save_at"], out / job["name"]
-    engine = build(exp, plan)
+    engine = build(job, exp, plan, first_weights=exp.seed)
     losses = train(engine, exp, plan, store, steps=range(at))
     save(engine, directory, step=at)
     saved = copies(engine)
@@ -179,9 +196,8 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
     final, final_hash = copies(engine), weights_hash(engine)
     engine.engine.destroy()
 
-    exp.seed += 1  # other first weights: what is not restored shows
-    other = build(exp, plan)
-    exp.seed -= 1
+    # Other first weights: what is not restored shows.
+    other = build(job, exp, plan, first_weights=exp.seed + 1)
     wrong: dict[str, Any] = {}
     _, wrong["restored"] = load(other, directory)
     wrong["restored"] += differing(saved, copies(other))
@@ -201,9 +217,7 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
 def go_on(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
     """Go on from another job's files, and leave one's own."""
     exp, plan = job_experiment(job, out)
-    exp.seed += 1
-    engine = build(exp, plan)
-    exp.seed -= 1
+    engine = build(job, exp, plan, first_weights=exp.seed + 1)
     state, wrong = load(engine, out / job["load"])
     losses = train(engine, exp, plan, store, steps=range(state["step"], job["until"]))
     save(engine, out / job["name"], step=job["until"])
