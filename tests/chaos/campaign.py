@@ -24,12 +24,15 @@ from tests.chaos.checks import (
     nothing_left,
 )
 from tests.chaos.faults import KINDS, Kind, draw
-from tests.chaos.site import GaveUp, Site, json_lines
+from tests.chaos.site import PATIENCE_S, GaveUp, Site, json_lines
 
-EVERY = 20
+EVERY = 10
 """Steps between two checkpoints."""
-STRIDE = 120
+STRIDE = 60
 """Steps of the run for each fault: enough for a few checkpoints between two of them."""
+
+SLOWEST_STEP_S = 0.3
+"""On a machine that is busy with other things."""
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Strike:
     """The newest logged step when it struck."""
     resumed_at: int | None = None
     """Where the run went on from; None where it did not have to restart."""
+    restarts: int = 0
+    """How often the ranks were started again for it."""
     repeated: int = 0
     """Steps that had to be trained again."""
     took_s: float = 0.0
@@ -151,17 +156,20 @@ def _strike(
     at = number * STRIDE + chance.randrange(STRIDE // 3)
     site.until_step(max(at, site.step))
     begun, restarts, strike.step = time.monotonic(), len(site.resumed), site.step
-    saved = site.newest()
     try:
         strike.what = kind.strike(site, chance)
-        site.until(
-            lambda: (
-                site.newest() > max(saved, site.resumed[-1] if site.resumed else 0)
-                and site.step > strike.step
-            ),
-            what=f"the next checkpoint after {kind.words} ({strike.what})",
-        )
+        site.look()
+        saved = max(site.newest(), *site.resumed[restarts:], 0)
+
+        def goes_on() -> bool:
+            if kind.restarts and len(site.resumed) == restarts:
+                return False
+            running = site.supervisor().get("state") == "running"
+            return running and site.step > strike.step and site.newest() > saved
+
+        site.until(goes_on, what=f"the next checkpoint after {kind.words} ({strike.what})")
         if len(site.resumed) > restarts:
+            strike.restarts = len(site.resumed) - restarts
             strike.resumed_at = min(site.resumed[restarts:])
             strike.repeated = sum(site.repeated[restarts:])
         _check(site, kind, strike)
@@ -172,6 +180,7 @@ def _strike(
     strike.survived = True
     strike.took_s = time.monotonic() - begun
     again = "" if strike.resumed_at is None else f", again from {strike.resumed_at}"
+    again += f" ({strike.restarts} restarts)" if strike.restarts > 1 else ""
     say(
         f"{number:>3}/{report.faults} {kind.name:<10} at step {strike.step}: {strike.what}"
         f"{again}, {strike.repeated} repeated, {strike.took_s:.1f} s"
@@ -192,7 +201,8 @@ def _check(site: Site, kind: Kind, strike: Strike) -> None:
 
 def _until_the_end(site: Site) -> Trained:
     """Wait for a good end; what was trained."""
-    site.until(site.is_over, what="the end of the run", may_end=True)
+    timeout_s = PATIENCE_S + (site.steps - site.step) * SLOWEST_STEP_S
+    site.until(site.is_over, what="the end of the run", may_end=True, timeout_s=timeout_s)
     assert site.process is not None
     result = site.result()
     if site.process.returncode != 0 or result["outcome"] != "ok":

@@ -27,6 +27,8 @@ class Kind:
     strike: Callable[[Site, random.Random], str]
     most_lost: int
     """Save intervals of work that may have to be repeated, at most, the one in flight included."""
+    restarts: bool = True
+    """Whether the ranks must be started again; else they may go on as if nothing had been."""
 
 
 def rank_killed(site: Site, chance: random.Random) -> str:
@@ -48,9 +50,7 @@ def _kill_rank(site: Site, host: Host) -> str:
 def launcher_killed(site: Site, chance: random.Random) -> str:
     """DeepSpeed's launcher is killed, which leaves its rank without a parent."""
     host = chance.choice(site.cluster.hosts)
-    pids = [
-        pid for pid, argv in site.processes(host).items() if "deepspeed.launcher.launch" in argv
-    ]
+    pids = site.launchers(host)
     for pid in pids:
         site.signal(host, pid, signal.SIGKILL)
     if not pids:
@@ -194,8 +194,8 @@ KINDS = (
     Kind("replaced", "a host lost with its disk", 2, far_host_replaced, 3),
     Kind("control", "power loss of the supervisor's host, `resume`", 2, near_host_killed, 2),
     Kind("link", "network link cut", 3, link_cut, 2),
-    Kind("drop", "network drop-out of 0.2 to 1.5 s", 2, link_dropped, 2),
-    Kind("disk", "disk full", 3, disk_full, 3),
+    Kind("drop", "network drop-out of 0.2 to 1.5 s", 2, link_dropped, 2, restarts=False),
+    Kind("disk", "disk full", 3, disk_full, 3, restarts=False),
     Kind("damage", "newest checkpoint damaged, SIGKILL of a rank", 4, checkpoint_damaged, 3),
 )
 
