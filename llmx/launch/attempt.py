@@ -215,7 +215,11 @@ class Attempt:
             collector.stop()
         asked = self.asked
         ending = Ending(
-            self.spec, asked=lambda: asked.count, log=self.voice.log, warn=self.voice.warn
+            self.spec,
+            lost=set(self.watch.evidence.lost_hosts) if self.watch else set(),
+            asked=lambda: asked.count,
+            log=self.voice.log,
+            warn=self.voice.warn,
         )
         channels, self.channels = self.channels, []
         launched = self.runner is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from llmx.errors import LlmxError
 from llmx.launch import sync
@@ -22,11 +22,14 @@ class Ending:
         self,
         spec: LaunchSpec,
         *,
+        lost: Collection[str],
         asked: Callable[[], int],
         log: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
         self.spec, self.asked, self.log, self.warn = spec, asked, log, warn
+        self.lost = lost
+        """Hosts that are not heard of any more: their own agents end the run there."""
 
     def end(
         self, channels: list[Channel], *, grace_s: float, launched: bool, save: bool = False
@@ -37,6 +40,11 @@ class Ending:
 
         Returns the channels, a new one in the place of each that was lost and found again.
         """
+        for channel in channels:
+            if channel.name in self.lost:
+                channel.post("stop", grace_s=0)  # in case it hears us after all
+                channel.lost_at = channel.lost_at or time.time()
+                self.log(f"{channel.name}: lost; its own agent ends the run there")
         if launched:
             channels = [self._reached(channel) for channel in channels]
         alive = [channel for channel in channels if channel.lost_at is None]
@@ -85,7 +93,7 @@ class Ending:
 
     def _reached(self, channel: Channel) -> Channel:
         """The channel; where its agent was lost, a new one, if the host answers at all."""
-        if channel.lost_at is None:
+        if channel.lost_at is None or channel.name in self.lost:
             return channel
         again = channel.renewed()
         again.start(agent_env())
