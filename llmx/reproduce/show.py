@@ -51,7 +51,7 @@ def print_outcome(
     console.print(Text(f"\n{mark} reproduction: {outcome.verdict()}", style=style))
     if other_inputs:
         console.print(
-            f"  the ranks read another {' and another '.join(other_inputs)} than then (exact "
+            f"  the ranks did not read the same {', '.join(other_inputs)} as then (exact "
             "fingerprints)",
             style="bold red",
         )

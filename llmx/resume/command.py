@@ -11,7 +11,7 @@ from llmx import snapshot
 from llmx.compose import check_paths
 from llmx.errors import ConfigError
 from llmx.provenance import record
-from llmx.provenance.differences import HARMLESS, differences
+from llmx.provenance.differences import BREAKS, HARMLESS, MEANING, Difference, differences
 from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
 from llmx.resume.history import keep_former, set_aside
@@ -61,6 +61,8 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
     now = record(new.experiment, new.plan, list(typed))
     then = _read(run)
     refuse_other_content(goes_on.changes, then, now)
+    if origin:
+        refuse_other_data(differences(then, now) if then else [])
     _say(run, goes_on, stands, origin=origin, step=step, then=then, now=now)
     if goes_on.dry_run:
         print("  nothing was changed or started (dry_run=true)")
@@ -77,6 +79,16 @@ def refuse_alive(run: RunDir) -> None:
     if run.supervisor_lock.exists():
         with only_supervisor(run, snapshot.run_id(run) or "-"):
             pass
+
+
+def refuse_other_data(found: Sequence[Difference]) -> None:
+    """ConfigError where the samples of a step would no longer be what they were."""
+    other = [row for row in found if row.what in ("data", "tokenizer") and row.severity == BREAKS]
+    if other:
+        lines = [f"{row.what}: {row.then} then, {row.now} now; {row.advice}." for row in other]
+        raise ConfigError(
+            "the run was trained on other data, so it cannot go on:\n  " + "\n  ".join(lines)
+        )
 
 
 def nothing_left(run: RunDir, goes_on: Next, stands: Standing, step: int | None) -> bool:
@@ -162,15 +174,9 @@ def _say(
         if difference.severity != HARMLESS:
             print(
                 f"  differs   {difference.what}: {difference.then} then, {difference.now} now"
-                f" ({_meaning(difference.severity)})"
+                f" ({MEANING[difference.severity]})"
             )
     sys.stdout.flush()
-
-
-def _meaning(severity: str) -> str:
-    from llmx.provenance.differences import MEANING
-
-    return MEANING[severity]
 
 
 def _rewrite(

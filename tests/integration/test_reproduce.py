@@ -1,0 +1,166 @@
+"""A run is repeated bit for bit, and what keeps it from that is named: through the command.
+
+In a clone of the repository, so that code can be edited and the code of then checked out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmx import snapshot
+from llmx.reproduce.command import judge
+from llmx.rundir import RunDir, read_json
+from tests.command_runs import SMALL
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.deepspeed
+
+RUN = (
+    *SMALL, "hardware=cpu2", "precision=fp32", "task.steps=12", "task.log_every_steps=2",
+    "checkpoint.every_steps=4", "checkpoint.keep.last=9",
+)  # fmt: skip
+
+
+class Clone:
+    """A clone of this repository, and ``python -m llmx`` with its code."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.work = root / "clone", root
+        subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(self.root)], check=True)
+
+    def llmx(self, *words: str) -> tuple[int, str]:
+        """Exit code and all that was said."""
+        paths = f"{self.root}:{self.root / 'launchers'}"
+        done = subprocess.run(
+            [sys.executable, "-m", "llmx", *words],
+            cwd=self.work, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        path = self.root / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Clone:
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("not a git checkout: there is no code of then to check out")
+    return Clone(tmp_path_factory.mktemp("reproduce"))
+
+
+@pytest.fixture(scope="module")
+def run(clone: Clone) -> RunDir:
+    """12 steps, with a new file that git does not know and that the training needs."""
+    (clone.root / "llmx" / "train" / "extra.py").write_text("FACTOR = 1.0\n")
+    clone.edit(
+        "llmx/train/schedule.py",
+        "return optim.lr * (step + 1) / warmup",
+        "from llmx.train.extra import FACTOR\n\n"
+        "        return FACTOR * optim.lr * (step + 1) / warmup",
+    )
+    code, said = clone.llmx(*RUN, f"data.cache_dir={clone.work}/cache", f"run_dir={clone.work}/a")
+    assert code == 0, said
+    return RunDir(clone.work / "a")
+
+
+def test_what_was_recorded(clone: Clone, run: RunDir) -> None:
+    made = read_json(run.provenance)
+    assert "from llmx.train.extra import FACTOR" in made["git"]["diff"]
+    assert made["git"]["untracked"]["llmx/train/extra.py"] == "FACTOR = 1.0\n"
+    assert made["fingerprints"]["data"]["exact"]
+    assert len(read_json(run.inputs)["data"]) == 64
+
+
+def test_other_code_is_named_and_the_first_step_that_differs(clone: Clone, run: RunDir) -> None:
+    clone.edit("llmx/train/extra.py", "1.0", "1.0 + 1e-6")
+    code, said = clone.llmx("reproduce", str(run.root), "strict=true")
+    assert code == 1, said
+    assert "code that trains" in said
+    assert "train/extra.py" in said
+    assert "strict=true: 1 thing above may change the numbers" in said
+    assert not list(clone.work.glob("a_reproduced*"))
+
+    target = RunDir(clone.work / "other")
+    code, said = clone.llmx("reproduce", str(run.root), "to_step=4", f"run_dir={target.root}")
+    assert code == 0, said
+    made = read_json(target.root / "reproduction.json")
+    assert not made["identical"]
+    assert (made["first_difference"]["step"], made["first_difference"]["name"]) == (1, "lr")
+    assert made["first_difference"]["relative"] == pytest.approx(1e-6, rel=1e-3)
+    assert made["weights"] == "differ"
+    assert (made["last_step"], made["other_inputs"]) == (4, [])
+    assert "differs first at step 1: lr" in said
+    assert [row["severity"] for row in made["differences"]] == ["may change"]
+
+
+def test_the_code_of_then_gives_the_same_bits(clone: Clone, run: RunDir) -> None:
+    target = RunDir(clone.work / "same")
+    code, said = clone.llmx(
+        "reproduce", str(run.root), "to_step=8", "strict=true", "checkout=true",
+        f"run_dir={target.root}", "launch.max_restarts=0",
+    )  # fmt: skip
+    assert code == 0, said
+    assert "nothing differs from the recorded code" in said
+    assert "bitwise identical for all 8 steps" in said
+    made = read_json(target.root / "reproduction.json")
+    assert made["identical"]
+    assert (made["last_step"], made["lines"], made["weights"]) == (8, 6, "equal")
+    exp = snapshot.load(target)
+    assert (exp.task.stop_at_step, exp.task.steps, exp.launch.max_restarts) == (8, 12, 0)
+    assert read_json(target.identity)["parent"] == snapshot.run_id(run)
+    assert (target.root / "code" / "llmx" / "train" / "extra.py").read_text() == "FACTOR = 1.0\n"
+    # What was there stays as it was.
+    assert "1e-6" in (clone.root / "llmx" / "train" / "extra.py").read_text()
+
+
+def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(clone: Clone, run: RunDir) -> None:
+    clone.edit("llmx/train/extra.py", "1.0 + 1e-6", "1.0")
+    code, said = clone.llmx("resume", str(run.root))
+    assert code == 0, said
+    assert "nothing to resume" in said
+    code, said = clone.llmx(
+        "resume", str(run.root), "step=8", "task.steps=16", "task.log_every_steps=4",
+        "zero=stage3", "tracking=csv",
+    )  # fmt: skip
+    assert code == 0, said
+    assert "task.steps            12 -> 16  (trains differently from here on)" in said
+    assert "zero.stage            2 -> 3  (equal within rounding)" in said
+    assert "from      the checkpoint of step 8; 4 steps are trained again" in said
+    kept = run.root / "history" / "001"
+    change = read_json(kept / "changes.json")
+    assert change["changes"]["task.steps"] == [12, 16]
+    assert change["step"] == 8
+    assert (kept / "checkpoints" / "step-00000012" / "manifest.json").is_file()
+    assert snapshot.load(RunDir(kept)).task.steps == 12
+    exp = snapshot.load(run)
+    assert (exp.task.steps, exp.zero.stage) == (16, 3)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    assert steps == [1, 2, 4, 6, 8, 12, 16]
+    assert lines[-1]["step"] == 16
+    # Up to the step it went on from, it is still the run it was.
+    former = RunDir(clone.work / "same")
+    assert judge(former, run).identical
+    code, said = clone.llmx("reproduce", str(run.root), "strict=true")
+    assert code == 1, said
+    assert "resumed at step 8 with other values" in said
+
+
+def test_compare_tells_the_two_apart(clone: Clone, run: RunDir) -> None:
+    code, said = clone.llmx("compare", str(run.root), str(clone.work / "other"))
+    assert code == 0, said
+    assert "task.stop_at_step" in said
+    assert "zero.stage" in said
+    assert "They differ from the start" in said
+    assert (clone.work / "other" / "compare_a.png").read_bytes().startswith(b"\x89PNG")
