@@ -24,7 +24,7 @@ BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
 """Rows, and bytes of text, that are tokenized at once."""
 FAST_FROM_BYTES = 2 << 20
-"""Bytes of text from which a faster encoder is worth its proof."""
+"""With less text, a faster encoder is not worth its proof."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,22 @@ class RowEncoder:
     """Encodes the rows of one source; which encoder is decided once, on the first texts."""
 
     def __init__(
-        self, source: Source, renderer: Renderer, *, workers: int, refused: Rejects | None = None
+        self,
+        source: Source,
+        renderer: Renderer,
+        *,
+        workers: int,
+        refused: Rejects | None = None,
+        fast_from_bytes: int = FAST_FROM_BYTES,
     ) -> None:
+        """``fast_from_bytes``: of text at the beginning, from which a faster encoder is worth
+        its proof."""
         self.refused = refused or Rejects()
         """Rows that the template refused (``data.on_bad_row=skip``)."""
         self._source = source
         self._renderer = renderer
         self._workers = workers
+        self._fast_from_bytes = fast_from_bytes
         self._documents: DocumentEncoder | None = None
 
     @property
@@ -75,7 +84,7 @@ class RowEncoder:
             documents = DocumentEncoder(
                 renderer.tokenizer, begin=renderer.begin, workers=self._workers
             )
-            batches = _chosen(documents, batches)
+            batches = _chosen(documents, batches, self._fast_from_bytes)
             self._documents = documents
         for batch, block in self._documents.blocks(batches, begins=begins):
             yield Encoded(batch.rows, block, batch.read, 0, batch.size)
@@ -145,11 +154,13 @@ def _holds_documents(batch: Batch) -> bool:
     return _is_text(batch.rows)
 
 
-def _chosen(encoder: DocumentEncoder, batches: Iterator[Batch]) -> Iterator[Batch]:
+def _chosen(
+    encoder: DocumentEncoder, batches: Iterator[Batch], fast_from_bytes: int
+) -> Iterator[Batch]:
     """The same batches, after the encoder was chosen on the first of them. A little text is
     sooner tokenized than a faster way is proven."""
     head: list[Batch] = []
-    while sum(batch.size for batch in head) < FAST_FROM_BYTES:
+    while sum(batch.size for batch in head) < fast_from_bytes:
         batch = next(batches, None)
         if batch is None:
             return iter(head)

@@ -21,8 +21,10 @@ from llmx.data.read import can_be_stretched
 from llmx.data.rows import Stretch
 from llmx.data.source import Source
 
-UNIT_BYTES = 32 << 20
-"""Bytes of a unit, about; a file that cannot be divided may be more."""
+LEAST_BYTES, MOST_BYTES = 1 << 20, 128 << 20
+"""Bytes of a unit, at least and at most; a file that cannot be divided may be more."""
+UNITS = 256
+"""Units of a source that is neither small nor huge."""
 UNITS_A_HOST = 4
 """With fewer, some hosts would wait long for others."""
 BY_FILES, BY_ROWS = "files", "rows"
@@ -54,11 +56,12 @@ class _Stretch:
 def units_of(source: Source, *, hosts: int, whole_documents: bool) -> tuple[str, Iterator[Unit]]:
     """(``BY_FILES`` or ``BY_ROWS``, the units in order). ``whole_documents``: no unit begins
     with the rest of a document."""
+    size = min(max(source.source_bytes // UNITS, LEAST_BYTES), MOST_BYTES)
     if source.divisible:
-        units = list(_by_files(source))
+        units = list(_by_files(source, size))
         if len(units) >= UNITS_A_HOST * hosts:
             return BY_FILES, iter(units)
-    return BY_ROWS, _by_rows(source, whole_documents=whole_documents)
+    return BY_ROWS, _by_rows(source, size, whole_documents=whole_documents)
 
 
 class Owners:
@@ -78,13 +81,13 @@ class Owners:
         return host
 
 
-def _by_files(source: Source) -> Iterator[Unit]:
+def _by_files(source: Source, unit_bytes: int) -> Iterator[Unit]:
     number = size = 0
     found: list[_Stretch] = []
-    for piece in _stretches(source):
+    for piece in _stretches(source, unit_bytes):
         found.append(piece)
         size += piece.size
-        if size >= UNIT_BYTES:
+        if size >= unit_bytes:
             yield _unit_of(source, number, size, found)
             number, size, found = number + 1, 0, []
     if found:
@@ -102,14 +105,14 @@ def _rows_of(source: Source, pieces: list[_Stretch]) -> Iterator[Row | None]:
     )
 
 
-def _stretches(source: Source) -> Iterator[_Stretch]:
+def _stretches(source: Source, unit_bytes: int) -> Iterator[_Stretch]:
     for part in source.parts:
         for copy in range(source.copies(part)):
             for file in part.files:
                 size = file.stat().st_size
-                long = size > 2 * UNIT_BYTES
+                long = size > 2 * unit_bytes
                 if long and can_be_stretched(file, text_unit=part.text_unit):
-                    for stretch in _cut(file, size):
+                    for stretch in _cut(file, size, unit_bytes):
                         yield _Stretch(
                             part, copy, file, stretch, (stretch.stop or size) - stretch.start
                         )
@@ -117,14 +120,14 @@ def _stretches(source: Source) -> Iterator[_Stretch]:
                     yield _Stretch(part, copy, file, WHOLE_FILE, size)
 
 
-def _cut(file: Path, size: int) -> Iterator[Stretch]:
-    """A file in stretches of whole lines of about ``UNIT_BYTES``."""
+def _cut(file: Path, size: int, unit_bytes: int) -> Iterator[Stretch]:
+    """A file in stretches of whole lines of about ``unit_bytes``."""
     start, first_line = 0, 1
     with file.open("rb") as stream:
         while start < size:
             lines, stop = 0, start
-            while stop < min(start + UNIT_BYTES, size):
-                block = stream.read(min(1 << 20, start + UNIT_BYTES - stop))
+            while stop < min(start + unit_bytes, size):
+                block = stream.read(min(1 << 20, start + unit_bytes - stop))
                 if not block:
                     break
                 lines += block.count(b"\n")
@@ -138,7 +141,7 @@ def _cut(file: Path, size: int) -> Iterator[Stretch]:
             start, first_line = stop, first_line + lines
 
 
-def _by_rows(source: Source, *, whole_documents: bool) -> Iterator[Unit]:
+def _by_rows(source: Source, unit_bytes: int, *, whole_documents: bool) -> Iterator[Unit]:
     number = size = 0
     begins = True
     rows: list[Row | None] = []
@@ -146,7 +149,7 @@ def _by_rows(source: Source, *, whole_documents: bool) -> Iterator[Unit]:
         rows.append(row)
         size += 0 if row is None else text_bytes(row)
         ends = not isinstance(row, Document) or row.last
-        if (size >= UNIT_BYTES or len(rows) >= UNIT_BYTES // 64) and (ends or not whole_documents):
+        if (size >= unit_bytes or len(rows) >= unit_bytes // 64) and (ends or not whole_documents):
             yield Unit(number, size, begins, partial(iter, rows))
             number, size, rows, begins = number + 1, 0, [], ends
     # What was rejected behind the last row belongs to a unit as well.

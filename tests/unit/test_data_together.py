@@ -34,7 +34,7 @@ PLACES = [0, 1, 1, 2]
 
 
 def small_units() -> None:
-    units.UNIT_BYTES = 700
+    units.LEAST_BYTES = 700
 
 
 def tokenizer() -> Any:
@@ -190,7 +190,7 @@ def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
 
 
 def test_units_are_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 700)
+    monkeypatch.setattr(units, "LEAST_BYTES", 700)
     exp = one_large_file(tmp_path / "source")
     source = Source.of(exp, "train")
     kind, found = units.units_of(source, hosts=2, whole_documents=False)
