@@ -155,9 +155,8 @@ class Attempt:
         argv = transport_of(spec.plan.transport).argv(spec)
         env = runner_env(spec)
         hosts = ", ".join(f"{host.name} ({host.slots})" for host in spec.plan.hosts)
-        self.voice.say(
-            f"launching {spec.plan.world_size} ranks over {spec.plan.transport}: {hosts}"
-        )
+        ranks = "1 rank" if spec.plan.world_size == 1 else f"{spec.plan.world_size} ranks"
+        self.voice.say(f"launching {ranks} over {spec.plan.transport}: {hosts}")
         with spec.run_dir.launcher_log.open("ab") as log:
             # A group of its own: DeepSpeed answers a Ctrl-C with `pkill -f` on a pattern that
             # is common to all its launches, so it must never see one.

@@ -163,10 +163,12 @@ class Supervisor:
         where += f" on {verdict.host}" if verdict.host else ""
         cause = verdict.cause.splitlines()[0] if verdict.cause else ""
         self._say(f"{verdict.outcome}{where}: {cause}")
-        from_step = "the start" if self.saved_step is None else f"step {self.saved_step}"
+        saved = "no checkpoint yet"
+        if self.saved_step is not None:
+            saved = f"the newest checkpoint is of step {self.saved_step}"
         self._say(
-            f"restart {decision.restart} of {self.launch.max_restarts} from {from_step} in "
-            f"{duration(decision.wait_s)}: {decision.why}"
+            f"restart {decision.restart} of {self.launch.max_restarts} in "
+            f"{duration(decision.wait_s)}: {decision.why}; {saved}"
         )
         self.journal.state(
             "waiting", attempt=self.number, why=decision.why, until=time.time() + decision.wait_s

@@ -92,7 +92,8 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     assert result["run_token"] == token == run.token() == run_id(run.dir)
     said = run.out.read_text()
     assert f"crash after step {first['last_step']}, rank 1 on localhost: the process was" in said
-    assert f"restart 1 of 3 from step {first['saved_step']} in 0:01: it crashed" in said
+    newest = f"the newest checkpoint is of step {first['saved_step']}"
+    assert f"restart 1 of 3 in 0:01: it crashed; {newest}" in said
     assert f"going on from step {first['saved_step']}" in said
     assert "1 restart: crash after step" in said
     assert read_json(run.dir.supervisor)["state"] == "finished"

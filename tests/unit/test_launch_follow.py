@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.aftermath import is_ours, shortened
+from llmx.launch.aftermath import is_ours, restarts_line, shortened
 from llmx.launch.console import Console, duration, train_line
 from llmx.launch.follow import LineReader, MetricsReader, StatusReader, apply_update, tail_text
 from llmx.rundir import RunDir, write_json
@@ -54,6 +54,54 @@ def test_an_earlier_attempt_is_not_read_again(tmp_path: Path) -> None:
     with run_dir.metrics.open("a") as stream:
         stream.write('{"kind": "train", "step": 20}\nnot json\n[1]\n{"kind": "end"}\n')
     assert [record["kind"] for record in reader.read()] == ["train", "end"]
+
+
+def test_metrics_that_are_cut_back(tmp_path: Path) -> None:
+    """Rank 0 replaces the file where it goes on from: what was seen is not new again."""
+    run_dir = RunDir(tmp_path)
+    lines = [json.dumps({"kind": "train", "step": step, "time": float(step)}) for step in (5, 10)]
+    run_dir.metrics.write_text("\n".join(lines) + '\n{"kind": "tra')
+    reader = MetricsReader(run_dir)
+    assert [record["step"] for record in reader.earlier] == [5, 10]
+    shorter = tmp_path / "shorter"
+    shorter.write_text(lines[0] + "\n")
+    shorter.replace(run_dir.metrics)
+    assert reader.read() == []
+    with run_dir.metrics.open("a") as stream:
+        stream.write('{"kind": "event", "event": "resumed", "step": 5}\n')
+        stream.write('{"kind": "train", "step": 10, "time": 99.0}\n')
+    assert [record["step"] for record in reader.read()] == [5, 10]
+    assert reader.read() == []
+
+
+def test_what_a_user_reads_of_restarts() -> None:
+    assert restarts_line([{"decision": "finished", "outcome": "ok"}]) == ""
+    hit = [
+        {"decision": "restart", "outcome": "crash", "last_step": 57},
+        {"decision": "restart", "outcome": "comm", "last_step": None},
+    ]
+    assert restarts_line(hit) == (
+        "2 restarts: crash after step 57, comm before training (attempts.jsonl)"
+    )
+    many = restarts_line(hit * 10)
+    assert "20 restarts: " in many
+    assert "15 more" in many
+
+
+def test_stacks_of_a_hang_stay_in_the_log() -> None:
+    out = io.StringIO()
+    console = Console(out)
+    for line in (
+        "Thread 0x00007f01 (most recent call first):",
+        '  File "/x/status.py", line 90 in _beat',
+        "",
+        "Current thread 0x00007f02 (most recent call first):",
+        '  File "/x/loop.py", line 9 in train',
+        "",
+        "a word of rank 0",
+    ):
+        console.rank_line(line)
+    assert out.getvalue() == "  a word of rank 0\n"
 
 
 def test_statuses_are_of_this_attempt(tmp_path: Path) -> None:

@@ -51,6 +51,15 @@ def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
     }
 
 
+def test_only_what_ranks_read_of_the_run_directory(tmp_path: Path) -> None:
+    """All else is written by them, or while files travel (metrics, trackers, the supervisor)."""
+    made = spec(tmp_path)
+    (item,) = (i for i in items_to_push(made, run_dir=True) if i.what == "run directory")
+    assert set(item.only) == {
+        "config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json",
+    }  # fmt: skip
+
+
 def test_hub_ids_and_bundled_data_stay(tmp_path: Path) -> None:
     made = spec(tmp_path, model__path="meta-llama/Llama-2-7b-hf", data__path="demo")
     assert [item.what for item in items_to_push(made, run_dir=False)] == ["code"]
