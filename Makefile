@@ -9,7 +9,7 @@ CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 TORCH := $(if $(CONSTRAINTS),$(shell grep '^torch==' $(CONSTRAINTS)),torch)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test fast check golden bench clean venv system
+.PHONY: help demo test fast check chaos golden bench clean venv system
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,12 @@ check: venv ## format, lint, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Faults of `make chaos`, and the seed of what strikes when.
+N ?= 30
+SEED ?= 1
+chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7), record it in the docs
+	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED) --docs
 
 golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit

@@ -158,30 +158,28 @@ def disk_full(site: Site, chance: random.Random) -> str:
 
 
 def checkpoint_damaged(site: Site, chance: random.Random) -> str:
-    """A file of the newest checkpoint rots, and a kill makes it matter."""
+    """A rank is killed, and before the restart a file of the newest checkpoint rots."""
+    attempts = len(site.attempts())
+    killed = _kill_rank(site, chance.choice(site.cluster.hosts))
+    site.until(lambda: len(site.attempts()) > attempts, what="the end of the attempt")
     host = chance.choice(site.cluster.hosts)
     step = site.newest()
-    directory = site.run_dir(host).checkpoint(step)
-    path = chance.choice(sorted(directory.glob("rank-*.safetensors")))
+    path = chance.choice(sorted(site.run_dir(host).checkpoint(step).glob("rank-*.safetensors")))
     size = path.stat().st_size
     how = chance.choice(("one bit", "cut", "removed"))
-    try:
-        if how == "one bit":
-            with path.open("r+b") as stream:
-                stream.seek(chance.randrange(size))
-                (byte,) = stream.read(1)
-                stream.seek(-1, 1)
-                stream.write(bytes([byte ^ (1 << chance.randrange(8))]))
-        elif how == "cut":
-            with path.open("r+b") as stream:
-                stream.truncate(chance.randrange(size))
-        else:
-            path.unlink()
-    except FileNotFoundError:
-        how = "gone before"  # pruned meanwhile: the kill alone is left
+    if how == "one bit":
+        with path.open("r+b") as stream:
+            stream.seek(chance.randrange(size))
+            (byte,) = stream.read(1)
+            stream.seek(-1, 1)
+            stream.write(bytes([byte ^ (1 << chance.randrange(8))]))
+    elif how == "cut":
+        with path.open("r+b") as stream:
+            stream.truncate(chance.randrange(size))
+    else:
+        path.unlink()
     site.damaged.add((host.name, step))
-    killed = _kill_rank(site, chance.choice(site.cluster.hosts))
-    return f"{host.name} step {step} {path.name} {how}, rank on {killed} killed"
+    return f"{killed}, then {path.name} of step {step} on {host.name}: {how}"
 
 
 KINDS = (
