@@ -219,6 +219,12 @@ class Host(Faults):
         except subprocess.TimeoutExpired:
             self._init.kill()
             self._init.wait()
+        # Sockets that cannot say goodbye over a cut link keep the dead host's network, and with it
+        # the cable, for minutes; the host may be booted before that.
+        if self.cluster.switch_pid:
+            inside = ["nsenter", "--target", str(self.cluster.switch_pid), "--net"]
+            unplug = [*inside, "ip", "link", "del", self.port]
+            subprocess.run(unplug, capture_output=True, check=False)
         self.pid, self._init, self._daemons = 0, None, set()
         self.cluster.note_hosts()
 
