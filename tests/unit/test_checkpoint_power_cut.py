@@ -54,6 +54,10 @@ def test_a_power_cut_leaves_the_old_or_the_new(memory: Path) -> None:
         assert chosen in (older, newer), (done, disk.calls[done - 1], tree(checkpoints))
         # Nothing that has its name is torn: all that is listed is usable.
         assert choose_steps([checkpoints]) == choose.list_steps(checkpoints), disk.calls[done - 1]
+        # The pointer is never torn, and never ahead of what is there.
+        pointer = commit.read_pointer(checkpoints, commit.LATEST)
+        assert (pointer is not None) == (checkpoints / "latest").exists()
+        assert pointer is None or pointer <= chosen
         assert save([checkpoints], 4)
         assert restart([checkpoints]) == 4
 

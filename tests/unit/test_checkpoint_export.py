@@ -1,0 +1,280 @@
+"""``export``: from a checkpoint of any number of ranks to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from llmx.checkpoint import commit
+from llmx.checkpoint.disk import Disk
+from llmx.checkpoint.fragments import fragment_key
+from llmx.checkpoint.manifest import make_manifest, rank_file
+from llmx.checkpoint.tensors import Fragment
+from llmx.errors import LlmxError
+from llmx.export import export, main
+from llmx.rundir import RunDir
+from llmx.train.export import vocabulary_names
+from llmx.train.state_values import buffer_table, parameter_table
+from tests.checkpoint_saves import flip_bit, tree
+
+VOCABULARY, PADDED = 50, 64
+LLAMA = LlamaConfig(
+    vocab_size=PADDED, hidden_size=64, intermediate_size=PADDED, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+)  # fmt: skip
+"""One weight that is no table of tokens has as many rows as the padded vocabulary."""
+
+
+def make_model(config: Any = LLAMA, *, seed: int = 0, **values: Any) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    config = type(config)(**{**config.to_dict(), **values})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def save_model(
+    run: RunDir, model: Any, step: int, *, ranks: int = 3, precision: str = "bf16"
+) -> None:
+    """A committed checkpoint of ``model``, its elements shared out at odd places."""
+    run.root.mkdir(parents=True, exist_ok=True)
+    run.config.write_text("seed: 0\n")
+    pieces: list[list[Fragment]] = [[] for _ in range(ranks)]
+    named = [("master" if p.requires_grad else "frozen", n, p) for n, p in model.named_parameters()]
+    named += [("buffer", name, dict(model.named_buffers())[name]) for name in buffer_table(model)]
+    for state, name, tensor in named:
+        flat = tensor.detach().flatten()
+        kind = {torch.float32: "F32", torch.bool: "BOOL", torch.int64: "I64"}[flat.dtype]
+        for rank in range(ranks):
+            first, last = (len(flat) * edge // ranks for edge in (rank, rank + 1))
+            key = fragment_key(state, name, first)
+            pieces[rank].append(Fragment(key, kind, last - first, flat[first:last].numpy()))
+            if state == "master":
+                key = fragment_key("exp_avg", name, first)
+                pieces[rank].append(Fragment(key, kind, last - first, flat[first:last].numpy()))
+    state = {
+        "step": step,
+        "precision": precision,
+        "vocab_size": VOCABULARY,
+        "padded_vocab_size": PADDED,
+        "vocabulary": vocabulary_names(model),
+        "parameters": parameter_table(model),
+        "buffers": buffer_table(model),
+    }
+    config = type(model.config)(**{**model.config.to_dict(), "vocab_size": VOCABULARY})
+    config.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    described = run.root / "described"
+    config.save_pretrained(described)
+    commit.begin(run.checkpoints, step)
+    entries = {}
+    for rank, fragments in enumerate(pieces):
+        specs = [each.spec for each in fragments]
+        with commit.rank_writer(run.checkpoints, step, rank, specs) as writer:
+            by_key = {each.key: each for each in fragments}
+            entries[rank_file(rank)] = writer.write(by_key[spec.key] for spec in writer.order)
+    text = json.dumps(state).encode()
+    entries["state.json"] = commit.add_file(run.checkpoints, step, "state.json", text)
+    entries |= commit.add_tree(run.checkpoints, step, "model", described)
+    shutil.rmtree(described)
+    hosts = {
+        name: f"node-{name[9:10]}" if name.startswith("rank") else "node-0" for name in entries
+    }
+    manifest = make_manifest(step, entries, hosts=hosts, run_id="run")
+    commit.write_manifest(run.checkpoints, step, manifest)
+    commit.publish(run.checkpoints, step)
+
+
+def expected(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tables = {*vocabulary_names(model), "lm_head.weight"}  # which may be tied to the other
+    return {
+        name: tensor[:VOCABULARY].to(dtype) if name in tables else tensor.to(dtype)
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@pytest.fixture
+def run(memory: Path) -> RunDir:
+    return RunDir(memory / "run")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
+                                             ("fp16", torch.float16)])  # fmt: skip
+def test_transformers_loads_every_weight(
+    run: RunDir, tied: bool, name: str, dtype: torch.dtype
+) -> None:
+    model = make_model(tie_word_embeddings=tied)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad = False
+    save_model(run, model, 12)
+    directory = export(run, dtype=name)
+    assert directory == run.root / "export" / "step-00000012"
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert loaded.dtype == dtype
+    assert loaded.config.vocab_size == VOCABULARY
+    found = loaded.state_dict()
+    for key, tensor in expected(model, dtype).items():
+        assert torch.equal(found[key], tensor), key
+    on_disk = (directory / "model.safetensors").stat().st_size
+    stored = sum(parameter.numel() for parameter in loaded.parameters())
+    assert 0 < on_disk - stored * dtype.itemsize < 8000, "tied weights once, no padding"
+
+
+def test_the_bytes_are_those_of_the_safetensors_library(run: RunDir) -> None:
+    from safetensors.torch import save
+
+    model = make_model()
+    save_model(run, model, 1, precision="fp32")
+    directory = export(run)
+    wanted = save({k: v.contiguous() for k, v in expected(model, torch.float32).items()},
+                  metadata={"format": "pt"})  # fmt: skip
+    assert (directory / "model.safetensors").read_bytes() == wanted
+
+
+def test_shards_and_their_index(run: RunDir) -> None:
+    model = make_model()
+    save_model(run, model, 1)
+    directory = export(run, shard_bytes=30_000)
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    assert len(files) > 3
+    assert all((directory / name).stat().st_size < 32_000 for name in files)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    found = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    for key, tensor in expected(model, torch.bfloat16).items():
+        assert torch.equal(found[key], tensor), key
+
+
+def test_buffers_keep_their_kind(run: RunDir) -> None:
+    """A model with a persistent buffer of integers and one of floats."""
+    config = GPT2Config(vocab_size=PADDED, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    model = make_model(config)
+    model.register_buffer("steps", torch.tensor(7))
+    model.register_buffer("scale", torch.tensor([1.0, 1 / 3]))
+    save_model(run, model, 1)
+    from safetensors.torch import load_file
+
+    found = load_file(export(run) / "model.safetensors")
+    assert found["steps"].dtype == torch.int64
+    assert found["steps"].item() == 7
+    assert torch.equal(found["scale"], torch.tensor([1.0, 1 / 3]).bfloat16())
+
+
+def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    models = {step: make_model(seed=step) for step in (1, 2, 3)}
+    for step, model in models.items():
+        save_model(run, model, step)
+    flip_bit(run.checkpoint(3) / rank_file(1), -3)
+    assert main([str(run.root)]) == 0
+    said = capsys.readouterr()
+    assert "step-00000003 cannot be used: rank-00001.safetensors: damaged, it has" in said.err
+    assert "export/step-00000002: step 2, 55,872 parameters in bf16, 0.1 MiB" in said.out
+    found = AutoModelForCausalLM.from_pretrained(run.root / "export" / "step-00000002")
+    for key, tensor in expected(models[2], torch.bfloat16).items():
+        assert torch.equal(found.state_dict()[key], tensor), key
+    # The same again: it is there.
+    assert main([str(run.root)]) == 2
+    assert "is there already. Remove it" in capsys.readouterr().err
+    assert main([str(run.root), "--step", "3"]) == 5
+    assert "Other steps: 1, 2." in capsys.readouterr().err
+    assert main([str(run.root), "--step", "4"]) == 2
+    assert "no checkpoint of step 4. It has: 1, 2, 3." in capsys.readouterr().err
+    # A checkpoint may be named instead of the run.
+    assert main([str(run.checkpoint(1)), "--out", str(run.root / "one")]) == 0
+    assert json.loads((run.root / "one" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert main([str(run.checkpoint(1)), "--step", "2"]) == 2
+    for step in (1, 2):
+        (run.checkpoint(step) / "state.json").unlink()
+    assert main([str(run.root), "--out", str(run.root / "two")]) == 5
+    said = capsys.readouterr()
+    assert said.err.count("cannot be used") == 3
+    assert not (run.root / "two").exists()
+
+
+def test_a_part_on_another_host_is_named(run: RunDir) -> None:
+    save_model(run, make_model(), 1)
+    (run.checkpoint(1) / rank_file(2)).unlink()
+    with pytest.raises(LlmxError) as caught:
+        export(run)
+    assert "rank-00002.safetensors: is missing" in str(caught.value)
+    assert "copy step-00000001 from node-2 into" in str(caught.value)
+
+
+def test_where_there_is_nothing_to_export(run: RunDir) -> None:
+    with pytest.raises(LlmxError, match="is no run directory"):
+        export(run)
+    run.root.mkdir()
+    run.config.write_text("seed: 0\n")
+    with pytest.raises(LlmxError, match=r"has no checkpoints \(see checkpoint.every_steps"):
+        export(run)
+    run.final_model.mkdir()
+    (run.final_model / "config.json").write_text("{}")
+    with pytest.raises(LlmxError, match="Its final model is .*/model: a Hugging Face directory"):
+        export(run)
+
+
+def test_a_value_too_large_for_the_dtype_is_no_infinity(run: RunDir) -> None:
+    model = make_model()
+    model.model.norm.weight.data[3] = 1e6
+    save_model(run, model, 1)
+    with pytest.raises(LlmxError, match="norm.weight has 1 values that are too large for F16"):
+        export(run, dtype="fp16")
+    assert not (run.root / "export").exists() or tree(run.root / "export") == []
+    assert export(run, dtype="bf16").is_dir()
+
+
+def test_a_full_disk_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(run, make_model(), 1)
+
+    def full(self: Disk, descriptor: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Disk, "reserve", full)
+    with pytest.raises(LlmxError, match=r"the export needs 0.1 MiB, .* are free. Nothing was left"):
+        export(run)
+    assert tree(run.root / "export") == []
+
+
+def test_memory_does_not_grow_with_a_tensor(run: RunDir) -> None:
+    """One tensor of 128 MiB, exported by a process that never holds half of it."""
+    rows, columns = 2**18, 128
+    count = rows * columns
+    values = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
+    parameters = {"w": {"shape": [rows, columns], "trained": True, "tied_to": None}}
+    run.root.mkdir(parents=True)
+    commit.begin(run.checkpoints, 1)
+    fragment = Fragment(fragment_key("master", "w", 0), "F32", count, values)
+    with commit.rank_writer(run.checkpoints, 1, 0, [fragment.spec]) as writer:
+        entries = {rank_file(0): writer.write([fragment])}
+    state = {"step": 1, "precision": "bf16", "vocab_size": 1, "padded_vocab_size": 1,
+             "vocabulary": [], "parameters": parameters}  # fmt: skip
+    text = json.dumps(state).encode()
+    entries["state.json"] = commit.add_file(run.checkpoints, 1, "state.json", text)
+    commit.write_manifest(run.checkpoints, 1, make_manifest(1, entries, hosts={}, run_id="r"))
+    commit.publish(run.checkpoints, 1)
+    done = subprocess.run(
+        [sys.executable, "-c",
+         "import sys; from llmx.export import main; code = main(sys.argv[1:]); "
+         "assert 'torch' not in sys.modules; "
+         "print(open('/proc/self/status').read()); sys.exit(code)",
+         str(run.root)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)
+    assert int(peak_kib) / 2**10 < 128, done.stdout
+    from safetensors import safe_open
+
+    with safe_open(run.root / "export" / "step-00000001" / "model.safetensors", "pt") as file:
+        found = file.get_slice("w")[rows - 1 :]
+    assert torch.equal(found[0], torch.from_numpy(values[-columns:]).bfloat16())
