@@ -210,8 +210,8 @@ def _of_the_run_itself(
         if other and change["step"]:
             found.append(
                 Difference(
-                    BREAKS, f"resumed at step {change['step']} with other values",
-                    ", ".join(other), "from the start",
+                    BREAKS, f"resumed at step {change['step']}",
+                    f"changed {', '.join(other)}", "so from the start",
                     f"{os.path.relpath(directory, run.root)}/ has the config of before",
                 )
             )  # fmt: skip

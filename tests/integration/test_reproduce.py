@@ -154,7 +154,7 @@ def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(clone: Clone, ru
     assert judge(former, run).identical
     code, said = clone.llmx("reproduce", str(run.root), "strict=true")
     assert code == 1, said
-    assert "resumed at step 8 with other values" in said
+    assert "resumed at step 8" in said
 
 
 def test_compare_tells_the_two_apart(clone: Clone, run: RunDir) -> None:
