@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from llmx.data.words import is_cut_off
+
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
@@ -58,8 +60,12 @@ class BytePairs:
     """``tiktoken.Encoding``; its ranks are turned into ids by ``ids_of_ranks``."""
     ids_of_ranks: np.ndarray
     """uint32 [number of ranks]"""
+    bytes_of_ranks: np.ndarray
+    """int64 [number of ranks]: length of each."""
     composes: bool
     """The tokenizer brings texts into Unicode's NFC first."""
+    spaces: bool
+    """The tokenizer puts a space before a text that begins without one."""
     unsafe: re.Pattern[str]
     """What a text must not contain to be encoded here."""
 
@@ -67,7 +73,7 @@ class BytePairs:
     def of(cls, tokenizer: Any) -> BytePairs:
         """Convert a fast Hugging Face tokenizer. Raises NotConvertible with the reason."""
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        pattern = _splitting_pattern(state["pre_tokenizer"])
+        pattern, spaces = _splitting(state["pre_tokenizer"])
         composes = _composes(state["normalizer"])
         ranks, ids = _ranks(state["model"], added={t["id"] for t in state["added_tokens"]})
         import tiktoken
@@ -79,7 +85,16 @@ class BytePairs:
         words = [token["content"] for token in state["added_tokens"] if not token["special"]]
         parts = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
         parts += [_LONG_SPACE.pattern] + ([_FOLDS.pattern] if pattern != _GPT2 else [])
-        return cls(encoding, np.array(ids, np.uint32), composes, re.compile("|".join(parts)))
+        sizes = np.fromiter(map(len, ranks), np.int64, len(ranks))
+        unsafe = re.compile("|".join(parts))
+        return cls(encoding, np.array(ids, np.uint32), sizes, composes, spaces, unsafe)
+
+    lone = False
+    """Words may begin behind any space."""
+
+    def prepared(self, text: str) -> bytes:
+        """The text whose words, each for itself, have the ids of the text."""
+        return (b" " if self.spaces and text and text[0] != " " else b"") + text.encode()
 
     def takes(self, text: str) -> bool:
         """Whether this text is encoded here; the others go to the tokenizer's own library."""
@@ -89,25 +104,51 @@ class BytePairs:
 
     def encode(self, text: str) -> np.ndarray:
         """uint32 [number of tokens]; control tokens in the text are plain text."""
-        ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
-        return self.ids_of_ranks[ranks]
+        return self.ids_of_ranks[self._ranks(self.prepared(text))]
+
+    def _ranks(self, text: bytes) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text.decode(), disallowed_special=())
+
+    def encode_words(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Words of ``llmx.data.words``: (ids, place of each word's first id, number of its ids).
+
+        Those that begin at a cut are encoded in one call, one behind the other: the cuts are
+        between them too, and the lengths of the tokens say which are whose.
+        """
+        begins, counts = np.zeros(len(words), np.int64), np.zeros(len(words), np.int64)
+        cut = [i for i, word in enumerate(words) if is_cut_off(word)]
+        ranks = self._ranks(b"".join([words[i] for i in cut]))
+        stops = np.cumsum(self.bytes_of_ranks[ranks])
+        wanted = np.cumsum([len(words[i]) for i in cut], dtype=np.int64)
+        last = np.searchsorted(stops, wanted)
+        if len(cut) and not np.array_equal(stops[last], wanted):
+            raise AssertionError("a token reaches across the beginning of a word")
+        begins[cut] = np.concatenate([[0], last[:-1] + 1]) if len(cut) else 0
+        counts[cut] = last + 1 - begins[cut]
+        parts, total = [self.ids_of_ranks[ranks]], len(ranks)
+        for index in sorted(set(range(len(words))).difference(cut)):
+            parts.append(self.ids_of_ranks[self._ranks(words[index])])
+            begins[index], counts[index] = total, len(parts[-1])
+            total += len(parts[-1])
+        return np.concatenate(parts), begins, counts
 
 
-def _splitting_pattern(state: dict[str, Any] | None) -> str:
-    """The regex that cuts a text into words before merging."""
+def _splitting(state: dict[str, Any] | None) -> tuple[str, bool]:
+    """(the regex that cuts a text into words before merging, a space is put before it)"""
     steps = (state or {}).get("pretokenizers", [state]) if state else []
     last = steps[-1] if steps else None
     if last is None or last["type"] != "ByteLevel":
         raise NotConvertible("it is no byte-level BPE")
-    if last["add_prefix_space"]:
-        raise NotConvertible("it puts a space before every text")
+    spaces = last["add_prefix_space"]
     if last["use_regex"] and len(steps) == 1:
-        return _GPT2
-    if len(steps) == 2 and not last["use_regex"] and steps[0]["type"] == "Split":
+        return _GPT2, spaces
+    # Behind another cutting, every part would get its space.
+    whole = len(steps) == 2 and not last["use_regex"] and not spaces
+    if whole and steps[0]["type"] == "Split":
         split = steps[0]
         pattern = split["pattern"].get("Regex", "")
         if split["behavior"] == "Isolated" and not split["invert"] and pattern in PATTERNS:
-            return pattern
+            return pattern, False
     raise NotConvertible("its way of cutting texts into words is not known")
 
 

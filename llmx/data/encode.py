@@ -1,4 +1,8 @@
-"""Documents to tokens, on all cores: by tiktoken where it is proven to give the same ids.
+"""Documents to tokens, on all cores: by words where that is proven to give the same ids.
+
+A word is tokenized once and looked up from then on (``llmx.data.words``); by tiktoken where the
+tokenizer is a byte-level BPE (``bytepair``), by its own library else (``wordwise``). A tokenizer
+for which neither is proven encodes whole texts.
 
     encoder = DocumentEncoder(tokenizer, begin=[], workers=2)
     encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +27,8 @@ import numpy as np
 
 from llmx.data.bytepair import BytePairs, NotConvertible
 from llmx.data.forms import Document
+from llmx.data.words import Words
+from llmx.data.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError, DataError
 
 PROOF_CHARS = 500_000
@@ -97,29 +104,35 @@ class DocumentEncoder:
         self._slow.encode_special_tokens = True
         self._slow.no_truncation()
         self._slow.no_padding()
-        self._fast: BytePairs | None = None
+        self._fast: BytePairs | Wordwise | None = None
+        self._thread = threading.local()
 
     def choose(self, texts: Iterable[str]) -> None:
-        """Use tiktoken if the tokenizer can be converted and the ids of these texts are equal."""
+        """Encode by words if the tokenizer allows it and the ids of these texts are equal."""
         try:
-            fast = BytePairs.of(self._tokenizer)
-        except NotConvertible as reason:
-            self.description = f"tokenizers ({reason})"
-            return
+            self._fast = BytePairs.of(self._tokenizer)
+            how, why = "tiktoken", ""
+        except NotConvertible as unlike:
+            try:
+                self._fast = Wordwise.of(self._slow)
+                how, why = "tokenizers word by word", f"{unlike}; "
+            except NotWordwise as reason:
+                self.description = f"tokenizers ({reason})"
+                return
         compared = chars = 0
         for text in texts:
             sample = text[: PROOF_CHARS - chars]
-            if fast.takes(sample):
+            if self._fast.takes(sample):
                 slow = self._slow.encode(sample, add_special_tokens=False).ids
-                if fast.encode(sample).tolist() != slow:
-                    self.description = "tokenizers (tiktoken gave other ids on this data)"
+                if self._words().encode([self._fast.prepared(sample)])[0].tolist() != slow:
+                    self._fast = None
+                    self.description = f"tokenizers ({how} gave other ids on this data)"
                     return
                 compared += len(slow)
             chars += len(sample)
             if chars >= PROOF_CHARS:
                 break
-        self._fast = fast
-        self.description = f"tiktoken (equal to tokenizers on {compared:,} tokens of this data)"
+        self.description = f"{how} ({why}equal to tokenizers on {compared:,} tokens of this data)"
 
     def blocks(
         self, batches: Iterable[Batch], *, begins: bool
@@ -150,39 +163,58 @@ class DocumentEncoder:
     def encode(self, documents: list[Document], firsts: list[bool]) -> TokenBlock:
         """Tokens of whole documents or of pieces; ``firsts``: the first piece of its document.
         Every token is a target."""
-        parts: list[np.ndarray] = []
-        lengths: list[int] = []
-        encoded = self._ids([document.text for document in documents], documents)
-        for document, first, ids in zip(documents, firsts, encoded, strict=True):
-            size = len(ids)
-            if first and len(self._begin):
-                parts.append(self._begin)
-                size += 1
-            parts.append(ids)
-            if document.last:
-                parts.append(self._end)
-                size += 1
-            lengths.append(size)
-        tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
-        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), np.array(lengths, np.int64))
-
-    def _ids(self, texts: list[str], documents: list[Document]) -> list[np.ndarray]:
-        fast = self._fast
         try:
-            if fast is None:
-                return self._slow_ids(texts)
-            return [
-                fast.encode(text) if fast.takes(text) else self._slow_ids([text])[0]
-                for text in texts
-            ]
+            ids, sizes = self.ids([document.text for document in documents])
         except (UnicodeEncodeError, TypeError) as error:
             for document in documents:
                 _check_characters(document, error)
             raise
+        before = np.array(firsts, np.int64) * len(self._begin)
+        lengths = before + sizes + np.array([document.last for document in documents], np.int64)
+        stops = np.cumsum(lengths)
+        tokens = np.full(int(lengths.sum()), self._end[0], np.uint32)
+        shift = stops - lengths + before - (np.cumsum(sizes) - sizes)
+        tokens[np.arange(len(ids)) + np.repeat(shift, sizes)] = ids
+        for place, token in enumerate(self._begin):
+            tokens[(stops - lengths)[before > 0] + place] = token
+        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), lengths)
+
+    def ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(uint32 ids of all texts, one after the other; int64 number of ids of each text),
+        without begin and end. Threads may call this at the same time. Raises UnicodeEncodeError
+        or TypeError for half a surrogate pair."""
+        fast = self._fast
+        if fast is None:
+            return _concatenated(self._slow_ids(texts))
+        taken = [fast.takes(text) for text in texts]
+        ids, sizes = self._words().encode(
+            [fast.prepared(text) for text, good in zip(texts, taken, strict=True) if good]
+        )
+        if all(taken):
+            return ids, sizes
+        others = iter(
+            self._slow_ids([text for text, good in zip(texts, taken, strict=True) if not good])
+        )
+        found = iter(np.split(ids, np.cumsum(sizes)[:-1]))
+        return _concatenated([next(found) if good else next(others) for good in taken])
+
+    def _words(self) -> Words:
+        """The words of this thread."""
+        if self._fast is None:
+            raise AssertionError("no encoder of words was chosen")
+        if not hasattr(self._thread, "words"):
+            self._thread.words = Words(self._fast.encode_words, lone=self._fast.lone)
+        words: Words = self._thread.words
+        return words
 
     def _slow_ids(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _concatenated(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    sizes = np.array([len(part) for part in parts], np.int64)
+    return np.concatenate([np.zeros(0, np.uint32), *parts]), sizes
 
 
 def _check_characters(document: Document, error: Exception) -> None:

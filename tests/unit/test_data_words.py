@@ -1,0 +1,242 @@
+"""Word by word: the ids of whole texts, for any text and every kind of tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from llmx.data import words as words_module
+from llmx.data.bytepair import PATTERNS, BytePairs
+from llmx.data.encode import DocumentEncoder
+from llmx.data.words import LONGEST, Words, is_cut_off
+from llmx.data.wordwise import MARK, NotWordwise, Wordwise
+
+CORPUS = [
+    "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",
+    "  indented\n\n\tcode = {'a': 1}\r\n    return None  \n",
+    "größer, naïve café — “quoted” … 北京大学的学生 12345 москва \ufb01ne",
+    "aaaa bbbb aaab abab baba 0000 1111 !!!! ....",
+]
+PIECES = st.sampled_from(
+    [" ", " ", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\u0085",
+     "\x00", "\x1c", "\x7f", "a", "ab", "Dog", "'s", "'LL", "12", "1234", "²", "é", "e\u0301",
+     "\u0301", "北京", "ü", "😀", "!", ",", "...", "</s>", "\ufffd", "\u00b4", "\ufb01", "İ", MARK,
+     "ß", "\u1160", "\u093c", "<tool>", "incomprehensibilities", "“"]
+)  # fmt: skip
+TEXTS = st.lists(
+    st.one_of(
+        st.lists(PIECES, max_size=25).map("".join),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
+    ),
+    max_size=5,
+)
+
+
+def byte_level(pattern: str, *, prefix: bool = False) -> Tokenizer:
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    gpt2 = pattern == next(iter(PATTERNS))
+    backend.pre_tokenizer = whole if gpt2 else pre_tokenizers.Sequence([split, last])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS * 20, trainer)
+    return backend
+
+
+def word_piece() -> Tokenizer:
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "</s>"]
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(CORPUS * 20, trainer)
+    return backend
+
+
+def unigram() -> Tokenizer:
+    """As T5, XLM-R and ALBERT have it."""
+    backend = Tokenizer(models.Unigram())
+    joined = normalizers.Replace(Regex(" {2,}"), " ")
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), joined])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(CORPUS * 20, trainer)
+    return backend
+
+
+def sentence_bpe(*, prepend: bool, across: bool = False) -> Tokenizer:
+    """As Llama 2 and Mistral have it: no pre-tokenizer, merges over the whole text."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    marks = normalizers.Replace(" ", MARK)
+    backend.normalizer = marks
+    if not across:
+        backend.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=450, special_tokens=special, initial_alphabet=[MARK], show_progress=False
+    )
+    backend.train_from_iterator(CORPUS * 20, trainer)
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = state["added_tokens"][:2]
+    state["pre_tokenizer"] = None
+    backend = Tokenizer.from_str(json.dumps(state))
+    if prepend:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), marks])
+    return backend
+
+
+GPT2, LLAMA3, QWEN = PATTERNS
+KINDS = {
+    "gpt2": lambda: byte_level(GPT2),
+    "roberta": lambda: byte_level(GPT2, prefix=True),
+    "llama3": lambda: byte_level(LLAMA3),
+    "qwen": lambda: byte_level(QWEN),
+    "bert": word_piece,
+    "unigram": unigram,
+    "llama2": lambda: sentence_bpe(prepend=True),
+    "gemma": lambda: sentence_bpe(prepend=False),
+}
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    backend = KINDS[kind]()
+    backend.add_tokens([AddedToken("<tool>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+@functools.cache
+def encoder_of(kind: str) -> DocumentEncoder:
+    """Never new, so that words come from a table that other texts have filled."""
+    encoder = DocumentEncoder(tokenizer_of(kind), begin=[], workers=1)
+    encoder.choose(CORPUS)
+    return encoder
+
+
+@functools.cache
+def reference_of(kind: str) -> Tokenizer:
+    backend = Tokenizer.from_str(tokenizer_of(kind).backend_tokenizer.to_str())
+    backend.encode_special_tokens = True
+    return backend
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=150)
+@given(texts=TEXTS)
+def test_the_ids_of_whole_texts(kind: str, texts: list[str]):
+    ids, counts = encoder_of(kind).ids(texts)
+    wanted = [reference_of(kind).encode(text, add_special_tokens=False).ids for text in texts]
+    assert counts.tolist() == [len(one) for one in wanted]
+    assert ids.tolist() == [token for one in wanted for token in one]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_encoded_by_words(kind: str):
+    encoder = encoder_of(kind)
+    how = "tiktoken (" if kind in ("gpt2", "roberta", "llama3", "qwen") else "tokenizers word by w"
+    assert encoder.description.startswith(how)
+    assert "equal to tokenizers on " in encoder.description
+    encoder.ids(["so many words of the dog " * 3])
+    assert len(encoder._words()) > 5
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        (sentence_bpe(prepend=False, across=True), "hold several words"),
+        (Tokenizer(models.Unigram([("a", 0.0)], 0, False)), "does not cut texts into words"),
+    ],
+)
+def test_what_is_not_encoded_by_words_says_why(backend: Tokenizer, reason: str):
+    with pytest.raises(NotWordwise, match=reason):
+        Wordwise.of(backend)
+
+
+def test_unknown_steps_are_not_encoded_by_words():
+    backend = word_piece()
+    backend.normalizer = normalizers.Replace("a b", "c")
+    with pytest.raises(NotWordwise, match=r"changes in texts is not known \(Replace\)"):
+        Wordwise.of(backend)
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.FixedLength(5)
+    with pytest.raises(NotWordwise, match=r"cutting texts into words is not known \(FixedLength\)"):
+        Wordwise.of(backend)
+
+
+def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bytes of words as their ids."""
+    sizes = np.array([len(piece) for piece in pieces], np.int64)
+    return np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(sizes) - sizes, sizes
+
+
+@settings(deadline=None, max_examples=300)
+@given(texts=st.lists(st.binary(max_size=60), max_size=6), lone=st.booleans())
+def test_words_put_together_are_the_text(texts: list[bytes], lone: bool):
+    words = Words(counted, lone=lone)
+    for _ in range(2):  # from the encoder, from the table
+        ids, counts = words.encode(texts)
+        assert ids.astype(np.uint8).tobytes() == b"".join(texts)
+        assert counts.tolist() == [len(text) for text in texts]
+
+
+def test_a_word_is_encoded_once_and_forgotten_when_the_texts_change(monkeypatch):
+    monkeypatch.setattr(words_module, "TABLE_BITS", 8)
+    asked: list[bytes] = []
+
+    def encode(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        asked.extend(pieces)
+        return counted(pieces)
+
+    words = Words(encode)
+    long = b" " + b"x" * LONGEST
+    words.encode([b"a b b b", b"b" + long])
+    assert asked == [b"a", b" b", b"b", long]
+    words.encode([b"a b b" + long])
+    assert asked[4:] == [long]
+    sizes = []
+    for start in range(0, 2000, 50):  # the table fills, and is emptied
+        text = " ".join(str(number) for number in range(start, start + 50)).encode()
+        assert words.encode([text])[0].astype(np.uint8).tobytes() == text
+        sizes.append(len(words))
+    assert max(sizes) <= 128 + 50
+    assert sizes.count(0) >= 5
+
+
+def test_where_words_begin():
+    begins = [b" a", b" \xc3\xa9", b" !"]
+    others = [b"a", b" ", b"  a", b" \n", b" \xc2\xa0", b" \xe3\x80\x80", b"\na", b""]
+    assert [is_cut_off(word) for word in begins] == [True] * 3
+    assert [is_cut_off(word) for word in others] == [False] * 8
+
+
+def test_the_lengths_of_tokens_tell_whose_they_are():
+    fast = BytePairs.of(tokenizer_of("gpt2"))
+    pieces = [b"The", b" dog's", b"  ", b" incomprehensibilities"]
+    ids, begins, counts = fast.encode_words(pieces)
+    for piece, begin, count in zip(pieces, begins, counts, strict=True):
+        assert ids[begin : begin + count].tolist() == fast.encode(piece.decode()).tolist()
