@@ -320,8 +320,9 @@ class Agent:
         self.streaming = message.get("stream", False)
         self.port = message.get("port", self.port)
         if self.streaming:
-            for path in glob.glob(os.path.join(self.run_dir, "ranks/rank-*.json")):
-                os.unlink(path)  # of an earlier attempt
+            for name in ("ranks/rank-*.json", "ranks/.rank-*.tmp"):
+                for path in glob.glob(os.path.join(self.run_dir, name)):
+                    os.unlink(path)  # of an earlier attempt
             for path in self._matches(STREAMED):
                 status = os.stat(os.path.join(self.run_dir, path))
                 self.offsets[path], self.inodes[path] = status.st_size, status.st_ino
@@ -392,6 +393,10 @@ class Agent:
             ranks_are_elsewhere=bool(asked),
         )
         _run_all(self.cancel_force)
+        # Of a rank that was killed while it replaced its status.
+        for path in glob.glob(os.path.join(glob.escape(self.run_dir), "ranks", ".rank-*.tmp")):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         if self.port:
             pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"
             for path in glob.glob(pattern):

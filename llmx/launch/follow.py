@@ -98,13 +98,15 @@ class StatusReader:
     """The latest status of every rank that wrote one."""
 
     def __init__(self, run_dir: RunDir, world_size: int) -> None:
+        self._run_dir = run_dir
         self._paths = {rank: run_dir.rank_status(rank) for rank in range(world_size)}
         self._stamps: dict[int, tuple[int, int]] = {}
         self.statuses: dict[int, dict[str, Any]] = {}
 
     def clear(self) -> None:
         """Remove what an earlier attempt left, so that every status is of this one."""
-        for path in self._paths.values():
+        stale = list(self._run_dir.ranks.glob(".rank-*.tmp"))  # a kill in the middle of a write
+        for path in [*self._paths.values(), *stale]:
             path.unlink(missing_ok=True)
 
     def read(self) -> dict[int, dict[str, Any]]:
