@@ -57,6 +57,8 @@ def only_supervisor(run_dir: RunDir, token: str) -> Iterator[None]:
                 "directory: this one is a copy of it. Remove run.json here to make it a run of its "
                 "own."
             ) from None
+        for half_written in run_dir.root.glob(".*.tmp"):  # by one that was killed
+            half_written.unlink(missing_ok=True)
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         with contextlib.suppress(OSError):  # a full disk; the lock holds without its words
             os.ftruncate(descriptor, 0)
