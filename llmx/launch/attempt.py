@@ -64,10 +64,13 @@ class Attempt:
         voice: Voice,
         asked: Asked,
         *,
+        again: bool,
         before: Callable[[], None],
         on_start: Callable[[], None],
     ) -> None:
         self.spec, self.voice, self.asked = spec, voice, asked
+        self.again = again
+        """Not the first attempt: what was said then is not said again."""
         self.before, self.on_start = before, on_start
         self.started = time.time()
         self.inbox: queue.Queue[tuple[Channel, Message]] = queue.Queue()
@@ -142,9 +145,9 @@ class Attempt:
         greet(spec, self.channels)
         clear(spec, self.channels, voice.say)
         for warning in survey(spec, self.channels):
-            voice.warn(warning)
+            (voice.log if self.again else voice.warn)(warning)
         self.spec = spec = settle(spec, self.channels)
-        bring(spec, self.channels, voice.say)
+        bring(spec, self.channels, voice.log if self.again else voice.say)
         self.collector = Collector(spec, self.channels, voice.log)
         self.collector.push_missing(voice.say)
         self.watch = Watch(spec, self.channels, self.inbox, voice.console, voice.log)

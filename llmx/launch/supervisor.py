@@ -140,7 +140,12 @@ class Supervisor:
             write_resume(self.run_dir, step=step, skip_steps=skip_steps, attempt=number)
 
         self.attempt = Attempt(
-            self.hosts.spec, voice, self.asked, before=before, on_start=self._on_start
+            self.hosts.spec,
+            voice,
+            self.asked,
+            again=bool(self.history),
+            before=before,
+            on_start=self._on_start,
         )
         verdict = self.attempt.run()
         ended = self.attempt.ended(verdict)
