@@ -235,7 +235,7 @@ class Attempt:
             if collector is not None:
                 collector.finish([c for c in channels if c.lost_at is None])
         for channel in channels:
-            channel.close(timeout_s=5)
+            channel.close(timeout_s=5 if channel.lost_at is None else 0.2)
 
 
 def not_started(error: LlmxError, lost: tuple[str, ...] = ()) -> Verdict:

@@ -10,9 +10,10 @@ from llmx.launch.console import duration
 from llmx.launch.elastic import without
 from llmx.launch.outcome import Verdict
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.ssh import render_ssh_config
 from llmx.launch.waiting import Waiting
 from llmx.plan import ds_config
-from llmx.rundir import write_json
+from llmx.rundir import write_json, write_text
 
 ELASTIC_GRACE_S = 20.0
 """With launch.elastic, for a lost host to show up again before the run goes on without it."""
@@ -36,6 +37,9 @@ class Hosts:
     def choose(self) -> Verdict | None:
         """Wait for hosts that do not answer; a verdict where the run cannot go on."""
         launch = self.whole.exp.launch
+        # The last attempt may have done without some; ssh must know them all.
+        hosts = self.whole.plan.hosts
+        write_text(self.whole.run_dir.ssh_config, render_ssh_config(hosts))
         limit_s = launch.host_wait_s
         if launch.elastic:
             # One that the last attempt did without already was waited for.

@@ -220,7 +220,9 @@ class Watch:
         silent = [
             channel
             for channel in self.channels
-            if channel.is_remote and channel.last_heard < self.failed_at
+            if channel.is_remote
+            and channel.name not in self.evidence.lost_hosts
+            and channel.last_heard < self.failed_at
         ]
         if silent and now - self.failed_at < PROBE_S:
             return False
