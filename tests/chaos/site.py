@@ -9,6 +9,7 @@ Everything is read from the files of the run, as a user's own eyes would.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -161,9 +162,10 @@ class Site:
         """The newest checkpoint of which the supervisor's host holds every file."""
         complete = [0]
         for path in self.run_dir(self.near).checkpoints.glob("step-*"):
-            manifest = read_json(path / "manifest.json")
-            if all((path / name).exists() for name in manifest["files"]):
-                complete.append(int(path.name[5:]))
+            with contextlib.suppress(FileNotFoundError):  # pruned while we look
+                manifest = read_json(path / "manifest.json")
+                if all((path / name).exists() for name in manifest["files"]):
+                    complete.append(int(path.name[5:]))
         return max(complete)
 
     def is_over(self) -> bool:
