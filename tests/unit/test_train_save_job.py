@@ -1,0 +1,227 @@
+"""Saving and choosing on a real disk, by the real protocol, in a group of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmx.checkpoint.choose import list_steps, newest_usable, usable
+from llmx.checkpoint.commit import committed_dir, read_pointer
+from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.manifest import CheckpointError
+from llmx.config import CheckpointConfig, KeepConfig
+from llmx.rundir import RunDir, read_json, write_json
+from llmx.train.engine_state import StateTensor
+from llmx.train.place import find_place
+from llmx.train.resume import Start, begin
+from llmx.train.save_job import SaveFailed, SaveJob
+from llmx.train.state_hash import combine, lanes
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+MINE = {"global_batch": 8}
+
+
+def state_of(step: int, metric: float | None = None) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "step": step,
+        "tokens_seen": 100 * step,
+        **MINE,
+        "world_size": 1,
+        "zero_stage": 2,
+        "parameters": {
+            "w": {"shape": [2, 3], "trained": True, "tied_to": None},
+            "head": {"shape": [2, 3], "trained": True, "tied_to": "w"},
+        },
+        "metric": None if metric is None else {"name": "eval/loss", "value": metric},
+    }
+
+
+def save(
+    run: RunDir,
+    step: int,
+    *,
+    values: torch.Tensor | None = None,
+    metric: float | None = None,
+    damaged: frozenset[int] = frozenset(),
+    **keep: int,
+) -> SaveJob:
+    values = torch.arange(6.0) + step if values is None else values
+    ended: list[SaveJob] = []
+    job = SaveJob(
+        step=step,
+        fragments=[
+            StateTensor("master", "w", 0, values[:4]),
+            StateTensor("master", "w", 4, values[4:]),
+        ],
+        state=state_of(step, metric),
+        small_files={"config.yaml": b"a: 1\n", "model/config.json": b"{}"},
+        place=find_place(run.checkpoints, create=True, group=None),
+        group=None,
+        hosts=["here"],
+        run_id="ab",
+        config=CheckpointConfig(keep=KeepConfig(**keep)),
+        damaged=damaged,
+        on_end=ended.append,
+    )
+    job.start()
+    assert job.wait(60)
+    assert ended == [job]
+    assert job.fragments == (), "the copy is given back"
+    return job
+
+
+def start_of(run: RunDir) -> Start:
+    place = find_place(run.checkpoints, create=False, group=None)
+    return begin(run, MINE, place=place, stage=2, group=None)
+
+
+def damage(run: RunDir, step: int) -> None:
+    path = committed_dir(run.checkpoints, step) / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def log_saved(run: RunDir, *steps: int) -> None:
+    with run.metrics.open("a") as stream:
+        for step in steps:
+            stream.write(f'{{"kind": "event", "event": "saved", "step": {step}}}\n')
+
+
+def test_what_is_saved_is_chosen_and_reads_back(alone: None, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    assert start_of(run) == Start()
+    assert not run.checkpoints.exists(), "nothing is made where nothing is saved"
+    values = torch.randn(6)
+    job = save(run, 4, values=values)
+    assert job.error is None
+    directory = run.checkpoint(4)
+    assert usable(directory)
+    assert job.num_bytes == sum(
+        path.stat().st_size
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    )
+    assert (directory / "model/config.json").read_bytes() == b"{}"
+    assert read_pointer(run.checkpoints, "latest") == 4
+    assert read_pointer(run.checkpoints, "best") is None
+    start = start_of(run)
+    assert (start.step, start.tokens_seen, start.damaged) == (4, 400, ())
+    assert start.state["weights_hash"] == combine(["w"], lanes(values, 0)[None])
+    index, read = FragmentIndex(start.files), torch.zeros(6)
+    index.check(start.state["parameters"])
+    index.read_range("master", "w", 0, 6, read.numpy())
+    assert torch.equal(read, values)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_never_committed(
+    alone: None, tmp_path: Path, bad: float
+) -> None:
+    run = RunDir(tmp_path / "run")
+    save(run, 4)
+    values = torch.arange(6.0)
+    values[5] = bad
+    job = save(run, 8, values=values)
+    assert isinstance(job.error, SaveFailed)
+    assert not job.error.disk_full
+    assert "master of w is not finite" in str(job.error)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "latest",
+        run.checkpoint(4).name,
+    ]
+    assert read_pointer(run.checkpoints, "latest") == 4
+
+
+def test_a_shape_that_is_not_covered_is_never_committed(alone: None, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    job = save(run, 4, values=torch.arange(5.0))
+    assert isinstance(job.error, SaveFailed)
+    assert "master of w lacks elements 5 to 6 of 6" in str(job.error)
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_what_fails_after_the_commit_is_a_warning(alone: None, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    save(run, 4)
+    (run.checkpoints / "latest").unlink()
+    (run.checkpoints / "latest").mkdir()
+    (run.checkpoints / "latest" / "in-the-way").touch()
+    job = save(run, 8)
+    assert job.error is None, "committed, though the pointer could not be set"
+    assert "latest" in job.warning
+    assert newest_usable(run.checkpoints).step == 8
+
+
+def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    metrics = {4: 3.0, 8: 1.0, 12: 2.0, 16: None, 20: 2.5}
+    for step, metric in metrics.items():
+        if step == 16:
+            damage(run, 4)
+        save(run, step, metric=metric, damaged=frozenset({4}), last=2, best=1, every=0)
+    assert list_steps(run.checkpoints) == [4, 8, 16, 20]
+    assert read_pointer(run.checkpoints, "best") == 8
+    assert read_pointer(run.checkpoints, "latest") == 20
+
+
+def test_after_going_back_the_past_that_was_given_up_is_removed(
+    alone: None, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    for step in (4, 8, 12, 16):
+        save(run, step, last=9)
+    write_json(run.resume, {"step": 8, "skip_steps": [9, 10], "attempt": 2})
+    start = start_of(run)
+    assert (start.step, start.attempt, start.skip_steps) == (8, 2, {9, 10})
+    save(run, 10, last=2)
+    assert list_steps(run.checkpoints) == [8, 10]
+    write_json(run.resume, {"step": 0})
+    assert start_of(run).step == 0
+    write_json(run.resume, {"step": 9})
+    with pytest.raises(CheckpointError, match=r"step 9, and only \[10, 8\] are there"):
+        start_of(run)
+
+
+def test_damage_falls_back_and_never_past_what_was_removed(alone: None, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    for step in (4, 8):
+        save(run, step)
+        log_saved(run, step)
+    damage(run, 8)
+    start = start_of(run)
+    assert (start.step, [bad.step for bad in start.damaged]) == (4, [8])
+    assert "rank-00000.safetensors" in start.damaged[0].reason
+    damage(run, 4)
+    start = start_of(run)
+    assert (start.step, [bad.step for bad in start.damaged]) == (0, [8, 4]), "nothing was removed"
+    log_saved(run, 2)
+    with pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
+        start_of(run)
+    assert list_steps(run.checkpoints) == [4, 8]
+
+
+def test_a_save_that_was_cut_short_is_cleared_away(alone: None, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    save(run, 4)
+    partial = run.checkpoints / ".step-00000008.partial"
+    partial.mkdir()
+    (partial / "rank-00000.safetensors").write_bytes(b"half")
+    assert start_of(run).step == 4
+    assert not partial.exists()
+    assert read_json(run.checkpoint(4) / "state.json")["step"] == 4
