@@ -61,6 +61,17 @@ def check_out(then: Mapping[str, Any], directory: Path) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     _git(root, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--quiet", "--detach",
          str(directory), commit)  # fmt: skip
+    try:
+        _fill(directory, then)
+    except ConfigError:
+        discard(directory)
+        raise
+    return directory
+
+
+def _fill(directory: Path, then: Mapping[str, Any]) -> None:
+    """Apply the recorded changes to the worktree, and compare what came out."""
+    state = then["git"]
     if state["diff"]:
         _git(directory, "apply", "--whitespace=nowarn", "--binary", "-", text=state["diff"])
     for name, text in (state.get("untracked") or {}).items():
@@ -77,7 +88,13 @@ def check_out(then: Mapping[str, Any], directory: Path) -> Path:
             "Untracked files over 1 MiB are not recorded; git filters (LFS, line ends) may "
             "change files."
         )
-    return directory
+
+
+def discard(directory: Path) -> None:
+    """Remove a worktree that nothing ran from, and the directory made for it."""
+    _git(directory, "worktree", "remove", "--force", str(directory))
+    if not any(directory.parent.iterdir()):
+        directory.parent.rmdir()
 
 
 def _repository(commit: str, *, recorded: str | None) -> Path:

@@ -26,7 +26,7 @@ from llmx.provenance.differences import (
     plan_differences,
 )
 from llmx.recompose import Words, read_words
-from llmx.reproduce.checkout import check_out, requested, run_there
+from llmx.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.reproduce.outcome import Outcome, compare
 from llmx.reproduce.show import print_differences, print_outcome
 from llmx.reproduce.target import ALLOWED, fresh_sibling, next_experiment
@@ -76,6 +76,8 @@ def reproduce(words: Words) -> int:
     strict, to_step = words.flag("strict"), words.step("to_step", least=1)
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
+    if target.config.exists():
+        raise ConfigError(f"run_dir={target.root} holds a run already. Choose another directory.")
     old_plan = plan_of(run, exp)
     new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
     composed = plan_experiment(new)
@@ -84,7 +86,10 @@ def reproduce(words: Words) -> int:
         print(f"   migrated {note}")
     then = _record_of(run)
     now = record(new, composed.plan, [])
+    code = None
     if words.flag("checkout"):
+        # What its schema cannot hold is said before anything is written.
+        requested(_config_as_written(run), {change.key: change.new for change in changed})
         code = check_out(then, target.root / "code")
         now |= {"code": code_files(code / "llmx"), "git": git_state(code / "llmx")}
     found = [
@@ -99,6 +104,8 @@ def reproduce(words: Words) -> int:
     sys.stdout.flush()
     print_differences(found, not_recorded(then), stream=sys.stdout)
     grave = [difference for difference in found if difference.severity != HARMLESS]
+    if code is not None and (words.flag("dry_run") or (strict and grave)):
+        discard(code)
     if strict and grave:
         raise NotReproduced(
             f"strict=true: {len(grave)} thing{'s' if len(grave) > 1 else ''} above may change the "
@@ -174,7 +181,7 @@ def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], com
     }
     checkout = target.root / "code"
     if checkout.is_dir():
-        recorded = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        recorded = _config_as_written(run)
         keys = {change.key: change.new for change in changed} | {"run_dir": str(target.root)}
         snapshot.write_identity(target, parent=run)
         if skipped:
@@ -216,6 +223,11 @@ def _of_the_run_itself(
                 )
             )  # fmt: skip
     return found
+
+
+def _config_as_written(run: RunDir) -> dict[str, Any]:
+    """``config.yaml`` in the schema of then."""
+    return dict(yaml.safe_load(run.config.read_text(encoding="utf-8")))
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""Two run directories side by side: whatever state they are in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from llmx import snapshot
+from llmx.compare import main, short_names
+from llmx.report.comparison import config_rows
+from llmx.rundir import RunDir, write_json
+from tests.composing import composed
+from tests.conftest import GOLDEN
+
+
+@pytest.fixture
+def runs(tmp_path):
+    made = []
+    for name, words in (("a", ["zero=stage2"]), ("b", ["zero=stage3", "launch.env.NCCL_X=1"])):
+        done = composed(["hardware=cpu2", *words], run_dir=tmp_path / name)
+        made.append(
+            snapshot.write(done.experiment, done.plan, done.ds_config, overrides=list(words))
+        )
+    return made
+
+
+def log(run: RunDir, losses: list[float]) -> None:
+    lines: list[dict] = [{"kind": "start", "total_steps": 90, "time": 1.0}]
+    lines += [
+        {"kind": "train", "step": step, "loss": loss, "time": 1.0 + step}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_config_environment_outcome_and_curves(runs, capsys) -> None:
+    a, b = runs
+    log(a, [3.0, 2.0, 1.5]), log(b, [3.0, 2.5])
+    write_json(
+        a.result,
+        {"outcome": "oom", "cause": "CUDA out of memory", "fix": "x", "started": 1, "ended": 9,
+         "restarts": 2, "failed_rank": None},
+    )  # fmt: skip
+    record = json.loads(a.provenance.read_text())
+    record["packages"]["torch"] = "1.0"
+    write_json(a.provenance, record)
+    assert main([str(a.root), str(b.root)]) == 0
+    said = capsys.readouterr().out
+    assert "zero.stage" in said
+    assert "launch.env.NCCL_X  not set  1" in said
+    assert "run_dir" not in said
+    assert "torch" in said
+    assert "oom after 3 of 90 steps" in said
+    assert "CUDA out of memory" in said
+    assert "restarts" in said
+    assert "no result.json yet" in said
+    assert "2 lines in common, up to step 2. They differ first at step 2 (loss 2 in A, 2.5" in said
+    assert (b.root / "compare_a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_never_logged_and_are_the_same(runs, tmp_path, capsys) -> None:
+    a, _ = runs
+    shutil.copytree(a.root, tmp_path / "copy")
+    assert main([str(a.root), str(tmp_path / "copy")]) == 0
+    said = capsys.readouterr().out
+    assert "config: no difference" in said
+    assert "environment: no difference" in said
+    assert "no logged step in common" in said
+    assert "no picture" in said
+
+
+def test_identical_curves_are_said_so(runs, tmp_path, capsys) -> None:
+    a, b = runs
+    log(a, [3.0, 2.0]), log(b, [3.0, 2.0])
+    assert main([str(a.root), str(b.root), "--out", str(tmp_path / "x.png")]) == 0
+    assert "losses: bitwise identical for all 2 steps" in capsys.readouterr().out
+    assert (tmp_path / "x.png").is_file()
+
+
+def test_a_run_of_an_older_version_is_compared_by_what_it_means(runs, tmp_path, capsys) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    shutil.copy(GOLDEN / "snapshots" / "v1" / "config.yaml", old / "config.yaml")
+    assert main([str(old), str(runs[0].root)]) == 0
+    said = capsys.readouterr().out
+    assert "launch.max_restarts" in said
+    assert "schema_version" not in said
+
+
+@pytest.mark.parametrize("words", [["a", "a"], ["a", "nowhere"]])
+def test_what_cannot_be_compared_is_told(words, runs, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "compared with itself" in said or "no run directory" in said
+
+
+def test_names_tell_the_directories_apart(tmp_path) -> None:
+    assert short_names(tmp_path / "a", tmp_path / "b") == ("a", "b")
+    assert short_names(tmp_path / "x" / "run", tmp_path / "y" / "run") == ("x/run", "y/run")
+
+
+def test_rows_are_values_that_differ_once() -> None:
+    rows = config_rows(
+        {"seed": 1, "name": "a", "launch": {"env": {}, "sync": "none"}},
+        {"seed": 1, "name": "b", "launch": {"env": {"X": "1"}, "sync": "none"}},
+    )
+    assert [(row.key, row.a, row.b) for row in rows] == [("launch.env.X", "not set", "1")]
