@@ -40,7 +40,8 @@ from llmx.checkpoint.tensors import TensorSpec, TensorWriter
 
 PARTIAL, REPLACED, PRUNED = ".partial", ".replaced", ".pruned"
 MARK = ".mark-"
-LATEST, BEST = "latest", "best"
+LATEST, BEST, PINNED = "latest", "best", "pinned"
+POINTERS_BEING_WRITTEN = tuple(f".{name}.tmp" for name in (LATEST, BEST, PINNED))
 
 
 def partial_dir(checkpoints: Path, step: int) -> Path:
@@ -178,6 +179,24 @@ def set_pointer(checkpoints: Path, name: str, step: int, *, disk: Disk = DISK) -
     replace_file(checkpoints / name, f"{step_name(step)}\n".encode(), disk=disk)
 
 
+def pin(checkpoints: Path, steps: Iterable[int], *, disk: Disk = DISK) -> None:
+    """Keep these from being pruned: a copy of them is being made, or is the newest that is whole.
+
+    Written by whoever copies checkpoints to another machine, read by ranks that prune.
+    """
+    text = "".join(f"{step_name(step)}\n" for step in sorted(steps))
+    replace_file(checkpoints / PINNED, text.encode(), disk=disk)
+
+
+def pinned(checkpoints: Path) -> set[int]:
+    """The steps that ``pin`` named last; none where nobody copies."""
+    try:
+        names = (checkpoints / PINNED).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError):
+        return set()
+    return {step for name in names if (step := step_of(name)) is not None}
+
+
 def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
     """A reader sees the old content or the new; returns when the new is durable."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -220,7 +239,7 @@ def recover(checkpoints: Path, *, disk: Disk = DISK) -> list[str]:
     removed = _remove_aside(checkpoints, disk=disk)
     for path in sorted(checkpoints.iterdir()):
         stale = _step_aside(path.name, PARTIAL) is not None or path.name.startswith(MARK)
-        if stale or path.name in (f".{LATEST}.tmp", f".{BEST}.tmp"):
+        if stale or path.name in POINTERS_BEING_WRITTEN:
             remove_tree(disk, path)
             removed.append(path.name)
     disk.sync_directory(checkpoints)

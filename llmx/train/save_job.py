@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from llmx.checkpoint import commit
-from llmx.checkpoint.choose import list_steps
 from llmx.checkpoint.fragments import FROZEN, MASTER, check_cover, cover_of, fragment_key
-from llmx.checkpoint.keep import best_steps, to_prune
+from llmx.checkpoint.holdings import Part, holdings, removals
 from llmx.checkpoint.manifest import STATE, FileEntry, Manifest, make_manifest, rank_file
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.config import CheckpointConfig
@@ -134,7 +133,8 @@ class SaveJob:
         self.num_bytes = manifest.num_bytes
         # From here on the checkpoint stands, whatever happens.
         try:
-            self._together(lambda: self._tidy() if place.leads else None)
+            storages = self._together(lambda: self._look_around() if place.leads else None)
+            self._together(lambda: self._tidy(storages) if place.leads else None)
         except SaveFailed as error:
             self.warning = str(error)
 
@@ -225,29 +225,29 @@ class SaveJob:
         hosts.update(dict.fromkeys(small[0], self.hosts[0]))
         return make_manifest(self.step, {**files, **small[0]}, hosts=hosts, run_id=self.run_id)
 
-    def _tidy(self) -> None:
-        """Pointers, then what is no longer kept goes."""
+    def _look_around(self) -> tuple[dict[int, Part | None], dict[int, float | None]]:
+        """What lies on this storage, and the metric that each checkpoint was saved with."""
+        held = holdings(self.place.directory)
+        return held, metrics_of(self.place.directory, held, name=self.config.metric)
+
+    def _tidy(self, storages: Sequence[Any]) -> None:
+        """Pointers, then what is no longer kept goes; the same decision on every storage."""
         directory, keep = self.place.directory, self.config.keep
         commit.set_pointer(directory, commit.LATEST, self.step)
-        good = [step for step in list_steps(directory) if step not in self.damaged]
-        # Where the run was sent back to an earlier step, later ones are of a past given up.
-        commit.prune(directory, [step for step in good if step > self.step])
-        steps = [step for step in good if step <= self.step]
-        metrics = metrics_of(directory, steps, name=self.config.metric)
-        best = best_steps(steps, metrics, mode=self.config.mode)
-        if keep.best and best:
-            commit.set_pointer(directory, commit.BEST, best[0])
-        commit.prune(
-            directory,
-            to_prune(
-                steps,
-                last=keep.last,
-                best=keep.best,
-                every=keep.every,
-                metrics=metrics,
-                mode=self.config.mode,
-            ),
+        found = [each for each in storages if each is not None]
+        gone, best = removals(
+            [held for held, _ in found],
+            step=self.step,
+            damaged=self.damaged,
+            last=keep.last,
+            best=keep.best,
+            every=keep.every,
+            metrics={step: value for _, values in found for step, value in values.items()},
+            mode=self.config.mode,
         )
+        if keep.best and best is not None:
+            commit.set_pointer(directory, commit.BEST, best)
+        commit.prune(directory, gone)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmx.checkpoint import choose, commit
+from llmx.checkpoint.holdings import complete_steps, holdings, removals
 from llmx.checkpoint.incoming import Incoming
 from llmx.checkpoint.keep import best_steps, to_prune
 from llmx.checkpoint.manifest import (
@@ -286,6 +288,41 @@ def test_ranks_find_out_who_shares_a_disk(tmp_path: Path) -> None:
 def test_what_is_kept(keep: dict[str, int], gone: list[int]) -> None:
     metrics = {10: 3.0, 20: 1.0, 30: float("nan"), 40: 1.5, 50: None}
     assert to_prune([50, 30, 10, 20, 40], metrics=metrics, **keep) == gone  # type: ignore[arg-type]
+
+
+KEEP: dict[str, Any] = {"last": 2, "best": 1, "every": 0, "metrics": {}, "mode": "min"}
+
+
+def gone(storages: list[Path], **changes: Any) -> tuple[list[int], int | None]:
+    found = [holdings(path) for path in storages]
+    return removals(found, **{"step": 4, "damaged": (), **KEEP, **changes})
+
+
+def test_all_storages_come_to_the_same_decision(memory: Path) -> None:
+    storages = [memory / name / "checkpoints" for name in ("a", "b")]
+    for step in (1, 2, 3, 4):
+        assert save(storages, step, keep_last=9)
+    metrics: dict[int, float | None] = {1: 0.1, 2: 0.5, 3: 0.7, 4: 0.8}
+    assert gone(storages, metrics=metrics) == ([2], 1)
+    # Of step 1 a removal that was cut short has left a part: the best is the best whole one.
+    commit.prune(storages[0], [1])
+    assert complete_steps([holdings(path) for path in storages]) == [2, 3, 4]
+    assert gone(storages, metrics=metrics) == ([], 2)
+    assert gone(storages, best=0) == ([1, 2], None)
+    # Where it would not be kept anyway, the part goes.
+    assert gone(storages, metrics={**metrics, 1: 0.9}) == ([1], 2)
+    # A damaged one is neither counted nor removed; one without a manifest counts for nothing.
+    assert gone(storages, best=0, damaged=[3]) == ([1], None)
+    (storages[1] / "step-00000003" / "manifest.json").write_text("torn")
+    assert holdings(storages[1])[3] is None
+    assert complete_steps([holdings(path) for path in storages]) == [2, 4]
+    # Sent back to step 2: what came later is given up.
+    assert gone(storages, step=2, best=0) == ([3, 4], None)
+    # All is shared: one storage holds everything, and says the same.
+    shared = memory / "c" / "checkpoints"
+    for step in (1, 2, 3, 4):
+        assert save([shared], step, keep_last=9)
+    assert gone([shared], metrics=metrics) == ([2], 1)
 
 
 def test_of_equals_the_newer_is_best() -> None:
