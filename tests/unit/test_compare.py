@@ -9,6 +9,7 @@ import pytest
 
 from llmx import snapshot
 from llmx.compare import main, short_names
+from llmx.launch.result import Result
 from llmx.report.comparison import config_rows
 from llmx.rundir import RunDir, write_json
 from tests.composing import composed
@@ -38,11 +39,10 @@ def log(run: RunDir, losses: list[float]) -> None:
 def test_config_environment_outcome_and_curves(runs, capsys) -> None:
     a, b = runs
     log(a, [3.0, 2.0, 1.5]), log(b, [3.0, 2.5])
-    write_json(
-        a.result,
-        {"outcome": "oom", "cause": "CUDA out of memory", "fix": "x", "started": 1, "ended": 9,
-         "restarts": 2, "failed_rank": None},
-    )  # fmt: skip
+    oom = Result(
+        outcome="oom", cause="CUDA out of memory", started=1, ended=9, attempts=3, restarts=2
+    )
+    write_json(a.result, oom.to_dict())
     record = json.loads(a.provenance.read_text())
     record["packages"]["torch"] = "1.0"
     write_json(a.provenance, record)
