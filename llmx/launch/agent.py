@@ -361,6 +361,14 @@ class Agent:
                         found[os.path.relpath(path, self.run_dir)] = os.path.getsize(path)
         return {"files": found}
 
+    def do_pin(self, message: Message) -> Message:
+        """Name the checkpoints that the ranks here must not remove yet."""
+        path = os.path.join(self.run_dir, "checkpoints/pinned")
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            file.write("".join(f"{step}\n" for step in message["steps"]))
+        os.replace(f"{path}.new", path)
+        return {}
+
     def do_stop(self, message: Message) -> Message:
         self.watching = False
 

@@ -109,15 +109,15 @@ class Attempt:
 
     def ended(self, verdict: Verdict) -> Ended:
         """What the decision about a restart needs."""
-        watch, new = self.watch, self._new_step()
-        first = watch.first_step if watch else None
+        progress, new = self.watch.progress if self.watch else None, self._new_step()
+        first = progress.first_step if progress else None
         return Ended(
             outcome=verdict.outcome,
             cause=verdict.cause,
             name=verdict.name,
             launched=self.runner is not None,
             first_step=first,
-            last_step=watch.last_step if watch else None,
+            last_step=progress.last_step if progress else None,
             saved_step=new or first or None,
             new_checkpoint=new is not None,
             failed_step=verdict.step,
@@ -127,14 +127,15 @@ class Attempt:
     def _new_step(self) -> int | None:
         """The newest checkpoint that this attempt made: as rank 0 said, or as it lies here (the
         attempt may have ended between the commit and the word)."""
-        if self.watch is None or self.watch.first_step is None:
+        progress = self.watch.progress if self.watch else None
+        if progress is None or progress.first_step is None:
             return None
-        found = [] if self.watch.saved_step is None else [self.watch.saved_step]
+        found = [] if progress.saved_step is None else [progress.saved_step]
         for path in self.spec.run_dir.checkpoints.glob("step-*/manifest.json"):
             with contextlib.suppress(OSError, ValueError):  # it may just be removed
                 if path.stat().st_mtime >= self.started:
                     found.append(int(path.parent.name.removeprefix("step-")))
-        return max((step for step in found if step > self.watch.first_step), default=None)
+        return max((step for step in found if step > progress.first_step), default=None)
 
     def _prepare(self) -> None:
         spec, voice = self.spec, self.voice

@@ -17,8 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmx.checkpoint.choose import newest_usable, verify
-from llmx.checkpoint.commit import committed_dir
-from llmx.checkpoint.manifest import MANIFEST, Manifest, Problem, rank_file, read_manifest
+from llmx.checkpoint.commit import committed_dir, pin, pinned
+from llmx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Problem,
+    rank_file,
+    read_manifest,
+    step_name,
+)
 from llmx.errors import LaunchError
 from llmx.launch import sync
 from llmx.launch.fleet import AgentError, Channel
@@ -176,10 +183,25 @@ class Collector:
                 break
             if self._stop.is_set():
                 return
+            self._pin({step, *self._whole()})
             self._pull_step(step, target, limit=limit)
+            self._pin({step})
             break
         if not self.has_ranks_here:
             self._forget(set(there))
+
+    def _whole(self) -> set[str]:
+        """The newest copy that is whole, of this attempt or an earlier one."""
+        kept = {step_name(step) for step in pinned(self.spec.run_dir.checkpoints)}
+        return {max(self._verified)} if self._verified else kept
+
+    def _pin(self, steps: set[str]) -> None:
+        """Keep the ranks from removing what is being copied, and the copy before it: saves may
+        come faster than copies."""
+        for channel in self.private:
+            channel.ask("pin", steps=sorted(steps), timeout_s=30)
+        if self.has_ranks_here:
+            pin(self.spec.run_dir.checkpoints, [int(step[5:]) for step in steps])
 
     def _pull_step(self, step: str, target: Path, *, limit: bool) -> None:
         """Beside, then verified, then moved to where it belongs: a committed name is whole."""

@@ -220,7 +220,7 @@ class Supervisor:
         if verdict.rank is not None:
             result.log = str(self.run_dir.rank_log(verdict.rank))
         if self.attempt is not None and self.attempt.watch is not None:
-            self.attempt.watch.fill(result)
+            self.attempt.watch.progress.fill(result)
         if self.run_dir.final_model.is_dir():
             result.model = str(self.run_dir.final_model)
         result.attempts, result.restarts = len(self.journal.attempts), self.journal.restarts

@@ -21,9 +21,8 @@ from llmx.launch.follow import (
     apply_update,
     tail_text,
 )
-from llmx.launch.hang import HangDetector
 from llmx.launch.outcome import Evidence, RankExit, all_finished
-from llmx.launch.result import Result
+from llmx.launch.progress import Progress
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.stacks import look_into
 
@@ -60,23 +59,17 @@ class Watch:
         """Monotonic clock at the first failure."""
         self.leaving_at: float | None = None
         """When a rank was seen to leave because it was asked to."""
-        self.first_step: int | None = None
-        """The step this attempt began at; None before training."""
-        self.saved_step: int | None = None
-        """The newest checkpoint that this attempt made."""
-        self.hang = HangDetector(spec.exp.launch.hang_timeout_s)
         self._statuses = StatusReader(self.run_dir, self.plan.world_size)
         self._metrics = MetricsReader(self.run_dir)
+        self.progress = Progress(
+            hang_timeout_s=spec.exp.launch.hang_timeout_s, earlier=self._metrics.earlier
+        )
         self._rank_0 = LineReader(self.run_dir.rank_log(0), from_end=True)
         self._launcher = LineReader(self.run_dir.launcher_log, from_end=True)
         self._launcher_log: list[str] = []
-        self._rates: list[float] = []
-        self._last: dict[str, Message] = {}
         self._started = self._pinged = time.monotonic()
         self._finished_at: float | None = None
         self._exited_at: float | None = None
-        for record in self._metrics.earlier:
-            self._remember(record)
 
     def begin(self) -> None:
         """Forget an earlier attempt in the same run directory; the agents begin to watch."""
@@ -97,13 +90,14 @@ class Watch:
         self._take_messages(wait_s=0.0 if final else 0.1)
         self._statuses.read()
         self.evidence.statuses = self._statuses.statuses
-        self._note_steps()
+        self.progress.see(self.evidence.statuses)
         for line in self._launcher.read(final=final):
             self._launcher_log = [*self._launcher_log[-400:], line]
         for line in self._rank_0.read(final=final):
             self.console.rank_line(line)
         for record in self._metrics.read(final=final):
-            self._take_record(record)
+            self.console.record(record)
+            self.progress.take_record(record)
         now = time.monotonic()
         if not final and now - self._pinged >= PING_S:
             self._pinged = now
@@ -131,7 +125,7 @@ class Watch:
         if self.leaving_at is not None:
             # The others are saving: they leave by themselves, or are ended after the grace.
             return now - self.leaving_at > self.spec.exp.launch.stop_grace_s
-        stuck_s = self.hang.stuck_s(now)
+        stuck_s = self.progress.hang.stuck_s(now)
         if stuck_s is not None:
             self.log(f"no progress for {stuck_s:.0f} s; asking every rank for its stacks")
             self.evidence.hang = look_into(
@@ -148,29 +142,12 @@ class Watch:
             return True
         return False
 
-    @property
-    def last_step(self) -> int | None:
-        """The last step that is known to be trained in this attempt; None before the first."""
-        steps = [int(status.get("step") or 0) for status in self.evidence.statuses.values()]
-        last, first = max(steps, default=0), self.first_step
-        return last if first is not None and last > first else None
-
     def collect_logs(self) -> None:
         """Read what the verdict needs of the logs, once everything is written."""
         self.evidence.launcher_log = "\n".join(self._launcher_log)
         for rank in self.plan.ranks:
             if rank.rank in self.evidence.exits:
                 self.evidence.rank_logs[rank.rank] = tail_text(self.run_dir.rank_log(rank.rank))
-
-    def fill(self, result: Result) -> None:
-        """The numbers of a result, as far as they are known."""
-        train, evaluation = self._last.get("train", {}), self._last.get("eval", {})
-        result.steps = int(train.get("step") or 0)
-        result.final_loss = train.get("loss")
-        result.exact_match = evaluation.get("exact_match")
-        # The first half has the start of every cache and clock in it.
-        late = sorted(self._rates[len(self._rates) // 2 :])
-        result.tokens_per_s = late[len(late) // 2] if late else None
 
     def _launcher_ended(self, now: float) -> bool:
         """The launcher is gone: wait for the last words of every host."""
@@ -273,33 +250,6 @@ class Watch:
         self.evidence.exits.setdefault(
             message["rank"], RankExit(message["time"] - channel.offset_s, oom_kills)
         )
-
-    def _take_record(self, record: Message) -> None:
-        self.console.record(record)
-        self._remember(record)
-        if record.get("kind") == "start":
-            self.first_step = int(record.get("resumed_from") or 0)
-        elif record.get("kind") == "train" and record.get("step_time_s"):
-            self.hang.step_took(float(record["step_time_s"]), time.monotonic())
-        elif record.get("event") == "resumed":
-            self.first_step = int(record["step"])
-        elif record.get("event") == "saved":
-            self.saved_step = max(int(record["step"]), self.saved_step or 0)
-
-    def _remember(self, record: Message) -> None:
-        """What a result needs of a record, also of one of an earlier attempt."""
-        self._last[str(record.get("kind"))] = record
-        if record.get("kind") == "train" and record.get("tokens_per_s"):
-            self._rates.append(float(record["tokens_per_s"]))
-
-    def _note_steps(self) -> None:
-        """Progress, and checkpoints of this attempt, from the statuses of the ranks."""
-        self.hang.see(self.evidence.statuses, time.monotonic())
-        first = self.first_step
-        for status in self.evidence.statuses.values():
-            saved = status.get("saved_step")
-            if first is not None and isinstance(saved, int) and saved > first:
-                self.saved_step = max(saved, self.saved_step or 0)
 
     def _take_offsets(self) -> None:
         for rank in self.plan.ranks:

@@ -1,0 +1,73 @@
+"""How far an attempt has come: its first, last and saved steps, whether it hangs, its numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llmx.launch.hang import HangDetector
+from llmx.launch.result import Result
+
+Record = Mapping[str, Any]
+
+
+class Progress:
+    """From ``metrics.jsonl`` and the ranks' statuses. ``earlier``: records of former attempts."""
+
+    def __init__(self, *, hang_timeout_s: float | None, earlier: Iterable[Record]) -> None:
+        self.first_step: int | None = None
+        """The step this attempt began at; None before training."""
+        self.saved_step: int | None = None
+        """The newest checkpoint that this attempt made."""
+        self.hang = HangDetector(hang_timeout_s)
+        self._step = 0
+        self._rates: list[float] = []
+        self._last: dict[str, Record] = {}
+        for record in earlier:
+            self._remember(record)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that is known to be trained in this attempt; None before the first."""
+        last, first = max(self._step, self.saved_step or 0), self.first_step
+        return last if first is not None and last > first else None
+
+    def take_record(self, record: Record) -> None:
+        """A new record of this attempt."""
+        self._remember(record)
+        kind, event = record.get("kind"), record.get("event")
+        if kind == "start":
+            self.first_step = int(record.get("resumed_from") or 0)
+        elif event == "resumed":
+            self.first_step = int(record["step"])
+        elif event == "saved":
+            self.saved_step = max(int(record["step"]), self.saved_step or 0)
+        elif kind == "train":
+            self._step = max(int(record["step"]), self._step)
+            if record.get("step_time_s"):
+                self.hang.step_took(float(record["step_time_s"]), time.monotonic())
+
+    def see(self, statuses: Mapping[int, Record]) -> None:
+        """The statuses of the ranks, as they are now."""
+        self.hang.see(statuses, time.monotonic())
+        for status in statuses.values():
+            self._step = max(int(status.get("step") or 0), self._step)
+            saved = status.get("saved_step")
+            if self.first_step is not None and isinstance(saved, int) and saved > self.first_step:
+                self.saved_step = max(saved, self.saved_step or 0)
+
+    def fill(self, result: Result) -> None:
+        """The numbers of a result, as far as they are known."""
+        train, evaluation = self._last.get("train", {}), self._last.get("eval", {})
+        result.steps = int(train.get("step") or 0)
+        result.final_loss = train.get("loss")
+        result.exact_match = evaluation.get("exact_match")
+        # The first half has the start of every cache and clock in it.
+        late = sorted(self._rates[len(self._rates) // 2 :])
+        result.tokens_per_s = late[len(late) // 2] if late else None
+
+    def _remember(self, record: Record) -> None:
+        self._last[str(record.get("kind"))] = record
+        if record.get("kind") == "train" and record.get("tokens_per_s"):
+            self._rates.append(float(record["tokens_per_s"]))
