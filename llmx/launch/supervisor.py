@@ -14,6 +14,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from textwrap import shorten
 from typing import TextIO
 
 from llmx.config.schema import Experiment
@@ -36,6 +37,9 @@ from llmx.launch.spec import LaunchSpec, make_spec
 from llmx.launch.waiting import Waiting
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, write_json
+
+CAUSE_CHARACTERS = 160
+"""Of a cause, in the line that tells a restart; ``attempts.jsonl`` has all of it."""
 
 
 def supervise(
@@ -166,7 +170,7 @@ class Supervisor:
         where = "" if last is None else f" after step {last}"
         where += f", rank {verdict.rank}" if verdict.rank is not None else ""
         where += f" on {verdict.host}" if verdict.host else ""
-        cause = verdict.cause.splitlines()[0] if verdict.cause else ""
+        cause = shorten(verdict.cause, CAUSE_CHARACTERS, placeholder=" …")
         self._say(f"{verdict.outcome}{where}: {cause}")
         saved = "no checkpoint yet"
         if self.saved_step is not None:
