@@ -118,6 +118,8 @@ class Engine:
     stage: int
     precision: str
     _norm: torch.Tensor | None = None
+    _scale: float = 1.0
+    """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""
 
     @property
     def module(self) -> nn.Module:
@@ -126,6 +128,17 @@ class Engine:
     def set_lr(self, lr: float) -> None:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of ``loss``, multiplied by the loss scale where the step divides by it.
+
+        DeepSpeed 0.19.8 does so for ZeRO's optimizers only (``engine.backward``). At stage 0 in
+        fp16 its step divides all the same: every update would be next to nothing.
+        """
+        if self.stage == 0 and self.precision == "fp16":
+            self._scale = self.loss_scale()
+            loss = loss * self._scale
+        self.engine.backward(loss)
 
     def note_grad_norm(self) -> None:
         """Before ``engine.step``: keep the gradient's norm where DeepSpeed computes none.
@@ -141,7 +154,12 @@ class Engine:
     def last_norm(self) -> torch.Tensor | float | None:
         """Norm of the last step's gradient, before clipping, as it lies on the device; None
         where nobody computed it."""
-        return self._norm if self._norm is not None else self.engine.get_global_grad_norm()
+        if self._norm is not None:
+            return self._norm
+        norm = self.engine.get_global_grad_norm()
+        # FusedAdam's wrapper divides by the scale itself, the other one of stage 0 does not.
+        whole = type(self.engine.optimizer).__name__ != "FP16_UnfusedOptimizer"
+        return norm if whole or norm is None else norm / self._scale
 
     def grad_norm(self) -> float | None:
         """The same as a number. Waits for the device."""

@@ -163,7 +163,7 @@ def train_step(
             device=engine.device,
         )
         loss = micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
-        engine.engine.backward(loss * factor)
+        engine.backward(loss * factor)
         engine.note_grad_norm()
         if number == len(step.micro_batches):
             before_update()

@@ -12,9 +12,11 @@ Every rank writes ``OUT/<name>.<rank>.json``; ``OUT/<name>/`` has the files and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from llmx.train.model import build_model
 from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at
 from llmx.train.state_layout import state_layout
+from llmx.train.state_values import write_loss_scaler
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
 
@@ -99,10 +102,21 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
         model.register_buffer("seen", torch.arange(3) + first_weights)
         return model
 
-    with mock.patch.object(
-        engine_module, "build_model", frozen if "freeze" in job else build_model
-    ):
+    made = frozen if "freeze" in job else build_model
+    with mock.patch.object(engine_module, "build_model", made):
         return build_engine(exp, plan, ds_config(exp, plan), tokenizer=word_tokenizer())
+
+
+@contextlib.contextmanager
+def fp16_allowed(job: dict[str, Any]) -> Iterator[None]:
+    """PyTorch computes fp16 on any CPU, if slowly; DeepSpeed allows it on the newest only."""
+    from deepspeed.accelerator import get_accelerator
+
+    if job.get("precision") != "fp16":
+        yield
+        return
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):
+        yield
 
 
 def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: range) -> list[float]:
@@ -189,6 +203,8 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
     exp, plan = job_experiment(job, out)
     at, directory = job["save_at"], out / job["name"]
     engine = build(job, exp, plan, first_weights=exp.seed)
+    if "loss_scale" in job:  # so high that the first updates are skipped
+        write_loss_scaler(engine.engine, {"cur_scale": job["loss_scale"]})
     losses = train(engine, exp, plan, store, steps=range(at))
     save(engine, directory, step=at)
     saved = copies(engine)
@@ -231,7 +247,8 @@ def main() -> None:
     rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
     for job in jobs:
         began = time.perf_counter()
-        result = (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
+        with fp16_allowed(job):
+            result = (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
         result["seconds"] = time.perf_counter() - began
         print(job["name"], result, flush=True)
         (out / f"{job['name']}.{rank}.json").write_text(json.dumps(result))
