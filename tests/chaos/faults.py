@@ -48,14 +48,13 @@ def _kill_rank(site: Site, host: Host) -> str:
 
 
 def launcher_killed(site: Site, chance: random.Random) -> str:
-    """DeepSpeed's launcher is killed, which leaves its rank without a parent."""
+    """DeepSpeed's launcher is killed, which leaves its rank without a parent: that trains on."""
     host = chance.choice(site.cluster.hosts)
     pids = site.launchers(host)
     for pid in pids:
         site.signal(host, pid, signal.SIGKILL)
     if not pids:
         raise GaveUp(f"no launcher on {host.name}: {site.processes(host)}")
-    _until_noticed(site, f"the death of the launcher on {host.name}")
     return host.name
 
 
@@ -184,7 +183,7 @@ def checkpoint_damaged(site: Site, chance: random.Random) -> str:
 
 KINDS = (
     Kind("rank", "SIGKILL of a rank", 5, rank_killed, 2),
-    Kind("launcher", "SIGKILL of DeepSpeed's launcher", 2, launcher_killed, 2),
+    Kind("launcher", "SIGKILL of DeepSpeed's launcher", 2, launcher_killed, 2, restarts=False),
     Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, supervisor_killed, 2),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, supervisor_asked, 1),
     Kind("sshd", "SIGKILL of sshd and its sessions", 3, sshd_killed, 2),
