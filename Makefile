@@ -41,10 +41,11 @@ golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit
 	git --no-pager diff --stat -- tests/golden
 
-bench: venv ## start-up, throughput against the Hugging Face Trainer, tokenizing against datasets.map
+bench: venv ## start-up, throughput, tokenizing and checkpoints against what others use
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/sft_throughput.py
 	$(BIN)/python benchmarks/tokenization.py
+	$(BIN)/python benchmarks/checkpoint_stall.py
 
 venv: $(VENV)/.installed
 
