@@ -435,6 +435,7 @@ class Agent:
                         "pid": pid,
                         "time": time.time(),
                         "oom_kills": _oom_kills(),
+                        "disk_free": _disk_free(self.run_dir),
                     }
                 )
 
@@ -540,6 +541,15 @@ def _ask_python(python: str, modules: list[str]) -> Message:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return {"error": str(error)}
     return {"version": version, "missing": missing}
+
+
+def _disk_free(path: str) -> int | None:
+    """Bytes left where the ranks write; None where that cannot be said."""
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize
 
 
 def _oom_kills() -> int:

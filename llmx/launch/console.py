@@ -82,7 +82,7 @@ class Console:
         """On a terminal, one line that is written over; an empty text clears it."""
         if not self._stream.isatty():
             return
-        line = f"\r\033[K{text}: {duration(left_s)}" if text else "\r\033[K"
+        line = f"\r\033[K{text} {duration(left_s)}" if text else "\r\033[K"
         with contextlib.suppress(OSError):
             self._stream.write(line)
             self._stream.flush()

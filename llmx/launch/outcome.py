@@ -22,6 +22,11 @@ from llmx.launch.follow import FINAL_STATES
 from llmx.plan.types import Plan
 
 
+FULL_BYTES = 1 << 16
+"""Less than this is no room for a status file and a traceback."""
+SPEECHLESS = "disk_full_silent"
+
+
 @dataclass(frozen=True)
 class RankExit:
     """A rank's process went away."""
@@ -30,6 +35,8 @@ class RankExit:
     """On the supervisor's clock."""
     oom_kills: int = 0
     """Of the kernel of its host, since the run began."""
+    disk_free: int | None = None
+    """Bytes left on the disk of the run directory there; None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,11 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
         return _never_started(evidence, plan)
     candidates = before or candidates
     if candidates:
-        first = min(candidates, key=lambda c: (c.diagnosis.consequence, c.time))
+        # Where no disk is left nobody can say why: what others saw of it comes second.
+        first = min(
+            candidates,
+            key=lambda c: (c.diagnosis.consequence, c.diagnosis.name != SPEECHLESS, c.time),
+        )
         found = first.diagnosis
         if found.consequence and signal_in_log(evidence.launcher_log):
             # Where no agent looks (Slurm), only the launcher knows who was killed.
@@ -145,6 +156,17 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
             lost_hosts=tuple(evidence.lost_hosts),
         )
     return _from_launcher(evidence, plan)
+
+
+def _speechless(rank: int, host: str) -> Diagnosis:
+    return Diagnosis(
+        "disk_full",
+        f"the disk of the run directory on {host} is full: rank {rank} died and could not even "
+        "write why",
+        f"free some space on {host} (`df -h`, fewer checkpoints by checkpoint.keep), or set run_dir "
+        "to a larger disk",
+        SPEECHLESS,
+    )
 
 
 def _hung(hang: Hang, plan: Plan) -> Verdict:
@@ -190,9 +212,9 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
             gone = evidence.exits[rank.rank]
             log = evidence.rank_logs.get(rank.rank, "")
             failure = Failure(signal=signal_of_silent_death(log), oom_kills=gone.oom_kills, log=log)
-            found.append(
-                _Candidate(gone.time, diagnose(failure), rank.rank, host, _traceback_in(log))
-            )
+            full = gone.disk_free is not None and gone.disk_free < FULL_BYTES
+            diagnosis = _speechless(rank.rank, host) if full else diagnose(failure)
+            found.append(_Candidate(gone.time, diagnosis, rank.rank, host, _traceback_in(log)))
         elif status.get("state") == "interrupted" and evidence.interrupted_at is None:
             found.append(
                 _Candidate(

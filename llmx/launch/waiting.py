@@ -64,7 +64,7 @@ class Waiting:
             if left_s <= 0:
                 break
             self.alive()
-            self.countdown(f"waiting for {_listed(missing)}", left_s)
+            self.countdown(f"waiting for {_listed(missing)}; giving up in", left_s)
             self.wake.wait(min(PROBE_EVERY_S, left_s))
             if time.monotonic() - told > TELL_EVERY_S:
                 told = time.monotonic()
@@ -97,7 +97,7 @@ class Waiting:
             if told == began or time.monotonic() - told > TELL_EVERY_S:
                 told = time.monotonic()
                 self.say(f"{text}: waiting for space, {duration(left_s)} at most")
-            self.countdown("waiting for space", left_s)
+            self.countdown("waiting for space; giving up in", left_s)
             self.alive()
             self.wake.wait(min(PROBE_EVERY_S, left_s))
         self.countdown("", 0.0)

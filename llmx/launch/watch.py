@@ -248,7 +248,8 @@ class Watch:
     def _take_exit(self, channel: Channel, message: Message) -> None:
         oom_kills = message.get("oom_kills", 0) - channel.hello.get("oom_kills", 0)
         self.evidence.exits.setdefault(
-            message["rank"], RankExit(message["time"] - channel.offset_s, oom_kills)
+            message["rank"],
+            RankExit(message["time"] - channel.offset_s, oom_kills, message.get("disk_free")),
         )
 
     def _take_offsets(self) -> None:
