@@ -21,7 +21,6 @@ from llmx.doctor.diagnose import (
 from llmx.launch.follow import FINAL_STATES
 from llmx.plan.types import Plan
 
-
 FULL_BYTES = 1 << 16
 """Less than this is no room for a status file and a traceback."""
 SPEECHLESS = "disk_full_silent"
@@ -163,7 +162,7 @@ def _speechless(rank: int, host: str) -> Diagnosis:
         "disk_full",
         f"the disk of the run directory on {host} is full: rank {rank} died and could not even "
         "write why",
-        f"free some space on {host} (`df -h`, fewer checkpoints by checkpoint.keep), or set run_dir "
+        f"free some space on {host} (`df -h`; checkpoint.keep says how many stay), or set run_dir "
         "to a larger disk",
         SPEECHLESS,
     )

@@ -106,6 +106,14 @@ def test_a_rank_that_died_of_a_fault_says_where(plan: Plan) -> None:
     assert verdict.traceback.startswith("Fatal Python error")
 
 
+def test_a_rank_that_a_full_disk_struck_dumb(plan: Plan) -> None:
+    """It could write neither status nor log; what others saw of it, and earlier, is no cause."""
+    exits = {0: RankExit(100.0, disk_free=0), 2: RankExit(99.5, disk_free=10**9)}
+    verdict = judge(Evidence(exits=exits, rank_logs={2: "Traceback\n  return func(*ar"}), plan)
+    assert (verdict.outcome, verdict.rank, verdict.host) == ("disk_full", 0, "node-a")
+    assert "node-a is full" in verdict.cause
+
+
 def test_a_rank_that_never_came_to_its_status(plan: Plan) -> None:
     log = (
         "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
