@@ -47,7 +47,8 @@ def hardware_of(
     interface: str | None = INTERFACE,
     reverse: bool = False,
 ) -> dict[str, Any]:
-    """The cluster as a ``hardware`` option; ``reverse`` has rank 0 on the last host."""
+    """The cluster as a ``hardware`` option; ``reverse`` has rank 0 on the last host. A host with
+    no slots is left out: the supervisor may run where no rank does."""
     pairs = list(zip(cluster.hosts, slots, strict=True))
     return {
         "name": "testbed",
@@ -62,6 +63,7 @@ def hardware_of(
                 "interface": interface,
             }
             for host, count in (reversed(pairs) if reverse else pairs)
+            if count
         ],
         "devices": {"cpu": {"accelerator": "cpu", "precisions": ["fp32", "bf16", "fp16"]}},
     }
