@@ -29,7 +29,7 @@ def saving_run(directory: Path, *, ranks: int = 2, **groups: Any) -> RunDir:
         merged = isinstance(known, dict) and isinstance(values, dict)
         defaults[group] = {**known, **values} if merged else values
     # The prepared data is shared, so that each run begins in a moment.
-    defaults["data"]["cache_dir"] = str(directory.parent / "cache")
+    defaults["data"].setdefault("cache_dir", str(directory.parent / "cache"))
     return write_run(experiment(directory, ranks=ranks, **defaults))
 
 

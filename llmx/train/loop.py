@@ -81,6 +81,7 @@ def train(session: Session) -> None:
             done = number + 1
             if done in start.skip_steps:
                 skip(session, done)
+                saver.tell()
             else:
                 log.wait_for_data()
                 step = next(upcoming)

@@ -180,7 +180,7 @@ class Saver:
         """Copy the state and begin to write it; or, without room for a copy, write it now."""
         # A state that has diverged is worth nothing.
         progress.watch.check(lr=self.exp.optim.lr)
-        self._collect()
+        self._wait()
         began, self._began = time.perf_counter(), time.monotonic()
         fragments = capture(self.engine, world=self.plan.world_size)
         copied = not wait and self._may_copy(sum(f.tensor.nbytes for f in fragments))

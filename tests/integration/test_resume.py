@@ -7,6 +7,7 @@ nothing had happened: every logged number, and the hash of the weights.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +188,33 @@ def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Pa
     assert refused.wait() == [1, 1]
     assert "resume.json asks for the checkpoint of step 11" in refused.status(0)["error"]["message"]
     assert json.loads(run.metrics.read_text().splitlines()[-1])["kind"] == "end", "untouched"
+
+
+def test_fewer_ranks_go_on_with_the_same_samples(
+    ranks: Server, undisturbed: dict[str, RunDir], tmp_path: Path
+) -> None:
+    """From two ranks to one, and from ZeRO stage 3 in bf16 to stage 1: the same global batch."""
+    reference = undisturbed["stage3-bf16"]
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(reference.root, run.root)
+    shutil.rmtree(run.checkpoint(STEPS))
+    saving_run(
+        run.root,
+        ranks=1,
+        zero={"stage": 1},
+        precision="bf16",
+        data={"cache_dir": str(reference.root.parent.parent / "cache")},
+        batch={"micro_batch": 8, "accumulation": 1},
+    )
+    ranks.start(run, ranks=1).finish()
+    assert events(run, "resumed")[0]["step"] == STEPS - EVERY
+    found, wanted = measurements(run), measurements(reference)
+    for ours, theirs in zip(found[:-1], wanted[:-1], strict=True):
+        assert ours == {
+            key: pytest.approx(value, rel=2e-2) if isinstance(value, float) else value
+            for key, value in theirs.items()
+        }
+    assert read_json(run.checkpoint(STEPS) / "state.json")["world_size"] == 1
 
 
 def test_saved_by_the_clock_and_in_the_middle_of_an_evaluation(

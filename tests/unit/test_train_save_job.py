@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +14,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmx.checkpoint import commit
 from llmx.checkpoint.choose import list_steps, newest_usable, usable
 from llmx.checkpoint.commit import committed_dir, read_pointer
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.config import CheckpointConfig, KeepConfig
+from llmx.plan import make_plan
 from llmx.rundir import RunDir, read_json, write_json
+from llmx.train import save_job
+from llmx.train import saver as saver_module
+from llmx.train.agreement import Agreement, Flags
 from llmx.train.engine_state import StateTensor
+from llmx.train.metrics import MetricsWriter
 from llmx.train.place import find_place
 from llmx.train.resume import Start, begin
 from llmx.train.save_job import SaveFailed, SaveJob
+from llmx.train.signals import StopRequest
 from llmx.train.state_hash import combine, lanes
+from llmx.train.status import RankStatus
+from tests.resumed_runs import events
+from tests.rundirs import experiment
 
 
 @pytest.fixture
@@ -62,9 +75,26 @@ def save(
     damaged: frozenset[int] = frozenset(),
     **keep: int,
 ) -> SaveJob:
-    values = torch.arange(6.0) + step if values is None else values
     ended: list[SaveJob] = []
-    job = SaveJob(
+    job = make_job(run, step, ended.append, values, metric, damaged, **keep)
+    job.start()
+    assert job.wait(60)
+    assert ended == [job]
+    assert job.fragments == (), "the copy is given back"
+    return job
+
+
+def make_job(
+    run: RunDir,
+    step: int,
+    on_end: Callable[[SaveJob], Any],
+    values: torch.Tensor | None = None,
+    metric: float | None = None,
+    damaged: frozenset[int] = frozenset(),
+    **keep: int,
+) -> SaveJob:
+    values = torch.arange(6.0) + step if values is None else values
+    return SaveJob(
         step=step,
         fragments=[
             StateTensor("master", "w", 0, values[:4]),
@@ -78,13 +108,8 @@ def save(
         run_id="ab",
         config=CheckpointConfig(keep=KeepConfig(**keep)),
         damaged=damaged,
-        on_end=ended.append,
+        on_end=on_end,
     )
-    job.start()
-    assert job.wait(60)
-    assert ended == [job]
-    assert job.fragments == (), "the copy is given back"
-    return job
 
 
 def start_of(run: RunDir) -> Start:
@@ -225,3 +250,80 @@ def test_a_save_that_was_cut_short_is_cleared_away(alone: None, tmp_path: Path) 
     assert start_of(run).step == 4
     assert not partial.exists()
     assert read_json(run.checkpoint(4) / "state.json")["step"] == 4
+
+
+def test_a_disk_that_is_too_slow_is_waited_for_once(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save in flight does not end: training waits a moment, then checkpoints are passed over
+    without waiting again."""
+    monkeypatch.setattr(saver_module, "PATIENCE_S", 0.3)
+    run, release, said = RunDir(tmp_path / "run"), threading.Event(), []
+    exp = experiment(run.root, ranks=1, checkpoint={"on_signal": False})
+    saver = saver_module.Saver(
+        exp,
+        make_plan(exp),
+        run,
+        engine=None,  # nothing is saved before it is asked for a state
+        tokenizer=None,
+        identity={},
+        agreement=Agreement(),
+        place=find_place(run.checkpoints, create=True, group=None),
+        metrics=MetricsWriter(run.metrics, enabled=True),
+        status=RankStatus(run, rank=0),
+        stop=StopRequest(),
+        start=Start(),
+        say=said.append,
+    )
+    assert saver.flags() == Flags()
+    job = make_job(run, 2, on_end=lambda _: release.wait(60))
+    job.start()
+    saver._job = job
+    exp.checkpoint.every_steps = 2
+    progress: Any = None  # a checkpoint that is passed over asks for nothing
+    waited_s = []
+    for step in (3, 4, 6):
+        assert saver.flags().busy
+        began = time.monotonic()
+        saver.at_boundary(step, Flags(busy=True), progress)
+        waited_s.append(time.monotonic() - began)
+    assert waited_s[1] >= 0.3 > max(waited_s[0], waited_s[2])
+    assert [line["step"] for line in events(run, "passed_over")] == [4, 6]
+    assert "no checkpoint at step 4" in said[0]
+    release.set()
+    assert job.wait(60)
+    assert not saver.flags().busy
+    exp.checkpoint.every_minutes = 1e-9
+    assert saver.flags() == Flags(save=True)
+
+
+def test_an_exchange_that_breaks_takes_nothing_back(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may have heard that all published, and have removed the one before."""
+    run = RunDir(tmp_path / "run")
+    whole, seen = save_job.exchange, []
+    for number in itertools.count(1):
+        assert save(run, 4, last=1).error is None
+        calls = []
+
+        def breaks(value: Any, *, group: Any, number: int = number, calls: list = calls) -> Any:
+            calls.append(value)
+            if len(calls) == number:
+                raise RuntimeError("Connection closed by peer")
+            return whole(value, group=group)
+
+        monkeypatch.setattr(save_job, "exchange", breaks)
+        job = save(run, 8, last=1)
+        monkeypatch.setattr(save_job, "exchange", whole)
+        if len(calls) < number:
+            break
+        assert isinstance(job.error, RuntimeError)
+        steps = list_steps(run.checkpoints)
+        assert steps == [step for step in steps if usable(run.checkpoint(step))]
+        assert steps in ([4], [4, 8], [8])
+        seen.append(steps)
+        for step in steps:
+            commit.prune(run.checkpoints, [step])
+    # Given up before it was published; published, and both stay; decided, and the old one goes.
+    assert [steps for steps, _ in itertools.groupby(seen)] == [[4], [4, 8], [8]]
