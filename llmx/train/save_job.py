@@ -104,7 +104,7 @@ class SaveJob:
     def _save(self) -> None:
         directory, step, place = self.place.directory, self.step, self.place
         writer = commit.rank_writer(directory, step, place.rank, self._specs())
-        published = False
+        manifest: Manifest | None = None
         try:
             self._together(lambda: commit.begin(directory, step) if place.leads else None)
             specs = self._together(lambda: self._reserve(writer))
@@ -120,16 +120,18 @@ class SaveJob:
             self._together(
                 lambda: commit.write_manifest(directory, step, manifest) if place.leads else None
             )
-            published = place.leads
             self._together(lambda: commit.publish(directory, step) if place.leads else None)
-        except BaseException:
+        except BaseException as error:
             writer.close()
+            # What this host has published is taken back only where all know that one failed:
+            # if it was the exchange that broke, another rank may have heard that all is well,
+            # and have removed the checkpoint before this one.
+            published = manifest if isinstance(error, SaveFailed) else None
             with contextlib.suppress(OSError):
-                if published:
-                    commit.prune(directory, [step])
                 if place.leads:
-                    commit.abandon(directory, step)
+                    commit.abandon(directory, step, published=published)
             raise
+        assert manifest is not None
         self.num_bytes = manifest.num_bytes
         # From here on the checkpoint stands, whatever happens.
         try:
