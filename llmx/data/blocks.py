@@ -6,9 +6,13 @@ for encoded in tokens.blocks(source.rows()): ...
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
+from typing import Any
 
 from llmx.data.encode import Batch, DocumentEncoder, TokenBlock
 from llmx.data.fit import joined
@@ -17,6 +21,7 @@ from llmx.data.part import Row
 from llmx.data.rejects import Rejects
 from llmx.data.render import Renderer, TokenRow
 from llmx.data.rows import RowError
+from llmx.data.segments import ChatEncoder
 from llmx.data.source import Source
 from llmx.errors import DataError
 
@@ -62,11 +67,13 @@ class RowEncoder:
         self._workers = workers
         self._fast_from_bytes = fast_from_bytes
         self._documents: DocumentEncoder | None = None
+        self._chats: ChatEncoder | None = None
 
     @property
     def description(self) -> str:
         """By what the rows were encoded, and on what proof; for the summary."""
-        return self._documents.description if self._documents else "tokenizers"
+        used = [encoder for encoder in (self._documents, self._chats) if encoder is not None]
+        return "; ".join(encoder.description for encoder in used) or "tokenizers"
 
     def blocks(self, rows: Iterable[Row | None], *, begins: bool = True) -> Iterator[Encoded]:
         """Rows with their tokens, in order. Those that a template refuses are rejected.
@@ -90,20 +97,49 @@ class RowEncoder:
             yield Encoded(batch.rows, block, batch.read, 0, batch.size)
 
     def _rendered(self, batches: Iterator[Batch]) -> Iterator[Encoded]:
-        for batch in batches:
-            found = self._accepted(batch.rows)
-            kept = [tokens for tokens in found if tokens is not None]
-            rows = [
-                row for row, tokens in zip(batch.rows, found, strict=True) if tokens is not None
-            ]
-            silent = batch.read - len(batch.rows)
-            yield Encoded(rows, joined(kept), batch.read, silent, batch.size)
+        if self._chats is None:
+            self._chats = chats = ChatEncoder(self._renderer, workers=self._workers)
+            head, batches = _head(batches, self._fast_from_bytes)
+            if sum(batch.size for batch in head) >= self._fast_from_bytes:
+                self._prove(chats, head)
+        waiting: deque[tuple[Batch, Future[list[TokenRow]]]] = deque()
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="render") as pool:
+            try:
+                for batch in batches:
+                    waiting.append((batch, pool.submit(self._chats.rows, batch.rows)))
+                    if len(waiting) > 2 * self._workers:
+                        yield self._taken(*waiting.popleft())
+                while waiting:
+                    yield self._taken(*waiting.popleft())
+            finally:
+                for _, rows in waiting:
+                    rows.cancel()
 
-    def _accepted(self, rows: list[Row]) -> list[TokenRow | None]:
+    def _prove(self, chats: ChatEncoder, head: list[Batch]) -> None:
+        rows = [row for batch in head for row in batch.rows]
+        # What the template refuses is said when its turn comes.
+        with contextlib.suppress(DataError):
+            chats.choose(rows)
+
+    def _taken(self, batch: Batch, future: Future[list[TokenRow]]) -> Encoded:
+        """A batch's rows; where the template refuses one, they are taken one by one."""
+        found: list[TokenRow | None]
+        try:
+            found = [*future.result()]
+        except DataError:
+            found = self._accepted(batch.rows)
+        kept = [tokens for tokens in found if tokens is not None]
+        pairs = zip(batch.rows, found, strict=True)
+        rows = [row for row, tokens in pairs if tokens is not None]
+        silent = batch.read - len(batch.rows)
+        return Encoded(rows, joined(kept), batch.read, silent, batch.size)
+
+    def _accepted(self, rows: list[Any]) -> list[TokenRow | None]:
         """The tokens of conversations. One that the template refuses is rejected
         (``data.on_bad_row=skip``) and has None in its place."""
+        assert self._chats is not None
         try:
-            return list(self._renderer.conversations(rows))
+            return [*self._chats.rows(rows)]
         except DataError as error:
             if self._source.data.on_bad_row != "skip":
                 raise
@@ -159,11 +195,18 @@ def _chosen(
 ) -> Iterator[Batch]:
     """The same batches, after the encoder was chosen on the first of them. A little text is
     sooner tokenized than a faster way is proven."""
+    head, batches = _head(batches, fast_from_bytes)
+    if sum(batch.size for batch in head) >= fast_from_bytes:
+        encoder.choose(document.text for batch in head for document in batch.rows)
+    return batches
+
+
+def _head(batches: Iterator[Batch], size: int) -> tuple[list[Batch], Iterator[Batch]]:
+    """The first batches up to this size of text, and all batches."""
     head: list[Batch] = []
-    while sum(batch.size for batch in head) < fast_from_bytes:
+    while sum(batch.size for batch in head) < size:
         batch = next(batches, None)
         if batch is None:
-            return iter(head)
+            break
         head.append(batch)
-    encoder.choose(document.text for batch in head for document in batch.rows)
-    return chain(head, batches)
+    return head, chain(head, batches)

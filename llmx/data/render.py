@@ -6,6 +6,7 @@ Control tokens that stand inside a content are tokenized as the plain text they 
 from __future__ import annotations
 
 import bisect
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ class Renderer:
         self._spans = TemplateSpans(
             tokenizer, name=self.template_name, template=self.template, control=self.control
         )
+        self.control_pattern = self._spans.control_pattern
+        """Finds control tokens in a text, the longest first."""
+        self._backends: dict[bool, Any] = {}
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -63,58 +67,67 @@ class Renderer:
 
     def conversations(self, conversations: list[Conversation]) -> list[TokenRow]:
         """Rows of conversations, in order."""
-        return self._rows(conversations, loss_on=self.loss_on)
+        return self.rows_of(self.render(conversations))
+
+    def render(self, conversations: list[Conversation]) -> list[Rendering]:
+        """Conversations as texts; raises DataError for one that the template refuses."""
+        return [self._spans.render(conversation) for conversation in conversations]
 
     def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:
         """(tokens before the last answer, the last answer): a question as it is trained."""
-        (row,) = self._rows([conversation], loss_on="last")
+        (row,) = self.rows_of(self.render([conversation]), loss_on="last")
         return row.tokens[: int(np.argmax(row.targets))], conversation.messages[-1].content
 
     # Tokens
 
-    def _rows(self, conversations: list[Conversation], *, loss_on: str) -> list[TokenRow]:
-        renderings = [self._spans.render(conversation) for conversation in conversations]
+    def rows_of(self, renderings: list[Rendering], *, loss_on: str | None = None) -> list[TokenRow]:
+        """Rows of rendered conversations, by the tokenizer's own offsets."""
         encodings = self._encode([rendering.text for rendering in renderings])
         return [
             self._row(rendering, encoding, loss_on=loss_on)
             for rendering, encoding in zip(renderings, encodings, strict=True)
         ]
 
-    def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
-        backend = self.tokenizer.backend_tokenizer
-        before = (backend.encode_special_tokens, backend.truncation, backend.padding)
-        backend.encode_special_tokens = plain
-        backend.no_truncation()
-        backend.no_padding()
-        try:
-            return list(backend.encode_batch(texts, add_special_tokens=False))
-        finally:
-            backend.encode_special_tokens = before[0]
-            if before[1]:
-                backend.enable_truncation(**before[1])
-            if before[2]:
-                backend.enable_padding(**before[2])
+    def row_of(
+        self,
+        tokens: np.ndarray,
+        answers: list[Span],
+        *,
+        end_missing: bool,
+        loss_on: str | None = None,
+    ) -> TokenRow:
+        """A row of these tokens, in which each answer is tokens [first, last)."""
+        loss_on = loss_on or self.loss_on
+        targets = np.zeros(len(tokens), np.bool_)
+        if loss_on == "all":
+            targets[:] = True
+        for first, last in answers[-1:] if loss_on == "last" else answers:
+            targets[first:last] = True
+        if end_missing:
+            tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
+            targets = np.append(targets, True)
+        # Nothing is learned from what follows the last target (say, a line break).
+        used = len(targets) - int(np.argmax(targets[::-1]))
+        return TokenRow(tokens[:used], targets[:used])
 
-    def _row(self, rendering: Rendering, encoding: Any, *, loss_on: str) -> TokenRow:
+    def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
+        """``plain``: control tokens are the text that they are."""
+        if plain not in self._backends:
+            self._backends[plain] = own_backend(self.tokenizer, plain=plain)
+        return list(self._backends[plain].encode_batch(texts, add_special_tokens=False))
+
+    def _row(self, rendering: Rendering, encoding: Any, *, loss_on: str | None) -> TokenRow:
         ids, offsets = list(encoding.ids), list(encoding.offsets)
         injected = self._injected(ids, offsets, rendering.contents)
         if injected:
             ids, offsets = self._without_control(rendering.text, injected)
-        tokens = np.array(ids, np.uint32)
-        targets = np.zeros(len(tokens), np.bool_)
-        answers = rendering.answers[-1:] if loss_on == "last" else rendering.answers
-        if loss_on == "all":
-            targets[:] = True
         starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-        for start, stop in answers:
+        answers: list[Span] = []
+        for start, stop in rendering.answers:
             first = bisect.bisect_right(stops, start)
-            targets[first : bisect.bisect_left(starts, stop, lo=first)] = True
-        if rendering.end_missing:
-            tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
-            targets = np.append(targets, True)
-        # Nothing is learned from what follows the last target (say, a line break).
-        used = int(np.flatnonzero(targets)[-1]) + 1
-        return TokenRow(tokens[:used], targets[:used])
+            answers.append((first, bisect.bisect_left(starts, stop, lo=first)))
+        tokens = np.array(ids, np.uint32)
+        return self.row_of(tokens, answers, end_missing=rendering.end_missing, loss_on=loss_on)
 
     def _injected(
         self, ids: list[int], offsets: list[Span], contents: tuple[Span, ...]
@@ -142,3 +155,19 @@ class Renderer:
                 offsets += [(a + base, b + base) for a, b in encoding.offsets]
             position = stop
         return ids, offsets
+
+
+def own_backend(tokenizer: Any, *, plain: bool) -> Any:
+    """A copy of the tokenizer's library object, whose settings are neither the caller's nor
+    changed by others. Offsets are those of all characters of a token, spaces too."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["truncation"] = state["padding"] = None
+    processor = state["post_processor"] or {}
+    for step in (processor, *processor.get("processors", [])):
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.encode_special_tokens = plain
+    return backend

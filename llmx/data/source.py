@@ -26,8 +26,8 @@ from llmx.errors import ConfigError, DataError
 __all__ = ["SPLITS", "Row", "Source", "has_eval"]
 
 SPLITS = ("train", "eval")
-FORMS_VERSION = 2
-"""Raised when a record becomes another conversation than before."""
+FORMS_VERSION = 3
+"""Raised when a record becomes another row than before."""
 
 
 def has_eval(exp: Experiment) -> bool:

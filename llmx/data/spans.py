@@ -65,7 +65,7 @@ class TemplateSpans:
         self._template = template
         self._control = control
         longest_first = sorted(control, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._skeletons: dict[tuple[tuple[str, ...], str], _Skeleton | None] = {}
 
     def render(self, conversation: Conversation) -> Rendering:
@@ -124,7 +124,7 @@ class TemplateSpans:
             return None
         said = [message.said if message.calls else message.content for message in messages]
         data = [*said, *(message.calls for message in messages), tools]
-        if any(self._control_pattern.search(part) for part in data):
+        if any(self.control_pattern.search(part) for part in data):
             return None
         answers: list[Span] = []
         try:
@@ -134,7 +134,7 @@ class TemplateSpans:
                     continue
                 prompt = self._apply(messages[:i], tools=tools, generation_prompt=True, calls=True)
                 turn = self._apply(messages[: i + 1], tools=tools, calls=True)
-                ends = [found.end() for found in self._control_pattern.finditer(turn, len(prompt))]
+                ends = [found.end() for found in self.control_pattern.finditer(turn, len(prompt))]
                 if (
                     not ends
                     or not text.startswith(turn[: ends[-1]])
@@ -189,7 +189,7 @@ class TemplateSpans:
             )
             # What follows the content when the conversation ends here closes this turn.
             closing = self._apply(marked[: i + 1], tools=tools).partition(message.content)[2]
-            end = self._control_pattern.search(closing)
+            end = self.control_pattern.search(closing)
             after = pieces[order.index(i) + 1]
             closes = end is not None and after.startswith(closing[: end.end()])
             tail[i] = end.end() if end is not None and closes else -1
@@ -201,7 +201,7 @@ class TemplateSpans:
         only if no content holds a control token, so then the row is refused."""
         messages = conversation.messages
         for message in messages:
-            found = self._control_pattern.search(message.content)
+            found = self.control_pattern.search(message.content)
             if found:
                 raise DataError(
                     f"{conversation.where}: the chat template rewrites the contents, and one "
@@ -220,7 +220,7 @@ class TemplateSpans:
                     "when more turns follow, so what is learned cannot be told. Choose another "
                     "data.template."
                 )
-            end = self._control_pattern.search(text, len(prompt))
+            end = self.control_pattern.search(text, len(prompt))
             answers.append((len(prompt), end.end() if end else len(text)))
             end_missing = end is None
         return Rendering(text, tuple(answers), (), end_missing)
