@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import resource
 import shutil
 import sys
@@ -32,6 +33,9 @@ def survey(run_dir: str) -> dict:
             if (dist.metadata["Name"] or "").startswith("nvidia-nccl")
         ),
         "gpus": count_gpus(),
+        "gpu_names": gpu_names(),
+        "driver": nvidia_driver(),
+        "cpu": cpu_model(),
         "free_bytes": free_bytes(run_dir),
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -55,6 +59,41 @@ def count_gpus() -> int | None:
         return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208
     except OSError:
         return None
+
+
+def gpu_names(directory: str = "/proc/driver/nvidia/gpus") -> list[str]:
+    """The ``Model:`` of each GPU that the driver lists, in its order."""
+    names = []
+    for path in sorted(glob.glob(f"{directory}/*/information")):  # noqa: PTH207
+        found = re.search(r"^Model:\s*(.+)$", _text(path), re.MULTILINE)
+        if found:
+            names.append(found.group(1).strip())
+    return names
+
+
+def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
+    """``570.86.15``, else the whole line where it has another form; None without a driver."""
+    line = _text(path).split("\n", 1)[0].strip()
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", line)
+    return found.group(0) if found else line or None
+
+
+def cpu_model(path: str = "/proc/cpuinfo") -> str | None:
+    """The CPU's name and its widest vector instructions, which choose the kernels."""
+    text = _text(path)
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    known = set((flags.group(1) if flags else "").split())
+    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in known]
+    return " ".join([name.group(1).strip() if name else "unknown", *wide]) if text else None
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
+            return stream.read()
+    except OSError:
+        return ""
 
 
 def free_bytes(path: str) -> int:

@@ -207,7 +207,12 @@ def plan_differences(
     ds_then: Mapping[str, Any],
     ds_now: Mapping[str, Any],
 ) -> list[Difference]:
-    """What differs between two ``plan.json`` and ``ds_config.json`` and decides numbers."""
+    """What differs between two ``plan.json`` and ``ds_config.json`` and decides numbers.
+
+    Nothing where one is missing.
+    """
+    if not (then and now):
+        return []
     found = []
     parts: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "accelerator": lambda plan: plan["accelerator"],

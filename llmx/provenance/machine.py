@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from llmx.config import Experiment
+from llmx.doctor.survey import cpu_model, gpu_names, nvidia_driver, version
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 
@@ -61,51 +62,6 @@ def this_machine() -> Machine:
 def packages() -> dict[str, str | None]:
     """Name -> installed version, null where it is not installed."""
     return {name: version(name) for name in PACKAGES}
-
-
-def version(package: str) -> str | None:
-    """Of an installed package; None without it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """``570.86.15``, else the whole line where it has another form; None without a driver."""
-    try:
-        line = path.read_text(encoding="utf-8", errors="replace").splitlines()[0].strip()
-    except (OSError, IndexError):
-        return None
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", line)
-    return found.group(0) if found else line
-
-
-def gpu_names(directory: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The ``Model:`` of each GPU that the driver lists."""
-    names = []
-    for path in sorted(directory.glob("*/information")):
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        found = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
-        if found:
-            names.append(found.group(1).strip())
-    return names
-
-
-def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str | None:
-    """The CPU's name and its widest vector instructions, which choose the kernels."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
-    known = set((flags.group(1) if flags else "").split())
-    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in known]
-    return " ".join([name.group(1).strip() if name else "unknown", *wide])
 
 
 def torch_cuda() -> str | None:

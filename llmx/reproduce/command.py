@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,18 @@ from llmx.compose import check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
 from llmx.provenance import code_files, git_state, record
 from llmx.provenance.differences import (
-    BREAKS,
     HARMLESS,
-    MAY,
-    SEVERITIES,
-    Difference,
-    differences,
     not_recorded,
-    plan_differences,
 )
 from llmx.recompose import Words, read_words
+from llmx.reproduce.before import all_differences, read_or_empty
 from llmx.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.reproduce.outcome import Outcome, compare
 from llmx.reproduce.show import print_differences, print_outcome
 from llmx.reproduce.target import ALLOWED, fresh_sibling, next_experiment
 from llmx.resume.changed import plan_of
-from llmx.resume.history import history
 from llmx.resume.rules import Change
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.rundir import RunDir, write_json
 from llmx.tracking.metrics import read_metrics
 
 OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
@@ -92,15 +85,7 @@ def reproduce(words: Words) -> int:
         requested(_config_as_written(run), {change.key: change.new for change in changed})
         code = check_out(then, target.root / "code")
         now |= {"code": code_files(code / "llmx"), "git": git_state(code / "llmx")}
-    found = [
-        *differences(then, now),
-        *plan_differences(
-            _json(run.plan), composed.plan.to_dict(),
-            ds_then=_json(run.ds_config), ds_now=composed.ds_config,
-        ),
-        *_of_the_run_itself(run, new.deterministic, composed.plan.accelerator),
-    ]  # fmt: skip
-    found.sort(key=lambda difference: SEVERITIES.index(difference.severity))
+    found = all_differences(run, new, composed, then=then, now=now)
     sys.stdout.flush()
     print_differences(found, not_recorded(then), stream=sys.stdout)
     grave = [difference for difference in found if difference.severity != HARMLESS]
@@ -149,7 +134,7 @@ def judge(run: RunDir, target: RunDir) -> Outcome:
 
 def other_inputs(run: RunDir, target: RunDir) -> list[str]:
     """What the ranks of the two runs did not read alike, by fingerprints over every byte."""
-    then, now = _json(run.inputs), _json(target.inputs)
+    then, now = read_or_empty(run.inputs), read_or_empty(target.inputs)
     names = {"data": "data", "eval_data": "evaluation data", "tokenizer": "tokenizer",
              "model": "model"}  # fmt: skip
     return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
@@ -159,7 +144,7 @@ def weight_hashes(run: RunDir) -> dict[int, str]:
     """Step -> hash of the weights: of the ``end`` line, and of the checkpoints here."""
     found: dict[int, str] = {}
     for state in sorted(run.checkpoints.glob("step-*/state.json")):
-        values = _json(state)
+        values = read_or_empty(state)
         if values.get("weights_hash") and isinstance(values.get("step"), int):
             found[values["step"]] = str(values["weights_hash"])
     for line in read_metrics(run.metrics):
@@ -196,52 +181,15 @@ def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], com
     return supervise(new, plan, target, launch=launch).exit_code
 
 
-def _of_the_run_itself(
-    run: RunDir, deterministic: bool | None, accelerator: str
-) -> list[Difference]:
-    """What keeps this very run from being repeated bit for bit, whatever the machine."""
-    found = []
-    if accelerator == "cuda" and not deterministic:
-        found.append(
-            Difference(
-                MAY, "deterministic=false: kernels may differ from run to run", "so", "so",
-                "train with deterministic=true what is to be repeated bit for bit",
-            )
-        )  # fmt: skip
-    for directory in history(run):
-        try:
-            change = read_json(directory / "changes.json")
-        except (OSError, ValueError):
-            continue
-        other = [key for key, effect in change["effects"].items() if effect != "same numbers"]
-        if other and change["step"]:
-            found.append(
-                Difference(
-                    BREAKS, f"resumed at step {change['step']}",
-                    f"changed {', '.join(other)}", "so from the start",
-                    f"{os.path.relpath(directory, run.root)}/ has the config of before",
-                )
-            )  # fmt: skip
-    return found
-
-
 def _config_as_written(run: RunDir) -> dict[str, Any]:
     """``config.yaml`` in the schema of then."""
     return dict(yaml.safe_load(run.config.read_text(encoding="utf-8")))
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:
-    values = _json(run.provenance)
+    values = read_or_empty(run.provenance)
     if not values:
         raise ConfigError(
             f"{run.provenance} is missing or torn: it cannot be said what differs from then."
         )
     return values
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return dict(values) if isinstance(values, Mapping) else {}

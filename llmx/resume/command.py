@@ -12,6 +12,7 @@ from llmx.compose import check_paths
 from llmx.errors import ConfigError
 from llmx.provenance import record
 from llmx.provenance.differences import BREAKS, HARMLESS, MEANING, Difference, differences
+from llmx.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
 from llmx.resume.history import keep_former, set_aside
@@ -61,9 +62,11 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
     now = record(new.experiment, new.plan, list(typed))
     then = _read(run)
     refuse_other_content(goes_on.changes, then, now)
+    found = of_this_machine(differences(then, now), new.plan) if then else []
+    found += hosts_then_and_now(run, new.experiment, new.plan)
     if origin:
-        refuse_other_data(differences(then, now) if then else [])
-    _say(run, goes_on, stands, origin=origin, step=step, then=then, now=now)
+        refuse_other_data(found)
+    _say(run, goes_on, stands, origin=origin, step=step, found=found)
     if goes_on.dry_run:
         print("  nothing was changed or started (dry_run=true)")
         return 0
@@ -147,8 +150,7 @@ def _say(
     *,
     origin: int,
     step: int | None,
-    then: dict[str, object],
-    now: dict[str, object],
+    found: Sequence[Difference],
 ) -> None:
     """What happens next, before it does."""
     print(f"resuming {run.root}\n  it        {stands.ending}")
@@ -170,7 +172,7 @@ def _say(
     note = schedule_note(goes_on, stands, origin)
     if note:
         print(f"  schedule  {note}")
-    for difference in differences(then, now) if then else []:
+    for difference in found:
         if difference.severity != HARMLESS:
             print(
                 f"  differs   {difference.what}: {difference.then} then, {difference.now} now"

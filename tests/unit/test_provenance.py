@@ -9,7 +9,8 @@ import subprocess
 
 import pytest
 
-from llmx.provenance import code_files, content, git_state, machine, record
+from llmx.doctor import survey
+from llmx.provenance import code_files, content, git_state, record
 from llmx.provenance.content import fingerprint, fingerprints, hub_commit
 from tests.composing import composed
 
@@ -185,17 +186,17 @@ def test_facts_of_a_gpu_machine(tmp_path) -> None:
     driver.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\nGCC 12\n"
     )
-    assert machine.nvidia_driver(driver) == "570.86.15"
-    assert machine.nvidia_driver(tmp_path / "none") is None
+    assert survey.nvidia_driver(str(driver)) == "570.86.15"
+    assert survey.nvidia_driver(str(tmp_path / "none")) is None
     for index, name in enumerate(("NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB")):
         folder = tmp_path / "gpus" / f"0000:0{index}:00.0"
         folder.mkdir(parents=True)
         (folder / "information").write_text(f"Model: \t\t {name}\nIRQ: 1\n")
-    names = machine.gpu_names(tmp_path / "gpus")
+    names = survey.gpu_names(str(tmp_path / "gpus"))
     assert names == ["NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB"]
     cpu = tmp_path / "cpuinfo"
     cpu.write_text("model name\t: Big CPU @ 2 GHz\nflags\t\t: fpu avx2 sse avx512f\n" * 2)
-    assert machine.cpu_model(cpu) == "Big CPU @ 2 GHz avx2 avx512f"
+    assert survey.cpu_model(str(cpu)) == "Big CPU @ 2 GHz avx2 avx512f"
 
 
 def test_the_record_is_whole_and_has_the_ranks_variables(monkeypatch) -> None:
