@@ -30,6 +30,7 @@ from llmx.train.place import Place, exchange
 from llmx.train.resume import Start
 from llmx.train.save_files import small_files
 from llmx.train.save_job import SaveFailed, SaveJob
+from llmx.train.save_report import SaveReport
 from llmx.train.signals import StopRequest, leave
 from llmx.train.status import RankStatus
 
@@ -97,6 +98,7 @@ class Saver:
         self._job: SaveJob | None = None
         self._reason, self._stall_s, self._began = "", 0.0, time.monotonic()
         self._passed_over = self._said_foreground = False
+        self.report = SaveReport(metrics, say)
 
     # What this rank tells the others, and hears.
 
@@ -129,7 +131,7 @@ class Saver:
         if every and step % every == 0:
             if flags.busy and not self._in_time():
                 self._passed_over = True
-                self._pass_over(step)
+                self.report.passed_over(step)
                 return
             self._passed_over = False
             self._save(step, "interval", progress)
@@ -220,10 +222,7 @@ class Saver:
         room = fits(num_bytes, group=self.agreement.group)
         if not room and not self._said_foreground:
             self._said_foreground = True
-            self.say(
-                "checkpoints are written while training waits: a host's free memory does not hold "
-                "a copy of the state (checkpoint.background=always insists)"
-            )
+            self.report.in_foreground()
         return room
 
     def _state(self, step: int, reason: str, progress: Progress) -> dict[str, Any]:
@@ -264,37 +263,12 @@ class Saver:
         if job is not None and job.error and not isinstance(job.error, SaveFailed):
             raise job.error
 
-    # What is said of it. Called by the thread that saved.
-
     def _ended(self, job: SaveJob, reason: str) -> None:
+        """Called by the thread that saved."""
         if job.error is not None:
-            self.metrics.event("save_failed", step=job.step, reason=str(job.error))
-            self.say(
-                f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
-                f"goes on; the last one is of step {self.saved_step}."
-            )
+            self.report.failed(job, last=self.saved_step)
             return
         self.saved_step = job.step
         self._damaged.discard(job.step)  # it has given way to this one
         self.status.saved(job.step)
-        self.metrics.event(
-            "saved",
-            step=job.step,
-            reason=reason,
-            stall_s=round(job.stall_s, 4),
-            background_s=round(job.background_s, 4),
-            bytes=job.num_bytes,
-        )
-        self.say(
-            f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
-            f"{job.stall_s + job.background_s:.1f} s; training waited {job.stall_s:.2f} s"
-        )
-        if job.warning:
-            self.say(f"WARNING: older checkpoints could not be removed: {job.warning}")
-
-    def _pass_over(self, step: int) -> None:
-        self.metrics.event("passed_over", step=step)
-        self.say(
-            f"WARNING: no checkpoint at step {step}: the one before it is still being written. The "
-            "disk is slower than checkpoint.every_steps asks for."
-        )
+        self.report.saved(job, reason)
