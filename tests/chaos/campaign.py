@@ -159,13 +159,15 @@ def _strike(
     try:
         strike.what = kind.strike(site, chance)
         site.look()
-        saved = max(site.newest(), *site.resumed[restarts:], 0)
+        before = len([event for event in site.events if event["event"] == "saved"])
 
         def goes_on() -> bool:
             if kind.restarts and len(site.resumed) == restarts:
                 return False
-            running = site.supervisor().get("state") == "running"
-            return running and site.step > strike.step and site.newest() > saved
+            if site.supervisor().get("state") != "running" or site.step <= strike.step:
+                return False
+            saves = len([event for event in site.events if event["event"] == "saved"])
+            return saves > before and 0 < site.saved_since_resume() <= site.newest()
 
         site.until(goes_on, what=f"the next checkpoint after {kind.words} ({strike.what})")
         if len(site.resumed) > restarts:

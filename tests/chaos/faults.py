@@ -158,6 +158,7 @@ def disk_full(site: Site, chance: random.Random) -> str:
 
 def checkpoint_damaged(site: Site, chance: random.Random) -> str:
     """A rank is killed, and before the restart a file of the newest checkpoint rots."""
+    site.until(lambda: len(site.held()) >= 2, what="an older checkpoint to fall back to")
     attempts = len(site.attempts())
     killed = _kill_rank(site, chance.choice(site.cluster.hosts))
     site.until(lambda: len(site.attempts()) > attempts, what="the end of the attempt")

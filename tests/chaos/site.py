@@ -130,13 +130,31 @@ class Site:
                     self.repeated.append(max(0, self.step - int(record["step"])))
                     self.step = int(record["step"])
 
-    def newest(self) -> int:
-        """The newest checkpoint that is committed on both hosts; 0 is none."""
+    def held(self) -> list[int]:
+        """Steps of the checkpoints that are committed on both hosts and not damaged, in order."""
         held = [
-            {int(path.name[5:]) for path in self.run_dir(host).checkpoints.glob("step-*")}
+            {
+                step
+                for path in self.run_dir(host).checkpoints.glob("step-*")
+                if (host.name, step := int(path.name[5:])) not in self.damaged
+            }
             for host in self.cluster.hosts
         ]
-        return max(set.intersection(*held), default=0)
+        return sorted(set.intersection(*held))
+
+    def newest(self) -> int:
+        """The newest of them; 0 is none."""
+        return max(self.held(), default=0)
+
+    def saved_since_resume(self) -> int:
+        """The newest step that was saved since the ranks were last started; 0 is none."""
+        newest = 0
+        for event in self.events:
+            if event["event"] == "resumed":
+                newest = 0
+            elif event["event"] == "saved":
+                newest = int(event["step"])
+        return newest
 
     def supervisor(self) -> dict[str, Any]:
         """``supervisor.json``."""
