@@ -16,7 +16,8 @@ import torch
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
 from llmx.train.engine import Engine
 from llmx.train.state_hash import hash_parts
-from llmx.train.state_layout import Fixed, Owner, Piece, StateLayout, state_layout
+from llmx.train.state_layout import StateLayout, UnsavableState, state_layout
+from llmx.train.state_pieces import Fixed, Owner, Piece
 from llmx.train.state_refresh import before_restore, refresh_model
 from llmx.train.state_values import (
     buffer_table,
@@ -140,13 +141,16 @@ def state_values(engine: Engine) -> dict[str, Any]:
     }
 
 
-def weights_hash(engine: Engine) -> str:
+def weights_hash(engine: Engine) -> str | None:
     """32 hexadecimal digits for all weights at full precision. Collective.
 
     The same for the same weights on any number of ranks, at any ZeRO stage
-    (``llmx.train.state_hash``).
+    (``llmx.train.state_hash``). None where the state cannot be read (``UnsavableState``).
     """
-    layout = state_layout(engine.engine)
+    try:
+        layout = state_layout(engine.engine)
+    except UnsavableState:
+        return None
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     masters = {id(owner): owner.values()[MASTER] for owner in layout.owners}
     parts = [

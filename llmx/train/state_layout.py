@@ -8,86 +8,15 @@ Every wrapper of an optimizer lays them out in its own way; here each becomes a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from llmx.checkpoint.fragments import MASTER
 from llmx.errors import ConfigError
-from llmx.train.state_swap import SwappedGroup, swapped_group
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A tensor that the optimizer updates: one parameter, or many in a flat buffer."""
-
-    tensor: torch.Tensor
-    optimizer: torch.optim.Optimizer
-    """The one with this tensor's states."""
-    swap: SwappedGroup | None = None
-    """Where its values lie while the optimizer is not at work, if not in memory."""
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """``master`` and what the optimizer keeps for each element, each flat. Live memory."""
-        if self.swap is not None:
-            return self.swap.mapped()
-        states = {
-            key: value.detach().view(-1)
-            for key, value in self.optimizer.state.get(self.tensor, {}).items()
-            if torch.is_tensor(value)
-            and not is_scalar(key, value)
-            and value.shape == self.tensor.shape
-        }
-        return {MASTER: self.tensor.detach().view(-1), **states}
-
-
-def is_scalar(key: str, value: Any) -> bool:
-    """A number, or a tensor of one number as torch keeps its step counts."""
-    if torch.is_tensor(value):
-        return value.dim() == 0 and (key == "step" or not value.is_floating_point())
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``[start, start + length)`` of one trained parameter that lie on this rank."""
-
-    name: str
-    start: int
-    length: int
-    owner: Owner
-    offset: int
-    """Where they begin in the flattened owner."""
-
-    def part(self, first: int, last: int) -> Piece:
-        """Elements ``[first, last)`` of this piece."""
-        return replace(
-            self, start=self.start + first, length=last - first, offset=self.offset + first
-        )
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements of the flattened owner, or of one of its states."""
-        return flat[self.offset : self.offset + self.length]
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Elements ``[start, start + length)`` of what is not trained: a parameter or a buffer."""
-
-    name: str
-    start: int
-    values: torch.Tensor
-    """A 1-D view of live memory."""
-
-    @property
-    def length(self) -> int:
-        return len(self.values)
-
-    def part(self, first: int, last: int) -> Fixed:
-        """Elements ``[first, last)`` of it."""
-        return Fixed(self.name, self.start + first, self.values[first:last])
+from llmx.train.state_pieces import Fixed, Owner, Piece
+from llmx.train.state_swap import swapped_group
 
 
 @dataclass(frozen=True)
@@ -104,22 +33,35 @@ class StateLayout:
     frozen_partitioned: bool
 
 
+class UnsavableState(ConfigError):
+    """A kind of state that llmx does not know how to save."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"zero.extra chose {kind}, whose state llmx cannot save. Take that key out of "
+            "zero.extra, or set checkpoint.every_steps=null, checkpoint.every_minutes=null, "
+            "checkpoint.at_end=false and checkpoint.on_signal=false."
+        )
+
+
 def state_layout(engine: Any) -> StateLayout:
     """The layout of a DeepSpeed engine (``deepspeed.initialize``'s). Reads nothing, copies nothing.
 
     Raises:
-        ConfigError: an optimizer wrapper whose layout is not known here.
+        UnsavableState: DeepSpeed was told, by ``zero.extra``, to keep it in a way not known here.
     """
     optimizer = engine.optimizer
     read = _readers().get(type(optimizer))
     if read is None and isinstance(optimizer, torch.optim.Optimizer):
         read = _plain
     if read is None:
-        raise ConfigError(
-            f"zero.extra chose {type(optimizer).__name__}, whose state llmx cannot save. Take that "
-            "key out of zero.extra, or set checkpoint.every_steps=null, checkpoint.every_minutes="
-            "null, checkpoint.at_end=false and checkpoint.on_signal=false."
-        )
+        raise UnsavableState(type(optimizer).__name__)
+    if engine.mp_world_size > 1:
+        raise UnsavableState("tensor parallelism")
+    if engine.has_moe_layers:
+        raise UnsavableState("DeepSpeed's mixture of experts")
+    if engine.torch_autocast_z0_gradscaler or getattr(optimizer, "torch_autocast_gradscaler", None):
+        raise UnsavableState("torch_autocast with fp16")
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     owners, trained = read(optimizer, names)
     order = {name: number for number, name in enumerate(names.values())}

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from llmx.errors import ConfigError
-from llmx.train.state_layout import Owner, is_scalar, persistent_buffers
+from llmx.train.state_layout import persistent_buffers
+from llmx.train.state_pieces import Owner, is_scalar
 
 KINDS = {
     "AdamW": "adamw",

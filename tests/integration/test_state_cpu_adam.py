@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmx.train.state_layout import Owner
+from llmx.train.state_pieces import Owner
 from llmx.train.state_values import read_scalars, replay_cpu_adam, write_scalars
 
 pytestmark = pytest.mark.deepspeed

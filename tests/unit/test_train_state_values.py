@@ -17,7 +17,8 @@ from torch import nn
 
 from llmx.errors import ConfigError
 from llmx.train.engine_state import share
-from llmx.train.state_layout import Fixed, Owner, state_layout
+from llmx.train.state_layout import UnsavableState, state_layout
+from llmx.train.state_pieces import Fixed, Owner
 from llmx.train.state_values import (
     buffer_table,
     check_kind,
@@ -75,11 +76,22 @@ def test_another_model_is_named(change: Any, message: str) -> None:
         check_tables(model, saved, buffer_table(model))
 
 
+def engine_of(optimizer: Any, module: nn.Module) -> Any:
+    """What of DeepSpeed's engine the layout reads, at stage 0 in fp32."""
+    return SimpleNamespace(
+        optimizer=optimizer,
+        module=module,
+        mp_world_size=1,
+        has_moe_layers=False,
+        torch_autocast_z0_gradscaler=None,
+    )
+
+
 def test_the_layout_of_a_plain_optimizer_has_what_is_not_trained_apart() -> None:
     model = Tied()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
-    found = state_layout(SimpleNamespace(optimizer=optimizer, module=model))
+    found = state_layout(engine_of(optimizer, model))
     assert [piece.name for piece in found.trained] == ["embedding.weight", "norm.bias"]
     assert [part.name for part in found.frozen] == ["norm.weight"]
     assert [part.name for part in found.buffers] == list(buffer_table(model))
@@ -91,9 +103,22 @@ def test_the_layout_of_a_plain_optimizer_has_what_is_not_trained_apart() -> None
     assert model.norm.bias.tolist() == [5] * 4
 
 
-def test_an_unknown_wrapper_is_refused() -> None:
-    with pytest.raises(ConfigError, match="zero.extra chose SimpleNamespace, whose state"):
-        state_layout(SimpleNamespace(optimizer=SimpleNamespace(), module=Tied()))
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"optimizer": SimpleNamespace()}, "SimpleNamespace"),
+        ({"mp_world_size": 2}, "tensor parallelism"),
+        ({"has_moe_layers": True}, "DeepSpeed's mixture of experts"),
+        ({"torch_autocast_z0_gradscaler": object()}, "torch_autocast with fp16"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(change: dict[str, Any], what: str) -> None:
+    model = Tied()
+    engine = engine_of(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    state_layout(engine)
+    vars(engine).update(change)
+    with pytest.raises(UnsavableState, match=f"zero.extra chose {what}, whose state"):
+        state_layout(engine)
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 9))
