@@ -32,6 +32,7 @@ from llmx.train.save_files import small_files
 from llmx.train.save_job import SaveFailed, SaveJob
 from llmx.train.save_report import SaveReport
 from llmx.train.signals import StopRequest, leave
+from llmx.train.state_layout import state_layout
 from llmx.train.status import RankStatus
 
 PATIENCE_S = 10.0
@@ -88,6 +89,8 @@ class Saver:
         self._group = torch.distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         """Used by the thread that saves, and by nothing else."""
         ours = None
+        if ever_saves(exp):
+            state_layout(engine.engine)  # what cannot be saved is refused now, not hours later
         if ever_saves(exp) and place.rank == 0:
             known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
             ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer))
