@@ -14,7 +14,7 @@ from typing import Any
 from llmx.rundir import RunDir
 
 _STREAMED = re.compile(
-    r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl|samples\.json", re.ASCII
+    r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl|samples\.json|inputs\.json", re.ASCII
 )
 FINAL_STATES = frozenset({"finished", "failed", "interrupted"})
 

@@ -238,7 +238,8 @@ class Watch:
             if event in ("append", "replace"):
                 try:
                     apply_update(self.run_dir, message, base64.b64decode(message["data"]))
-                except OSError as error:  # a full disk here; the end of the run brings it all
+                except (OSError, ValueError) as error:
+                    # A full disk, for one; the end of the run brings it all.
                     self.log(f"{channel.name}: {message['path']} is not taken over: {error}")
             elif event == "rank_exit" and message["rank"] < self.plan.world_size:
                 self._take_exit(channel, message)

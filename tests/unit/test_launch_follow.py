@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llmx.launch.aftermath import is_ours, restarts_line, shortened
+from llmx.launch.agent import REPLACED, STREAMED
 from llmx.launch.console import Console, duration, train_line
 from llmx.launch.follow import LineReader, MetricsReader, StatusReader, apply_update, tail_text
 from llmx.rundir import RunDir, write_json
@@ -124,6 +125,13 @@ def test_updates_of_private_disks(tmp_path: Path) -> None:
     for data in (b"{}", b'{"state": "x"}'):
         apply_update(run_dir, {"event": "replace", "path": "ranks/rank-001.json"}, data)
     assert json.loads(run_dir.rank_status(1).read_text()) == {"state": "x"}
+
+
+@pytest.mark.parametrize("pattern", [*STREAMED, *REPLACED])
+def test_what_agents_send_is_taken(pattern: str, tmp_path: Path) -> None:
+    path = pattern.replace("*", "001")
+    apply_update(RunDir(tmp_path), {"event": "replace", "path": path}, b"x")
+    assert (tmp_path / path).read_bytes() == b"x"
 
 
 @pytest.mark.parametrize(
