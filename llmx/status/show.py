@@ -124,7 +124,7 @@ def _saved(view: View) -> str:
         ago = "" if view.saved_ago_s is None else f", {words_of(view.saved_ago_s)} ago"
         size = "" if not view.saved_bytes else f", {size_words(view.saved_bytes)}"
         parts.append(f"step {view.saved_step:,}{ago}{size}; {view.kept} kept")
-    elif view.step:
+    elif view.step and view.state != "finished":
         parts.append("nothing yet" if view.state in LIVE else "nothing")
     if view.saving_step is not None and view.saving_step != view.saved_step:
         parts.append(f"step {view.saving_step:,} is being written")
@@ -143,7 +143,7 @@ def _restarts(view: View) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(float(line.get("ended") or 0.0)))
         step = line.get("last_step")
         at = f" at step {step:,}" if isinstance(step, int) else ""
-        cause = human.one_line(str(line.get("cause") or ""), limit=70)
+        cause = human.one_line(str(line.get("cause") or ""), limit=54)
         lines.append(f"{when} {line.get('outcome')}{at}: {cause}")
     return "\n".join(lines)
 
