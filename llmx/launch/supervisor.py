@@ -202,6 +202,9 @@ class Supervisor:
             saved = "no checkpoint was saved"
             if self.saved_step is not None:
                 saved = f"the checkpoint of step {self.saved_step} is saved"
+                last = self.history[-1].last_step
+                if last is not None and last > self.saved_step:
+                    saved += f", step {last} was reached"
             return dataclasses.replace(
                 verdict,
                 cause=f"{verdict.cause}; {saved}",
