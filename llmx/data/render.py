@@ -15,7 +15,8 @@ import numpy as np
 
 from llmx.data.forms import Conversation, Message
 from llmx.data.read import Where
-from llmx.data.spans import Rendering, Span, TemplateSpans
+from llmx.data.skeleton import Rendering, Span
+from llmx.data.spans import TemplateSpans
 from llmx.data.templates import adds_begin_token, choose_template, control_tokens
 from llmx.errors import ConfigError
 

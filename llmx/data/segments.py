@@ -21,7 +21,7 @@ from llmx.data.encode import DocumentEncoder
 from llmx.data.forms import Conversation, Document
 from llmx.data.read import Where
 from llmx.data.render import Renderer, TokenRow
-from llmx.data.spans import Rendering
+from llmx.data.skeleton import Rendering
 
 _NOWHERE = Where(Path(), 0, "row")
 """Of a text that is no row: what is wrong with one is said by the slow way, with its place."""

@@ -13,47 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from llmx.data.forms import Conversation, Message
+from llmx.data.skeleton import Rendering, Skeleton, Span, filled, shapes_of
 from llmx.errors import DataError
 
-Span = tuple[int, int]
-"""Characters [start, stop) of a rendered text."""
 _MARK = "\ue000{}\ue001"
 _MARKS = re.compile("\ue000(\\d+)\ue001")
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """A conversation as text: what is learned (a span an assistant turn), and where data lies.
-
-    ``end_missing``: the template closes the last turn with no control token, so the end token
-    is appended.
-    """
-
-    text: str
-    answers: tuple[Span, ...]
-    contents: tuple[Span, ...]
-    end_missing: bool
-
-
-@dataclass(frozen=True)
-class _Skeleton:
-    """What a template writes around the contents of conversations of one shape.
-
-    ``order``: the messages in the order in which they are written; ``pieces``: the text before,
-    between and after them. By message: ``lead``, characters before an answer that are learned
-    too (between the generation prompt and the content), and ``tail``, those after it, up to the
-    end of the turn's last token; -1 where the template has no such token.
-    """
-
-    order: tuple[int, ...]
-    pieces: tuple[str, ...]
-    lead: dict[int, int]
-    tail: dict[int, int]
 
 
 class TemplateSpans:
@@ -66,7 +34,7 @@ class TemplateSpans:
         self._control = control
         longest_first = sorted(control, key=len, reverse=True)
         self.control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._skeletons: dict[tuple[tuple[str, ...], str], _Skeleton | None] = {}
+        self._skeletons: dict[tuple[tuple[str, ...], str], Skeleton | None] = {}
 
     def render(self, conversation: Conversation) -> Rendering:
         """The text of a conversation, with its spans; raises DataError if the template
@@ -75,7 +43,7 @@ class TemplateSpans:
         if own is not None:
             return own
         problem = ""
-        for shaped in _shapes(conversation, self._control):
+        for shaped in shapes_of(conversation, self._control):
             key = (tuple(message.role for message in shaped.messages), shaped.tools)
             try:
                 if key not in self._skeletons:
@@ -89,7 +57,7 @@ class TemplateSpans:
             skeleton = self._skeletons[key]
             if skeleton is None:
                 continue
-            rendering = _fill(skeleton, shaped.messages, text)
+            rendering = filled(skeleton, shaped.messages, text)
             return rendering or self._turn_by_turn(shaped, text)
         raise DataError(
             f"{conversation.where}: the chat template ({self._name}) cannot render "
@@ -163,7 +131,7 @@ class TemplateSpans:
             return False
         return all(word in text for word in ("probe_name", "probe_key", "probe_value"))
 
-    def _skeleton(self, conversation: Conversation) -> _Skeleton | None:
+    def _skeleton(self, conversation: Conversation) -> Skeleton | None:
         """None if the template leaves out a message or the tools, or writes a message twice."""
         tools = conversation.tools
         marked = tuple(
@@ -193,7 +161,7 @@ class TemplateSpans:
             after = pieces[order.index(i) + 1]
             closes = end is not None and after.startswith(closing[: end.end()])
             tail[i] = end.end() if end is not None and closes else -1
-        return _Skeleton(tuple(order), tuple(pieces), lead, tail)
+        return Skeleton(tuple(order), tuple(pieces), lead, tail)
 
     def _turn_by_turn(self, conversation: Conversation, text: str) -> Rendering:
         """For templates that rewrite contents (Qwen3 drops earlier thoughts): an answer begins
@@ -234,54 +202,3 @@ def _as_dict(message: Message, *, calls: bool) -> dict[str, Any]:
         {"type": "function", "function": function} for function in json.loads(message.calls)
     ]
     return {"role": message.role, "content": message.said, "tool_calls": functions}
-
-
-def _fill(skeleton: _Skeleton, messages: tuple[Message, ...], text: str) -> Rendering | None:
-    """The spans of ``text`` if it is the skeleton with the contents put in, as they are or
-    with the space around them stripped, as many templates do; else None."""
-    position = len(skeleton.pieces[0])
-    if not text.startswith(skeleton.pieces[0]):
-        return None
-    spans: dict[int, Span] = {}
-    for i, piece in zip(skeleton.order, skeleton.pieces[1:], strict=True):
-        content = messages[i].content
-        for written in (content, content.strip(), content.lstrip(), content.rstrip()):
-            if text.startswith(written + piece, position):
-                break
-        else:
-            return None
-        spans[i] = (position, position + len(written))
-        position += len(written) + len(piece)
-    if position != len(text):
-        return None
-    turns = sorted(skeleton.lead)
-    answers = tuple(
-        (spans[i][0] - skeleton.lead[i], spans[i][1] + max(0, skeleton.tail[i])) for i in turns
-    )
-    contents = tuple(sorted(spans.values()))
-    return Rendering(text, answers, contents, end_missing=skeleton.tail[turns[-1]] < 0)
-
-
-def _shapes(conversation: Conversation, control: dict[str, int]) -> list[Conversation]:
-    """The conversation as it is, and then as a template that knows less can take it: tools
-    in the system message, tool results as words of the user, the system in the first turn."""
-    messages = conversation.messages
-    shapes = [conversation]
-    plain_tools = any(token in conversation.tools for token in control)
-    if conversation.tools:
-        note = f"Tools that you may call, as JSON:\n{conversation.tools}"
-        system = messages[0].content + "\n\n" + note if messages[0].role == "system" else note
-        messages = (Message("system", system), *messages[messages[0].role == "system" :])
-        shapes.append(replace(conversation, messages=messages, tools=""))
-    if any(message.role == "tool" for message in messages):
-        messages = tuple(
-            Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
-            if message.role == "tool"
-            else message
-            for message in messages
-        )
-        shapes.append(replace(conversation, messages=messages, tools=""))
-    if messages[0].role == "system":
-        first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
-        shapes.append(replace(conversation, messages=(first, *messages[2:]), tools=""))
-    return shapes[plain_tools:]

@@ -9,13 +9,12 @@ fed, a sample of bounded size, and what is proven before the directory appears: 
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ import yaml
 
 from llmx.config import Experiment, TokenizerConfig, experiment_from_dict
 from llmx.data.progress import Progress
+from llmx.data.sentencepiece_bpe import train_sentencepiece
 from llmx.data.source import Source
 from llmx.data.templates import TEMPLATES, choose_template
 from llmx.data.text_sample import TextSample, texts_of
@@ -40,8 +40,6 @@ BYTES_A_WORD_BYTE = {"bbpe": 90, "sentencepiece": 50}
 """Memory that the libraries take for a byte of the different words (measured on Chinese)."""
 MIN_MEMORY_GIB = 0.5
 MIN_BYTES = 1 << 16
-SENTENCE_CHARS = 1000
-"""SentencePiece learns from lines; longer ones are cut, for it would leave them out."""
 END, PAD = "<|endoftext|>", "<|pad|>"
 _MARKERS = re.compile(r"<\|\w+\|>")
 
@@ -108,7 +106,9 @@ def train_tokenizer(exp: Experiment) -> Trained:
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
             directory = Path(name)
             sample = _sampled(exp, directory)
-            backend = (_bbpe if config.kind == "bbpe" else _sentencepiece)(sample, config, control)
+            backend = (_bbpe if config.kind == "bbpe" else train_sentencepiece)(
+                sample, config, control
+            )
             ready = directory / "tokenizer"
             tokenizer = _saved(backend, exp, control, ready)
             proof = list(islice(sample, PROOF_TEXTS))
@@ -149,10 +149,12 @@ def _output(exp: Experiment) -> Path:
 def _sampled(exp: Experiment, directory: Path) -> TextSample:
     source = Source.of(exp, "train")
     sample = TextSample(directory, max_bytes=exp.tokenizer.max_bytes, seed=exp.seed)
-    with Progress(f"Reading {exp.data.name or source.path}", total_bytes=0) as progress:
+    meter = source.meter
+    title = f"Reading {exp.data.name or source.path}"
+    with Progress(title, total_bytes=source.total_bytes, read=lambda: meter.bytes) as progress:
         for text in texts_of(source.rows()):
             sample.add(text)
-            progress.add(size=len(text.encode("utf-8", "replace")), tokens=0)
+            progress.add(size=len(text.encode("utf-8", "replace")))
     if not sample.bytes:
         raise DataError(f"{source.path}: there is no text in it. Check data.path and the columns.")
     room = exp.tokenizer.max_memory_gib * 2**30 - BASE_BYTES
@@ -183,98 +185,6 @@ def _bbpe(sample: TextSample, config: TokenizerConfig, control: list[str]) -> An
         show_progress=sys.stderr.isatty(),
     )
     backend.train_from_iterator(iter(sample), trainer)
-    return backend
-
-
-def _sentencepiece(sample: TextSample, config: TokenizerConfig, control: list[str]) -> Any:
-    """A BPE by SentencePiece, as a ``tokenizers`` backend that is proven to give the same ids."""
-    import sentencepiece
-
-    model = io.BytesIO()
-    begin_and_more = [token for token in control if token != "</s>"]
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(sample),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=config.vocab_size,
-            character_coverage=config.character_coverage,
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            max_sentence_length=8 * SENTENCE_CHARS,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            control_symbols=begin_and_more,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        found = re.search(r"<= (\d+)", str(error))
-        if found is None:
-            raise DataError(f"SentencePiece cannot learn from this data: {error}") from error
-        raise ConfigError(
-            f"tokenizer.vocab_size={config.vocab_size}: there is not enough text for so many "
-            f"tokens. Give more, or set tokenizer.vocab_size={found[1]} or less."
-        ) from error
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    proof = list(islice(_sentences(sample), 10 * PROOF_TEXTS))
-    wanted = processor.encode(proof)
-    for split in (True, False):
-        backend = _backend_of(processor, split=split, control=control)
-        found_ids = [item.ids for item in backend.encode_batch(proof, add_special_tokens=False)]
-        if found_ids == wanted:
-            return backend
-    raise DataError(
-        "The SentencePiece model gives other ids than its fast form, so neither can be trusted "
-        "with this data. Use tokenizer.kind=bbpe."
-    )
-
-
-def _sentences(sample: TextSample) -> Iterator[str]:
-    for text in sample:
-        for line in text.splitlines():
-            # SentencePiece writes spaces as U+2581 and ends at a zero byte.
-            line = line.replace("\u2581", " ").replace("\0", " ")
-            for start in range(0, len(line), SENTENCE_CHARS):
-                if line[start : start + SENTENCE_CHARS].strip():
-                    yield line[start : start + SENTENCE_CHARS]
-
-
-def _backend_of(processor: Any, *, split: bool, control: list[str]) -> Any:
-    """The same pieces and merges in ``tokenizers``; ``split``: word by word, which is faster."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    pieces = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    plain = [
-        piece
-        for index, piece in enumerate(pieces)
-        if not (processor.is_control(index) or processor.is_byte(index))
-        and not processor.is_unknown(index)
-    ]
-    known = set(plain)
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in plain  # in the order in which they were learned
-        for cut in sorted(
-            (cut for cut in range(1, len(piece)) if {piece[:cut], piece[cut:]} <= known),
-            key=lambda cut, piece=piece: (vocab[piece[:cut]], vocab[piece[cut:]]),
-        )
-    ]
-    backend = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Replace(" ", "\u2581")
-    if split:
-        backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    backend.add_special_tokens(["<unk>", "<s>", *control])
     return backend
 
 
