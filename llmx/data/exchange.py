@@ -52,7 +52,14 @@ class Channel:
         import torch.distributed as dist
 
         self._group = dist.new_group(ranks, backend="gloo", timeout=FOREVER)
-        self._ranks = ranks
+        self._member = dist.get_rank() in ranks
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        import torch.distributed as dist
+
+        if self._member:
+            dist.destroy_process_group(self._group)
 
     def send(self, directory: Path, *, to: int | None) -> int:
         """Send the files of a directory to one rank, or to all others; returns the bytes."""

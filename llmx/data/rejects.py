@@ -34,7 +34,7 @@ class Rejects:
         """How many rows for each reason."""
         self._lines: IO[bytes]
         if file is None:
-            self._lines = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # type: ignore[assignment]  # noqa: SIM115
+            self._lines = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
         else:
             self._lines = file.open("a+b")
             self._lines.truncate((state or {}).get("size", 0))

@@ -121,6 +121,8 @@ def _among_hosts(exp: Experiment, tokenizer: Any, split: str, board: Board, plac
     board.read(f"{split}/whole")
     if wanted is not None and channel is not None and place.rank in leaders:
         _spread(wanted, channel, first, place.rank)
+    if channel is not None:
+        channel.close()
     if wanted is not None:
         if place.host in how["firsts"]:
             shutil.rmtree(_shares(wanted), ignore_errors=True)

@@ -50,7 +50,7 @@ def test_private_disks_share_the_work(
     ]  # fmt: skip
     run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides)
     run.dir = type(run.dir)(work / "run")
-    assert run.wait(timeout_s=400) == 0, run.output()
+    assert run.wait(timeout_s=300) == 0, run.output()
 
     stores = [_only_store(host.path(work / "cache/data")) for host in (near, far)]
     assert stores[0].meta == stores[1].meta

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.config import Experiment
+from llmx.config import Experiment, SourceConfig
 from llmx.data import (
     blocks,
     digests,
@@ -246,6 +246,25 @@ def test_a_killed_preparation_goes_on(tmp_path: Path, packing: str):
         assert files[0] == files[1]
         assert files[0].count(b"\n") == 12
     assert left == {".lock", ".jsonl"} if chats else {".lock"}
+
+
+def test_text_and_chats_in_one_pretraining(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, "A text.\nIts end.\n", packing="none")
+    rows = experiment(tmp_path, [("q", "a"), ("r", "b")]).data.path
+    exp.data.sources = [
+        SourceConfig(exp.data.path),
+        SourceConfig(rows, weight=2),
+        SourceConfig(rows, max_rows=1),
+    ]
+    store = prepare(exp, tokenizer)
+    chats = ["Qq<|end|>Aa<|end|>", "Qr<|end|>Ab<|end|>"]
+    assert texts(store, tokenizer) == ["A text.\nIts end.\n</s>", *chats, *chats, chats[0]]
+    assert all(store[i].targets[1:].all() for i in range(len(store)))
+    assert (store.meta["form"], store.meta["template"]) == ("text+prompt_response", "own")
+    # Nothing is asked in a text, so it cannot be learned as an answer.
+    exp.task.kind = "sft"
+    with pytest.raises(ConfigError, match=r"corpus\.txt holds text beside conversations.*pretrain"):
+        prepare(exp, tokenizer)
 
 
 def test_held_out_rows(tmp_path: Path, tokenizer):

@@ -102,3 +102,19 @@ def test_files_of_a_path(tmp_path: Path):
         source_files(f"{tmp_path}/none/*.json")
     with pytest.raises(DataError, match=r"\.md suffix"):
         source_files(f"{tmp_path}/README.md")
+
+
+def test_a_line_or_a_paragraph_as_document(tmp_path: Path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"one\n\n  two \r\nthree\n \n\nfour\n\xff\nfive")
+    bad: list[str] = []
+
+    def pieces(unit: str) -> list[tuple[str, int, bool]]:
+        found = read_file(file, bad=lambda error: bad.append(error.reason), text_unit=unit)
+        return [(piece.text, piece.where.number, piece.last) for piece in found]
+
+    lines = [("one", 1, True), ("  two ", 3, True), ("three", 4, True), ("four", 7, True)]
+    assert pieces("line") == [*lines, ("five", 9, True)]
+    paragraphs = [("one", 1, True), ("  two \r\nthree", 3, True), ("four\nfive", 7, True)]
+    assert pieces("paragraph") == paragraphs
+    assert bad == ["not UTF-8"] * 2
