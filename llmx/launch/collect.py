@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmx.checkpoint.choose import newest_usable, verify
-from llmx.checkpoint.commit import committed_dir, pin, pinned
+from llmx.checkpoint.commit import PINNED, committed_dir, pin, pinned
 from llmx.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -55,7 +55,10 @@ class Collector:
 
     def start(self) -> None:
         """Begin to pull in the background."""
-        if self.private:
+        if not self.private:
+            # Of an attempt that copied: nobody would take the pins back.
+            (self.spec.run_dir.checkpoints / PINNED).unlink(missing_ok=True)
+        else:
             self._thread = threading.Thread(target=self._loop, name="collect", daemon=True)
             self._thread.start()
 
