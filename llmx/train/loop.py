@@ -69,9 +69,10 @@ def train(session: Session) -> None:
     )
     last = max(start.step, min(total, exp.task.stop_at_step or total))
     write_beginning(session, total=total)
+    # From here on all ranks leave together, whichever of them is asked to.
     session.stop.arm(exp.checkpoint.on_signal)
     done = start.step
-    stopping = evaluation_due(exp, start.step, total) and not evaluate(session, start.step, total)
+    stopping = evaluation_due(exp, done, total) and not evaluate(session, done, total)
     log = StepLog(session, total=total)
     with prefetch(session, start, last) as steps:
         upcoming = iter(steps)

@@ -172,7 +172,8 @@ class Saver:
         self._wait()
         if step not in (self.saved_step, self.start.step):
             self._save(step, "signal", progress, wait=True)
-        self.say(f"asked to end: leaving at step {step}, saved at {self.saved_step}")
+        saved = "nothing" if self.saved_step is None else f"step {self.saved_step}"
+        self.say(f"asked to end: leaving at step {step}, saved is {saved}")
         self.metrics.sync()
         # A launcher ends the others with the first that leaves: they all say it before.
         self.status.enter("interrupted")

@@ -66,3 +66,21 @@ def test_the_loop_does_not_wait_for_data(tmp_path) -> None:
     late = records[len(records) // 2 :]
     waited = sum(record["data_wait_s"] for record in late)
     assert waited < 0.05 * sum(record["step_time_s"] for record in late)
+
+
+@pytest.mark.parametrize("zero", ["stage2", "stage3", "stage2_offload"])
+def test_a_resumed_run_is_the_same_bit_for_bit(zero, tmp_path) -> None:
+    words = (f"zero={zero}", "deterministic=true", "task.steps=20", "task.log_every_steps=1")
+    quick = (*words, "task.eval_generate=0", "task.save_model=false")
+    (tmp_path / "whole").mkdir()
+    whole, records = run(tmp_path / "whole", *quick, "checkpoint.every_steps=5")
+    saved = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in saved if line.get("event") == "saved"] == [5, 10, 15, 20]
+    target, _ = run(tmp_path, *quick, "task.stop_at_step=10", "checkpoint.at_end=true")
+    command = [sys.executable, "-m", "llmx", "resume", str(target), "task.stop_at_step=null"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in again if line["kind"] == "train"]
+    assert losses == [record["loss"] for record in records]
+    assert again[-1]["weights_hash"] == saved[-1]["weights_hash"]
