@@ -45,6 +45,8 @@ bench: venv ## start-up, throughput, tokenizing and checkpoints against what oth
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/sft_throughput.py
 	$(BIN)/python benchmarks/tokenization.py
+	$(BIN)/python benchmarks/data_memory.py
+	$(BIN)/python benchmarks/data_wait.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 
 venv: $(VENV)/.installed

@@ -58,7 +58,8 @@ def curve(real_data: Path, place: Path, sizes_gb: list[float]) -> int:
     """One line for each size; 0 where the targets are met."""
     from machine import write_result
 
-    tokenizer = make_tokenizers(real_data, place)["byte-level BPE"]
+    name = "byte-level BPE"
+    tokenizer = make_tokenizers(real_data, place, {name})[name]
     head = (
         "| corpus GB | text MiB | s | MiB/s | core-s | ms of a core a MiB | peak PSS MB | samples |"
     )

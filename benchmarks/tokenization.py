@@ -76,7 +76,7 @@ def compare(
     """a, b and c of each case in turn; 0 where the targets are met and the ids equal."""
     from machine import write_result
 
-    tokenizers = make_tokenizers(real_data, place)
+    tokenizers = make_tokenizers(real_data, place, {name for _, name, _ in cases})
     corpora = {language: place / f"{language}.jsonl" for language, _, _ in cases}
     text_mib = {
         language: write_corpus(real_data, path, size=int(options.mib * MIB), language=language)

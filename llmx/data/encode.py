@@ -31,8 +31,8 @@ from llmx.data.words import Words
 from llmx.data.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError, DataError
 
-PROOF_CHARS = 500_000
-"""Characters of the user's own text on which both encoders must agree, about a second."""
+PROOF_CHARS = 200_000
+"""Characters of the user's own text on which both encoders must agree, 0.1 core-seconds."""
 
 
 @dataclass(frozen=True)
