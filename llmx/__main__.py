@@ -21,6 +21,9 @@ LIGHT = ("resume", "reproduce", "status", "watch")
 HEAVY = ("report", "generate", "export", "compare")
 """Commands that load heavy libraries: ``python -m llmx.NAME``, in a process of their own."""
 
+OWN_HELP = ("export", "generate")
+"""Commands with flags of their own, which ``export --help`` lists."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors for the user are printed, not raised."""
@@ -41,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if len(words) == 2 and words[0] in OWN_HELP and words[1] in ("-h", "--help"):
+        return _module(words[0], words[1:])
     if any(word in ("-h", "--help") for word in words):
         print(_help(words))
         return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint import choose, commit
+from llmx.checkpoint.console import Progress, check_all, explain, size, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
 from llmx.checkpoint.dtypes import NAMES, TORCH_NAMES
 from llmx.checkpoint.fragments import FragmentIndex
@@ -25,17 +26,11 @@ from llmx.checkpoint.manifest import (
     MODEL,
     STATE,
     CheckpointError,
-    Manifest,
-    Problem,
-    read_manifest,
     step_of,
 )
 from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.errors import ConfigError, LlmxError
 from llmx.rundir import RunDir, read_json
-
-LINE_EVERY_S = 10.0
-"""Between two lines of progress where there is no terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard-gib", type=float, default=SHARD_BYTES / 2**30, help="largest file (default 2)"
     )
+    parser.add_argument(
+        "--check", action="store_true", help="verify the checkpoints instead, write nothing"
+    )
     options = parser.parse_args(argv)
     try:
         run, step = _which(options.run, options.step)
+        if options.check:
+            return check(run)
         export(
             run,
             step=step,
@@ -68,6 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("llmx: interrupted; nothing was put in place", file=sys.stderr)
         return 130
     return 0
+
+
+def check(run: RunDir) -> int:
+    """Say of every checkpoint whether it is usable; 0 if the newest is."""
+    lines, good = check_all(run.checkpoints, stream=sys.stderr)
+    if not lines:
+        raise CheckpointError(_without_checkpoints(run))
+    print("\n".join(lines))
+    return 0 if good else CheckpointError.exit_code
 
 
 def _which(path: Path, step: int | None) -> tuple[RunDir, int | None]:
@@ -118,7 +127,7 @@ def export(
     total = sum(weight.num_bytes for weight in weights)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    progress = _Progress("writing", total, stream=stream)
+    progress = Progress("writing", total, stream=stream)
     try:
         make_directories(DISK, partial)
         _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
@@ -135,7 +144,7 @@ def export(
     elements = sum(weight.num_elements for weight in weights)
     print(
         f"{directory}: step {state['step']}, {elements:,} parameters in {precision}, "
-        f"{_gib(total)}, {time.monotonic() - began:.0f} s",
+        f"{size(total)}, {time.monotonic() - began:.0f} s",
         flush=True,
     )
     return directory
@@ -152,44 +161,15 @@ def _choose(run: RunDir, step: int | None, *, stream: Any) -> Path:
     refused: list[str] = []
     for candidate in [step] if step is not None else reversed(steps):
         directory = commit.committed_dir(run.checkpoints, candidate)
-        problems = _verify(directory, stream=stream)
+        problems = verify(directory, stream=stream)
         if not problems:
             for line in refused:
                 print(f"llmx: {line}", file=stream)
             return directory
-        refused.append(f"{directory.name} cannot be used: {_explain(directory, problems)}")
+        refused.append(f"{directory.name} cannot be used: {explain(directory, problems)}")
     others = [each for each in steps if each != step]
     hint = f" Other steps: {', '.join(map(str, others))}." if step is not None and others else ""
     raise CheckpointError("\n      ".join(refused) + hint)
-
-
-def _verify(directory: Path, *, stream: Any) -> list[Problem]:
-    manifest = read_manifest(directory)
-    if isinstance(manifest, Problem):
-        return [manifest]
-    # Sizes first: what is missing is known at once.
-    if problems := choose.verify(directory, hashes=False):
-        return problems
-    progress = _Progress(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
-    try:
-        return choose.verify(directory, on_bytes=progress.add)
-    finally:
-        progress.end()
-
-
-def _explain(directory: Path, problems: Sequence[Problem]) -> str:
-    words = choose.describe(problems)
-    manifest = read_manifest(directory)
-    if not isinstance(manifest, Manifest):
-        return words
-    absent = [each.file for each in problems if each.found == choose.MISSING]
-    hosts = sorted({manifest.hosts[name] for name in absent if manifest.hosts.get(name)})
-    if hosts and len(set(manifest.hosts.values())) > 1:
-        words += (
-            f". Without a shared file system each host keeps its own part: copy {directory.name} "
-            f"from {', '.join(hosts)} into {directory.parent}"
-        )
-    return words + "."
 
 
 def _without_checkpoints(run: RunDir) -> str:
@@ -232,43 +212,10 @@ def _disk_error(error: OSError, directory: Path, num_bytes: int) -> CheckpointEr
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = commit.free_bytes(directory.parent)
         return CheckpointError(
-            f"{directory}: the export needs {_gib(num_bytes)}, {_gib(free)} are free. Nothing was "
+            f"{directory}: the export needs {size(num_bytes)}, {size(free)} are free. Nothing was "
             "left there. Free some disk, or set --out to another one."
         )
     return CheckpointError(f"{directory} cannot be written: {error}. Nothing was left there.")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-class _Progress:
-    """A line that is rewritten on a terminal; now and then a line of a log."""
-
-    def __init__(self, title: str, total: int, *, stream: Any) -> None:
-        self._title, self._total, self._stream = title, total, stream
-        self._done = 0
-        self._began = self._said = time.monotonic()
-        self._live = stream.isatty()
-
-    def add(self, count: int) -> None:
-        """So many more bytes are done."""
-        self._done += count
-        now = time.monotonic()
-        if now - self._said >= (0.1 if self._live else LINE_EVERY_S):
-            self._said = now
-            rate = self._done / max(now - self._began, 1e-9)
-            left_s = (self._total - self._done) / max(rate, 1e-9)
-            line = (
-                f"{self._title}: {_gib(self._done)} of {_gib(self._total)}, "
-                f"{rate / 2**20:.0f} MiB/s, {left_s:.0f} s left"
-            )
-            print(f"\r{line}\033[K" if self._live else line, end="" if self._live else "\n",
-                  file=self._stream, flush=True)  # fmt: skip
-
-    def end(self) -> None:
-        if self._live:
-            print("\r\033[K", end="", file=self._stream, flush=True)
 
 
 if __name__ == "__main__":

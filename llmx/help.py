@@ -19,7 +19,7 @@ COMMANDS = {
     "status": "what runs are doing, or one of them: status [RUN_DIR | user@host:RUN_DIR]",
     "watch": "the same, live: watch RUN_DIR",
     "compare": "what differs between two runs, and both loss curves: compare RUN_A RUN_B",
-    "export": "a checkpoint as a Hugging Face model: export RUN_DIR [--step N]",
+    "export": "a checkpoint as a Hugging Face model: export RUN_DIR [--step N] [--check]",
     "report": "tables, loss curve and HTML of a run directory: report RUN_DIR",
     "data": "prepare the data, say what became of it; preview=3 shows samples token by token",
     "tokenizer": "train one on the data: tokenizer.kind=bbpe|sentencepiece vocab_size=64000",

@@ -187,6 +187,10 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
     assert "Other steps: 1, 2." in capsys.readouterr().err
     assert main([str(run.root), "--step", "4"]) == 2
     assert "no checkpoint of step 4. It has: 1, 2, 3." in capsys.readouterr().err
+    assert main([str(run.root), "--check"]) == 5
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step-00000003     0.5 MiB  cannot be used: rank-00001.safetensors")
+    assert lines[1:] == [f"step-0000000{step}     0.5 MiB  usable" for step in (2, 1)]
     # A checkpoint may be named instead of the run.
     assert main([str(run.checkpoint(1)), "--out", str(run.root / "one")]) == 0
     assert json.loads((run.root / "one" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -1,0 +1,97 @@
+"""Verifying checkpoints before a person's eyes: progress, one line each, what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmx.checkpoint import choose
+from llmx.checkpoint.commit import BEST, LATEST, committed_dir, read_pointer
+from llmx.checkpoint.manifest import Manifest, Problem, read_manifest
+
+LINE_EVERY_S = 10.0
+"""Between two lines of progress where there is no terminal."""
+
+
+def check_all(checkpoints: Path, *, stream: Any) -> tuple[list[str], bool]:
+    """A line for each checkpoint, the newest first; whether the newest is usable."""
+    names = {pointer: read_pointer(checkpoints, pointer) for pointer in (LATEST, BEST)}
+    lines, good = [], []
+    for step in reversed(choose.list_steps(checkpoints)):
+        directory = committed_dir(checkpoints, step)
+        problems = verify(directory, stream=stream)
+        manifest = read_manifest(directory)
+        num_bytes = size(manifest.num_bytes) if isinstance(manifest, Manifest) else ""
+        pointed = "".join(f"  <- {name}" for name, value in names.items() if value == step)
+        verdict = f"cannot be used: {explain(directory, problems)}" if problems else "usable"
+        lines.append(f"{directory.name}  {num_bytes:>10}  {verdict}{pointed}")
+        good.append(not problems)
+    return lines, bool(good) and good[0]
+
+
+def verify(directory: Path, *, stream: Any) -> list[Problem]:
+    """``choose.verify`` with progress on ``stream``."""
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return [manifest]
+    # Sizes first: what is missing is known at once.
+    if problems := choose.verify(directory, hashes=False):
+        return problems
+    progress = Progress(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
+    try:
+        return choose.verify(directory, on_bytes=progress.add)
+    finally:
+        progress.end()
+
+
+def explain(directory: Path, problems: Sequence[Problem]) -> str:
+    """One sentence; where parts lie on other hosts, it says on which."""
+    words = choose.describe(problems)
+    manifest = read_manifest(directory)
+    if not isinstance(manifest, Manifest):
+        return words
+    absent = [each.file for each in problems if each.found == choose.MISSING]
+    hosts = sorted({manifest.hosts[name] for name in absent if manifest.hosts.get(name)})
+    if hosts and len(set(manifest.hosts.values())) > 1:
+        words += (
+            f". Without a shared file system each host keeps its own part: copy {directory.name} "
+            f"from {', '.join(hosts)} into {directory.parent}"
+        )
+    return words + "."
+
+
+def size(num_bytes: int) -> str:
+    """``1.50 GiB``, ``0.7 MiB``."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+class Progress:
+    """A line that is rewritten on a terminal; now and then a line of a log."""
+
+    def __init__(self, title: str, total: int, *, stream: Any) -> None:
+        self._title, self._total, self._stream = title, total, stream
+        self._done = 0
+        self._began = self._said = time.monotonic()
+        self._live = stream.isatty()
+
+    def add(self, count: int) -> None:
+        """So many more bytes are done."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._said >= (0.1 if self._live else LINE_EVERY_S):
+            self._said = now
+            rate = self._done / max(now - self._began, 1e-9)
+            left_s = (self._total - self._done) / max(rate, 1e-9)
+            line = (
+                f"{self._title}: {size(self._done)} of {size(self._total)}, "
+                f"{rate / 2**20:.0f} MiB/s, {left_s:.0f} s left"
+            )
+            print(f"\r{line}\033[K" if self._live else line, end="" if self._live else "\n",
+                  file=self._stream, flush=True)  # fmt: skip
+
+    def end(self) -> None:
+        """Take the line away."""
+        if self._live:
+            print("\r\033[K", end="", file=self._stream, flush=True)
