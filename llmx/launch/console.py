@@ -71,8 +71,10 @@ class Console:
             self._train(record)
         elif kind == "eval":
             self._print(eval_line(record))
-        elif record.get("event") == "resumed" and self._stream.isatty():
-            self._begin_bar()  # rank 0 says the words
+        elif record.get("event") == "resumed":
+            self._total = int(record.get("total_steps") or 0) or self._total
+            if self._stream.isatty():
+                self._begin_bar()  # rank 0 says the words
 
     def expect(self, total_steps: int | None) -> None:
         """How many steps there are, where an earlier attempt has said so."""

@@ -18,7 +18,7 @@ class Standing:
     """What the files of a run say."""
 
     started: dict[str, Any] | None
-    """The ``start`` line; None before training began."""
+    """The ``start`` line, with what a ``resumed`` event changed; None before training began."""
     last_step: int
     """The last step that a line of ``metrics.jsonl`` names; 0 without one."""
     finished_at: int | None
@@ -67,8 +67,12 @@ def standing(run: RunDir) -> Standing:
     steps = [int(line["step"]) for line in lines if isinstance(line.get("step"), int)]
     ends = [int(line["step"]) for line in lines if line.get("kind") == "end"]
     ok = result is not None and result.get("outcome") == "ok"
+    started = next((line for line in lines if line.get("kind") == "start"), None)
+    for line in lines:
+        if started and line.get("event") == "resumed" and line.get("total_steps"):
+            started = {**started, "total_steps": line["total_steps"]}
     return Standing(
-        started=next((line for line in lines if line.get("kind") == "start"), None),
+        started=started,
         last_step=max(steps, default=0),
         finished_at=ends[-1] if ok and ends else None,
         outcome=str(result["outcome"]) if result and result.get("outcome") else None,

@@ -167,6 +167,8 @@ class Metrics:
             self.end = record
         elif kind == "event":
             self.events = [*self.events[1 - MOST_EVENTS :], record]
+            if self.start and record.get("event") == "resumed" and record.get("total_steps"):
+                self.start = {**self.start, "total_steps": record["total_steps"]}
 
     def facts(self) -> Facts:
         paces = [r["step_time_s"] for r in self.train[1:] or self.train if r.get("step_time_s")]

@@ -169,6 +169,8 @@ class Summary:
         if event == "resumed":
             self._values["restarts"] = self._values.get("restarts", 0) + 1
             self._values["resumed_from"] = step_of(record)
+            if record.get("total_steps") is not None:
+                self._values["total_steps"] = record["total_steps"]
         elif event == "saved":
             self._values["checkpoints"] = self._values.get("checkpoints", 0) + 1
             self._values["last_checkpoint"] = step_of(record)

@@ -128,7 +128,11 @@ def write_beginning(session: Session, *, total: int) -> None:
         )
         return
     session.metrics.event(
-        "resumed", step=start.step, attempt=start.attempt, world_size=session.plan.world_size
+        "resumed",
+        step=start.step,
+        attempt=start.attempt,
+        world_size=session.plan.world_size,
+        total_steps=total,  # resume may have made the run longer
     )
     session.say(f"going on from step {start.step} of {total} (attempt {start.attempt})")
 

@@ -161,3 +161,10 @@ def test_summary_of_a_run_that_ended_in_nan() -> None:
     summary.add(tracked_run.train_line(2))
     summary.add({**tracked_run.train_line(4), "loss": None, "nonfinite": True})
     assert math.isnan(summary.values()["final_loss"])
+
+
+def test_a_run_that_was_made_longer_has_its_new_total() -> None:
+    summary = Summary()
+    summary.add({"kind": "start", "total_steps": 20})
+    summary.add({"kind": "event", "event": "resumed", "step": 8, "total_steps": 30})
+    assert summary.values()["total_steps"] == 30
