@@ -105,6 +105,8 @@ class Supervisor:
     def _attempts(self) -> Verdict:
         """Attempt after attempt, until one is the last; its verdict."""
         first, skip_steps = read_resume(self.run_dir)
+        if self.launch.elastic and self.number and (gave_up := self._hosts_or_end()):
+            return gave_up  # resumed while a host is still away
         while True:
             self.number += 1
             started = time.time()
@@ -188,6 +190,10 @@ class Supervisor:
             self.hosts.spec, verdict.host, limit_s=self.launch.host_wait_s
         ):
             return self._ended_while_waiting() if self.asked.count else verdict
+        return self._hosts_or_end()
+
+    def _hosts_or_end(self) -> Verdict | None:
+        """Choose the hosts of the next attempt; a verdict where there will be none."""
         gave_up = self.hosts.choose()
         return self._ended_while_waiting() if self.asked.count else gave_up
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from llmx.config.schema import LaunchConfig, TaskConfig
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.elastic import without
 from llmx.launch.hang import HangDetector, main_stack, rank_to_blame
+from llmx.launch.lost import Hosts
 from llmx.launch.outcome import Evidence, Hang, judge
 from llmx.launch.record import (
     Journal,
@@ -28,9 +30,11 @@ from llmx.launch.record import (
     write_resume,
 )
 from llmx.launch.restart import Decision, Ended, decide
+from llmx.launch.waiting import Waiting
 from llmx.plan import make_plan
+from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
-from tests.unit.test_launch_render import experiment
+from tests.unit.test_launch_render import experiment, spec_of
 
 LAUNCH = LaunchConfig(max_restarts=3, restart_backoff_s=10, restart_backoff_max_s=25)
 BOOM = Ended("crash", "ValueError: boom 17", first_step=0, last_step=57)
@@ -281,3 +285,53 @@ def test_records(tmp_path: Path) -> None:
     write_resume(run_dir, step=120, skip_steps=[132, 131, 132], attempt=4)
     assert read_resume(run_dir) == (120, [131, 132])
     assert read_json(run_dir.resume)["attempt"] == 4
+
+
+def hosts_of(directory: Path, said: list[str], **launch: Any) -> Hosts:
+    """node-a is here, node-b refuses every connection."""
+    exp = experiment("pdsh", (1, 1), "cpu", **launch)
+    exp.model.tokenizer, exp.run_dir = "demo", str(directory)
+    exp.batch.global_batch, exp.batch.accumulation = 4, None
+    near, far = exp.hardware.hosts
+    near.address, far.address, far.ssh_port = "127.0.0.1", "127.0.0.2", 1
+    spec = dataclasses.replace(spec_of(exp), run_dir=RunDir(directory))
+    waiting = Waiting(
+        asked=lambda: False,
+        wake=threading.Event(),
+        say=said.append,
+        countdown=lambda text, left_s: None,
+        alive=lambda: None,
+    )
+    return Hosts(spec, waiting, said.append, said.append)
+
+
+def test_a_host_that_is_away(tmp_path: Path) -> None:
+    """Real ssh, to a port where nobody listens."""
+    said: list[str] = []
+    waited = hosts_of(tmp_path, said, host_wait_s=0.2).choose()
+    assert waited is not None
+    assert waited.cause == "node-b did not come back within 0:00 (launch.host_wait_s)"
+    assert "launch.elastic=true" in waited.fix
+    assert said == ["waiting for node-b to answer over ssh, 0:00 at most"]
+
+    said.clear()
+    elastic = hosts_of(tmp_path, said, host_wait_s=0.2, elastic=True)
+    assert elastic.choose() is None
+    assert elastic.spec.plan.world_size == 1
+    assert Plan.from_dict(read_json(elastic.spec.run_dir.plan)) == elastic.spec.plan
+    assert read_json(elastic.spec.run_dir.ds_config)["train_batch_size"] == 4
+    assert said[-1] == (
+        "going on without node-b (launch.elastic): 1 rank, the same global batch of 4 in 4 micro "
+        "steps"
+    )
+    # The next time, too: it is looked for once more, but not waited for.
+    assert elastic.choose() is None
+    assert elastic.spec.plan.world_size == 1
+
+    impossible = hosts_of(tmp_path, said, host_wait_s=0.2, elastic=True)
+    impossible.whole.exp.precision = "auto"
+    impossible.whole.exp.model.tokenizer = None
+    gone = impossible.choose()
+    assert gone is not None
+    assert gone.outcome == "host_lost"
+    assert any(text.startswith("it cannot go on without node-b: model.tokenizer") for text in said)
