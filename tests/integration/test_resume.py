@@ -149,6 +149,7 @@ def test_signals_save_and_a_damaged_checkpoint_is_passed_over(
         "step": before,
         "attempt": 3,
         "world_size": 2,
+        "total_steps": STEPS,
     }
 
 
