@@ -6,6 +6,7 @@ One thin object, so that tests can put a fault at each of them
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -94,13 +95,17 @@ def make_directories(disk: Disk, path: Path) -> None:
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """A directory with all its content; links are removed, not followed. Absent is fine."""
-    if path.is_symlink() or not path.is_dir():
-        if path.is_symlink() or path.exists():
-            disk.remove_file(path)
-        return
-    with os.scandir(path) as entries:
-        children = sorted(entry.name for entry in entries)
-    for name in children:
-        remove_tree(disk, path / name)
-    disk.remove_directory(path)
+    """A directory with all its content; links are removed, not followed.
+
+    What is absent is fine, also what somebody else removes at this moment.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_symlink() or not path.is_dir():
+            if path.is_symlink() or path.exists():
+                disk.remove_file(path)
+            return
+        with os.scandir(path) as entries:
+            children = sorted(entry.name for entry in entries)
+        for name in children:
+            remove_tree(disk, path / name)
+        disk.remove_directory(path)
