@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llmx.checkpoint import choose, commit, keep
+from llmx.checkpoint import choose, commit
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
+from llmx.checkpoint.holdings import holdings, removals
 from llmx.checkpoint.manifest import FileEntry, Manifest, make_manifest, rank_file
 from llmx.checkpoint.tensors import Fragment
 
@@ -85,9 +86,22 @@ def save(
             commit.set_pointer(path, commit.LATEST, step, disk=disk)
         except OSError:
             continue
+    try:
+        gone, _ = removals(
+            [holdings(path) for path in storages],
+            step=step,
+            damaged=(),
+            last=keep_last,
+            best=0,
+            every=0,
+            metrics={},
+            mode="min",
+        )
+    except OSError:
+        gone = []
     for path, disk in hosts:
         try:
-            commit.prune(path, keep.to_prune(choose_steps(storages), last=keep_last), disk=disk)
+            commit.prune(path, gone, disk=disk)
         except OSError:
             continue
     return True

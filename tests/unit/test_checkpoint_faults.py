@@ -7,9 +7,12 @@ the next save succeeds.
 from __future__ import annotations
 
 import itertools
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llmx.checkpoint import choose, commit
 from tests.checkpoint_saves import (
@@ -139,3 +142,37 @@ def test_a_fault_while_recovering_loses_nothing(memory: Path) -> None:
     assert at > 8
     assert tree(storages[0])[0] == "latest"
     assert restart(storages) == 2
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    hosts=st.sampled_from([1, 2]),
+    faults=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 90)), min_size=3, max_size=7),
+)
+def test_a_life_full_of_faults_loses_nothing_of_keep(
+    memory: Path, hosts: int, faults: list[tuple[str, int]]
+) -> None:
+    """Save after save, each with a fault somewhere (or none), two checkpoints kept."""
+    storages = make_storages(Path(tempfile.mkdtemp(dir=memory)), hosts)
+    usable: list[int] = []
+    for step, (kind, at) in enumerate(faults, start=1):
+        fault = make_fault(kind, at)
+        try:
+            done = save(storages, step, keep_last=2, disks=[FaultyDisk(fault)] * hosts)
+        except Killed:
+            done = False
+        newest, before = restart(storages), usable
+        usable = choose_steps(storages)
+        assert newest == (usable[-1] if usable else None)
+        if done:
+            assert newest == step
+        # What was there stays, but for what two newer ones push out.
+        came = [step] if step in usable else []
+        assert set((before + came)[-2:]) <= set(usable) <= set(before + came)
+    assert save(storages, 99, keep_last=2)
+    assert save(storages, 100, keep_last=2)
+    # No part of anything else is left on any host.
+    assert [choose.list_steps(path) for path in storages] == [[99, 100]] * hosts
+    assert not [name for path in storages for name in tree(path) if name.startswith(".")]
