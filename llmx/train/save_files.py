@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llmx.checkpoint.commit import committed_dir
-from llmx.checkpoint.manifest import MODEL, STATE
-from llmx.rundir import RunDir, read_json
+from llmx.checkpoint.manifest import MODEL
+from llmx.rundir import RunDir
 from llmx.train.engine import Engine
 from llmx.train.export import write_description
 
@@ -39,14 +36,3 @@ def small_files(run_dir: RunDir, engine: Engine, tokenizer: Any) -> dict[str, by
             if path.is_file():
                 found[f"{MODEL}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()
     return found
-
-
-def metrics_of(checkpoints: Path, steps: Iterable[int], *, name: str) -> dict[int, float | None]:
-    """Step -> the value of ``name`` that each checkpoint was saved with, where it has one."""
-    values: dict[int, float | None] = {}
-    for step in steps:
-        with contextlib.suppress(OSError, ValueError):
-            metric = read_json(committed_dir(checkpoints, step) / STATE).get("metric") or {}
-            if metric.get("name") == name:
-                values[step] = metric["value"]
-    return values

@@ -21,14 +21,14 @@ import torch
 
 from llmx.checkpoint import commit
 from llmx.checkpoint.fragments import FROZEN, MASTER, check_cover, cover_of, fragment_key
-from llmx.checkpoint.holdings import Part, holdings, removals
 from llmx.checkpoint.manifest import STATE, FileEntry, Manifest, make_manifest, rank_file
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError
 from llmx.train.engine_state import StateTensor
 from llmx.train.place import Place, exchange
-from llmx.train.save_files import metrics_of, state_text
+from llmx.train.save_files import state_text
+from llmx.train.save_tidy import look_around, tidy
 from llmx.train.state_hash import combine, lanes
 
 WEIGHTS = (MASTER, FROZEN)
@@ -138,8 +138,17 @@ class SaveJob:
         self.num_bytes = manifest.num_bytes
         # From here on the checkpoint stands, whatever happens.
         try:
-            storages = self._together(lambda: self._look_around() if place.leads else None)
-            self._together(lambda: self._tidy(storages) if place.leads else None)
+            metric = self.config.metric
+            found = self._together(
+                lambda: look_around(directory, metric=metric) if place.leads else None
+            )
+            self._together(
+                lambda: (
+                    tidy(directory, found, step, damaged=self.damaged, config=self.config)
+                    if place.leads
+                    else None
+                )
+            )
         except SaveFailed as error:
             self.warning = str(error)
 
@@ -229,30 +238,6 @@ class SaveJob:
         hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
         hosts.update(dict.fromkeys(small[0], self.hosts[0]))
         return make_manifest(self.step, {**files, **small[0]}, hosts=hosts, run_id=self.run_id)
-
-    def _look_around(self) -> tuple[dict[int, Part | None], dict[int, float | None]]:
-        """What lies on this storage, and the metric that each checkpoint was saved with."""
-        held = holdings(self.place.directory)
-        return held, metrics_of(self.place.directory, held, name=self.config.metric)
-
-    def _tidy(self, storages: Sequence[Any]) -> None:
-        """Pointers, then what is no longer kept goes; the same decision on every storage."""
-        directory, keep = self.place.directory, self.config.keep
-        commit.set_pointer(directory, commit.LATEST, self.step)
-        found = [each for each in storages if each is not None]
-        gone, best = removals(
-            [held for held, _ in found],
-            step=self.step,
-            damaged=self.damaged,
-            last=keep.last,
-            best=keep.best,
-            every=keep.every,
-            metrics={step: value for _, values in found for step, value in values.items()},
-            mode=self.config.mode,
-        )
-        if keep.best and best is not None:
-            commit.set_pointer(directory, commit.BEST, best)
-        commit.prune(directory, gone)
 
 
 def give_way() -> None:

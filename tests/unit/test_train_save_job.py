@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from llmx.checkpoint import commit
 from llmx.checkpoint.choose import list_steps, newest_usable, usable
-from llmx.checkpoint.commit import committed_dir, read_pointer
+from llmx.checkpoint.commit import committed_dir, pin, read_pointer
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.config import CheckpointConfig, KeepConfig
@@ -203,6 +203,20 @@ def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, tmp_path: P
     assert list_steps(run.checkpoints) == [4, 8, 16, 20]
     assert read_pointer(run.checkpoints, "best") == 8
     assert read_pointer(run.checkpoints, "latest") == 20
+
+
+def test_what_is_being_copied_elsewhere_stays_until_it_is_not(alone: None, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    save(run, 4, last=1)
+    pin(run.checkpoints, [4])
+    save(run, 8, last=1)
+    assert list_steps(run.checkpoints) == [4, 8]
+    pin(run.checkpoints, [])
+    save(run, 12, last=1)
+    assert list_steps(run.checkpoints) == [12]
+    pin(run.checkpoints, [12])
+    save(run, 6, last=1)  # sent back: step 12 is of a past that was given up
+    assert list_steps(run.checkpoints) == [6]
 
 
 def test_after_going_back_the_past_that_was_given_up_is_removed(
