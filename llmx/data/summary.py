@@ -21,7 +21,7 @@ def summary(store: SampleStore) -> str:
     fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
     fate = ", ".join(lost) or "no row dropped or truncated"
     return (
-        f"{meta['num_rows']:,} rows in {meta['num_samples']:,} samples of up to "
+        f"{_rows(meta)} in {meta['num_samples']:,} samples of up to "
         f"{meta['seq_len']} tokens ({fill:.1%} full); {meta['num_tokens']:,} tokens, "
         f"{meta['num_target_tokens']:,} of them learned; row length median {lengths['50']}, "
         f"90 % {lengths['90']}, longest {lengths['100']}; form {meta['form']}, template "
@@ -37,9 +37,14 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     lines = [
         ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
         ("form", f"{meta['form']}, template {meta['template'] or 'none'}"),
-        ("rows", f"{meta['rows_read']:,} read, {meta['num_rows']:,} in samples"),
+        ("rows", _rows_read(meta)),
         ("left out", _reasons(meta)),
-        ("truncated", f"{meta['truncated']:,} to {meta['seq_len']:,} tokens"),
+        (
+            "truncated",
+            f"{meta['truncated']:,} to {meta['seq_len']:,} tokens"
+            if meta["truncated"]
+            else "nothing",
+        ),
         ("tokens", f"{tokens:,}, of which {meta['num_target_tokens']:,} are learned"),
         (
             "samples",
@@ -76,3 +81,17 @@ def _reasons(meta: dict[str, Any]) -> str:
     if meta.get("rejected_file"):
         parts.append(f"rejected rows are in {meta['rejected_file']}")
     return "; ".join(parts) or "nothing"
+
+
+def _rows(meta: dict[str, Any]) -> str:
+    """``12 rows``; ``12 rows, cut into 30 pieces`` where samples cut them."""
+    count = meta["num_rows"]
+    if meta["identity"]["packing"] != "concat":
+        return f"{count:,} rows"
+    return f"{meta['rows_read']:,} rows, cut into {count:,} pieces,"
+
+
+def _rows_read(meta: dict[str, Any]) -> str:
+    if meta["identity"]["packing"] != "concat":
+        return f"{meta['rows_read']:,} read, {meta['num_rows']:,} in samples"
+    return f"{meta['rows_read']:,} read; samples cut them into {meta['num_rows']:,} pieces"

@@ -67,7 +67,8 @@ def test_private_disks_share_the_work(
     assert "part 1 of 2 (the rows are divided by files)" in logs[0]
     assert "part 2 of 2" in logs[1]
     assert re.search(r"Received [\d.]+ MiB of prepared data from rank 1", logs[0])
-    assert f"Data (train): {alone.num_rows:,} rows in {len(alone):,} samples" in logs[0]
+    pieces = f"{DOCUMENTS:,} rows, cut into {alone.num_rows:,} pieces"
+    assert f"Data (train): {pieces}, in {len(alone):,} samples" in logs[0]
     assert "Data (" not in logs[1] + logs[2]
     assert "part" not in logs[2]
     nothing_left(cluster, timeout_s=5)

@@ -6,6 +6,7 @@ Hosts are processes here, in a real process group; a disk of its own is a cache 
 from __future__ import annotations
 
 import copy
+import io
 import json
 import multiprocessing
 import os
@@ -19,8 +20,11 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import prepare, read, units
+from llmx.data.progress import Progress
+from llmx.data.share import write_share
 from llmx.data.source import Source
 from llmx.data.together import Host, prepare_together
+from llmx.data.wanted import wanted_of
 from tests.small_tokenizers import byte_tokenizer
 
 TEMPLATE = (
@@ -201,6 +205,30 @@ def test_units_are_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [row.where.number for row in rows if row] == sorted(
         {row.where.number for row in rows if row}
     )
+
+
+def test_a_killed_share_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(units, "LEAST_BYTES", 700)
+    exp = _with_cache(one_large_file(tmp_path / "source"), tmp_path)
+    wanted = wanted_of(exp, tokenizer(), "train")
+    directory = tmp_path / "shares"
+
+    def share() -> dict[str, int]:
+        """When each file was written."""
+        _, found = units.units_of(wanted.source, hosts=2, whole_documents=False)
+        progress = Progress("x", stream=io.StringIO())
+        count = write_share(wanted, found, directory, mine=lambda unit: True, progress=progress)
+        assert count == len(list(directory.glob("*.json"))) > 20
+        return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+    before = share()
+    # Not yet noted, noted and cut off, noted and gone.
+    (directory / "000003.json").unlink()
+    os.truncate(directory / "000007.000.npz", 100)
+    (directory / "000009.000.npz").unlink()
+    after = share()
+    again = {name.partition(".")[0] for name in before if after[name] != before[name]}
+    assert again == {"000003", "000007", "000009"}
 
 
 def test_hosts_with_other_data_are_refused(ranks: Ranks, tmp_path: Path):
