@@ -162,6 +162,8 @@ def _say(
         print(f"  from      the checkpoint of step {origin}{repeated}")
     elif step == 0:
         print("  from      step 0, as asked for: all steps are trained again")
+    elif not stands.last_step:
+        print("  from      step 0")
     else:
         print("  from      step 0: there is no usable checkpoint, all steps are trained again")
     widest = max((len(change.key) for change in goes_on.changes), default=0)

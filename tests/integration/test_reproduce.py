@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmx import snapshot
 from llmx.reproduce.command import judge
-from llmx.rundir import RunDir, read_json
+from llmx.rundir import RunDir, read_json, write_json
 from tests.command_runs import SMALL
 from tests.conftest import REPOSITORY
 
@@ -25,6 +26,11 @@ RUN = (
     *SMALL, "hardware=cpu2", "precision=fp32", "task.steps=12", "task.log_every_steps=2",
     "checkpoint.every_steps=4", "checkpoint.keep.last=9",
 )  # fmt: skip
+
+
+def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, run.metrics.read_text().splitlines())
+    return [line for line in lines if line.get("event") == name]
 
 
 class Clone:
@@ -61,7 +67,8 @@ def clone(tmp_path_factory) -> Clone:
 
 @pytest.fixture(scope="module")
 def run(clone: Clone) -> RunDir:
-    """12 steps, with a new file that git does not know and that the training needs."""
+    """12 steps, with a new file that git does not know and that the training needs; the third
+    is passed over, as after a divergence. Planned first, and started by ``resume``."""
     (clone.root / "llmx" / "train" / "extra.py").write_text("FACTOR = 1.0\n")
     clone.edit(
         "llmx/train/schedule.py",
@@ -69,9 +76,16 @@ def run(clone: Clone) -> RunDir:
         "from llmx.train.extra import FACTOR\n\n"
         "        return FACTOR * optim.lr * (step + 1) / warmup",
     )
-    code, said = clone.llmx(*RUN, f"data.cache_dir={clone.work}/cache", f"run_dir={clone.work}/a")
+    made = RunDir(clone.work / "a")
+    code, said = clone.llmx(
+        "plan", *RUN, f"data.cache_dir={clone.work}/cache", f"run_dir={made.root}"
+    )
     assert code == 0, said
-    return RunDir(clone.work / "a")
+    write_json(made.resume, {"step": None, "skip_steps": [3], "attempt": 1})
+    code, said = clone.llmx("resume", str(made.root))
+    assert code == 0, said
+    assert "was planned and never started" in said
+    return made
 
 
 def test_what_was_recorded(clone: Clone, run: RunDir) -> None:
@@ -116,6 +130,7 @@ def test_the_code_of_then_gives_the_same_bits(clone: Clone, run: RunDir) -> None
     made = read_json(target.root / "reproduction.json")
     assert made["identical"]
     assert (made["last_step"], made["lines"], made["weights"]) == (8, 6, "equal")
+    assert [line["step"] for line in events(target, "skipped")] == [3]
     exp = snapshot.load(target)
     assert (exp.task.stop_at_step, exp.task.steps, exp.launch.max_restarts) == (8, 12, 0)
     assert read_json(target.identity)["parent"] == snapshot.run_id(run)
