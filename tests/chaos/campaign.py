@@ -24,7 +24,8 @@ from tests.chaos.checks import (
     nothing_left,
 )
 from tests.chaos.faults import KINDS, Kind, draw
-from tests.chaos.site import PATIENCE_S, GaveUp, Site, json_lines
+from tests.chaos.run_files import json_lines
+from tests.chaos.site import PATIENCE_S, GaveUp, Site
 
 EVERY = 10
 """Steps between two checkpoints."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from llmx.checkpoint.choose import verify
 from llmx.checkpoint.manifest import Problem, read_manifest
-from tests.chaos.site import GaveUp, Site, json_lines
+from tests.chaos.run_files import json_lines
+from tests.chaos.site import GaveUp, Site
 
 
 def no_torn_file(site: Site) -> int:

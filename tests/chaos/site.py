@@ -9,21 +9,18 @@ Everything is read from the files of the run, as a user's own eyes would.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llmx.rundir import RunDir, read_json
-from llmx.tracking.metrics import MetricsTail
+from llmx.rundir import read_json
 from tests.chaos.disks import Disk
+from tests.chaos.run_files import RunFiles
 from tests.cluster.launching import SMALL, hardware_of, rank_pids
 from tests.cluster.netns import Cluster, Host, wait_until
 
@@ -31,13 +28,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 """The code under test: the one that this file belongs to."""
 PATIENCE_S = 240.0
 """From a fault to the next new checkpoint, at most; an idle machine needs a tenth of it."""
+EMPTY_S = 60.0
+"""For agents to notice that the supervisor is gone, and for ranks to save and leave."""
 
 
 class GaveUp(AssertionError):
     """The run ended, or went on too slowly, when it should have survived."""
 
 
-class Site:
+class Site(RunFiles):
     """A cluster and the run on it. A context manager."""
 
     def __init__(self, directory: Path, *, steps: int, every: int) -> None:
@@ -46,24 +45,12 @@ class Site:
         self.work = directory / "work"
         self.work.mkdir(parents=True)
         names = ("node-a", "node-b")
-        self.disks = {name: Disk(directory / "disks" / name, self.work) for name in names}
-        self.cluster = Cluster(hosts=names)
+        disks = {name: Disk(directory / "disks" / name, self.work) for name in names}
+        super().__init__(Cluster(hosts=names), disks)
         for host in self.cluster.hosts:
             self.disks[host.name].attach(host)
         self.process: subprocess.Popen[Any] | None = None
         self.out = directory / "console.out"
-        self.near = self.cluster.first
-        self.far = self.cluster.hosts[1]
-        self.tail = MetricsTail(self.run_dir(self.near).metrics)
-        self.step = 0
-        """The newest step in ``metrics.jsonl``."""
-        self.resumed: list[int] = []
-        """The step of every resume that was seen."""
-        self.repeated: list[int] = []
-        """How many logged steps each of them took back."""
-        self.events: list[dict[str, Any]] = []
-        self.damaged: set[tuple[str, int]] = set()
-        """Host and step of the checkpoints that were damaged on purpose."""
 
     def __enter__(self) -> Site:
         return self
@@ -75,10 +62,6 @@ class Site:
         self.cluster.close()
         for disk in self.disks.values():
             disk.remove()
-
-    def run_dir(self, host: Host) -> RunDir:
-        """The run directory as it lies on the disk of a host, up or down."""
-        return RunDir(self.disks[host.name].path / "run")
 
     def start(self) -> None:
         """``python -m llmx`` on the first host."""
@@ -115,76 +98,6 @@ class Site:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
             )
-
-    # What the run says.
-
-    def look(self) -> None:
-        """Take in what is new in ``metrics.jsonl``."""
-        for record in self.tail.read():
-            if record["kind"] == "train":
-                self.step = int(record["step"])
-            elif record["kind"] == "event":
-                self.events.append(record)
-                if record["event"] == "resumed":
-                    self.resumed.append(int(record["step"]))
-                    self.repeated.append(max(0, self.step - int(record["step"])))
-                    self.step = int(record["step"])
-
-    def held(self) -> list[int]:
-        """Steps of the checkpoints that are committed on both hosts and not damaged, in order."""
-        held = [
-            {
-                step
-                for path in self.run_dir(host).checkpoints.glob("step-*")
-                if (host.name, step := int(path.name[5:])) not in self.damaged
-            }
-            for host in self.cluster.hosts
-        ]
-        return sorted(set.intersection(*held))
-
-    def newest(self) -> int:
-        """The newest of them; 0 is none."""
-        return max(self.held(), default=0)
-
-    def saved_since_resume(self) -> int:
-        """The newest step that was saved since the ranks were last started; 0 is none."""
-        newest = 0
-        for event in self.events:
-            if event["event"] == "resumed":
-                newest = 0
-            elif event["event"] == "saved":
-                newest = int(event["step"])
-        return newest
-
-    def supervisor(self) -> dict[str, Any]:
-        """``supervisor.json``."""
-        try:
-            values: dict[str, Any] = read_json(self.run_dir(self.near).supervisor)
-        except (OSError, ValueError):
-            return {}
-        return values
-
-    def attempts(self) -> list[dict[str, Any]]:
-        """The whole lines of ``attempts.jsonl``."""
-        return json_lines(self.run_dir(self.near).attempts)
-
-    def result(self) -> dict[str, Any]:
-        """``result.json``."""
-        values: dict[str, Any] = read_json(self.run_dir(self.near).result)
-        return values
-
-    def failed_saves(self) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == "save_failed"]
-
-    def copied(self) -> int:
-        """The newest checkpoint of which the supervisor's host holds every file."""
-        complete = [0]
-        for path in self.run_dir(self.near).checkpoints.glob("step-*"):
-            with contextlib.suppress(FileNotFoundError):  # pruned while we look
-                manifest = read_json(path / "manifest.json")
-                if all((path / name).exists() for name in manifest["files"]):
-                    complete.append(int(path.name[5:]))
-        return max(complete)
 
     def is_over(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -267,26 +180,17 @@ class Site:
 
     def until_empty(self) -> None:
         """Until no process of the run is left on any host that is up."""
-        begun = time.monotonic()
 
-        def left() -> dict[str, Any]:
-            return {h.name: self.processes(h) for h in self.cluster.hosts if h.is_up}
+        def left() -> dict[str, dict[int, list[str]]]:
+            found = {host.name: self.processes(host) for host in self.cluster.hosts if host.is_up}
+            return {name: processes for name, processes in found.items() if processes}
 
-        while any(left().values()):
-            if time.monotonic() - begun > 40:
-                raise GaveUp(f"processes are left 40 s after the supervisor ended: {left()}")
-            wait_until(lambda: True, timeout_s=1, what="a moment")
+        try:
+            wait_until(lambda: not left(), timeout_s=EMPTY_S, what="no process of the run")
+        except TimeoutError:
+            raise GaveUp(f"left {EMPTY_S:.0f} s after the supervisor ended: {left()}") from None
 
     def boot(self, host: Host) -> None:
         """Start a host that is down; its disk is as it was."""
         host.boot()
         self.disks[host.name].attach(host)
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that somebody may be appending to."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return []
-    return [json.loads(line) for line in text.split("\n")[:-1] if line]

@@ -1,0 +1,116 @@
+"""What a run says of itself, read from its files on the disks of the hosts, as a user would.
+
+``Site`` is one of these, with the hosts and the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from llmx.rundir import RunDir, read_json
+from llmx.tracking.metrics import MetricsTail
+from tests.chaos.disks import Disk
+from tests.cluster.netns import Cluster, Host
+
+
+class RunFiles:
+    """The run directory as it lies on each host."""
+
+    def __init__(self, cluster: Cluster, disks: dict[str, Disk]) -> None:
+        self.cluster, self.disks = cluster, disks
+        self.near, self.far = cluster.hosts
+        """The host where the supervisor is, and the other one."""
+        self.tail = MetricsTail(self.run_dir(self.near).metrics)
+        self.step = 0
+        """The newest step in ``metrics.jsonl``."""
+        self.resumed: list[int] = []
+        """The step of every resume that was seen."""
+        self.repeated: list[int] = []
+        """How many logged steps each of them took back."""
+        self.events: list[dict[str, Any]] = []
+        self.damaged: set[tuple[str, int]] = set()
+        """Host and step of the checkpoints that were damaged on purpose."""
+
+    def run_dir(self, host: Host) -> RunDir:
+        """The run directory as it lies on the disk of a host, up or down."""
+        return RunDir(self.disks[host.name].path / "run")
+
+    def look(self) -> None:
+        """Take in what is new in ``metrics.jsonl``."""
+        for record in self.tail.read():
+            if record["kind"] == "train":
+                self.step = int(record["step"])
+            elif record["kind"] == "event":
+                self.events.append(record)
+                if record["event"] == "resumed":
+                    self.resumed.append(int(record["step"]))
+                    self.repeated.append(max(0, self.step - int(record["step"])))
+                    self.step = int(record["step"])
+
+    def held(self) -> list[int]:
+        """Steps of the checkpoints that are committed on both hosts and not damaged, in order."""
+        held = [
+            {
+                step
+                for path in self.run_dir(host).checkpoints.glob("step-*")
+                if (host.name, step := int(path.name[5:])) not in self.damaged
+            }
+            for host in self.cluster.hosts
+        ]
+        return sorted(set.intersection(*held))
+
+    def newest(self) -> int:
+        """The newest of them; 0 is none."""
+        return max(self.held(), default=0)
+
+    def saved_since_resume(self) -> int:
+        """The newest step that was saved since the ranks were last started; 0 is none."""
+        newest = 0
+        for event in self.events:
+            if event["event"] == "resumed":
+                newest = 0
+            elif event["event"] == "saved":
+                newest = int(event["step"])
+        return newest
+
+    def supervisor(self) -> dict[str, Any]:
+        """``supervisor.json``."""
+        try:
+            values: dict[str, Any] = read_json(self.run_dir(self.near).supervisor)
+        except (OSError, ValueError):
+            return {}
+        return values
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The whole lines of ``attempts.jsonl``."""
+        return json_lines(self.run_dir(self.near).attempts)
+
+    def result(self) -> dict[str, Any]:
+        """``result.json``."""
+        values: dict[str, Any] = read_json(self.run_dir(self.near).result)
+        return values
+
+    def failed_saves(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "save_failed"]
+
+    def copied(self) -> int:
+        """The newest checkpoint of which the supervisor's host holds every file."""
+        complete = [0]
+        for path in self.run_dir(self.near).checkpoints.glob("step-*"):
+            with contextlib.suppress(FileNotFoundError):  # pruned while we look
+                manifest = read_json(path / "manifest.json")
+                if all((path / name).exists() for name in manifest["files"]):
+                    complete.append(int(path.name[5:]))
+        return max(complete)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that somebody may be appending to."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return []
+    return [json.loads(line) for line in text.split("\n")[:-1] if line]
