@@ -157,13 +157,15 @@ def _strike(
     at = number * STRIDE + chance.randrange(STRIDE // 3)
     site.until_step(max(at, site.step))
     begun, restarts, strike.step = time.monotonic(), len(site.resumed), site.step
+    attempts = len(site.attempts())
     try:
         strike.what = kind.strike(site, chance)
         site.look()
         before = len([event for event in site.events if event["event"] == "saved"])
 
         def goes_on() -> bool:
-            if kind.restarts and len(site.resumed) == restarts:
+            needed = max(int(kind.restarts), len(site.attempts()) - attempts)
+            if len(site.resumed) - restarts < needed:
                 return False
             if site.supervisor().get("state") != "running" or site.step <= strike.step:
                 return False

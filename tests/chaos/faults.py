@@ -28,7 +28,7 @@ class Kind:
     most_lost: int
     """Save intervals of work that may have to be repeated, at most, the one in flight included."""
     restarts: bool = True
-    """Whether the ranks must be started again; else they may go on as if nothing had been."""
+    """Whether the ranks must be started again; else they may, or go on as if nothing had been."""
 
 
 def rank_killed(site: Site, chance: random.Random) -> str:
@@ -82,10 +82,15 @@ def supervisor_asked(site: Site, chance: random.Random) -> str:
 
 
 def sshd_killed(site: Site, chance: random.Random) -> str:
-    """sshd and all its sessions die; it is started again when the run has noticed."""
+    """sshd and all its sessions die; it is started again when the run has noticed.
+
+    On the supervisor's own host there is nothing to notice: its agent needs no ssh, and ranks
+    outlive the session that started them.
+    """
     host = chance.choice(site.cluster.hosts)
     host.stop_sshd()
-    _until_noticed(site, f"the end of sshd on {host.name}")
+    if host is site.far:
+        _until_noticed(site, f"the end of sshd on {host.name}")
     host.start_sshd()
     return host.name
 
@@ -187,7 +192,7 @@ KINDS = (
     Kind("launcher", "SIGKILL of DeepSpeed's launcher", 2, launcher_killed, 2, restarts=False),
     Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, supervisor_killed, 2),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, supervisor_asked, 1),
-    Kind("sshd", "SIGKILL of sshd and its sessions", 3, sshd_killed, 2),
+    Kind("sshd", "SIGKILL of sshd and its sessions", 3, sshd_killed, 2, restarts=False),
     Kind("host", "power loss of a host", 3, far_host_killed, 2),
     Kind("replaced", "a host lost with its disk", 2, far_host_replaced, 3),
     Kind("control", "power loss of the supervisor's host, `resume`", 2, near_host_killed, 2),
