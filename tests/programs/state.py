@@ -119,8 +119,8 @@ def fp16_allowed(job: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: range) -> list[float]:
-    """The mean losses of ``steps``."""
+def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: range) -> list[Any]:
+    """The mean loss of each step, and the norm of its gradient."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
     losses = []
@@ -130,7 +130,7 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
         loss = train_step(engine, step, world=world).double()
         torch.distributed.all_reduce(loss)
-        losses.append(float(loss) / step.target_tokens)
+        losses.append([float(loss) / step.target_tokens, engine.grad_norm()])
     return losses
 
 
