@@ -164,8 +164,10 @@ def _strike(
         before = len([event for event in site.events if event["event"] == "saved"])
 
         def goes_on() -> bool:
-            needed = max(int(kind.restarts), len(site.attempts()) - attempts)
-            if len(site.resumed) - restarts < needed:
+            if kind.restarts and len(site.resumed) == restarts:
+                return False
+            ended = [line["ended"] for line in site.attempts()[attempts:]]
+            if ended and site.resumed_at < ended[-1]:
                 return False
             if site.supervisor().get("state") != "running" or site.step <= strike.step:
                 return False

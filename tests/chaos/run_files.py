@@ -28,6 +28,8 @@ class RunFiles:
         """The newest step in ``metrics.jsonl``."""
         self.resumed: list[int] = []
         """The step of every resume that was seen."""
+        self.resumed_at = 0.0
+        """When the last of them was, seconds since the epoch."""
         self.repeated: list[int] = []
         """How many logged steps each of them took back."""
         self.events: list[dict[str, Any]] = []
@@ -47,6 +49,7 @@ class RunFiles:
                 self.events.append(record)
                 if record["event"] == "resumed":
                     self.resumed.append(int(record["step"]))
+                    self.resumed_at = float(record["time"])
                     self.repeated.append(max(0, self.step - int(record["step"])))
                     self.step = int(record["step"])
 
