@@ -1,7 +1,8 @@
 """From a plan to running ranks and back: render, start, watch, end, collect.
 
 ``prepare`` writes ``hostfile``, ``ssh_config``, ``ds_env`` and ``command.txt``; ``supervise``
-runs them to the end, over as many attempts as it takes, and writes ``result.json``. Nothing here imports torch or deepspeed.
+runs them to the end, over as many attempts as it takes, and writes ``result.json``. Nothing here
+imports torch or deepspeed.
 """
 
 from __future__ import annotations
