@@ -72,11 +72,12 @@ def _of_the_run_itself(
         except (OSError, ValueError):
             continue
         other = [key for key, effect in change["effects"].items() if effect != "same numbers"]
+        other += [row["what"] for row in change.get("differs", ())]
         if other and change["step"]:
             found.append(
                 Difference(
                     BREAKS, f"resumed at step {change['step']}",
-                    f"changed {', '.join(other)}", "so from the start",
+                    f"other {', '.join(other)}", "from the start as it is",
                     f"{os.path.relpath(directory, run.root)}/ has the config of before",
                 )
             )  # fmt: skip

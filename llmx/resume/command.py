@@ -70,7 +70,11 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
     if goes_on.dry_run:
         print("  nothing was changed or started (dry_run=true)")
         return 0
-    _rewrite(run, goes_on, stands, origin=origin, step=step, then=then, now=now, typed=typed)
+    grave = [row for row in found if row.severity != HARMLESS]
+    _rewrite(
+        run, goes_on, stands, grave,
+        origin=origin, step=step, then=then, now=now, typed=typed,
+    )  # fmt: skip
     launch = prepare(new.experiment, new.plan, run)
     return supervise(new.experiment, new.plan, run, launch=launch).exit_code
 
@@ -187,6 +191,7 @@ def _rewrite(
     run: RunDir,
     goes_on: Next,
     stands: Standing,
+    grave: Sequence[Difference],
     *,
     origin: int,
     step: int | None,
@@ -199,8 +204,10 @@ def _rewrite(
 
     migrated = bool(snapshot.migrations(run))
     newer = [known for known in stands.checkpoints if step is not None and known > step]
-    if goes_on.changes or newer or migrated or stands.last_step > origin == 0:
-        directory = keep_former(run, found=goes_on.changes, words=typed, step=origin)
+    again = stands.last_step > origin == 0
+    other = stands.was_launched and bool(grave)
+    if goes_on.changes or newer or migrated or again or other:
+        directory = keep_former(run, found=goes_on.changes, differs=grave, words=typed, step=origin)
         print(f"  kept      the former files in {directory.relative_to(run.root)}/")
         set_aside(run, newer, directory)
         if newer:

@@ -8,15 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmx.checkpoint.commit import read_pointer, set_pointer
+from llmx.provenance.differences import Difference
 from llmx.resume.rules import Change
 from llmx.resume.standing import committed
 from llmx.rundir import RunDir, write_json
 
 
-def keep_former(run: RunDir, *, found: Sequence[Change], words: Sequence[str], step: int) -> Path:
+def keep_former(
+    run: RunDir,
+    *,
+    found: Sequence[Change],
+    differs: Sequence[Difference],
+    words: Sequence[str],
+    step: int,
+) -> Path:
     """Copy the former snapshot into a new numbered directory, with ``changes.json``; returns it.
 
-    ``step``: where the run goes on with the new values.
+    ``step``: where the run goes on with the new values. ``differs``: what is not as it was in
+    code, packages and devices.
     """
     taken = [int(path.name) for path in history(run)]
     directory = run.root / "history" / f"{max(taken, default=0) + 1:03d}"
@@ -35,6 +44,7 @@ def keep_former(run: RunDir, *, found: Sequence[Change], words: Sequence[str], s
             "words": list(words),
             "changes": {change.key: [change.old, change.new] for change in found},
             "effects": {change.key: change.rule.effect for change in found},
+            "differs": [difference.to_dict() for difference in differs],
         },
     )
     return directory

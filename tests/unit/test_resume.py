@@ -15,14 +15,16 @@ from llmx.checkpoint.manifest import FileEntry, make_manifest
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.record import only_supervisor
+from llmx.provenance.differences import BREAKS, MAY, Difference
 from llmx.recompose import apply, read_words
+from llmx.reproduce.before import all_differences
 from llmx.resume.changed import next_run
 from llmx.resume.choose import newest_usable, problems_of
 from llmx.resume.command import OWN, help_text, main
-from llmx.resume.history import history, set_aside
+from llmx.resume.history import history, keep_former, set_aside
 from llmx.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
 from llmx.resume.standing import committed, standing
-from llmx.rundir import RunDir, write_json
+from llmx.rundir import RunDir, read_json, write_json
 from tests.composing import composed
 
 
@@ -206,6 +208,26 @@ def test_newer_checkpoints_are_set_aside_and_the_pointer_follows(run, tmp_path) 
     assert read_pointer(run.checkpoints, "best") == 10
     set_aside(run, [10], tmp_path / "aside")
     assert read_pointer(run.checkpoints, "latest") is None
+
+
+def test_what_a_run_was_before_is_kept_and_a_reproduction_says_so(run) -> None:
+    trained(run, 5)
+    goes_on = going_on(run, "zero=stage3", "launch.max_restarts=9")
+    differs = [Difference(MAY, "torch", "1", "2")]
+    kept = keep_former(run, found=goes_on.changes, differs=differs, words=["w"], step=4)
+    assert kept == run.root / "history" / "001"
+    assert {path.name for path in kept.iterdir()} == {
+        "changes.json", "config.yaml", "ds_config.json", "metrics.jsonl", "overrides.yaml",
+        "plan.json", "provenance.json",
+    }  # fmt: skip
+    change = read_json(kept / "changes.json")
+    assert change["changes"] == {"zero.stage": [2, 3], "launch.max_restarts": [3, 9]}
+    record = read_json(run.provenance)
+    new = goes_on.composed
+    rows = all_differences(run, new.experiment, new, then=record, now=record)
+    (row,) = [row for row in rows if row.what == "resumed at step 4"]
+    assert (row.severity, row.then) == (BREAKS, "other zero.stage, torch")
+    assert keep_former(run, found=[], differs=[], words=[], step=5).name == "002"
 
 
 def test_files_of_other_hosts_need_not_be_here(run) -> None:

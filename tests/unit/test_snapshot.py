@@ -64,7 +64,7 @@ def test_no_run_directory(tmp_path) -> None:
 
 
 @example(name="\x85", tags=["a\u2028b"], config={"\u2029": "\ufeff"})
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(
     name=st.text(max_size=20),
     tags=st.lists(st.text(max_size=10), max_size=3),
