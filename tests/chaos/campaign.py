@@ -122,13 +122,14 @@ def campaign(
     directory: Path, *, faults: int, seed: int, kinds: list[Kind] | None = None, say: Say = print
 ) -> Report:
     """All of it. Never raises for what the run did wrong: the report says it."""
-    report = Report(seed, faults, steps=(faults + 1) * STRIDE)
+    chance = random.Random(seed)
+    chosen = kinds or draw(faults, chance)
+    steps = (faults + 1) * STRIDE + sum(kind.steps for kind in chosen)
+    report = Report(seed, faults, steps=steps)
     report.versions = {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
     }
-    chance = random.Random(seed)
-    chosen = kinds or draw(faults, chance)
     begun = time.monotonic()
     try:
         with Site(directory / "undisturbed", steps=report.steps, every=EVERY) as site:

@@ -29,6 +29,8 @@ class Kind:
     """Save intervals of work that may have to be repeated, at most, the one in flight included."""
     restarts: bool = True
     """Whether the ranks must be started again; else they may, or go on as if nothing had been."""
+    steps: int = 0
+    """How many steps a fast machine may train before it strikes or is noticed, about."""
 
 
 def rank_killed(site: Site, chance: random.Random) -> str:
@@ -192,9 +194,9 @@ KINDS = (
     Kind("launcher", "SIGKILL of DeepSpeed's launcher", 2, launcher_killed, 2, restarts=False),
     Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, supervisor_killed, 2),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, supervisor_asked, 1),
-    Kind("sshd", "SIGKILL of sshd and its sessions", 3, sshd_killed, 2, restarts=False),
+    Kind("sshd", "SIGKILL of sshd and its sessions", 3, sshd_killed, 2, restarts=False, steps=100),
     Kind("host", "power loss of a host", 3, far_host_killed, 2),
-    Kind("replaced", "a host lost with its disk", 2, far_host_replaced, 3),
+    Kind("replaced", "a host lost with its disk", 2, far_host_replaced, 3, steps=400),
     Kind("control", "power loss of the supervisor's host, `resume`", 2, near_host_killed, 2),
     Kind("link", "network link cut", 3, link_cut, 2),
     Kind("drop", "network drop-out of 0.2 to 1.5 s", 2, link_dropped, 2, restarts=False),
