@@ -167,7 +167,8 @@ def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], com
     checkout = target.root / "code"
     if checkout.is_dir():
         recorded = _config_as_written(run)
-        keys = {change.key: change.new for change in changed} | {"run_dir": str(target.root)}
+        keys = {change.key: change.new for change in changed}
+        keys |= {"run_dir": str(target.root), "dry_run": False}
         snapshot.write_identity(target, parent=run)
         if skipped:
             write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
