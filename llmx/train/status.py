@@ -120,20 +120,29 @@ _COMMUNICATION = re.compile(
 )
 
 
+def _disk_is_full(error: BaseException | None) -> bool:
+    """Whether a full disk or quota is behind an error, in whatever words it is said."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False
+
+
 def category(error: BaseException) -> str:
     """One of ``oom nan comm data config disk_full crash``, from the type, else the message."""
     names = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, FloatingPointError):
         return "nan"
+    if _disk_is_full(error):
+        return "disk_full"
     if isinstance(error, DataError):
         return "data"
     if isinstance(error, ConfigError):
         return "config"
     if isinstance(error, CheckpointError):
         return "data"  # it will not be better at the next start
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "disk_full"
     if "No space left on device" in text:
         return "disk_full"
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names:

@@ -90,6 +90,11 @@ def test_heartbeat_brings_the_step_to_disk(tmp_path: Path, monkeypatch: pytest.M
     assert not [t for t in threading.enumerate() if t.name == "heartbeat" and t.is_alive()]
 
 
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "wanted"),
     [
@@ -101,6 +106,8 @@ def test_heartbeat_brings_the_step_to_disk(tmp_path: Path, monkeypatch: pytest.M
         (ConfigError("zero.stage=4 is not 0..3"), "config"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
+        (_caused(DataError("The disk is full."), OSError(errno.ENOSPC, "No space")), "disk_full"),
+        (_caused(DataError("Row 4 is wrong."), ValueError("a")), "data"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "disk_full"),
         (torch.distributed.DistBackendError("NCCL error"), "comm"),
         (torch.distributed.DistNetworkError("The client socket has timed out"), "comm"),
