@@ -96,11 +96,14 @@ class Spool:
         could be predicted from.
         """
         self.close()
-        sizes = packing.stops - packing.starts
-        pieces = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        pieces = np.zeros(len(packing.rows) + 1, np.int64)
+        np.cumsum(packing.stops - packing.starts, out=pieces[1:])
         samples = pieces[packing.samples]
-        row_starts = np.concatenate([[0], np.cumsum(np.frombuffer(self.lengths, np.int64))])
-        sources = row_starts[packing.rows] + packing.starts
+        row_starts = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(np.frombuffer(self.lengths, np.int64), out=row_starts[1:])
+        sources = row_starts[packing.rows]
+        sources += packing.starts
+        del row_starts
         digests = {"targets.bin": hashlib.sha256()}
         if packing.in_order:
             total = int(pieces[-1])
