@@ -58,6 +58,7 @@ def _filled(wanted: Wanted, spool: Spool, progress: Progress) -> SampleStore:
     workers = worker_count(wanted.data.num_workers)
     encoder = RowEncoder(source, wanted.renderer, workers=workers, refused=refused)
     fit = Fit(wanted.data, counts, state=note.get("fit"))
+    source.look_ahead()
     with parallel_tokenizers(workers), progress:
         rows = source.rows()
         if resumed_rows:

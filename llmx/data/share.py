@@ -52,6 +52,7 @@ def write_share(
     # There is much text in all, if not in one unit.
     encoder = RowEncoder(source, wanted.renderer, workers=workers, fast_from_bytes=PROOF_BYTES)
     count = 0
+    source.look_ahead()
     with parallel_tokenizers(workers), progress:
         for unit in units:
             count += 1

@@ -17,6 +17,7 @@ from llmx.config import Experiment
 from llmx.data.forms import Document
 from llmx.data.origin import Origin
 from llmx.data.part import Part, Row
+from llmx.data.progress import Progress
 from llmx.data.rejects import Rejects
 from llmx.data.rows import Meter, OnBad, RowError, Stretch, refuse
 from llmx.data.selection import held_out, weight_draws
@@ -26,6 +27,8 @@ from llmx.errors import ConfigError, DataError
 __all__ = ["SPLITS", "Row", "Source", "has_eval"]
 
 SPLITS = ("train", "eval")
+Numbered = tuple[int, Row | None, int]
+"""A row with its number before it, and which copy it is."""
 
 
 def has_eval(exp: Experiment) -> bool:
@@ -151,7 +154,15 @@ class Source(Origin):
             return None
         skips = self.data.on_bad_row == "skip"
         rows = self._every(_pass_over if skips else refuse, weighted=False)
-        return survey_of(rows, find_repeated=self.data.deduplicate)
+        meter, total = self.meter, self.source_bytes
+        meter.bytes = 0
+        title = f"Counting the rows of {self.path}"
+        with Progress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
+            return survey_of(_shown(rows, meter, progress), find_repeated=self.data.deduplicate)
+
+    def look_ahead(self) -> None:
+        """The first reading of ``rows()``, if it needs one: before its own progress is shown."""
+        _ = self._survey
 
     @cached_property
     def _held_out(self) -> set[int] | None:
@@ -169,6 +180,14 @@ class Source(Origin):
 def _is_whole(row: Row | None) -> bool:
     """Whether nothing more of the same row follows."""
     return not isinstance(row, Document) or row.last
+
+
+def _shown(rows: Iterator[Numbered], meter: Meter, progress: Progress) -> Iterator[Numbered]:
+    """The same rows; progress is told now and then."""
+    for number, row in enumerate(rows):
+        if number % 1000 == 0:
+            progress.add(size=meter.bytes - progress.bytes)
+        yield row
 
 
 def _pass_over(error: RowError) -> None:

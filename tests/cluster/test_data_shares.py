@@ -46,7 +46,8 @@ def test_private_disks_share_the_work(
     overrides = [
         "data=text", f"data.path={source}", "data.seq_len=128", "task=pretrain", "task.steps=2",
         "task.save_model=false", "model=tiny", "launch.transport=pdsh", "launch.sync=rsync",
-        f"run_dir={work}/run", f"data.cache_dir={work}/cache", "data.share_from_mib=8", "data.max_rows=null",
+        f"run_dir={work}/run", f"data.cache_dir={work}/cache", "data.share_from_mib=8",
+        "data.max_rows=null",
     ]  # fmt: skip
     run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides)
     run.dir = type(run.dir)(work / "run")
