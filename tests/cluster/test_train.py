@@ -79,7 +79,7 @@ def test_one_training(
         start_slurm(cluster)
     how = [f"launch.transport={transport}", f"zero={zero}"]
     secrets = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET, "MY_SECRET": SECRET}
-    odd = {} if transport == "slurm" else {"ODD": ODD}
+    odd = {"ODD": ODD} if transport == "pdsh" else {}
     run = start_llmx(
         cluster, tmp_path, slots=slots, overrides=[*CURVE, *how], env=secrets, rank_env=odd
     )
