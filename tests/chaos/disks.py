@@ -6,6 +6,7 @@ host that only loses its power comes back with what was written.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -29,10 +30,17 @@ class Disk:
         host.bind(self.path, on=self.mount_point)
 
     def fill(self) -> None:
-        """Leave not a byte."""
-        left = os.statvfs(self.path)
+        """Leave not a byte, though somebody else writes meanwhile."""
         with (self.path / "filler").open("wb") as stream:
-            os.posix_fallocate(stream.fileno(), 0, left.f_bavail * left.f_frsize)
+            size, piece = 0, 1 << 20
+            while piece:
+                try:
+                    os.posix_fallocate(stream.fileno(), size, piece)
+                    size += piece
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    piece //= 4
 
     def free(self) -> None:
         """Undo ``fill``."""
