@@ -17,6 +17,12 @@ GOLDEN = Path(__file__).parent / "golden"
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def _no_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as off a terminal, whatever the caller (or xdist) exports."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def golden() -> Callable[[str, str], None]:
     """Compare text with a file under ``tests/golden``; a difference prints the diff."""
