@@ -25,11 +25,25 @@ _WHOLE_RUN = ("experiment", "model", "data")
 
 
 def resolve_alias(override: str) -> str:
-    """``zero_stage=stage3`` -> ``zero=stage3``; anything else unchanged."""
+    """As Hydra reads it: ``zero_stage=stage3`` -> ``zero=stage3``, ``data.path=数据.jsonl`` ->
+    ``data.path='数据.jsonl'``; anything else unchanged."""
+    override = _quoted(override)
     match = _ALIAS.match(override)
     if match is None or match["name"] not in ALIASES:
         return override
     return f"{match['sign'] or ''}{ALIASES[match['name']]}{match['rest'] or ''}"
+
+
+def _quoted(override: str) -> str:
+    """Values with letters beyond ASCII in quotes, without which Hydra's grammar takes none.
+
+    Where there are quotes or brackets, the user has said what belongs together.
+    """
+    key, equal, value = override.partition("=")
+    if not equal or value.isascii() or any(mark in value for mark in "'\"[]{}()\\"):
+        return override
+    words = [word if word.isascii() else f"'{word}'" for word in value.split(",")]
+    return f"{key}={','.join(words)}"
 
 
 def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:

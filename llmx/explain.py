@@ -15,7 +15,8 @@ def explain_hydra(error: Exception) -> str:
     if "override_grammar" in text:
         return (
             f"an override cannot be read: {text.splitlines()[0]}. It is key=value; brackets and "
-            "quotes must be closed, and a value with spaces or commas is quoted: 'key=\"a, b\"'."
+            "quotes must be closed, and a value with spaces or commas is quoted: 'key=\"a, b\"'; "
+            "in brackets also one with letters beyond ASCII: 'key={0: \"é\"}'."
         )
     missing = re.search(r"Could not override '([^']+)'", text)
     if missing:

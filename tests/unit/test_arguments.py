@@ -25,10 +25,25 @@ from llmx.errors import ConfigError
         ("zero.stage=3", "zero.stage=3"),
         ("--multirun", "--multirun"),
         ("model.path=zero_stage=x", "model.path=zero_stage=x"),
+        ("data.path=/数据/a b.jsonl", "data.path='/数据/a b.jsonl'"),
+        ("zero_stage=großer,b", "zero='großer',b"),
+        ("data.path='数据.jsonl'", "data.path='数据.jsonl'"),
+        ("data.label_names={0: '差'}", "data.label_names={0: '差'}"),
     ],
 )
 def test_alias(typed: str, meant: str) -> None:
     assert resolve_alias(typed) == meant
+
+
+def test_hydra_reads_letters_beyond_ascii() -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    words = ["data.path=/数据/a b=1.jsonl", "+data.columns.text=内容", "data.path=数据1,d2"]
+    parsed = OverridesParser.create().parse_overrides([resolve_alias(word) for word in words])
+    assert parsed[0].value() == "/数据/a b=1.jsonl"
+    assert parsed[1].value() == "内容"
+    first, second = parsed[2].sweep_iterator()
+    assert (first.text, second) == ("数据1", "d2")
 
 
 def test_commands() -> None:
