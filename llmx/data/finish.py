@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmx.data.fit import CUT_OFF
 from llmx.data.pack import PACKERS
 from llmx.data.rejects import Rejects, write_rejects
 from llmx.data.spool import Spool
@@ -22,7 +23,8 @@ class Tally:
     """What became of the rows, beside the tokens in the spool."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """``rows`` that were read, ``truncated``, and the dropped ones by their reason."""
+    """``rows`` that were read, ``truncated`` and their tokens that are cut off, and the dropped
+    ones by their reason."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Good rows that were not wanted, by reason."""
     rejects: Sequence[Rejects] = ()
@@ -39,6 +41,7 @@ def finish(
     data, source, path = wanted.data, wanted.source, wanted.path
     counts = Counter(tally.counts)
     rows_read, truncated = counts.pop("rows", 0), counts.pop("truncated", 0)
+    cut_off = counts.pop(CUT_OFF, 0)
     counts.update(tally.left_out)
     dropped = {reason: count for reason, count in counts.items() if count}
     rejected: Counter[str] = Counter()
@@ -68,6 +71,7 @@ def finish(
             "identity": wanted.identity,
             "rows_read": rows_read,
             "truncated": truncated,
+            "truncated_tokens": cut_off,
             "dropped": dropped,
             "rejected": dict(rejected),
             "rejected_file": rejected_file and str(rejected_file),

@@ -19,6 +19,10 @@ from llmx.data.render import TokenRow
 from llmx.errors import DataError
 
 
+CUT_OFF = "tokens cut off"
+"""Of rows that are in the store: how much of them ``data.seq_len`` has no room for."""
+
+
 class Fit:
     """Applies ``data.over_long`` block by block; ``counts`` gets what was cut and dropped."""
 
@@ -79,9 +83,12 @@ class Fit:
         counts, limit = self._counts, self._data.seq_len
         continues, self._open = bool(self._open), int(_goes_on(row))
         room = self._room if continues else limit
+        cut_off = max(0, len(tokens.tokens) - room)
         if continues and not room:  # its document was cut, dropped or is full
+            if self._data.over_long == "truncate":
+                counts[CUT_OFF] += cut_off
             return None
-        if len(tokens.tokens) > room:
+        if cut_off:
             if self._data.over_long == "error":
                 raise DataError(
                     f"{row.where}: {len(tokens.tokens)} tokens, data.seq_len is {limit}. Raise "
@@ -92,11 +99,14 @@ class Fit:
                 self._room = 0
                 return None
             counts["truncated"] += 1
+            counts[CUT_OFF] += cut_off
             tokens = TokenRow(tokens.tokens[:room], tokens.targets[:room])
         self._room = room - len(tokens.tokens)
         if isinstance(row, Conversation) and not tokens.targets[1:].any():
             counts["without an answer in the first seq_len tokens"] += 1
-            counts["truncated"] -= 1
+            if cut_off:
+                counts["truncated"] -= 1
+                counts[CUT_OFF] -= cut_off
             return None
         return tokens
 

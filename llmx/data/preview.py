@@ -35,9 +35,10 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
     console.print(legend)
     for index in range(min(count, len(store))):
         sample = store[index]
+        rows = len(sample.row_starts)
         console.print(
             f"\nsample {index}: {len(sample.tokens)} tokens, {int(sample.targets.sum())} learned, "
-            f"{len(sample.row_starts)} rows"
+            f"{rows} row{'s' if rows > 1 else ''}"
         )
         for line in sample_lines(sample, tokenizer, colour=colour):
             text = Text()

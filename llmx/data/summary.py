@@ -36,15 +36,10 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     names = {"0": "shortest", "50": "median", "100": "longest"}
     lines = [
         ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
-        ("form", f"{meta['form']}, template {meta['template'] or 'none'}"),
+        ("form", _form(meta)),
         ("rows", _rows_read(meta)),
         ("left out", _reasons(meta)),
-        (
-            "truncated",
-            f"{meta['truncated']:,} to {meta['seq_len']:,} tokens"
-            if meta["truncated"]
-            else "nothing",
-        ),
+        ("truncated", _truncated(meta)),
         ("tokens", f"{tokens:,}, of which {meta['num_target_tokens']:,} are learned"),
         (
             "samples",
@@ -53,7 +48,8 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         ),
         (
             "row length",
-            ", ".join(f"{names.get(rank, rank + ' %')} {n:,}" for rank, n in lengths.items()),
+            ", ".join(f"{names.get(rank, rank + ' %')} {n:,}" for rank, n in lengths.items())
+            + (" (as cut)" if meta["truncated"] else ""),
         ),
     ]
     if "encoder" not in meta:  # prepared by an earlier llmx
@@ -72,6 +68,24 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         )
     )
     return lines
+
+
+def _form(meta: dict[str, Any]) -> str:
+    if meta["template"] is None:
+        return f"{meta['form']}, no template"
+    own = "the tokenizer's own template"
+    return f"{meta['form']}, {own if meta['template'] == 'own' else meta['template']}"
+
+
+def _truncated(meta: dict[str, Any]) -> str:
+    """What ``seq_len`` costs; rows are cut at their end."""
+    if not meta["truncated"]:
+        return "nothing"
+    cut_off = meta.get("truncated_tokens", 0)
+    part = cut_off / (cut_off + meta["num_tokens"])
+    lost = f"; {cut_off:,} tokens ({part:.1%} of all) are cut off" if cut_off else ""
+    rows = "1 row" if meta["truncated"] == 1 else f"{meta['truncated']:,} rows"
+    return f"{rows} to {meta['seq_len']:,} tokens{lost}"
 
 
 def _reasons(meta: dict[str, Any]) -> str:

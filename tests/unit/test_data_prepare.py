@@ -31,6 +31,7 @@ from llmx.data import (
 from llmx.data.pack import Packing, best_fit, concat
 from llmx.data.prepare import cache_directory
 from llmx.data.store import sha256_of_file
+from llmx.data.summary import report
 from llmx.errors import ConfigError, DataError
 from tests.small_tokenizers import byte_tokenizer
 
@@ -303,7 +304,10 @@ LONG = [("q", "a"), ("q" * 40, "lost"), ("q", "a" * 60)]
 
 def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
     store = prepare(experiment(tmp_path, LONG), tokenizer)
-    assert store.meta["truncated"] == 1
+    assert (store.meta["truncated"], store.meta["truncated_tokens"]) == (1, 37)
+    assert dict(report(store.meta, found=False))["truncated"] == (
+        "1 row to 32 tokens; 37 tokens (50.7% of all) are cut off"
+    )
     assert store.meta["dropped"] == {"without an answer in the first seq_len tokens": 1}
     assert texts(store, tokenizer)[0] == "Qq<|end|>A" + "a" * 28
     assert "1 without an answer in the first seq_len tokens, 1 truncated to 32" in summary(store)

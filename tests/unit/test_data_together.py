@@ -171,7 +171,15 @@ def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
     assert not [result for result in found if isinstance(result, str)], found
     for digests, meta in found:
         assert digests == alone.meta["sha256"]
-        same = ("rows_read", "truncated", "dropped", "rejected", "fingerprint", "text_bytes")
+        same = (
+            "rows_read",
+            "truncated",
+            "truncated_tokens",
+            "dropped",
+            "rejected",
+            "fingerprint",
+            "text_bytes",
+        )
         assert [meta[key] for key in same] == [alone.meta[key] for key in same]
         assert meta["hosts"] == 3
     assert found[0][1] == found[3][1]
