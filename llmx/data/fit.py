@@ -18,7 +18,6 @@ from llmx.data.forms import Conversation, Document
 from llmx.data.render import TokenRow
 from llmx.errors import DataError
 
-
 CUT_OFF = "tokens cut off"
 """Of rows that are in the store: how much of them ``data.seq_len`` has no room for."""
 
