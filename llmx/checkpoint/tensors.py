@@ -104,9 +104,9 @@ class TensorWriter:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            # A file system that cannot reserve: at least look.
+            # A file system that cannot reserve: at least look, if it says how large it is.
             free = os.statvfs(self.path.parent)
-            if free.f_bavail * free.f_frsize < self.num_bytes:
+            if free.f_blocks and free.f_bavail * free.f_frsize < self.num_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
 
     def write(self, fragments: Iterable[Fragment]) -> FileEntry:
