@@ -6,9 +6,9 @@ Tried by ``python -m pytest tests/unit/test_train_saver.py``.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmx.train.engine_state import StateTensor
@@ -19,15 +19,15 @@ RESERVE = 0.2
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: of the host, and of its control group (which is
+    """Memory that this process may still take: of the host, and of its control groups (which is
     what a container or a job is killed by)."""
     free = [_meminfo(root / "proc/meminfo")]
-    group = root / "sys/fs/cgroup"
-    limit = _number(group / "memory.max")
-    if limit is not None:
-        used = _number(group / "memory.current") or 0
-        # Pages of files are given up before anything is killed.
-        free.append(limit - used + _stat(group / "memory.stat", "inactive_file"))
+    for group, files in _control_groups(root):
+        limit = _number(group / files.limit)
+        if limit is not None:
+            # Pages of files are given up before anything is killed.
+            cached = _stat(group / "memory.stat", files.cached)
+            free.append(limit - (_number(group / files.used) or 0) + cached)
     return max(0, min(free))
 
 
@@ -55,6 +55,40 @@ def copy_to_host(fragments: Iterable[StateTensor]) -> list[StateTensor]:
         replace(fragment, tensor=fragment.tensor.detach().to("cpu", copy=True))
         for fragment in fragments
     ]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """How a control group says what it may use."""
+
+    limit: str
+    used: str
+    cached: str
+    """A line of its ``memory.stat``."""
+
+
+_SECOND = _Files("memory.max", "memory.current", "inactive_file")
+_FIRST = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""By version of the kernel's interface."""
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """This process's own and those above it, each with its limit: a job of Slurm or a service is
+    in a group far below the root. In a container the names may be those of the host, and only
+    the root is there."""
+    mounted = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        first = "memory" in controllers.split(",")
+        if first or not controllers:
+            base, files = (mounted / "memory", _FIRST) if first else (mounted, _SECOND)
+            own = PurePosixPath(name.lstrip("/"))
+            for group in (own, *own.parents):
+                yield base / group, files
 
 
 def _meminfo(path: Path) -> int:

@@ -39,6 +39,32 @@ def test_available_memory_is_the_least_of_host_and_control_group(tmp_path: Path)
     assert 0 < available_bytes() < 2**50
 
 
+@pytest.mark.parametrize(
+    ("line", "base", "limit", "used", "cached"),
+    [
+        ("0::", "", "memory.max", "memory.current", "inactive_file"),
+        ("4:memory:", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+         "total_inactive_file"),
+    ],
+)  # fmt: skip
+def test_a_job_is_limited_by_every_control_group_above_it(
+    tmp_path: Path, line: str, base: str, limit: str, used: str, cached: str
+) -> None:
+    """Slurm and systemd put a job far below the root, in either version of the interface."""
+    root = host(tmp_path / "host", available=64 * GIB)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text(f"1:cpu:/\n{line}/slurm/job_7/step_0\n")
+    job = root / "sys/fs/cgroup" / base / "slurm/job_7"
+    (job / "step_0").mkdir(parents=True)
+    (job / "step_0" / limit).write_text("max\n" if line == "0::" else f"{2**63 - 4096}\n")
+    (job / limit).write_text(f"{8 * GIB}\n")
+    (job / used).write_text(f"{6 * GIB}\n")
+    (job / "memory.stat").write_text(f"anon 5\n{cached} {GIB}\n")
+    assert available_bytes(root) == 3 * GIB
+    (job / limit).unlink()
+    assert available_bytes(root) == 64 * GIB
+
+
 def test_the_ranks_of_a_host_share_its_memory() -> None:
     everyone = [("a", 3, 10), ("a", 5, 11), ("b", 7, 8)]
     assert room_for(everyone, "a")
