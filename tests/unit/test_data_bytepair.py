@@ -60,7 +60,8 @@ def reference(tokenizer, text: str) -> list[int]:
 PIECES = st.sampled_from(
     ["'s", "'LL", "'re ", " ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "a", "ab", "Dog",
      "1", "12", "1234", "²", "ⅷ", "é", "e\u0301", "北京", "ü", "😀", "!", "?!", "...", "</s>",
-     "<|x|>", "\u200b", "\u0085", "\x00", "\u017f", "'\u017f", "\ufb06"]
+     "<|x|>", "\u200b", "\u0085", "\x00", "\u017f", "'\u017f", "\ufb06", "\u0301", " \u0301",
+     "/", "\u01c5", "\u02b0", "DOG"]
 )  # fmt: skip
 TEXTS = st.one_of(
     st.lists(PIECES, max_size=30).map("".join),
@@ -87,7 +88,9 @@ def converted(pattern: str) -> BytePairs:
     return _FAST[pattern]
 
 
-@pytest.mark.parametrize("name", [r"\p{L}", r"\p{N}", r"\s"])
+@pytest.mark.parametrize(
+    "name", [r"\p{L}", r"\p{N}", r"\s", r"\p{M}", r"[\p{Lu}\p{Lt}]", r"\p{Ll}", r"[\p{Lm}\p{Lo}]"]
+)
 def test_both_libraries_know_the_same_unicode(name: str):
     import tiktoken
 
@@ -132,6 +135,20 @@ GPT2 = next(iter(PATTERNS))
 def test_what_is_not_converted_says_why(changes: dict, reason: str):
     with pytest.raises(NotConvertible, match=reason):
         BytePairs.of(changed(CONVERTED[GPT2], **changes))
+
+
+def test_keeping_only_what_matches_is_the_same_cut():
+    """As Phi-4 has it."""
+    tokenizer = CONVERTED[list(PATTERNS)[-1]]
+    steps = state_of(tokenizer)["pre_tokenizer"]
+    steps["pretokenizers"][0] |= {"behavior": "Removed", "invert": True}
+    other = changed(tokenizer, pre_tokenizer=steps)
+    for text in CORPUS:
+        assert reference(other, text) == reference(tokenizer, text)
+        assert BytePairs.of(other).encode(text).tolist() == reference(other, text)
+    steps["pretokenizers"][0]["invert"] = False
+    with pytest.raises(NotConvertible, match="cutting texts into words is not known"):
+        BytePairs.of(changed(tokenizer, pre_tokenizer=steps))
 
 
 def test_merges_that_tiktoken_would_apply_differently_are_refused():

@@ -110,12 +110,15 @@ def sentence_bpe(*, prepend: bool, across: bool = False) -> Tokenizer:
     return backend
 
 
-GPT2, LLAMA3, QWEN = PATTERNS
+GPT2, LLAMA3, QWEN, QWEN35, TEKKEN, O200K = PATTERNS
 KINDS = {
     "gpt2": lambda: byte_level(GPT2),
     "roberta": lambda: byte_level(GPT2, prefix=True),
     "llama3": lambda: byte_level(LLAMA3),
     "qwen": lambda: byte_level(QWEN),
+    "qwen3.5": lambda: byte_level(QWEN35),
+    "tekken": lambda: byte_level(TEKKEN),
+    "o200k": lambda: byte_level(O200K),
     "bert": word_piece,
     "unigram": unigram,
     "llama2": lambda: sentence_bpe(prepend=True),
@@ -158,7 +161,8 @@ def test_the_ids_of_whole_texts(kind: str, texts: list[str]):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_encoded_by_words(kind: str):
     encoder = encoder_of(kind)
-    how = "tiktoken (" if kind in ("gpt2", "roberta", "llama3", "qwen") else "tokenizers word by w"
+    others = ("bert", "unigram", "llama2", "gemma")
+    how = "tokenizers word by w" if kind in others else "tiktoken ("
     assert encoder.description.startswith(how)
     assert "equal to tokenizers on " in encoder.description
     encoder.ids(["so many words of the dog " * 3])
