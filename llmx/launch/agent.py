@@ -37,10 +37,17 @@ if TYPE_CHECKING:
     Message = dict[str, Any]  # at run time an old Python on a host must do
 SCAN_S = 0.5
 CHUNK = 65536
-STREAMED = ("logs/rank-*.log", "metrics.jsonl")
+STREAM_BYTES = 1 << 20  # of one file in one look: a flood in a log must not hold up the rest
+LONE_GRACE_S = 15.0  # for the ranks to save once the supervisor is gone
+STREAMED = ("metrics.jsonl", "logs/rank-*.log")
+PIPE_BYTES = 4096  # what a pipe takes without waiting, once it takes anything
 REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PORTS = range(20000, 32700)  # below the ports that the kernel gives to outgoing connections
+
+
+class Unheard(Exception):
+    """Nobody takes what is written: the network is cut, or the supervisor stands still."""
 
 
 class Process:
@@ -201,6 +208,8 @@ class Agent:
         self.inodes: dict[str, int] = {}
         self.output = True
         self.backlog: list[bytes] = []
+        self.pending = b""
+        self.closed_at: float | None = None
 
     def serve(self) -> None:
         """Until stdin closes, a stop is done, or the supervisor is silent for too long."""
@@ -208,32 +217,47 @@ class Agent:
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._asked_to_end)
-        pending, last_word, last_scan = b"", time.monotonic(), 0.0
+        heard_at, last_scan = time.monotonic(), 0.0
         try:
             while True:
                 readable, _, _ = select.select([0], [], [], 0.2)
-                now = time.monotonic()
                 if readable:
-                    data = os.read(0, CHUNK)
-                    if not data:
-                        break
-                    last_word = now
-                    *self.backlog, pending = (pending + data).split(b"\n")
+                    self.receive()
                     while self.backlog:
                         line = self.backlog.pop(0)
                         if line.strip():
                             self.answer(json.loads(line))
-                elif self.silence_s and now - last_word > self.silence_s:
+                    if self.closed_at is not None:
+                        break
+                    heard_at = time.monotonic()  # while it answered it did not listen
+                elif self.silence_s and time.monotonic() - heard_at > self.silence_s:
                     break
+                now = time.monotonic()
                 if self.watching and now - last_scan >= SCAN_S:
                     last_scan = now
                     self.look()
-        except (KeyboardInterrupt, OSError, ValueError):
+        except (KeyboardInterrupt, OSError, ValueError, Unheard):
             pass  # the channel is broken: the supervisor is gone
         self.output = False
         if not self.done:
             # Nobody is left to go on, so what was trained is saved for whoever resumes.
-            self.end(min(self.grace_s, 15.0), save=True)
+            self.end(min(self.grace_s, LONE_GRACE_S), save=True)
+
+    def receive(self) -> None:
+        """Take in what the supervisor sent; waits where nothing is there."""
+        data = os.read(0, CHUNK)
+        if not data:
+            self.closed_at = time.monotonic()
+        *lines, self.pending = (self.pending + data).split(b"\n")
+        self.backlog += lines
+
+    def hurry(self) -> bool:
+        """Whether the ranks have no more time: asked to stop once more, or left alone for long."""
+        while self.closed_at is None and select.select([0], [], [], 0)[0]:
+            self.receive()
+        if self.closed_at is not None and time.monotonic() - self.closed_at > LONE_GRACE_S:
+            return True
+        return any(b'"cmd": "stop"' in line for line in self.backlog)
 
     def answer(self, message: Message) -> None:
         """One command; the answer carries its ``id``."""
@@ -305,10 +329,17 @@ class Agent:
 
     def do_route(self, message: Message) -> Message:
         """The address and interface of this host on the way to another."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((message["to"], 9))
-            address = probe.getsockname()[0]
-        return {"address": address, "interface": _interface_of(address)}
+        said: OSError | None = None
+        for family, kind, _, _, to in socket.getaddrinfo(message["to"], 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                try:
+                    probe.connect(to)
+                except OSError as error:  # no way by this family
+                    said = said or error
+                    continue
+                address = probe.getsockname()[0]
+            return {"address": address, "interface": _interface_of(address)}
+        raise said or OSError(f"{message['to']} has no address")
 
     def do_mkdir(self, message: Message) -> Message:
         for path in message["paths"]:
@@ -321,7 +352,7 @@ class Agent:
         self.port = message.get("port", self.port)
         if self.streaming:
             for name in ("ranks/rank-*.json", "ranks/.rank-*.tmp"):
-                for path in glob.glob(os.path.join(self.run_dir, name)):
+                for path in glob.glob(os.path.join(glob.escape(self.run_dir), name)):
                     os.unlink(path)  # of an earlier attempt
             for path in self._matches(STREAMED):
                 status = os.stat(os.path.join(self.run_dir, path))
@@ -339,8 +370,8 @@ class Agent:
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
         counts = end_processes(self.table, message["grace_s"], ask=signal.SIGUSR1)
-        if counts["ended"]:
-            _run_all(self.cancel_force)
+        # Also where nothing was found: a job outlives the machine that its srun ran on.
+        _run_all(self.cancel_force)
         return counts
 
     def do_signal(self, message: Message) -> Message:
@@ -355,7 +386,8 @@ class Agent:
         """Files below directories of the run directory: relative path -> bytes."""
         found = {}
         for pattern in message["patterns"]:
-            for path in glob.glob(os.path.join(self.run_dir, pattern), recursive=True):
+            pattern = os.path.join(glob.escape(self.run_dir), pattern)
+            for path in glob.glob(pattern, recursive=True):
                 with contextlib.suppress(OSError):
                     if os.path.isfile(path):
                         found[os.path.relpath(path, self.run_dir)] = os.path.getsize(path)
@@ -372,15 +404,11 @@ class Agent:
     def do_stop(self, message: Message) -> Message:
         self.watching = False
 
-        def hurry() -> bool:
-            """Any further word while the ranks have their time means: at once."""
-            return bool(self.backlog or select.select([0], [], [], 0)[0])
-
         save = message.get("save", False)
-        counts = self.end(message.get("grace_s", self.grace_s), hurry, save=save)
+        counts = self.end(message.get("grace_s", self.grace_s), self.hurry, save=save)
+        self.done = True
         if self.streaming:
             self.stream()
-        self.done = True
         return counts
 
     def end(
@@ -401,10 +429,13 @@ class Agent:
             ranks_are_elsewhere=bool(asked),
         )
         _run_all(self.cancel_force)
-        # Of a rank that was killed while it replaced its status.
-        for path in glob.glob(os.path.join(glob.escape(self.run_dir), "ranks", ".rank-*.tmp")):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        # Of a rank that was killed while it replaced its status; ranks of other hosts may write
+        # their last word into the same directory now.
+        for rank in self.ranks:
+            name = f"ranks/.rank-{rank:03d}.json.*.tmp"
+            for path in glob.glob(os.path.join(glob.escape(self.run_dir), name)):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         if self.port:
             pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"
             for path in glob.glob(pattern):
@@ -451,11 +482,12 @@ class Agent:
                     self.send_file({"event": "replace", "path": path}, data)
                     self.offsets[path], self.inodes[path] = len(data), status.st_ino
                     continue
-                file.seek(self.offsets.get(path, 0))
-                while data := file.read(CHUNK):
-                    offset = self.offsets.get(path, 0)
+                offset = self.offsets.get(path, 0)
+                file.seek(offset)
+                end = offset + STREAM_BYTES
+                while offset < end and (data := file.read(CHUNK)):
                     self.send_file({"event": "append", "path": path, "offset": offset}, data)
-                    self.offsets[path] = offset + len(data)
+                    self.offsets[path] = offset = offset + len(data)
         for path in self._matches(REPLACED):
             with contextlib.suppress(OSError):
                 full = os.path.join(self.run_dir, path)
@@ -470,7 +502,7 @@ class Agent:
         return [
             os.path.relpath(path, self.run_dir)
             for pattern in patterns
-            for path in sorted(glob.glob(os.path.join(self.run_dir, pattern)))
+            for path in sorted(glob.glob(os.path.join(glob.escape(self.run_dir), pattern)))
         ]
 
     def send_file(self, message: Message, data: bytes) -> None:
@@ -479,9 +511,13 @@ class Agent:
     def send(self, message: Message) -> None:
         if not self.output:
             return
-        data = json.dumps(message).encode() + b"\n"
+        data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
-            data = data[os.write(1, data) :]
+            # Never longer than silence: an agent that hangs in a write would end nothing.
+            if not select.select([], [1], [], self.silence_s or None)[1]:
+                self.silence_s = 1e-3  # the next one does not wait
+                raise Unheard
+            data = data[os.write(1, data[:PIPE_BYTES]) :]
 
     def _asked_to_end(self, number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -511,7 +547,14 @@ def _bind_test(port: int) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface that has this IPv4 address."""
+    """The interface that has this address."""
+    if ":" in address:
+        bits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        for line in _bytes("/proc/net/if_inet6").decode().splitlines():
+            words = line.split()
+            if words[0] == bits:
+                return words[-1]
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = array.array("B", struct.pack("256s", name.encode()[:15]))

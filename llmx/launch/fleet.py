@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,13 +28,20 @@ AGENT = Path(__file__).with_name("agent.py")
 # Reads the agent's source from stdin, by descriptor: what follows belongs to the agent.
 _BOOTSTRAP = (
     "import os\n"
+    "def take(k):\n"
+    " d=os.read(0,k)\n"
+    " return d or os._exit(1)\n"  # the connection broke
     "n=b''\n"
-    "while not n.endswith(b'\\n'): n+=os.read(0,1)\n"
+    "while not n.endswith(b'\\n'): n+=take(1)\n"
     "s=b''\n"
-    "while len(s)<int(n): s+=os.read(0,int(n)-len(s))\n"
+    "while len(s)<int(n): s+=take(int(n)-len(s))\n"
     "exec(compile(s,'llmx-agent','exec'),{'__name__':'__main__'})\n"
 )
 Message = dict[str, Any]
+KEEP_ALIVE_S = 3.0
+"""Between two signs of life to an agent of another host."""
+EXCHANGES = 20
+"""The clock of a host is measured by the quickest of so many: it may be set meanwhile."""
 
 
 class AgentError(Exception):
@@ -67,7 +75,9 @@ class Channel:
     _reader: threading.Thread | None = None
     _replies: dict[int, queue.Queue[Message]] = field(default_factory=dict)
     _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
-    _round_trip_s: float = float("inf")
+    _clocks: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
+    """Round trip and clock difference of the last exchanges, seconds."""
+    _closing: threading.Event = field(default_factory=threading.Event)
 
     def start(self, env: dict[str, str]) -> None:
         """Start the agent in a session of its own: a Ctrl-C in the terminal is not for it."""
@@ -86,6 +96,9 @@ class Channel:
             self._write(f"{len(self.source)}\n".encode() + self.source)
         self._reader = threading.Thread(target=self._read, name=f"agent-{self.name}", daemon=True)
         self._reader.start()
+        if self.is_remote:
+            name = f"alive-{self.name}"
+            threading.Thread(target=self._keep_alive, name=name, daemon=True).start()
 
     def renewed(self) -> Channel:
         """Another agent for the same host, not started yet."""
@@ -126,7 +139,7 @@ class Channel:
     def ping(self) -> None:
         """Ask for a sign of life; the answer also measures the clock."""
         if self.lost_at is None:
-            self.post("ping", sent=time.time())
+            self.post("ping", sent=time.monotonic())
 
     def last_words(self) -> str:
         """The end of what ssh (or Python) said on its standard error."""
@@ -139,6 +152,7 @@ class Channel:
         """Close the channel: an agent that is still there ends the run on its host, and ends."""
         if self._process is None:
             return
+        self._closing.set()
         self.lost_at = self.lost_at or time.time()  # no news from now on
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it may be gone already
@@ -152,6 +166,12 @@ class Channel:
             self._reader.join(timeout=1)
             if not self._reader.is_alive() and self._process.stdout is not None:
                 self._process.stdout.close()
+
+    def _keep_alive(self) -> None:
+        """The agent ends the run when it hears nothing: it must not depend on what the main thread
+        does, which may copy files for an hour, or wait for a terminal that Ctrl-S holds."""
+        while not self._closing.wait(KEEP_ALIVE_S) and self.lost_at is None:
+            self.ping()
 
     def _write(self, data: bytes) -> None:
         assert self._process is not None
@@ -169,7 +189,9 @@ class Channel:
             try:
                 message = json.loads(line)
             except ValueError:
-                continue  # a login banner
+                message = None
+            if not isinstance(message, dict):
+                continue  # a login banner; even "42" or "null" is JSON
             self.last_heard = time.monotonic()
             if message.get("event") == "ping":
                 self._measure(message)
@@ -181,11 +203,10 @@ class Channel:
         self._lose()
 
     def _measure(self, message: Message) -> None:
-        """Keep the clock difference of the quickest exchange."""
-        now, sent = time.time(), message["sent"]
-        if now - sent < self._round_trip_s:
-            self._round_trip_s = now - sent
-            self.offset_s = message["time"] - (sent + now) / 2
+        """Take the clock difference of the quickest recent exchange."""
+        round_trip_s = time.monotonic() - message["sent"]
+        self._clocks.append((round_trip_s, message["time"] - (time.time() - round_trip_s / 2)))
+        self.offset_s = min(self._clocks)[1]
 
     def _lose(self) -> None:
         if self.lost_at is None:

@@ -26,7 +26,10 @@ from llmx.launch.progress import Progress
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.stacks import look_into
 
-PING_S = 3.0
+AWAY_S = 5.0
+"""Between two looks: so long the supervisor itself stood still, and has heard nobody."""
+TAKE_S = 1.0
+"""For messages in one look: a flood of them must not keep it from all else."""
 SETTLE_S = 5.0
 """From the first failure to the end of the run: time for an earlier one to be written down."""
 SHARED_DELAY_S = 3.0
@@ -64,10 +67,13 @@ class Watch:
         self.progress = Progress(
             hang_timeout_s=spec.exp.launch.hang_timeout_s, earlier=self._metrics.earlier
         )
+        self._metrics.earlier = []  # of a long run they are many
         self._rank_0 = LineReader(self.run_dir.rank_log(0), from_end=True)
         self._launcher = LineReader(self.run_dir.launcher_log, from_end=True)
         self._launcher_log: list[str] = []
-        self._started = self._pinged = time.monotonic()
+        self._started = self._looked = self._awake = time.monotonic()
+        self._gone_at: dict[int, float] = {}
+        """Rank -> when the word of its end came, by the monotonic clock."""
         self._finished_at: float | None = None
         self._exited_at: float | None = None
 
@@ -87,7 +93,9 @@ class Watch:
 
     def tick(self, *, final: bool = False) -> None:
         """Take in everything that is new; waits at most a tenth of a second."""
-        self._take_messages(wait_s=0.0 if final else 0.1)
+        if time.monotonic() - self._looked > AWAY_S:
+            self._awake = time.monotonic()
+        self._take_messages(wait_s=0.0 if final else 0.1, limit_s=None if final else TAKE_S)
         self._statuses.read()
         self.evidence.statuses = self._statuses.statuses
         self.progress.see(self.evidence.statuses)
@@ -98,12 +106,8 @@ class Watch:
         for record in self._metrics.read(final=final):
             self.console.record(record)
             self.progress.take_record(record)
-        now = time.monotonic()
-        if not final and now - self._pinged >= PING_S:
-            self._pinged = now
-            for channel in self.channels:
-                channel.ping()
         self._take_offsets()
+        self._looked = time.monotonic()
 
     def is_over(self, runner_code: int | None) -> bool:
         """Whether there is nothing left to wait for. Finds out about failures on the way."""
@@ -175,14 +179,13 @@ class Watch:
             if status.get("state") == "interrupted" and self.leaving_at is None:
                 self.leaving_at = now
                 self.log(f"rank {rank} was asked to end, and leaves")
-        wall = time.time()
-        for rank, gone in self.evidence.exits.items():
+        for rank, gone_at in self._gone_at.items():
             state = self.evidence.statuses.get(rank, {}).get("state")
-            if state not in FINAL_STATES and wall - gone.time > self._delay_s(rank):
+            if state not in FINAL_STATES and now - gone_at > self._delay_s(rank):
                 return f"rank {rank} died without a word"
         limit_s = self.spec.exp.launch.heartbeat_timeout_s
         for channel in self.channels:
-            silent = now - channel.last_heard > limit_s
+            silent = now - max(channel.last_heard, self._awake) > limit_s
             if channel.is_remote and (silent or channel.lost_at is not None):
                 self._lose(channel)
                 return f"{channel.name} is lost"
@@ -226,9 +229,10 @@ class Watch:
     def _not_started(self) -> bool:
         return any(rank.rank not in self.evidence.statuses for rank in self.plan.ranks)
 
-    def _take_messages(self, *, wait_s: float) -> None:
-        deadline = time.monotonic() + wait_s
-        while True:
+    def _take_messages(self, *, wait_s: float, limit_s: float | None) -> None:
+        began = time.monotonic()
+        deadline = began + wait_s
+        while limit_s is None or time.monotonic() - began < limit_s:
             try:
                 timeout = deadline - time.monotonic()
                 channel, message = self.inbox.get(block=timeout > 0, timeout=max(timeout, 0.001))
@@ -247,6 +251,7 @@ class Watch:
                 self.log(f"{channel.name}: the connection to its agent closed")
 
     def _take_exit(self, channel: Channel, message: Message) -> None:
+        self._gone_at.setdefault(message["rank"], time.monotonic())
         oom_kills = message.get("oom_kills", 0) - channel.hello.get("oom_kills", 0)
         self.evidence.exits.setdefault(
             message["rank"],
