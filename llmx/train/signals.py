@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import NoReturn
 
 from llmx.train.status import RankStatus
@@ -21,6 +22,9 @@ INTERRUPTED = 128 + signal.SIGTERM
 POLITE = (signal.SIGTERM, signal.SIGUSR1)
 """Ask for a checkpoint first, where one can be made."""
 STACKS = signal.SIGUSR2
+SAME_REQUEST_S = 2.0
+"""Where a whole host or job is told to end, a rank gets SIGTERM twice: with all the others, and
+from its launcher, which passes its own on. Within so long it is one request."""
 
 
 class StopRequest:
@@ -56,17 +60,32 @@ class StopRequest:
         return self._asked
 
 
+class Terms:
+    """Tells a second request from the first one that comes twice."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def is_second(self, now_s: float) -> bool:
+        """Of a SIGTERM that comes now (monotonic clock)."""
+        if self._first_s is None:
+            self._first_s = now_s
+        return now_s - self._first_s > SAME_REQUEST_S
+
+
 def leave(status: RankStatus) -> NoReturn:
     """End this process now, as ``interrupted``, from wherever its threads are."""
-    status.enter("interrupted")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: clean-up would wait for collectives.
-    os._exit(INTERRUPTED)
+    try:
+        status.enter("interrupted")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # Also on a full disk. Not sys.exit: clean-up would wait for collectives.
+        os._exit(INTERRUPTED)
 
 
 def end_on_signal(status: RankStatus) -> StopRequest:
-    """SIGUSR1 and the first SIGTERM ask; SIGINT and the second SIGTERM end this rank at once.
+    """SIGUSR1 and the first SIGTERM ask; SIGINT and a later SIGTERM end this rank at once.
     SIGUSR2 writes the stacks of all threads to stderr, which is the rank's log.
 
     A handler in Python waits for the main thread, which may sit in a collective that never
@@ -81,11 +100,12 @@ def end_on_signal(status: RankStatus) -> StopRequest:
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def wait() -> None:
-        terms = 0
+        terms = Terms()
         while data := os.read(read_end, 1):
             number = data[0]
-            terms += number == signal.SIGTERM
-            at_once = number == signal.SIGINT or (number == signal.SIGTERM and terms > 1)
+            at_once = number == signal.SIGINT or (
+                number == signal.SIGTERM and terms.is_second(time.monotonic())
+            )
             if at_once or (number in POLITE and not stop.ask(signal.Signals(number).name)):
                 leave(status)
 

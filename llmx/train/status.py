@@ -53,7 +53,9 @@ class RankStatus:
             if self._final():
                 return
             self._values["state"] = state
-            self._write()
+            # On a full disk the heartbeat tries again; but to have finished must be on disk.
+            with contextlib.suppress(*(() if state == "finished" else (OSError,))):
+                self._write()
 
     def at_step(self, step: int) -> None:
         """Note the step; the heartbeat brings it to disk."""
@@ -70,7 +72,8 @@ class RankStatus:
                 return
             self._values["state"] = "failed"
             self._values["error"] = describe(error)
-            self._write()
+            with contextlib.suppress(OSError):  # the rank's log has it, too
+                self._write()
 
     def start_heartbeat(self) -> None:
         """Refresh the file about every 5 s from a daemon thread."""

@@ -11,7 +11,7 @@ import torch
 from llmx.train.engine_state import StateTensor
 from llmx.train.host_memory import available_bytes, copy_to_host, room_for
 from llmx.train.save_job import as_buffer, is_finite
-from llmx.train.signals import StopRequest
+from llmx.train.signals import SAME_REQUEST_S, StopRequest, Terms
 
 GIB = 2**30
 
@@ -115,3 +115,11 @@ def test_a_request_is_passed_on_only_while_somebody_can_save() -> None:
     assert stop.asked == "SIGUSR1"
     assert stop.disarm() == "SIGUSR1"
     assert not stop.ask("SIGTERM")
+
+
+def test_a_launcher_that_passes_sigterm_on_does_not_cost_the_checkpoint() -> None:
+    terms = Terms()
+    assert not terms.is_second(100.0)
+    assert not terms.is_second(100.3), "the same request, by way of the launcher"
+    assert not terms.is_second(100.0 + SAME_REQUEST_S)
+    assert terms.is_second(100.1 + SAME_REQUEST_S)

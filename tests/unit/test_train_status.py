@@ -90,6 +90,22 @@ def test_heartbeat_brings_the_step_to_disk(tmp_path: Path, monkeypatch: pytest.M
     assert not [t for t in threading.enumerate() if t.name == "heartbeat" and t.is_alive()]
 
 
+def test_a_disk_that_takes_no_status_ends_no_rank_that_has_work_to_do(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    status = RankStatus(run_dir, rank=0)
+    run_dir.ranks.rename(tmp_path / "away")
+    run_dir.ranks.touch()
+    status.enter("saving")
+    assert status.state == "saving"
+    with pytest.raises(OSError, match="rank"):
+        status.enter("finished")
+    status = RankStatus(RunDir(tmp_path / "other"), rank=0)
+    (tmp_path / "other/ranks").rename(tmp_path / "other/away")
+    (tmp_path / "other/ranks").touch()
+    status.fail(RuntimeError("the reason, which the log has"))
+    assert status.state == "failed"
+
+
 def _caused(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error

@@ -156,8 +156,12 @@ lock.acquire()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_rank_wherever_it_sits(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "disk"), [(signal.SIGTERM, "good"), (signal.SIGINT, "good"), (signal.SIGINT, "bad")]
+)
+def test_a_signal_ends_a_rank_wherever_it_sits(
+    tmp_path: Path, number: signal.Signals, disk: str
+) -> None:
     process = start(tmp_path, "-c", SIT)
     run_dir = RunDir(tmp_path)
     deadline = time.monotonic() + 60
@@ -166,9 +170,13 @@ def test_a_signal_ends_a_rank_wherever_it_sits(tmp_path: Path, number: signal.Si
     ):
         assert process.poll() is None, process.stdout and process.stdout.read()
         assert time.monotonic() < deadline
+    if disk == "bad":
+        run_dir.ranks.rename(tmp_path / "away")
+        run_dir.ranks.touch()  # nothing can be written there
     os.kill(process.pid, number)
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
-    assert read_json(run_dir.rank_status(0))["state"] == "interrupted"
+    if disk == "good":
+        assert read_json(run_dir.rank_status(0))["state"] == "interrupted"
     assert "written by C" in run_dir.rank_log(0).read_text()
     assert process.stdout is not None
     process.stdout.close()
