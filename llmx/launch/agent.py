@@ -8,7 +8,7 @@ environment, never by a pattern that another run might share.
 It ends the run on this host when it is told to, when its stdin closes (the supervisor is
 dead, however it died), and when no word came for ``silence_s`` (its host or the network is).
 
-    python llmx/launch/agent.py          # then type: {"cmd": "hello", "id": 1, "token": "x"}
+    python llmx/launch/agent.py          # then type: {"cmd": "hello", "id": 1, "token": "20300101"}
 """
 
 # os instead of pathlib, whose import would be a third of this process's start.
@@ -40,6 +40,7 @@ CHUNK = 65536
 STREAM_BYTES = 1 << 20  # of one file in one look: a flood in a log must not hold up the rest
 LONE_GRACE_S = 15.0  # for the ranks to save once the supervisor is gone
 STREAMED = ("metrics.jsonl", "logs/rank-*.log")
+MIN_TOKEN = 7  # a process with the token among its arguments is the run's, and will be ended
 PIPE_BYTES = 4096  # what a pipe takes without waiting, once it takes anything
 REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -78,6 +79,8 @@ class ProcessTable:
     """Finds the run's processes; remembers the ones that are not, to look at each once."""
 
     def __init__(self, token: str) -> None:
+        if len(token) < MIN_TOKEN:  # "0" is an argument of half the programs of a host
+            raise ValueError(f"a run token of {len(token)} characters: at least {MIN_TOKEN}")
         self.mark = f"LLMX_RUN_TOKEN={token}".encode()
         self.token = token.encode()
         self.others: dict[int, str] = {}

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from llmx.launch import fleet
+from llmx.launch.agent import ProcessTable
 from llmx.launch.fleet import AGENT, Channel
 from tests.unit.test_launch_agent import Rig, wait_until
 
@@ -77,7 +79,7 @@ def test_the_main_thread_may_be_busy(tmp_path: Path, monkeypatch: pytest.MonkeyP
     channel = Channel("far", (0,), argv, b"", tmp_path / "log", inbox, is_remote=True)
     channel.start(dict(os.environ))
     try:
-        channel.ask("hello", token="0", silence_s=0.5, timeout_s=10)
+        channel.ask("hello", token=secrets.token_hex(8), silence_s=0.5, timeout_s=10)
         time.sleep(1.5)  # what is tested is that nothing is said for so long
         assert channel.ask("flush", timeout_s=10)["event"] == "flush"
         assert channel.lost_at is None
@@ -123,7 +125,7 @@ def test_a_host_that_greets_in_json(tmp_path: Path) -> None:
     channel = Channel("far", (0,), ["sh", "-c", script], b"", tmp_path / "log", inbox, True)
     channel.start(dict(os.environ))
     try:
-        assert channel.ask("hello", token="0", timeout_s=10)["pid"]
+        assert channel.ask("hello", token=secrets.token_hex(8), timeout_s=10)["pid"]
     finally:
         channel.close(timeout_s=10)
 
@@ -196,3 +198,9 @@ def test_the_way_to_a_host(agent: Rig, address: str) -> None:
     agent.greet()
     found = agent.channel.ask("route", to=address, timeout_s=10)
     assert (found["address"], found["interface"]) == (address, "lo")
+
+
+def test_a_token_that_half_the_host_has_among_its_arguments() -> None:
+    """`--uid 0` must not make a process the run's: it would be ended with it."""
+    with pytest.raises(ValueError, match="1 characters: at least 7"):
+        ProcessTable("0")
