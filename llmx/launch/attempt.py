@@ -36,6 +36,7 @@ from llmx.launch.signals import Asked, Interrupted
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports import transport_of
 from llmx.launch.watch import Watch
+from llmx.rundir import RunDir
 
 FAILURE_GRACE_S = 3.0
 """For ranks to leave when another one has failed: there is nothing to save any more."""
@@ -98,10 +99,7 @@ class Attempt:
             lost = error.hosts if isinstance(error, Unreachable) else ()
             return not_started(error, lost)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            cause = f"{error.filename or self.spec.run_dir.root}: no space left on the disk"
-            return Verdict("disk_full", cause, NOTES["disk_full"])
+            return of_the_disk(error, self.spec.run_dir)
         finally:
             self.asked.interruptible = False
             self.voice.console.close()
@@ -243,6 +241,19 @@ def not_started(error: LlmxError, lost: tuple[str, ...] = ()) -> Verdict:
     """The verdict on a launch that was given up before a rank existed."""
     outcome = {ConfigError: "config", DataError: "data"}.get(type(error), "comm")
     return Verdict("host_lost" if lost else outcome, str(error), lost_hosts=lost)
+
+
+def of_the_disk(error: OSError, run_dir: RunDir) -> Verdict:
+    """The verdict where this process itself could not read or write."""
+    where = error.filename or run_dir.root
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Verdict("disk_full", f"{where}: no space left on the disk", NOTES["disk_full"])
+    return Verdict(
+        "crash",
+        f"the supervisor cannot go on: {where}: {error.strerror or error}",
+        f"look at the file system of {run_dir.root} (mount, dmesg), then: python -m llmx resume "
+        f"{run_dir.root}",
+    )
 
 
 def line_of(

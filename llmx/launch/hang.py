@@ -14,7 +14,8 @@ MIN_TIMEOUT_S = 600.0
 STEPS = 20
 """The default time-out, in usual steps."""
 LONGER = 6
-"""While a rank saves or evaluates, the time-out is so many times longer."""
+"""While a rank saves or evaluates, and in the first step of an attempt, the time-out is so many
+times longer: kernels and connections come to be in it, and nobody knows how long a step takes."""
 FROZEN_S = 20.0
 """A rank's status is refreshed every 5 s by a thread of its own; an older one means that the whole
 process stands still."""
@@ -35,6 +36,8 @@ class HangDetector:
         self._seen: dict[int, tuple[str, int]] = {}
         self._progress_at = 0.0
         self._step_times_s: list[float] = []
+        self._step: tuple[int, float] | None = None
+        """The last step that was seen to be done in this attempt, and when."""
 
     def see(self, statuses: Statuses, now: float) -> None:
         """Take in the statuses as they are now."""
@@ -43,7 +46,19 @@ class HangDetector:
             for rank, status in statuses.items()
         }
         if seen != self._seen:
+            if any(
+                step > self._seen[rank][1] and self._seen[rank][0] in _WATCHED
+                for rank, (_, step) in seen.items()
+                if rank in self._seen
+            ):
+                self._step_done(max(step for _, step in seen.values()), now)
             self._seen, self._progress_at = seen, now
+
+    def _step_done(self, step: int, now: float) -> None:
+        """Not every step is logged; this is what is known of the others."""
+        if self._step is not None and step > self._step[0]:
+            self.step_took((now - self._step[1]) / (step - self._step[0]), now)
+        self._step = (step, now)
 
     def step_took(self, step_time_s: float, now: float) -> None:
         """A logged step: progress that the statuses, refreshed every 5 s, may not show yet."""
@@ -58,7 +73,8 @@ class HangDetector:
             return None
         usual_s = statistics.median(self._step_times_s) if self._step_times_s else 0.0
         limit_s = self._timeout_s or max(MIN_TIMEOUT_S, STEPS * usual_s)
-        return limit_s if active == {"training"} else LONGER * limit_s
+        usual = active == {"training"} and bool(self._step or self._step_times_s)
+        return limit_s if usual else LONGER * limit_s
 
     def stuck_s(self, now: float) -> float | None:
         """How long nothing moved, once that is a hang."""

@@ -90,7 +90,8 @@ def decide(history: Sequence[Ended], launch: LaunchConfig, task: TaskConfig) -> 
             f"{_times(launch.max_restarts, 'restart')} in a row brought no new checkpoint "
             f"(launch.max_restarts={launch.max_restarts})",
         )
-    wait_s = min(launch.restart_backoff_s * 2 ** (number - 1), launch.restart_backoff_max_s)
+    doubled = min(number - 1, 60)  # a float has an end
+    wait_s = min(launch.restart_backoff_s * 2**doubled, launch.restart_backoff_max_s)
     why = _WORDS.get(last.outcome, last.outcome)
     if skip_steps:
         why += f" at the same step twice; passing over {_steps(skip_steps)}"

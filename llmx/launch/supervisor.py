@@ -25,7 +25,7 @@ from llmx.launch.aftermath import (
     restarts_line,
     start_mirror,
 )
-from llmx.launch.attempt import Attempt, Voice, line_of
+from llmx.launch.attempt import Attempt, Voice, line_of, of_the_disk
 from llmx.launch.console import Console, clock, duration
 from llmx.launch.lost import Hosts
 from llmx.launch.outcome import Verdict
@@ -95,6 +95,8 @@ class Supervisor:
             self._say(f"run directory {self.run_dir.root}")
             try:
                 verdict = self._attempts()
+            except OSError as error:  # the disk of the run directory, between two attempts
+                verdict = of_the_disk(error, self.run_dir)
             finally:
                 self.console.close()
             self._record(verdict)
@@ -110,7 +112,8 @@ class Supervisor:
         while True:
             self.number += 1
             started = time.time()
-            step = first if self.saved_step is None else None
+            # Where it was told to begin, until there is a checkpoint that came after.
+            step = None if any(ended.new_checkpoint for ended in self.history) else first
             verdict, ended = self._one_attempt(step, skip_steps)
             decision = decide(self.history, self.launch, self.exp.task)
             if self.asked.count and decision.action == "restart":

@@ -150,6 +150,7 @@ def states(*pairs: tuple[str, int]) -> dict[int, dict[str, Any]]:
 
 def test_a_hang_is_seen() -> None:
     detector = HangDetector(None)
+    detector.see(states(("training", 4), ("training", 4)), 50.0)
     detector.see(states(("training", 5), ("training", 5)), 100.0)
     assert detector.stuck_s(699.0) is None
     assert detector.stuck_s(701.0) == 601.0
@@ -158,6 +159,21 @@ def test_a_hang_is_seen() -> None:
     for step_s in (1.0, 100.0, 100.0):
         detector.step_took(step_s, 702.0)
     assert detector.timeout_s() == 2000.0
+
+
+def test_the_first_step_may_take_long() -> None:
+    """Of an attempt that goes on from step 120, too; and slow steps need no logged one."""
+    for timeout_s, limit_s in ((None, 600.0), (30.0, 30.0)):
+        detector = HangDetector(timeout_s)
+        detector.see(states(("loading", 0), ("loading", 0)), 0.0)
+        detector.see(states(("training", 120), ("training", 120)), 50.0)
+        assert detector.timeout_s() == 6 * limit_s
+        detector.see(states(("training", 121), ("training", 120)), 60.0)
+        assert detector.timeout_s() == limit_s
+    slow = HangDetector(None)
+    for step in range(4):
+        slow.see(states(("training", step), ("training", step)), 100.0 + 500.0 * step)
+    assert slow.timeout_s() == 20 * 500.0
 
 
 def test_a_hang_is_not_seen_where_none_can_be() -> None:

@@ -1,0 +1,93 @@
+"""What the supervisor does between attempts. The attempts are scripted here; real ones are in
+``tests/integration``.
+
+``pytest tests/unit/test_launch_supervisor.py``
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from llmx.launch import supervisor as module
+from llmx.launch.attempt import of_the_disk
+from llmx.launch.outcome import Verdict
+from llmx.launch.record import read_attempts, write_resume
+from llmx.launch.restart import Ended
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervisor import Supervisor
+from llmx.rundir import RunDir, read_json
+from tests.unit.test_launch_render import experiment, spec_of
+
+KILLED = Ended("crash", "SIGKILL", name="killed", first_step=120, last_step=125, saved_step=120)
+SAVED = dataclasses.replace(KILLED, last_step=135, saved_step=130, new_checkpoint=True)
+
+
+def spec_in(directory: Path) -> LaunchSpec:
+    exp = experiment("local", (1,), "cpu", restart_backoff_s=0.0)
+    exp.run_dir, exp.tracking.kinds = str(directory), []
+    return dataclasses.replace(spec_of(exp), run_dir=RunDir(directory))
+
+
+class Scripted:
+    """An attempt that ends as it is told to, and notes where it was to begin."""
+
+    script: ClassVar[list[Ended | OSError]] = []
+    began: ClassVar[list[int | None]] = []
+    watch = None
+
+    def __init__(self, spec: LaunchSpec, *_: Any, before: Any, **__: Any) -> None:
+        self.run_dir, self.before = spec.run_dir, before
+
+    def run(self) -> Verdict:
+        self.before()
+        self.began.append(read_json(self.run_dir.resume)["step"])
+        self.end = self.script.pop(0)
+        if isinstance(self.end, OSError):
+            raise self.end
+        return Verdict(self.end.outcome, self.end.cause, name=self.end.name)
+
+    def ended(self, verdict: Verdict) -> Ended:
+        assert isinstance(self.end, Ended)
+        return self.end
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
+    monkeypatch.setattr(module, "Attempt", Scripted)
+    Scripted.began = []
+    return Scripted
+
+
+def test_where_it_was_told_to_begin_until_a_checkpoint_comes_after(
+    tmp_path: Path, scripted: type[Scripted]
+) -> None:
+    """Hosts with disks of their own still have the later ones, which the user went back from."""
+    write_resume(RunDir(tmp_path), step=120, skip_steps=[], attempt=1)
+    scripted.script = [KILLED, KILLED, SAVED, Ended("ok")]
+    result = Supervisor(spec_in(tmp_path), stream=io.StringIO()).run()
+    assert (result.outcome, result.restarts) == ("ok", 3)
+    assert scripted.began == [120, 120, 120, None]
+
+
+def test_a_disk_that_fails_between_two_attempts(tmp_path: Path, scripted: type[Scripted]) -> None:
+    """There is a result, whatever happens to this process itself."""
+    scripted.script = [KILLED, OSError(errno.ESTALE, "Stale file handle", "/mnt/run/ssh_config")]
+    stream = io.StringIO()
+    Supervisor(spec_in(tmp_path), stream=stream).run()
+    written = read_json(RunDir(tmp_path).result)
+    assert written["outcome"] == "crash"
+    assert "/mnt/run/ssh_config: Stale file handle" in written["cause"]
+    assert f"python -m llmx resume {tmp_path}" in stream.getvalue()
+    assert read_json(RunDir(tmp_path).supervisor)["state"] == "finished"
+    assert [line["decision"] for line in read_attempts(RunDir(tmp_path))] == ["restart"]
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    full = of_the_disk(OSError(errno.EDQUOT, "Disk quota exceeded", "/x/y"), RunDir(tmp_path))
+    assert (full.outcome, full.cause) == ("disk_full", "/x/y: no space left on the disk")
