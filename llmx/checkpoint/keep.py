@@ -36,10 +36,14 @@ def to_prune(
 def best_steps(
     steps: Iterable[int], metrics: Mapping[int, float | None], *, mode: str = "min"
 ) -> list[int]:
-    """Those with a finite value, best first; of equals the newer first."""
+    """Those with a finite value, best first; of equals the older first.
+
+    A checkpoint has the newest value that was measured before it, so of those between two
+    evaluations the first one is what was evaluated.
+    """
     values = {}
     for step in steps:
         value = metrics.get(step)
         if value is not None and math.isfinite(value):
             values[step] = -value if mode == "max" else value
-    return sorted(values, key=lambda step: (values[step], -step))
+    return sorted(values, key=lambda step: (values[step], step))

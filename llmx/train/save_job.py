@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from llmx.checkpoint import commit
-from llmx.checkpoint.fragments import FROZEN, MASTER, check_cover, cover_of, fragment_key
+from llmx.checkpoint.fragments import (
+    BUFFER,
+    FROZEN,
+    MASTER,
+    check_cover,
+    cover_of,
+    fragment_key,
+)
 from llmx.checkpoint.manifest import STATE, FileEntry, Manifest, make_manifest, rank_file
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.config import CheckpointConfig
@@ -125,11 +132,12 @@ class SaveJob:
             )
             self._together(lambda: commit.publish(directory, step) if place.leads else None)
         except BaseException as error:
-            writer.close()
             # What this host has published is taken back only where all know that one failed:
             # if it was the exchange that broke, another rank may have heard that all is well,
             # and have removed the checkpoint before this one.
             published = manifest if isinstance(error, SaveFailed) else None
+            with contextlib.suppress(OSError):
+                writer.close()
             with contextlib.suppress(OSError):
                 if place.leads:
                     commit.abandon(directory, step, published=published)
@@ -199,7 +207,8 @@ class SaveJob:
                     two = sums.setdefault(fragment.name, [0, 0])
                     for lane, value in enumerate(lanes(tensor, fragment.start).tolist()):
                         two[lane] += value
-                if not is_finite(tensor):
+                # What is not trained may be infinite from the first (masks are).
+                if fragment.state not in (FROZEN, BUFFER) and not is_finite(tensor):
                     raise SaveFailed(
                         f"{fragment.state} of {fragment.name} is not finite", disk_full=False
                     )

@@ -325,9 +325,13 @@ def test_all_storages_come_to_the_same_decision(memory: Path) -> None:
     assert gone([shared], metrics=metrics) == ([2], 1)
 
 
-def test_of_equals_the_newer_is_best() -> None:
-    assert best_steps([1, 2, 3], {1: 1.0, 2: 1.0, 3: 2.0}) == [2, 1, 3]
-    assert best_steps([1, 2, 3], {1: 1.0, 2: 1.0, 3: 2.0}, mode="max") == [3, 2, 1]
+def test_of_equals_the_older_is_best() -> None:
+    """Saved twice as often as evaluated, every second one has the value of the one before."""
+    assert best_steps([3, 2, 1], {1: 1.0, 2: 1.0, 3: 2.0}) == [1, 2, 3]
+    assert best_steps([3, 2, 1], {1: 1.0, 2: 1.0, 3: 2.0}, mode="max") == [3, 1, 2]
+    assert to_prune(
+        [100, 150, 200, 250], last=1, best=1, metrics={100: 1.0, 150: 1.0, 200: 1.5}
+    ) == [150, 200]
     assert best_steps([1, 2], {}) == []
 
 

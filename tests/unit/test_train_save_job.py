@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from llmx.checkpoint import commit
 from llmx.checkpoint.choose import list_steps, newest_usable, usable
 from llmx.checkpoint.commit import committed_dir, pin, read_pointer
+from llmx.checkpoint.disk import Disk
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.config import CheckpointConfig, KeepConfig
@@ -173,9 +176,30 @@ def test_weights_that_are_not_finite_are_never_committed(
     assert read_pointer(run.checkpoints, "latest") == 4
 
 
-def test_a_shape_that_is_not_covered_is_never_committed(alone: None, tmp_path: Path) -> None:
+def test_what_is_not_trained_may_be_infinite(alone: None, tmp_path: Path) -> None:
+    run, ended = RunDir(tmp_path / "run"), []
+    job = make_job(run, 4, ended.append)
+    mask = torch.tensor([0.0, -math.inf])
+    job.fragments = [*job.fragments, StateTensor("buffer", "mask", 0, mask)]
+    job.state = {**job.state, "buffers": {"mask": {"shape": [2]}}}
+    job.start()
+    assert job.wait(60)
+    assert [each.error for each in ended] == [None]
+    assert usable(run.checkpoint(4))
+
+
+def test_a_shape_that_is_not_covered_is_never_committed(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(disk: Disk, descriptor: int) -> None:
+        os.close(descriptor)
+        raise OSError(errno.EIO, "also this fails, as over NFS")
+
     run = RunDir(tmp_path / "run")
-    job = save(run, 4, values=torch.arange(5.0))
+    job = make_job(run, 4, lambda _: None, torch.arange(5.0))
+    monkeypatch.setattr(Disk, "close", close)
+    job.start()
+    assert job.wait(60)
     assert isinstance(job.error, SaveFailed)
     assert "master of w lacks elements 5 to 6 of 6" in str(job.error)
     assert list(run.checkpoints.iterdir()) == []
