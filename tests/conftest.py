@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,13 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works in the programs that tests start, also where a shell started the tests in the
+    background (`make test &`), which ignores it, and all that is started there with it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
