@@ -212,10 +212,7 @@ class Saver:
         self._job = job
         job.start()
         if not copied:
-            before = self.status.state
-            self.status.enter("saving")
             self._wait()
-            self.status.enter(before)
         return job
 
     def _may_copy(self, num_bytes: int) -> bool:
@@ -256,10 +253,14 @@ class Saver:
         return not self.agreement.settle(Flags(busy=self.busy)).busy
 
     def _wait(self) -> None:
-        """For the save in flight, however long it takes."""
-        if self._job is not None:
+        """For the save in flight, however long it takes: who looks sees that it is no hang."""
+        if self.busy:
+            assert self._job is not None
+            before = self.status.state
+            self.status.enter("saving")
             self._job.wait()
-            self._collect()
+            self.status.enter(before)
+        self._collect()
 
     def _collect(self) -> None:
         """Forget a save that is over; raise what is no failure of the disk (a dead peer)."""

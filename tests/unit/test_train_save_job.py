@@ -290,15 +290,9 @@ def test_a_save_that_was_cut_short_is_cleared_away(alone: None, tmp_path: Path) 
     assert read_json(run.checkpoint(4) / "state.json")["step"] == 4
 
 
-def test_a_disk_that_is_too_slow_is_waited_for_once(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The save in flight does not end: training waits a moment, then checkpoints are passed over
-    without waiting again."""
-    monkeypatch.setattr(saver_module, "PATIENCE_S", 0.3)
-    run, release, said = RunDir(tmp_path / "run"), threading.Event(), []
+def make_saver(run: RunDir, say: Callable[[str], None]) -> saver_module.Saver:
     exp = experiment(run.root, ranks=1, checkpoint={"on_signal": False})
-    saver = saver_module.Saver(
+    return saver_module.Saver(
         exp,
         make_plan(exp),
         run,
@@ -311,8 +305,42 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(
         status=RankStatus(run, rank=0),
         stop=StopRequest(),
         start=Start(),
-        say=said.append,
+        say=say,
     )
+
+
+def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
+    alone: None, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    saver = make_saver(run, print)
+    saver.status.enter("training")
+    seen = []
+
+    def until_seen(_: SaveJob) -> None:
+        deadline = time.monotonic() + 30
+        while "saving" not in seen and time.monotonic() < deadline:
+            seen.append(read_json(run.rank_status(0))["state"])
+
+    saver._job = make_job(run, 2, until_seen)
+    saver._job.start()
+    saver.exp.checkpoint.at_end = False
+    progress: Any = None
+    saver.at_end(3, progress)
+    assert seen[-1] == "saving"
+    assert read_json(run.rank_status(0))["state"] == "training"
+    assert not saver.busy
+
+
+def test_a_disk_that_is_too_slow_is_waited_for_once(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save in flight does not end: training waits a moment, then checkpoints are passed over
+    without waiting again."""
+    monkeypatch.setattr(saver_module, "PATIENCE_S", 0.3)
+    run, release, said = RunDir(tmp_path / "run"), threading.Event(), []
+    saver = make_saver(run, said.append)
+    exp = saver.exp
     assert saver.flags() == Flags()
     job = make_job(run, 2, on_end=lambda _: release.wait(60))
     job.start()
