@@ -63,17 +63,19 @@ class Collector:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the background work at once; an unfinished copy is taken up again later."""
+        """End the background work soon; an unfinished copy is taken up again later."""
         self._stop.set()
         rsync = self._rsync
         if rsync is not None:
             with contextlib.suppress(OSError):
                 rsync.terminate()
         if self._thread is not None:
-            self._thread.join(timeout=30)
+            self._thread.join(timeout=2)  # it may be hashing, and the ranks are to be ended now
 
     def finish(self, channels: list[Channel]) -> None:
         """After the ranks have left: bring what is still missing, from the hosts that answer."""
+        if self._thread is not None:
+            self._thread.join()  # two at once would meet in one directory
         names = {channel.name for channel in channels}
         self.private = [c for c in channels if c.name in names and not c.shared and c.hosts]
         if self.spec.exp.launch.sync != "rsync" or not self.private:
@@ -251,11 +253,18 @@ class Collector:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             env=sync.plain_env(),
         )
+        if self._stop.is_set():
+            self._rsync.terminate()  # asked to in the moment in which it was started
         try:
             _, said = self._rsync.communicate(stdin)
             code = self._rsync.returncode
+        except BaseException:  # the user asked for the end
+            self._rsync.terminate()
+            self._rsync.wait()
+            raise
         finally:
             self._rsync = None
         if code != 0:

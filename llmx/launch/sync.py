@@ -12,9 +12,10 @@ import glob
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmx.config.schema import Experiment
@@ -58,7 +59,19 @@ def items_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[Item]:
         items.append(Item(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [Item(path, extra, what) for path, what in _named_paths(exp)]
     seen: set[str] = set()
-    return [item for item in items if not (item.path in seen or seen.add(item.path))]  # type: ignore[func-returns-value]
+    once = [item for item in items if not (item.path in seen or seen.add(item.path))]  # type: ignore[func-returns-value]
+    return [_without_runs(item, spec.run_dir.root) for item in once]
+
+
+def _without_runs(item: Item, run_dir: Path) -> Item:
+    """Without this run and those beside it, where they lie below: they are written all the time."""
+    runs = {run_dir, *(path.parent for path in run_dir.parent.glob("*/run.json"))}
+    below = sorted(f"/{os.path.relpath(run, item.path)}" for run in runs if _is_below(run, item))
+    return replace(item, excludes=(*item.excludes, *below)) if below else item
+
+
+def _is_below(path: Path, item: Item) -> bool:
+    return Path(item.path) in path.parents
 
 
 def _named_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
@@ -102,25 +115,31 @@ def push(
 
     ``make_dirs(host, paths)`` creates directories there.
     """
+    transfers = Transfers(spec)
     with ThreadPoolExecutor(max_workers=min(8, len(hosts))) as pool:
         done = pool.map(
             lambda host: _push_host(
-                spec, host, run_dir=host in private_run_dirs, make_dirs=make_dirs, say=say
+                transfers, host, run_dir=host in private_run_dirs, make_dirs=make_dirs, say=say
             ),
             hosts,
         )
-        for line in done:
-            say(line)
+        try:
+            for line in done:
+                say(line)
+        except BaseException:  # a host failed, or the user asked for the end
+            transfers.end()
+            raise
 
 
 def _push_host(
-    spec: LaunchSpec,
+    transfers: Transfers,
     host: str,
     *,
     run_dir: bool,
     make_dirs: Callable[[str, list[str]], None],
     say: Callable[[str], None],
 ) -> str:
+    spec = transfers.spec
     items = items_to_push(spec, run_dir=run_dir)
     parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
     outputs = [spec.run_dir.logs, spec.run_dir.ranks] if run_dir else []
@@ -128,30 +147,30 @@ def _push_host(
     files = sent = 0
     for item in items:
         say(f"sync: {host}: {item.what} {item.path}")
-        new_files, new_bytes = _send(spec, host, item)
-        _verify(spec, host, item)
+        new_files, new_bytes = _send(transfers, host, item)
+        _verify(transfers, host, item)
         files, sent = files + new_files, sent + new_bytes
     return f"sync: {host}: {files} files sent, {sent / 2**20:.1f} MiB; {len(items)} paths verified"
 
 
-def _send(spec: LaunchSpec, host: str, item: Item) -> tuple[int, int]:
-    said = _rsync(spec, ["--stats", *_from_to(host, item)], what=f"{item.path} to {host}")
+def _send(transfers: Transfers, host: str, item: Item) -> tuple[int, int]:
+    said = transfers.rsync(["--stats", *_from_to(host, item)], what=f"{item.path} to {host}")
     if item.what == "code":
         # A module that was removed here must not be imported there; elsewhere in the tree
         # the host may have files of its own.
         package = Item(str(Path(item.path) / "llmx"), item.excludes, item.what)
-        _rsync(spec, ["--delete", *_from_to(host, package)], what=f"{package.path} to {host}")
+        transfers.rsync(["--delete", *_from_to(host, package)], what=f"{package.path} to {host}")
     return _count(said, r"transferred: ([\d,]+)"), _count(said, r"transferred file size: ([\d,]+)")
 
 
-def _verify(spec: LaunchSpec, host: str, item: Item) -> None:
+def _verify(transfers: Transfers, host: str, item: Item) -> None:
     """LaunchError where the host has not the same content now."""
-    mode = ["--checksum"] if _size(item) <= CHECKSUM_LIMIT_BYTES else []
-    said = _rsync(
-        spec, ["--dry-run", "--itemize-changes", *mode, *_from_to(host, item)], what=item.path
+    by_content = _size(item) <= CHECKSUM_LIMIT_BYTES
+    mode = ["--checksum"] if by_content else []
+    said = transfers.rsync(
+        ["--dry-run", "--itemize-changes", *mode, *_from_to(host, item)], what=item.path
     )
-    # Only content counts: "<f" is a file that would be sent, "cd" a directory to be made.
-    wrong = [line for line in said.splitlines() if re.match(r"(<f[^.]*[cs+]|cd\+)", line)]
+    wrong = differing(said, by_content=by_content)
     if wrong:
         raise LaunchError(
             f"launch.sync=rsync: {item.path} on {host} differs after the copy ({wrong[0].strip()}, "
@@ -160,13 +179,21 @@ def _verify(spec: LaunchSpec, host: str, item: Item) -> None:
         )
 
 
+def differing(said: str, *, by_content: bool) -> list[str]:
+    """Of what ``rsync --itemize-changes`` said, the lines of content that differs: files that would
+    be sent (``<fc``, ``<f+``), directories to be made (``cd+``). Not ``by_content``, a file that
+    would be sent has another size or time (``<f.s``, ``<f..t``)."""
+    pattern = r"<f[c+]|cd\+" if by_content else r"<f|cd\+"
+    return [line for line in said.splitlines() if re.match(pattern, line)]
+
+
 def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     """Bring back what the ranks of one host wrote; returns bytes received.
 
     Only this host's own files of ``logs`` and ``ranks``; ``model`` whole. Checkpoints have a way
     of their own (``llmx/launch/collect.py``).
     """
-    root, received = spec.run_dir.root, 0
+    root, received, transfers = spec.run_dir.root, 0, Transfers(spec)
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]
     names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
@@ -175,7 +202,7 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     for mode, wanted in (["--append"], logs), ([], names):
         include = [f"--include={name}" for name in wanted]
         words = ["--stats", *mode, *include, "--exclude=*", f"{host}:{root}/", f"{root}/"]
-        said = _rsync(spec, words, what=f"{root} from {host}")
+        said = transfers.rsync(words, what=f"{root} from {host}")
         received += _count(said, r"transferred file size: ([\d,]+)")
     return received
 
@@ -188,19 +215,56 @@ def _from_to(host: str, item: Item) -> list[str]:
     return [*excludes, item.path + slash, f"{host}:{item.path}{slash}"]
 
 
-def _rsync(spec: LaunchSpec, arguments: list[str], *, what: str) -> str:
-    argv = ["rsync", "-a", "--partial", "--no-owner", "--no-group", "-s"]
-    argv += ["-e", f"ssh -F {spec.run_dir.ssh_config}", *arguments]
-    done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=plain_env()
-    )
-    if done.returncode != 0:
-        raise LaunchError(
-            f"launch.sync=rsync: {what}: rsync ended with code {done.returncode}: "
-            f"{done.stderr.strip() or 'no word'}. It is needed on both hosts "
-            "(apt-get install rsync), and the path must be writable there."
-        )
-    return done.stdout
+class Transfers:
+    """Runs rsync, in several threads at once, until it is told to end them all."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self.spec = spec
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def rsync(self, arguments: list[str], *, what: str) -> str:
+        """What it said; LaunchError names ``what`` where it fails."""
+        argv = ["rsync", "-a", "--partial", "--no-owner", "--no-group", "-s"]
+        argv += ["-e", f"ssh -F {self.spec.run_dir.ssh_config}", *arguments]
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._ended:
+                raise LaunchError(f"launch.sync=rsync: {what}: given up.")
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                errors="replace",  # file names may be any bytes
+                env=plain_env(),
+            )
+            self._running.add(process)
+        try:
+            said, error = process.communicate()
+        except BaseException:  # the user asked for the end
+            process.terminate()
+            process.wait()
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        if process.returncode != 0:
+            raise LaunchError(
+                f"launch.sync=rsync: {what}: rsync ended with code {process.returncode}: "
+                f"{error.strip() or 'no word'}. It is needed on both hosts "
+                "(apt-get install rsync), and the path must be writable there."
+            )
+        return said
+
+    def end(self) -> None:
+        """Now, and none any more."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.terminate()
 
 
 def plain_env() -> dict[str, str]:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ import pytest
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.render import check
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync import items_to_push
+from llmx.launch.sync import differing, items_to_push, push
 from llmx.plan import make_plan
+from llmx.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 
 
@@ -86,3 +89,70 @@ def test_sync_extra_must_be_absolute() -> None:
     exp = experiment("pdsh", (1, 1), sync_extra=["data/x"])
     with pytest.raises(ConfigError, match="'data/x' is not an absolute path"):
         check(exp, make_plan(exp))
+
+
+def test_runs_below_the_code_stay(tmp_path: Path) -> None:
+    """They are written while files travel, so that no copy would ever be the same."""
+    for name in ("runs/this", "runs/sweep cell", "runs/no_run", "llmx"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").touch()
+    (tmp_path / "runs/sweep cell/run.json").touch()
+    run_dir = RunDir(tmp_path / "runs/this")
+    made = dataclasses.replace(spec(tmp_path), code_root=str(tmp_path), run_dir=run_dir)
+    code, _ = items_to_push(made, run_dir=True)
+    argv = ["rsync", "-a", "--dry-run", "--out-format=%n"]
+    argv += [f"--exclude={name}" for name in code.excludes]
+    said = subprocess.run(
+        [*argv, f"{tmp_path}/", f"{tmp_path}/copy/"], capture_output=True, text=True, check=True
+    ).stdout
+    sent = {line for line in said.splitlines() if line.endswith("file")}
+    assert sent == {"runs/no_run/file", "llmx/file"}
+
+
+@pytest.mark.parametrize("by_content", [True, False])
+def test_what_differs_after_the_copy(tmp_path: Path, by_content: bool) -> None:
+    """By rsync itself, over a remote shell that stays here."""
+    here, there, shell = tmp_path / "here", tmp_path / "there", tmp_path / "shell"
+    for directory in (here, there):
+        directory.mkdir()
+        for name in ("same", "longer", "later", "mode"):
+            (directory / name).write_text("12")
+    (here / "longer").write_text("123")
+    (here / "new").touch()
+    for name in ("same", "longer", "mode"):
+        subprocess.run(["touch", "-r", here / name, there / name], check=True)
+    subprocess.run(["touch", "-d", "yesterday", there / "later"], check=True)
+    (there / "mode").chmod(0o600)
+    shell.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    shell.chmod(0o755)
+    argv = ["rsync", "-a", "-s", "-e", str(shell), "--dry-run", "--itemize-changes"]
+    argv += ["--checksum"] if by_content else []
+    said = subprocess.run(
+        [*argv, f"{here}/", f"host:{there}/"], capture_output=True, text=True, check=True
+    ).stdout
+    wrong = {line.split()[-1] for line in differing(said, by_content=by_content)}
+    assert wrong == {"longer", "new"} | (set() if by_content else {"later"})
+
+
+def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one fails, or the user asks for the end, nobody waits for gigabytes to travel."""
+    (tmp_path / "rsync").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 60\n")
+    (tmp_path / "rsync").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def make_dirs(host: str, paths: list[str]) -> None:
+        while host == "node-a" and not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        if host == "node-a":
+            raise LaunchError("node-a is away")
+
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="node-a is away"):
+        push(
+            spec(tmp_path),
+            ["node-a", "node-b"],
+            private_run_dirs=set(),
+            make_dirs=make_dirs,
+            say=lambda text: None,
+        )
+    assert time.monotonic() - began < 20
