@@ -57,9 +57,10 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = prepare(exp, plan, run)
     if exp.dry_run:
+        from llmx.launch.render import render_command
         from llmx.report.plan_table import print_plan
 
-        print_plan(plan, exp, command=launch.command_text, run_dir=run.root, stream=out)
+        print_plan(plan, exp, command=render_command(launch), run_dir=run.root, stream=out)
         return 0
     result = supervise(exp, plan, run, launch=launch)
     return result.exit_code

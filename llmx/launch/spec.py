@@ -53,13 +53,6 @@ class LaunchSpec:
         return f"llmx-{self.token}"
 
     @property
-    def command_text(self) -> str:
-        """``command.txt``."""
-        from llmx.launch.render import render_command
-
-        return render_command(self)
-
-    @property
     def worker_path(self) -> str:
         """The worker as a file, for a launcher that cannot start a module."""
         relative = Path(*self.worker.split(".")).with_suffix(".py")
