@@ -175,11 +175,7 @@ def batches_of(rows: Iterable[Row | None]) -> Iterator[Batch]:
 def text_bytes(row: Row) -> int:
     """Bytes of a row's text as UTF-8."""
     texts = (row.text,) if isinstance(row, Document) else (m.content for m in row.messages)
-    # Half a surrogate pair is somebody else's error, said with its place.
-    return sum(
-        len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-        for text in texts
-    )
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 def _is_text(rows: list[Row]) -> bool:

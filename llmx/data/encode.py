@@ -29,7 +29,7 @@ from llmx.data.bytepair import BytePairs, NotConvertible
 from llmx.data.forms import Document
 from llmx.data.words import Words
 from llmx.data.wordwise import NotWordwise, Wordwise
-from llmx.errors import ConfigError, DataError
+from llmx.errors import ConfigError
 
 PROOF_CHARS = 200_000
 """Characters of the user's own text on which both encoders must agree, 0.1 core-seconds."""
@@ -163,12 +163,7 @@ class DocumentEncoder:
     def encode(self, documents: list[Document], firsts: list[bool]) -> TokenBlock:
         """Tokens of whole documents or of pieces; ``firsts``: the first piece of its document.
         Every token is a target."""
-        try:
-            ids, sizes = self.ids([document.text for document in documents])
-        except (UnicodeEncodeError, TypeError) as error:
-            for document in documents:
-                _check_characters(document, error)
-            raise
+        ids, sizes = self.ids([document.text for document in documents])
         before = np.array(firsts, np.int64) * len(self._begin)
         lengths = before + sizes + np.array([document.last for document in documents], np.int64)
         stops = np.cumsum(lengths)
@@ -181,8 +176,7 @@ class DocumentEncoder:
 
     def ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """(uint32 ids of all texts, one after the other; int64 number of ids of each text),
-        without begin and end. Threads may call this at the same time. Raises UnicodeEncodeError
-        or TypeError for half a surrogate pair."""
+        without begin and end. Threads may call this at the same time."""
         fast = self._fast
         if fast is None:
             return _concatenated(self._slow_ids(texts))
@@ -215,14 +209,3 @@ class DocumentEncoder:
 def _concatenated(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.array([len(part) for part in parts], np.int64)
     return np.concatenate([np.zeros(0, np.uint32), *parts]), sizes
-
-
-def _check_characters(document: Document, error: Exception) -> None:
-    """Raise DataError if the text holds half of a surrogate pair, which no encoder takes."""
-    try:
-        document.text.encode()
-    except UnicodeEncodeError as found:
-        raise DataError(
-            f"{document.where}: character {found.start + 1} of the text is half of a surrogate "
-            f"pair (\\u{ord(document.text[found.start]):04x}), which is no text. Repair the row."
-        ) from error

@@ -91,8 +91,10 @@ def to_document(
         text = _text(record, content)
         if isinstance(title, str) and title.strip():
             text = f"{title}\n\n{text}"
-        return Document(text, record.where)
-    return Document(_text(record, text_key), record.where)
+    else:
+        text = _text(record, text_key)
+    _check_characters(record, text)
+    return Document(text, record.where)
 
 
 def to_conversation(
@@ -139,6 +141,8 @@ def conversation_of(
         messages = messages[:-1]
     if not any(message.role == "assistant" and message.content.strip() for message in messages):
         return None
+    for message in messages:
+        _check_characters(record, message.content)
     tools = record.value.get(columns.get("tools", "tools")) or ""
     if isinstance(tools, str) and tools.strip():
         try:
@@ -149,6 +153,7 @@ def conversation_of(
             ) from error
     if not isinstance(tools, str):
         tools = json.dumps(tools, ensure_ascii=False)
+    _check_characters(record, tools)
     return Conversation(tuple(messages), record.where, tools if tools.strip() != "[]" else "")
 
 
@@ -173,6 +178,24 @@ def _text(record: Record, key: str) -> str:
             f'"{key}" is {type(value).__name__} ({excerpt(value)}), not text.',
         )
     return value
+
+
+def _check_characters(record: Record, text: str) -> None:
+    """Raise RowError for half of a surrogate pair, which JSON can write and no encoder takes."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise wrong_record(
+            record,
+            "half of a surrogate pair",
+            f"character {at + 1} of a text is half of a surrogate pair "
+            f"(\\u{ord(text[at]):04x}), which is no text. Repair the row, or leave it out with "
+            "data.on_bad_row=skip:",
+            text[max(0, at - 20) : at + 20],
+        ) from error
 
 
 def wrong_record(record: Record, reason: str, problem: str, shown: Any = None) -> RowError:

@@ -57,8 +57,11 @@ class Rejects:
             "message": str(error),
             "content": error.content[:CONTENT_CHARS],
         }
-        text = json.dumps(line, ensure_ascii=False) + "\n"
-        self._lines.write(text.encode("utf-8", "surrogatepass"))
+        try:
+            text = json.dumps(line, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # half of a surrogate pair: the file stays UTF-8
+            text = json.dumps(line).encode()
+        self._lines.write(text + b"\n")
 
     def extend(self, counts: dict[str, int], lines: bytes) -> None:
         """Note what another noted, as its ``counts`` and ``lines()``."""

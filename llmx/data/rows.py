@@ -84,5 +84,6 @@ def refuse(error: RowError) -> None:
 def excerpt(value: Any, *, limit: int = 80) -> str:
     """The beginning of a value on one line, for a message."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = " ".join(text[: 20 * limit].split())
+    text = text[: 20 * limit].encode("utf-8", "backslashreplace").decode()  # half a character
+    text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 1] + "…"

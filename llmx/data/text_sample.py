@@ -39,7 +39,7 @@ class TextSample:
 
     def add(self, text: str) -> None:
         """Draw for one text."""
-        content = text.encode("utf-8", "replace")  # half a surrogate pair is no text to learn
+        content = text.encode()
         self.bytes_read += len(content)
         draw = float(self._draws.random())
         if draw >= self._threshold:

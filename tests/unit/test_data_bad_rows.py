@@ -63,6 +63,11 @@ BAD_LINES = [
         "the template refuses it",
         "line 2: the chat template .* cannot render",
     ),
+    (
+        b'{"prompt": "abc \\ud83d d", "response": "a"}',
+        "half of a surrogate pair",
+        r"line 2: character 5 of a text is half of .* \(\\ud83d\), .*skip: abc \\ud83d d",
+    ),
     (b"[" * 100_000, "not JSON", "line 2, column 1: not JSON .nested too deeply"),
 ]
 

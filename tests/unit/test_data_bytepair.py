@@ -17,7 +17,6 @@ from llmx.data.bytepair import PATTERNS, BytePairs, NotConvertible
 from llmx.data.encode import DocumentEncoder
 from llmx.data.forms import Document
 from llmx.data.rows import Where
-from llmx.errors import DataError
 
 CORPUS = [
     "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",
@@ -196,15 +195,6 @@ def test_other_ids_on_the_users_data_are_never_used(monkeypatch):
     block = encoder.encode([Document(CORPUS[0], Where("f", 1, "line"))], [True])
     wanted = reference(CONVERTED[GPT2], CORPUS[0])
     assert block.tokens[:-1].tolist() == wanted
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_half_a_character_is_said_with_its_place(fast: bool):
-    encoder = DocumentEncoder(CONVERTED[GPT2], begin=[], workers=1)
-    if fast:
-        encoder.choose(CORPUS)
-    with pytest.raises(DataError, match=r"f, line 7: character 2 of the text is half of a surrog"):
-        encoder.encode([Document("a\ud800", Where("f", 7, "line"))], [True])
 
 
 def test_blocks_come_in_order_whatever_the_threads():
