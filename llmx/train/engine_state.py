@@ -233,6 +233,8 @@ def _fill_owner(
 
 def _fill(values: torch.Tensor, index: FragmentIndex, state: str, piece: Piece | Fixed) -> None:
     """Read ``len(values)`` elements of a state, beginning where the piece begins."""
+    if not len(values):
+        return  # an empty buffer lies in no file
     stored = _DTYPES[index.dtype(state, piece.name)]
     if values.device.type == "cpu" and values.dtype == stored:
         index.read_range(state, piece.name, piece.start, piece.start + len(values), _bytes(values))

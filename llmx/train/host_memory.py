@@ -1,4 +1,4 @@
-"""How much memory a host still has, and the copy of the state that is put there.
+"""How much memory a host still has.
 
 Tried by ``python -m pytest tests/unit/test_train_saver.py``.
 """
@@ -6,12 +6,11 @@ Tried by ``python -m pytest tests/unit/test_train_saver.py``.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llmx.train.engine_state import StateTensor
 from llmx.train.place import exchange
 
 RESERVE = 0.2
@@ -47,14 +46,6 @@ def room_for(everyone: Sequence[tuple[Any, int, int]], host: Any) -> bool:
     wanted = sum(entry[1] for entry in everyone if entry[0] == host)
     available = min(entry[2] for entry in everyone if entry[0] == host)
     return wanted <= (1 - RESERVE) * available
-
-
-def copy_to_host(fragments: Iterable[StateTensor]) -> list[StateTensor]:
-    """The same fragments in memory of their own, whatever the device. Waits for it."""
-    return [
-        replace(fragment, tensor=fragment.tensor.detach().to("cpu", copy=True))
-        for fragment in fragments
-    ]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine
 from llmx.train.engine_state import capture, state_values
 from llmx.train.export import vocabulary_names
-from llmx.train.host_memory import copy_to_host, fits
+from llmx.train.host_copies import HostCopies
+from llmx.train.host_memory import fits
 from llmx.train.metrics import MetricsWriter
 from llmx.train.place import Place, exchange
 from llmx.train.resume import Start
@@ -98,6 +99,7 @@ class Saver:
         given: tuple[str, dict[str, bytes]] = shared[0] or ("", {})
         self._run_id, self._small = given
         self._damaged = {bad.step for bad in start.damaged}
+        self._copies = HostCopies()
         self._job: SaveJob | None = None
         self._reason, self._stall_s, self._began = "", 0.0, time.monotonic()
         self._passed_over = self._said_foreground = False
@@ -191,7 +193,7 @@ class Saver:
         fragments = capture(self.engine, world=self.plan.world_size)
         copied = not wait and self._may_copy(sum(f.tensor.nbytes for f in fragments))
         if copied:
-            fragments = copy_to_host(fragments)
+            fragments = self._copies.copy(fragments)
         if self.place.rank == 0:
             self.metrics.sync()
         job = SaveJob(
@@ -220,7 +222,8 @@ class Saver:
         wanted = self.exp.checkpoint.background
         if wanted != "auto":
             return wanted == "always"
-        room = fits(num_bytes, group=self.agreement.group)
+        more = max(0, num_bytes - self._copies.held_bytes)
+        room = fits(more, group=self.agreement.group)
         if not room and not self._said_foreground:
             self._said_foreground = True
             self.report.in_foreground()

@@ -84,3 +84,22 @@ def test_a_resumed_run_is_the_same_bit_for_bit(zero, tmp_path) -> None:
     losses = [line["loss"] for line in again if line["kind"] == "train"]
     assert losses == [record["loss"] for record in records]
     assert again[-1]["weights_hash"] == saved[-1]["weights_hash"]
+
+
+def test_copies_of_a_state_are_page_locked_whole_and_used_again() -> None:
+    import torch
+
+    from llmx.train.engine_state import StateTensor
+    from llmx.train.host_copies import BLOCK_BYTES, HostCopies
+
+    live = torch.arange(BLOCK_BYTES // 4 + 1000, dtype=torch.int32, device="cuda")
+    copies, places = HostCopies(), []
+    for _ in range(2):
+        copied = copies.copy([StateTensor("master", "a", 0, live)])
+        live += 1  # at once: the copy must be over
+        assert [each.start for each in copied] == [0, BLOCK_BYTES // 4]
+        assert all(each.tensor.is_pinned() for each in copied)
+        assert torch.equal(torch.cat([each.tensor for each in copied]), live.cpu() - 1)
+        places.append([each.tensor.data_ptr() for each in copied])
+    assert places[0] == places[1]
+    assert copies.held_bytes == 2 * BLOCK_BYTES

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmx.train.engine_state import StateTensor
-from llmx.train.host_memory import available_bytes, copy_to_host, room_for
+from llmx.train.host_memory import available_bytes, room_for
 from llmx.train.save_job import as_buffer, is_finite
 from llmx.train.signals import SAME_REQUEST_S, StopRequest, Terms
 
@@ -70,15 +69,6 @@ def test_the_ranks_of_a_host_share_its_memory() -> None:
     assert room_for(everyone, "a")
     assert not room_for(everyone, "b")
     assert not room_for([*everyone, ("a", 1, 10)], "a")
-
-
-def test_a_copy_has_memory_of_its_own() -> None:
-    live = torch.arange(6, dtype=torch.float32)
-    (copy,) = copy_to_host([StateTensor("master", "a", 0, live[2:5])])
-    live.zero_()
-    assert (copy.state, copy.name, copy.start) == ("master", "a", 0)
-    assert copy.tensor.tolist() == [2.0, 3.0, 4.0]
-    assert copy.tensor.untyped_storage().nbytes() == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

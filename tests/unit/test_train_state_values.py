@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from llmx.checkpoint.fragments import BUFFER, FragmentIndex
 from llmx.errors import ConfigError
-from llmx.train.engine_state import share
+from llmx.train.engine_state import _fill, share
 from llmx.train.state_layout import UnsavableState, state_layout
 from llmx.train.state_pieces import Fixed, Owner
 from llmx.train.state_values import (
@@ -235,3 +236,11 @@ def test_without_fp16_there_is_no_loss_scaler() -> None:
     assert read_loss_scaler(engine) is None
     write_loss_scaler(engine, {"cur_scale": 2.0})
     assert engine.optimizer.loss_scale_config.cur_scale == 2**16
+
+
+def test_an_empty_buffer_lies_in_no_file_and_is_restored_from_none() -> None:
+    empty = Fixed("mask", 0, torch.zeros(0))
+    assert share([empty], rank=0, world=1) == []
+    index = FragmentIndex([])
+    _fill(empty.values, index, BUFFER, empty)
+    index.close()
