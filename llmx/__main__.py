@@ -21,7 +21,7 @@ LIGHT = ("resume", "reproduce", "status", "watch")
 HEAVY = ("report", "generate", "export", "compare")
 """Commands that load heavy libraries: ``python -m llmx.NAME``, in a process of their own."""
 
-OWN_HELP = ("export", "generate")
+OWN_HELP = ("compare", "export", "generate", "report")
 """Commands with flags of their own, which ``export --help`` lists."""
 
 
@@ -103,7 +103,9 @@ def _sweep(words: list[str]) -> int:
 def _module(command: str, words: list[str]) -> int:
     """Commands that load heavy libraries run in a process of their own."""
     if not words:
-        raise ConfigError(f"{command} needs a run directory: python -m llmx {command} RUN_DIR")
+        needs = "two run directories" if command == "compare" else "a run directory"
+        names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
+        raise ConfigError(f"{command} needs {needs}: python -m llmx {command} {names}")
     return subprocess.run([sys.executable, "-m", f"llmx.{command}", *words], check=False).returncode
 
 

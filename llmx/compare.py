@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return compare(options.run_a, options.run_b, out=options.out, width=options.width)
     except LlmxError as error:
-        print(f"compare: {error}", file=sys.stderr)
+        print(f"llmx: {error}", file=sys.stderr)
         return error.exit_code
 
 

@@ -30,7 +30,7 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.errors import ConfigError, LlmxError
-from llmx.rundir import RunDir, read_json
+from llmx.rundir import RunDir, no_run, read_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,7 +174,7 @@ def _choose(run: RunDir, step: int | None, *, stream: Any) -> Path:
 
 def _without_checkpoints(run: RunDir) -> str:
     if not run.config.is_file():
-        return f"{run.root} is no run directory: it has no {run.config.name}."
+        return no_run(run.root)
     words = f"{run.root} has no checkpoints (see checkpoint.every_steps and checkpoint.at_end)."
     if (run.final_model / "config.json").is_file():
         words += f" Its final model is {run.final_model}: a Hugging Face directory as it is."

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx.errors import did_you_mean
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -166,6 +168,29 @@ class RunDir:
     @property
     def loss_curve(self) -> Path:
         return self.root / "loss.png"
+
+
+def no_run(root: Path) -> str:
+    """For the message of an error: why ``root`` is no run directory, and where runs are."""
+    root = Path(os.path.abspath(root))
+    if not root.is_dir():
+        near = did_you_mean(root.name, [path.name for path in _runs_in(root.parent)])
+        return f"{root} is no run directory: there is no such directory.{near}{_LIST}"
+    inside = [path.name for path in _runs_in(root)]
+    shown = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
+    return f"{root} is no run directory: it has no config.yaml.{shown or _LIST}"
+
+
+_LIST = " `python -m llmx status DIR` lists the runs under a directory."
+
+
+def _runs_in(directory: Path) -> list[Path]:
+    """The newest first; empty where nothing can be read."""
+    try:
+        found = [(path.stat().st_mtime, path.parent) for path in directory.glob("*/config.yaml")]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:

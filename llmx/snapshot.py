@@ -17,7 +17,7 @@ from llmx.config import Experiment, Migrated, experiment_from_dict, migrate, to_
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.provenance import record
-from llmx.rundir import RunDir, read_json, write_json, write_text
+from llmx.rundir import RunDir, no_run, read_json, write_json, write_text
 
 
 def write(
@@ -100,7 +100,7 @@ def dump_config(exp: Experiment) -> str:
 def load(run: RunDir) -> Experiment:
     """Read ``config.yaml`` back, brought to today's schema; ConfigError for a newer llmx's."""
     if not run.config.is_file():
-        raise ConfigError(f"{run.root} is no run directory: it has no config.yaml.")
+        raise ConfigError(no_run(run.root))
     return experiment_from_dict(_migrated(run).values)
 
 

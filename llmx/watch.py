@@ -21,6 +21,22 @@ from llmx.status.judge import View, judge
 from llmx.status.remote import Place, follow
 
 LONGEST_PAUSE_S = 30.0
+START_S = 30.0
+"""A run that has a snapshot and no supervisor for so long was only planned."""
+
+
+def help_text() -> str:
+    """What ``python -m llmx watch --help`` prints."""
+    return (
+        "python -m llmx watch [RUN | DIR | user@host:RUN] [options]\n\n"
+        "A run, live, until it is over. Without a run: the one under outputs/ (or DIR) that\n"
+        "lives, else the newest. Over ssh it connects again by itself, and needs nothing but a\n"
+        "Python 3 there. Ctrl-C ends the watching, never the run.\n\n"
+        "  --every S          seconds between two looks (default 1)\n"
+        "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
+        "Off a terminal it prints a line for every logged step. The exit code is 0 for a run that\n"
+        "finished, else 1.\n"
+    )
 
 
 def main(words: Sequence[str]) -> int:
@@ -56,7 +72,7 @@ def _views(place: Place, options: Options) -> Iterator[View | str]:
         while True:
             view = judge(observer.facts())
             yield view
-            if view.is_over:
+            if view.is_over or _only_planned(view):
                 return
             pause.wait(options.every_s)
     tries = 0
@@ -71,12 +87,17 @@ def _views(place: Place, options: Options) -> Iterator[View | str]:
                 tries = 0
                 view = judge(facts)
                 yield view
-                if view.is_over:
+                if view.is_over or _only_planned(view):
                     return
         except LaunchError as error:
             pause_s = min(LONGEST_PAUSE_S, 2.0**tries)
             tries += 1
             yield from _again_in(pause_s, str(error))
+
+
+def _only_planned(view: View) -> bool:
+    """Nobody starts it any more: there is nothing to watch."""
+    return view.state == "not started" and view.now - (view.started or 0.0) > START_S
 
 
 def _again_in(pause_s: float, why: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Report on a run: tables here, ``loss.png`` and ``report.html`` in its directory.
 
-    python -m llmx.report RUN_DIR [--width N]
+    python -m llmx report RUN_DIR [--width N]
 
 Reads the run directory only; works for a run that still trains, and for one that failed.
 """
@@ -22,7 +22,7 @@ from llmx.rundir import write_text
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (0 also for a run that failed: it is reported)."""
     parser = argparse.ArgumentParser(
-        prog="python -m llmx.report",
+        prog="python -m llmx report",
         description="Tables, loss curve and HTML of a run directory.",
     )
     parser.add_argument("run_dir", type=Path, help="a run directory of llmx")
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         data = load_run(options.run_dir)
     except LlmxError as error:
-        print(f"report: {error}", file=sys.stderr)
+        print(f"llmx: {error}", file=sys.stderr)
         return error.exit_code
     try:
         write_files(data)

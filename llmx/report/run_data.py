@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import ConfigError
-from llmx.rundir import RunDir, read_json
+from llmx.rundir import RunDir, no_run, read_json
 from llmx.tracking.metrics import MetricsTail, Record, Summary, step_of
 
 
@@ -44,6 +44,36 @@ class RunData:
         return _last_of_each_step(self.records, "train")
 
     @property
+    def was_started(self) -> bool:
+        """Whether anything of a launch is there; False after ``dry_run=true``."""
+        run = self.run
+        return any(path.exists() for path in (run.metrics, run.supervisor, run.ranks, run.result))
+
+    @property
+    def resumed_at(self) -> int | None:
+        """Where the last supervisor took the run up; None where it began at the beginning.
+
+        ``result.json`` and its times are of that one; the metrics are of the whole run.
+        """
+        begun = [r for r in self._of_last_supervisor() if r.get("kind") in ("start", "event")]
+        first = next((r for r in begun if r.get("event", "resumed") == "resumed"), {})
+        return step_of(first) if first.get("kind") == "event" else None
+
+    @property
+    def train_time_s(self) -> float:
+        """From the first to the last metric of the last supervisor; 0 where there are not two."""
+        times = [
+            record["time"]
+            for record in self._of_last_supervisor()
+            if record.get("time") and record.get("kind") in ("start", "train", "eval", "end")
+        ]
+        return max(times) - min(times) if times else 0.0
+
+    def _of_last_supervisor(self) -> list[Record]:
+        began = (self.result or {}).get("started") or 0.0
+        return [record for record in self.records if (record.get("time") or 0.0) >= began]
+
+    @property
     def evals(self) -> list[Record]:
         """The ``eval`` lines."""
         return _last_of_each_step(self.records, "eval")
@@ -53,10 +83,7 @@ def load_run(root: Path) -> RunData:
     """Read a run directory; ConfigError where it is none."""
     run = RunDir(root)
     if not run.config.is_file():
-        raise ConfigError(
-            f"{run.root} is no run directory: it has no config.yaml. Give the directory that a "
-            "run printed as its own, e.g. outputs/2030-01-01/12-00-00."
-        )
+        raise ConfigError(no_run(run.root))
     warnings: list[str] = []
     plan = _read(run.plan, read_json, warnings)
     warnings = [str(text) for text in plan.get("warnings") or []] + warnings

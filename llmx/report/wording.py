@@ -33,12 +33,16 @@ def verdict(data: RunData) -> Verdict:
     total = data.summary.get("total_steps")
     whole = not total or total == data.summary.get("steps")
     of = f"{steps} steps" if whole else f"{steps} of {total:,} steps"
+    if data.result is None and not data.was_started:
+        return Verdict("open", f"{data.name}: planned, not started")
     if data.result is None:
         last = max((record.get("time") or 0.0 for record in data.records), default=0.0)
         seen = f", last line {human.duration(data.now - last)} ago" if last else ""
         return Verdict("open", f"{data.name}: no result.json yet ({of}{seen})")
     took_s = (data.result.get("ended") or 0.0) - (data.result.get("started") or 0.0)
     took = f" in {human.duration(took_s)}" if took_s > 0 else ""
+    if took and data.resumed_at is not None:
+        took = f", from step {data.resumed_at:,} on{took}"
     outcome = data.result.get("outcome", "crash")
     if outcome == "ok":
         return Verdict("ok", f"{data.name}: trained {of}{took}")
@@ -76,8 +80,11 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
     if data.result and data.result.get("ended"):
         took_s = data.result["ended"] - data.result["started"]
         text = human.duration(took_s)
-        if "train_time_s" in values:
-            text += f", of it {human.duration(values['train_time_s'])} from first to last metric"
+        trained_s = data.train_time_s
+        if trained_s:
+            text += f", of it {human.duration(trained_s)} from first to last metric"
+        if data.resumed_at is not None:
+            text += f"   (since it was resumed at step {data.resumed_at:,})"
         rows.append(("time", text))
     if "memory_gib_max" in values:
         text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
@@ -162,7 +169,12 @@ def places(data: RunData) -> list[tuple[str, str]]:
             rows.append((tracker, status["message"]))
     if run.final_model.exists():
         rows.append(("try it", _try_it(data)))
-    rows.append(("the same again", f"python -m llmx reproduce {shlex.quote(str(run.root))}"))
+    here = shlex.quote(str(run.root))
+    if not data.was_started:
+        return [*rows, ("start it", f"python -m llmx resume {here}")]
+    if data.result and data.result.get("outcome") != "ok":
+        rows.append(("go on", f"python -m llmx resume {here}"))
+    rows.append(("the same again", f"python -m llmx reproduce {here}"))
     return rows
 
 

@@ -144,4 +144,6 @@ def schedule_note(goes_on: Next, stands: Standing, origin: int) -> str:
     ends = "" if before == after else f"; it ends at step {after} instead of {before}"
     if was == will:
         return f"the learning rate of step {origin + 1} stays {will:.3g}{ends}"
+    if origin >= before:
+        return f"the learning rate goes from {was:.3g} (step {before}) to {will:.3g}{ends}"
     return f"the learning rate of step {origin + 1} is {will:.3g} instead of {was:.3g}{ends}"

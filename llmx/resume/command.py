@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -105,10 +106,14 @@ def nothing_left(run: RunDir, goes_on: Next, stands: Standing, step: int | None)
     last = goes_on.last_step
     if last is not None and last > stands.finished_at:
         return False
-    longer = max(2 * stands.finished_at, (last or 0) + 1)
+    at, whole = stands.finished_at, goes_on.total
+    if whole is not None and whole > at:
+        word, said = "task.stop_at_step=null", f" of {whole} (task.stop_at_step={last})"
+    else:
+        word, said = f"task.steps={max(2 * at, (last or 0) + 1)}", ""
     print(
-        f"{run.root}\n  has finished at step {stands.finished_at}: nothing to resume.\n"
-        f"  To train longer: python -m llmx resume {run.root} task.steps={longer}"
+        f"{run.root}\n  has finished at step {at}{said}: nothing to resume.\n"
+        f"  To train longer: python -m llmx resume {shlex.quote(str(run.root))} {word}"
     )
     return True
 
@@ -206,7 +211,8 @@ def _rewrite(
     newer = [known for known in stands.checkpoints if step is not None and known > step]
     again = stands.last_step > origin == 0
     other = stands.was_launched and bool(grave)
-    if goes_on.changes or newer or migrated or again or other:
+    keeps = bool(goes_on.changes or newer or migrated or again or other)
+    if keeps:
         directory = keep_former(run, found=goes_on.changes, differs=grave, words=typed, step=origin)
         print(f"  kept      the former files in {directory.relative_to(run.root)}/")
         set_aside(run, newer, directory)
@@ -215,7 +221,9 @@ def _rewrite(
             print(f"  aside     newer checkpoints ({moved}) lie there too")
         overrides = [*_overrides(run), *goes_on.words]
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
-        new = goes_on.composed
+    new = goes_on.composed
+    # Without a change worth keeping, a run that was only planned has dry_run=true in it.
+    if keeps or snapshot.load(run) != new.experiment:
         snapshot.write_config(run, new.experiment, new.plan, new.ds_config)
     write_json(run.provenance, {**now, "parent": then.get("parent")})
     snapshot.write_identity(run)

@@ -35,6 +35,19 @@ class Options:
     every_s: float = 1.0
 
 
+def help_text() -> str:
+    """What ``python -m llmx status --help`` prints."""
+    return (
+        "python -m llmx status [RUN | DIR | user@host:RUN] [options]\n\n"
+        "What runs are doing, from the files of their directories. With a run: all about it; with\n"
+        "a directory, or nothing (then outputs/): a line for each, what lives first.\n\n"
+        f"  --all              all runs, not only the first {SHOWN}\n"
+        "  --json             the facts as JSON, for scripts\n"
+        "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
+        "The exit code is 1 where the one run failed or is dead.\n"
+    )
+
+
 def main(words: Sequence[str]) -> int:
     """Print the status of one run or a table of runs; 0, or 1 where the one run failed."""
     from llmx.report.screen import open_console

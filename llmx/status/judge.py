@@ -164,8 +164,7 @@ def _breathes(facts: Facts) -> bool:
 def _without_supervisor(facts: Facts, resume: str) -> tuple[str, str, str]:
     """A run of an older llmx, one that was only planned, or one started by hand."""
     if not facts["launched"]:
-        start = f"bash {facts['path']}/command.txt"
-        return "not started", "planned only (dry_run=true)", f"to start its ranks by hand: {start}"
+        return "not started", "planned only (dry_run=true)", f"to start it: {resume}"
     newest = max((float(status.get("time") or 0.0) for status in facts["ranks"]), default=0.0)
     if facts["now"] - newest < SILENT_S:
         return _of_ranks(facts), "", ""

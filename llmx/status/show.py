@@ -208,7 +208,8 @@ def plain_line(view: View) -> str:
     if view.restarts:
         parts.append(f"{view.restarts} restarts")
     text = "  ".join(parts)
-    return f"{text}  {view.why}" if view.why else text
+    why = "; ".join(words for words in (view.why, view.fix) if words)
+    return f"{text}  {why}" if why else text
 
 
 def sparkline(values: list[float | None], *, blocks: str = BLOCKS, width: int = WIDTH) -> str:
@@ -236,8 +237,8 @@ def _block(part: list[float | None], low: float, high: float, blocks: str) -> st
 
 
 def size_words(count: float) -> str:
-    """Bytes as ``3.2 MB``, in powers of ten."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    """Bytes as ``3.2 MiB``, in the units of the ranks' lines."""
+    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"

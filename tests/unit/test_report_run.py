@@ -91,6 +91,7 @@ def test_failed_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch.OutOfMemoryError: CUDA out of memory" in text
     assert "... 20 lines before" in text
     assert str(run.rank_log(3)) in text
+    assert f"python -m llmx resume {run.root}\n" in text
     page = run.report.read_text(encoding="utf-8")
     assert "torch.OutOfMemoryError" in page
     assert FAILURE["fix"] in page
@@ -115,6 +116,29 @@ def test_run_that_never_trained(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run.report.is_file()
 
 
+def test_run_that_was_only_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    text = report(run, capsys)
+    assert "planned, not started" in text
+    assert f"python -m llmx resume {run.root}" in text
+    assert "reproduce" not in text
+
+
+def test_times_of_a_resumed_run_are_of_the_time_since(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The metrics are of the whole run, ``result.json`` is of its last supervisor."""
+    later = tracked_run.START_S + 5000
+    event = {"kind": "event", "event": "resumed", "step": 40, "attempt": 2, "total_steps": 44}
+    lines = [{**event, "time": later + 10}]
+    lines += [{**tracked_run.train_line(s), "time": later + 20 + s} for s in (42, 44)]
+    tracked_run.append(run, lines)
+    write_json(run.result, {**tracked_run.result(), "started": later, "ended": later + 70})
+    text = report(run, capsys, width=100)
+    assert "trained 44 steps, from step 40 on in 1 min 10 s" in text
+    assert "1 min 10 s, of it 2.0 s from first to last metric   (since it was resumed" in text
+
+
 def test_damaged_files_are_named_and_the_rest_is_shown(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +158,11 @@ def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     error = capsys.readouterr().err
     assert "is no run directory" in error
     assert "config.yaml" in error
+    tracked_run.write_start(tmp_path / "mine")
+    assert main([str(tmp_path)]) == 2
+    assert "Runs in it: mine." in capsys.readouterr().err
+    assert main([str(tmp_path / "mien")]) == 2
+    assert 'there is no such directory. Did you mean "mine"?' in capsys.readouterr().err
 
 
 def test_answers_are_marked(run: RunDir) -> None:

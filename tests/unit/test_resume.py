@@ -18,7 +18,7 @@ from llmx.launch.record import only_supervisor
 from llmx.provenance.differences import BREAKS, MAY, Difference
 from llmx.recompose import apply, read_words
 from llmx.reproduce.before import all_differences
-from llmx.resume.changed import next_run
+from llmx.resume.changed import next_run, schedule_note
 from llmx.resume.choose import newest_usable, problems_of
 from llmx.resume.command import OWN, help_text, main
 from llmx.resume.history import history, keep_former, set_aside
@@ -169,9 +169,18 @@ def test_finished_says_so_unless_it_is_made_longer(run, capsys) -> None:
     assert "finished at step 100: nothing to resume" in said
     assert "task.steps=200" in said
     assert main([str(run.root), "task.steps=80"]) == 0
+    trained(run, 60, outcome="ok", ended=True)
+    assert main([str(run.root), "task.stop_at_step=60"]) == 0
+    assert "finished at step 60 of 100" in (said := capsys.readouterr().out)
+    assert "task.stop_at_step=null" in said
+    trained(run, 100, outcome="ok", ended=True)
     assert main([str(run.root), "task.steps=150", "dry_run=true"]) == 0
     said = capsys.readouterr().out
     assert "task.steps  100 -> 150  (trains differently from here on)" in said
+    longer, stands = going_on(run, "task.steps=150"), standing(run)
+    note = schedule_note(longer, stands, 100)  # there never was a step 101
+    assert note.startswith("the learning rate goes from 0.000602 (step 100) to 0.00223")
+    assert note.endswith("it ends at step 150 instead of 100")
     assert "it ends at step 150 instead of 100" in said
     assert "there is no usable checkpoint, all steps are trained again" in said
     assert run.config.read_bytes() == before

@@ -155,7 +155,10 @@ def test_planned_only(tmp_path: Path) -> None:
     run = tracked_run.write_start(tmp_path / "run")
     view = view_of(run)
     assert (view.state, view.step, view.is_over) == ("not started", None, False)
-    assert "command.txt" in view.fix
+    assert view.fix == f"to start it: python -m llmx resume {run.root}"
+    # Nobody starts it any more: there is nothing to watch.
+    os.utime(run.config, (time.time() - 60,) * 2)
+    assert main(["watch", str(run.root)]) == 1
 
 
 def test_metrics_after_a_resume(tmp_path: Path) -> None:
@@ -243,7 +246,9 @@ def test_watch_follows_to_the_end(tmp_path: Path) -> None:
         assert watching.wait(10) == 0
 
 
-def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for words, says in (
         (["status"], "outputs: there is no such directory"),
@@ -257,6 +262,11 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert code.returncode == 2, words
         assert says in code.stderr
         assert "Traceback" not in code.stderr
+    for command in ("status", "watch"):
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"python -m llmx {command} [RUN")
+        assert max(map(len, text.splitlines())) <= 100
     with pytest.raises(ConfigError, match='Did you mean "--every"'):
         parse(["--evry", "2"], command="watch")
     with pytest.raises(ConfigError, match="--every often must be a number"):
