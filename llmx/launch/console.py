@@ -7,6 +7,7 @@ step. Both come from ``metrics.jsonl``, the truth.
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import sys
 import time
@@ -34,6 +35,10 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, *, total_steps: int | None = None) -> None:
         self._stream = stream or sys.stdout
+        if isinstance(self._stream, io.TextIOWrapper):
+            # A rank may say what the terminal's encoding has no bytes for; that ends no run.
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.reconfigure(errors="replace")
         self._total = total_steps
         self._progress: Progress | None = None
         self._task: TaskID | None = None

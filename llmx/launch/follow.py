@@ -17,13 +17,20 @@ _STREAMED = re.compile(
     r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl|samples\.json|inputs\.json", re.ASCII
 )
 FINAL_STATES = frozenset({"finished", "failed", "interrupted"})
+SHOWN_BYTES = 1 << 20
+"""Of a log in one look: who is further behind shows the end. The file has all of it."""
+LINE_BYTES = 1 << 20
+"""A longer line is taken in parts: somebody writes without ever ending one."""
 
 
 class LineReader:
-    """New whole lines of a growing file, from where the reader was made."""
+    """New whole lines of a growing file, from where the reader was made. ``most_bytes``: of more
+    than that at once, the end."""
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, *, from_end: bool = False, most_bytes: int | None = None
+    ) -> None:
+        self.path, self.most_bytes = path, most_bytes
         self.offset = path.stat().st_size if from_end and path.exists() else 0
         self._rest = b""
 
@@ -31,13 +38,18 @@ class LineReader:
         """Lines completed since the last call; ``final`` takes an unfinished one too."""
         try:
             with self.path.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                if size < self.offset:
+                    self.offset, self._rest = 0, b""  # emptied by somebody
+                if self.most_bytes is not None and size - self.offset > self.most_bytes:
+                    self.offset, self._rest = size - self.most_bytes, b""
                 stream.seek(self.offset)
                 data = stream.read()
         except OSError:
             data = b""
         self.offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if final and self._rest:
+        if self._rest and (final or len(self._rest) > LINE_BYTES):
             lines.append(self._rest)
             self._rest = b""
         return [line.decode("utf-8", "replace") for line in lines]
@@ -142,7 +154,7 @@ def apply_update(run_dir: RunDir, message: dict[str, Any], data: bytes) -> None:
     path = run_dir.root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if message["event"] == "replace":
-        temporary = path.with_name(f".{path.name}.agent")
+        temporary = path.with_name(f".{path.name}.agent.tmp")  # the next start removes leftovers
         temporary.write_bytes(data)
         os.replace(temporary, path)
         return

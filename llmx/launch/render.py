@@ -6,8 +6,10 @@ pasted into a shell.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 
 from llmx.config.schema import Experiment
@@ -23,6 +25,7 @@ from llmx.launch.transports.slurm import render_slurm_hosts
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, write_text
 
+_READ_BY_SHELLS = re.compile(r"""[\s'"`$&;()<>|*?{}%\\]""")
 DEFAULT_PORT = 29500
 """Shown in a dry run; a real run takes a free one."""
 
@@ -45,13 +48,22 @@ def check(exp: Experiment, plan: Plan) -> None:
     for path in exp.launch.sync_extra:
         if not path.startswith("/"):
             problems.append(f"launch.sync_extra: {path!r} is not an absolute path.")
-    if " " in exp.run_dir and plan.transport != "local":
-        problems.append(
-            f"run_dir={exp.run_dir!r}: pdsh, mpirun and ssh split it at the space; choose a path "
-            "without one."
-        )
+    if plan.transport != "local":
+        problems += _travelling("run_dir", exp.run_dir)
+        problems += _travelling("launch.python", exp.launch.python or sys.executable)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _travelling(key: str, path: str) -> list[str]:
+    """DeepSpeed writes paths into the command for the other hosts as they are."""
+    found = _READ_BY_SHELLS.search(path)
+    if found is None:
+        return []
+    return [
+        f"{key}={path!r}: pdsh, mpirun or a shell on the other hosts would read {found[0]!r} as "
+        "more than a letter of the path; choose one without it."
+    ]
 
 
 def check_programs(exp: Experiment, plan: Plan) -> None:

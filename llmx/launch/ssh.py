@@ -49,6 +49,12 @@ def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
                 f"    ServerAliveCountMax {ALIVE_COUNT}",
                 "    StrictHostKeyChecking accept-new",
                 "    LogLevel ERROR",
+                # What people have for their terminals: a command, a forwarded port that only one
+                # ssh can have, a master that stays with our pipes open. One that is there is used.
+                "    RemoteCommand none",
+                "    RequestTTY no",
+                "    ClearAllForwardings yes",
+                "    ControlMaster no",
             ]
         )
         + "\n"

@@ -15,6 +15,7 @@ from llmx.launch.console import Console
 from llmx.launch.fleet import AgentError, Channel, Message
 from llmx.launch.follow import (
     FINAL_STATES,
+    SHOWN_BYTES,
     LineReader,
     MetricsReader,
     StatusReader,
@@ -68,8 +69,10 @@ class Watch:
             hang_timeout_s=spec.exp.launch.hang_timeout_s, earlier=self._metrics.earlier
         )
         self._metrics.earlier = []  # of a long run they are many
-        self._rank_0 = LineReader(self.run_dir.rank_log(0), from_end=True)
-        self._launcher = LineReader(self.run_dir.launcher_log, from_end=True)
+        self._rank_0, self._launcher = (
+            LineReader(path, from_end=True, most_bytes=SHOWN_BYTES)
+            for path in (self.run_dir.rank_log(0), self.run_dir.launcher_log)
+        )
         self._launcher_log: list[str] = []
         self._started = self._looked = self._awake = time.monotonic()
         self._gone_at: dict[int, float] = {}

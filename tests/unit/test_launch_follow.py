@@ -37,6 +37,31 @@ def test_only_whole_lines(tmp_path: Path) -> None:
     assert reader.read(final=True) == []
 
 
+def test_a_flood_of_words(tmp_path: Path) -> None:
+    """Neither more than can be shown, nor a line that never ends, fills the memory."""
+    path = tmp_path / "log"
+    reader = LineReader(path, most_bytes=20)
+    path.write_bytes(b"first\n" + b"x" * 1000 + b"\nlast but one\nlast\n")
+    assert reader.read()[-2:] == ["last but one", "last"]
+    assert reader.read(final=True) == []
+    path.write_bytes(b"")  # by somebody who needs the space
+    assert reader.read() == []
+    path.write_bytes(b"anew\n")
+    assert reader.read() == ["anew"]
+    endless = LineReader(tmp_path / "bar")
+    (tmp_path / "bar").write_bytes(b"\r 10 %" * 200_000)
+    (line,) = endless.read()
+    assert len(line) == 1_200_000
+
+
+def test_a_terminal_that_cannot_print_it() -> None:
+    """As with LANG=en_US.ISO-8859-1: a question mark, and the run goes on."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    Console(stream).rank_line("question: 北京 …")
+    stream.seek(0)
+    assert stream.read() == "  question: ?? ?\n"
+
+
 def test_a_character_cut_in_two(tmp_path: Path) -> None:
     path = tmp_path / "log"
     reader = LineReader(path)

@@ -236,6 +236,54 @@ def test_unequal_slots_under_slurm() -> None:
         check(exp, make_plan(exp))
 
 
+@pytest.mark.parametrize("letter", [" ", "'", '"', "$", "(", "&", ";", "%", "\\", "*", "{"])
+def test_paths_that_another_shell_would_read(letter: str) -> None:
+    """DeepSpeed writes them into the remote command without quotes; pdsh expands %h."""
+    exp = experiment("pdsh", (1, 1))
+    exp.run_dir = f"/runs/a{letter}b"
+    with pytest.raises(ConfigError, match="run_dir="):
+        check(exp, make_plan(exp))
+    exp = experiment("pdsh", (1, 1), python=f"/opt/py{letter}x/bin/python")
+    with pytest.raises(ConfigError, match="launch.python="):
+        check(exp, make_plan(exp))
+    local = experiment("local", (1,))
+    local.run_dir = f"/runs/a{letter}b"
+    check(local, make_plan(local))
+
+
+def test_paths_that_travel() -> None:
+    for run_dir in (
+        "/runs/0_optim.lr-1e-3,x=2@b+c:d~e#f",
+        "/家/运行",
+        "/runs/1_data.columns-[a,b]",
+    ):
+        exp = experiment("pdsh", (1, 1))
+        exp.run_dir = run_dir
+        check(exp, make_plan(exp))
+
+
+def test_what_people_have_in_their_own_ssh_config(tmp_path: Path) -> None:
+    """As ssh itself reads it: what is for a terminal does not hold here, the way there does."""
+    own, ours = tmp_path / "own", tmp_path / "ours"
+    own.write_text(
+        "Host node-*\n  RemoteCommand tmux attach\n  RequestTTY force\n  ControlMaster auto\n"
+        "  ControlPath /tmp/master-%r\n  ControlPersist 1h\n  LocalForward 8888 localhost:8888\n"
+        "  ProxyJump gate\n  Port 9\n"
+    )
+    rendered = rendered_files(spec_of(experiment("pdsh", (1, 1))))["ssh_config"]
+    ours.write_text(rendered.replace("~/.ssh/config", str(own)))
+    done = subprocess.run(
+        ["ssh", "-G", "-F", ours, "node-a", "true"], capture_output=True, text=True, check=True
+    )
+    values = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert values["controlmaster"] == values["requesttty"] == "false"
+    assert "localforward" not in values
+    assert values["clearallforwardings"] == "yes"
+    assert values["proxyjump"] == "gate"
+    assert values["controlpath"] == "/tmp/master-ada"
+    assert (values["hostname"], values["port"]) == ("10.0.0.1", "2201")
+
+
 def test_rsync_under_slurm() -> None:
     exp = experiment("slurm", (1, 1), sync="rsync")
     with pytest.raises(ConfigError, match="launch.sync=rsync: hosts are reached through Slurm"):
