@@ -161,7 +161,7 @@ def read(
         holder
     ]
     check_identity(state, mine)
-    bring_missing(place, chosen, state, stage=stage, group=group)
+    bring_missing(place, chosen, state, stage=stage)
     assert chosen.manifest is not None
     files = [directory / name for name in sorted(chosen.manifest.files) if is_tensors(name)]
     return state, tuple(path for path in files if path.exists())

@@ -8,6 +8,7 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_resume_storages.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from llmx.checkpoint.manifest import MANIFEST, CheckpointError, rank_file
 from llmx.train.place import Place, exchange
 
 CHUNK_BYTES = 32 * 2**20
+TIMEOUT = timedelta(hours=6)
+"""For one host to get what it lacks. A group's usual half hour is 200 GB over gigabit Ethernet."""
 
 
 def own_files_suffice(
@@ -42,9 +45,7 @@ def own_files_suffice(
     )
 
 
-def bring_missing(
-    place: Place, verdict: Verdict, state: Mapping[str, Any], *, stage: int, group: Any
-) -> None:
+def bring_missing(place: Place, verdict: Verdict, state: Mapping[str, Any], *, stage: int) -> None:
     """Complete the checkpoint on every storage, unless no rank needs that. Collective.
 
     Raises:
@@ -52,6 +53,7 @@ def bring_missing(
     """
     if not verdict.lacking or own_files_suffice(state, verdict.lacking, place, stage=stage):
         return
+    group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
     for storage, names in sorted(verdict.lacking.items()):
         # The manifest is the last: what has one is complete.
         names = sorted(names, key=lambda name: name == MANIFEST)
@@ -71,13 +73,14 @@ def bring_missing(
             and not problem
             and target == partial_dir(place.directory, verdict.step)
         ):
-            publish(place.directory, verdict.step)
+            problem = _publish(place, verdict.step)
         if failed := exchange(problem, group=group)[storage]:
             raise CheckpointError(
                 f"The checkpoint of step {verdict.step} is in parts on several hosts, and the host "
                 f"of rank {storage} cannot take what it lacks: {failed}. Free some space there, or "
                 "use a run directory that all hosts share."
             )
+    torch.distributed.destroy_process_group(group)
 
 
 def _prepare(place: Place, step: int) -> tuple[Path, str | None]:
@@ -89,6 +92,14 @@ def _prepare(place: Place, step: int) -> tuple[Path, str | None]:
         return begin(place.directory, step), None
     except OSError as error:
         return existing, str(error)
+
+
+def _publish(place: Place, step: int) -> str | None:
+    try:
+        publish(place.directory, step)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _send(path: Path, to: int, *, group: Any) -> None:

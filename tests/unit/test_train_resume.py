@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from llmx.checkpoint.commit import begin
 from llmx.errors import ConfigError
 from llmx.train.metrics import MetricsWriter, cut_back, lines_until, read_lines
 from llmx.train.place import Place
 from llmx.train.resume import check_identity
-from llmx.train.state_exchange import own_files_suffice
+from llmx.train.state_exchange import _publish, own_files_suffice
 
 
 def line(kind: str, step: int, **more: Any) -> dict[str, Any]:
@@ -122,3 +123,12 @@ def test_a_place_knows_its_members() -> None:
     assert not place.is_shared
     assert not replace(place, rank=3).leads
     assert replace(place, leaders=(0, 0, 0, 0)).is_shared
+
+
+def test_a_host_that_cannot_take_what_it_lacks_says_so_to_the_others(tmp_path: Path) -> None:
+    """Raised on that rank alone, it would leave the others waiting for it."""
+    place = Place(tmp_path, rank=0, leaders=(0,))
+    assert "No such file" in str(_publish(place, 4))
+    begin(tmp_path, 4)
+    assert _publish(place, 4) is None
+    assert (tmp_path / "step-00000004").is_dir()
