@@ -188,19 +188,19 @@ def _ranks(model: dict[str, Any], *, added: set[int]) -> tuple[dict[bytes, int],
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise NotConvertible("its tokens carry word marks")
     vocab: dict[str, int] = model["vocab"]
-    byte_of = _byte_of_character()
+    byte_of = _Bytes(_byte_of_character())
     try:
-        ids = [vocab[character] for character in sorted(byte_of, key=byte_of.__getitem__)]
+        ids = [vocab[chr(character)] for character in sorted(byte_of, key=byte_of.__getitem__)]
     except KeyError as error:
         raise NotConvertible("its vocabulary lacks single bytes") from error
     ranks = {bytes([byte]): byte for byte in range(256)}
     for merge in model["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         try:
-            a = bytes(byte_of[character] for character in left)
-            b = bytes(byte_of[character] for character in right)
+            a = left.translate(byte_of).encode("latin-1")
+            b = right.translate(byte_of).encode("latin-1")
             index = vocab[left + right]
-        except KeyError as error:
+        except (KeyError, _NoByte) as error:
             raise NotConvertible("a merge is not made of bytes") from error
         if a + b in ranks:
             raise NotConvertible("two merges make the same token")
@@ -217,6 +217,8 @@ def _ranks(model: dict[str, Any], *, added: set[int]) -> tuple[dict[bytes, int],
 def _split(text: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The parts of ``text`` when all merges known so far are applied, lowest rank first."""
     parts = [text[i : i + 1] for i in range(len(text))]
+    if len(parts) == 2:
+        return parts
     never = len(ranks)
     pairs = [ranks.get(text[i : i + 2], never) for i in range(len(text) - 1)]
     while len(parts) > 2:
@@ -233,9 +235,20 @@ def _split(text: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The characters by which byte-level tokenizers write bytes."""
+class _NoByte(Exception):
+    """A character that stands for no byte."""
+
+
+class _Bytes(dict[int, int]):
+    """For ``str.translate``, which leaves what is missing as it is unless it is told not to."""
+
+    def __missing__(self, character: int) -> int:
+        raise _NoByte(chr(character))
+
+
+def _byte_of_character() -> dict[int, int]:
+    """The characters (code points) by which byte-level tokenizers write bytes."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
-    table = {chr(byte): byte for byte in shown}
-    return table | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    table = {byte: byte for byte in shown}
+    return table | {256 + i: byte for i, byte in enumerate(hidden)}

@@ -31,8 +31,8 @@ from llmx.data.words import Words
 from llmx.data.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
 
-PROOF_CHARS = 200_000
-"""Characters of the user's own text on which both encoders must agree, 0.1 core-seconds."""
+PROOF_BYTES = 200_000
+"""Bytes of the user's own text on which both encoders must agree, 0.1 core-seconds."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +119,20 @@ class DocumentEncoder:
             except NotWordwise as reason:
                 self.description = f"tokenizers ({reason})"
                 return
-        compared = chars = 0
-        for text in texts:
-            sample = text[: PROOF_CHARS - chars]
-            if self._fast.takes(sample):
-                slow = self._slow.encode(sample, add_special_tokens=False).ids
-                if self._words().encode([self._fast.prepared(sample)])[0].tolist() != slow:
-                    self._fast = None
-                    self.description = f"tokenizers ({how} gave other ids on this data)"
-                    return
-                compared += len(slow)
-            chars += len(sample)
-            if chars >= PROOF_CHARS:
-                break
-        self.description = f"{how} ({why}equal to tokenizers on {compared:,} tokens of this data)"
+        fast = self._fast
+        sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
+        ids, sizes = self._words().encode([fast.prepared(text) for text in sample])
+        wanted, wanted_sizes = _concatenated(self._slow_ids(sample))
+        if not len(wanted):
+            self._fast = None
+            self.description = f"tokenizers ({why}{how} fits none of the first texts)"
+        elif not (np.array_equal(ids, wanted) and np.array_equal(sizes, wanted_sizes)):
+            self._fast = None
+            self.description = f"tokenizers ({how} gave other ids on this data)"
+        else:
+            self.description = (
+                f"{how} ({why}equal to tokenizers on {len(ids):,} tokens of this data)"
+            )
 
     def blocks(
         self, batches: Iterable[Batch], *, begins: bool
@@ -204,6 +204,16 @@ class DocumentEncoder:
     def _slow_ids(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _beginning(texts: Iterable[str], size: int) -> Iterator[str]:
+    """The first texts, of so many bytes together; the last may be cut."""
+    for text in texts:
+        content = text.encode()
+        yield text if len(content) <= size else content[:size].decode("utf-8", "ignore")
+        size -= len(content)
+        if size <= 0:
+            return
 
 
 def _concatenated(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,10 @@ DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "assets" / "demo"
 """The bundled set: train.jsonl, eval.jsonl, tokenizer/ (made by scripts/make_demo_data.py)."""
 
 
+_FINGERPRINTS: dict[str, str] = {}
+"""Digest of a tokenizer as it is -> its fingerprint; of this process."""
+
+
 def load_tokenizer(exp: Experiment) -> Any:
     """The Hugging Face tokenizer of ``model.tokenizer`` (default ``model.path``; ``demo`` is the
     bundled one), with the chat template that ``data.template`` chooses, so that an exported
@@ -52,12 +56,22 @@ def load_tokenizer(exp: Experiment) -> Any:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Hex digest of all that decides which ids a text gets; equal for equal tokenizers,
     wherever they were loaded from."""
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Padding and truncation are settings of the last call, not of the tokenizer.
-    state.pop("padding", None)
-    state.pop("truncation", None)
-    parts = [state, tokenizer.special_tokens_map, len(tokenizer)]
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
+    state_text = tokenizer.backend_tokenizer.to_str()
+    special, size = tokenizer.special_tokens_map, len(tokenizer)
+    # Sorting a large vocabulary takes longer than all else; train and eval ask for the same.
+    key = _digest(f"{state_text} {special} {size}")
+    if key not in _FINGERPRINTS:
+        state = json.loads(state_text)
+        # Padding and truncation are settings of the last call, not of the tokenizer.
+        state.pop("padding", None)
+        state.pop("truncation", None)
+        parts = [state, special, size]
+        text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
+        _FINGERPRINTS[key] = _digest(text)
+    return _FINGERPRINTS[key]
+
+
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -21,6 +21,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from llmx.data import encode
 from llmx.data import words as words_module
 from llmx.data.bytepair import PATTERNS, BytePairs
 from llmx.data.encode import DocumentEncoder
@@ -179,6 +180,20 @@ def test_every_kind_is_encoded_by_words(kind: str):
 def test_what_is_not_encoded_by_words_says_why(backend: Tokenizer, reason: str):
     with pytest.raises(NotWordwise, match=reason):
         Wordwise.of(backend)
+
+
+def test_what_was_compared_with_nothing_is_not_used():
+    encoder = DocumentEncoder(tokenizer_of("bert"), begin=[], workers=1)
+    encoder.choose(["北京大学的学生" * 9, "москва" * 9])
+    assert encoder.description == (
+        "tokenizers (it is no byte-level BPE; tokenizers word by word fits none of the first texts)"
+    )
+    assert encoder.ids(["dog"])[0].tolist() == reference_of("bert").encode("dog").ids
+
+
+def test_a_sample_is_of_so_many_bytes():
+    assert list(encode._beginning(["ab", "größer", "c"], 5)) == ["ab", "gr"]
+    assert list(encode._beginning(["ab", "c"], 2)) == ["ab"]
 
 
 def test_unknown_steps_are_not_encoded_by_words():
