@@ -27,6 +27,12 @@ NOTES = {
     "data": "change the file or the row that the message names",
     "crash": "the traceback names the place; the whole log of the rank is in RUN_DIR/logs",
 }
+NOTES_OF_ERRORS = {
+    "CheckpointError": "`python -m llmx export RUN_DIR --check` verifies all checkpoints. Put a "
+    "good copy of the named file back, or go on from another one (resume RUN_DIR step=N), or "
+    "begin again (resume RUN_DIR step=0, which keeps the damaged ones in history/)",
+}
+"""Of llmx's own errors whose outcome says too little."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ def diagnose(failure: Failure) -> Diagnosis:
         return _from_row(row, said, failure)
     outcome = failure.category if failure.category in OUTCOMES else "crash"
     cause = _headline(failure) or _last_line(failure.log) or "the process ended without a word"
-    return Diagnosis(outcome, cause, NOTES.get(outcome, NOTES["crash"]))
+    fix = NOTES_OF_ERRORS.get(failure.error_type) or NOTES.get(outcome, NOTES["crash"])
+    return Diagnosis(outcome, cause, fix)
 
 
 def _agrees(row: Known, category: str) -> bool:

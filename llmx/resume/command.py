@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import yaml
 
 from llmx import snapshot
+from llmx.checkpoint.manifest import CheckpointError
 from llmx.compose import check_paths
 from llmx.errors import ConfigError
 from llmx.provenance import record
@@ -16,6 +17,7 @@ from llmx.provenance.differences import BREAKS, HARMLESS, MEANING, Difference, d
 from llmx.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
+from llmx.resume.choose import is_hashed, newest_usable, problems_of
 from llmx.resume.history import keep_former, set_aside
 from llmx.resume.rules import SAME, refuse_other_content, shown, table
 from llmx.resume.standing import Standing, standing
@@ -120,8 +122,6 @@ def nothing_left(run: RunDir, goes_on: Next, stands: Standing, step: int | None)
 
 def begin_at(run: RunDir, stands: Standing, step: int | None) -> int:
     """The step it goes on from; ConfigError for a ``step=N`` that has no good checkpoint."""
-    from llmx.resume.choose import newest_usable, problems_of
-
     if step == 0:
         return 0
     if step is not None:
@@ -139,6 +139,13 @@ def begin_at(run: RunDir, stands: Standing, step: int | None) -> int:
             )
         return step
     found = newest_usable(run, stands.checkpoints)
+    # The ranks refuse it, too (llmx.train.resume), but on hosts, and minutes later.
+    if found.step is None and stands.saved - set(found.damaged) and found.damaged:
+        raise CheckpointError(
+            f"none of the checkpoints in {run.checkpoints} can be used: {found.words()}. Put a "
+            f"good copy of the named file back, or begin again: python -m llmx resume "
+            f"{shlex.quote(str(run.root))} step=0 (the damaged ones are kept in history/)."
+        )
     for damaged, problems in found.damaged.items():
         print(f"  damaged   checkpoint of step {damaged}: {'; '.join(problems)}")
     return found.step or 0
@@ -169,10 +176,14 @@ def _say(
         again = max(0, stands.last_step - origin)
         repeated = f"; {again} steps are trained again" if again else ""
         print(f"  from      the checkpoint of step {origin}{repeated}")
+        if not is_hashed(run, origin):
+            print("            its sizes are right; the ranks verify every byte before they go on")
     elif step == 0:
         print("  from      step 0, as asked for: all steps are trained again")
     elif not stands.last_step:
         print("  from      step 0")
+    elif not stands.checkpoints and not all(h.is_local for h in goes_on.composed.plan.hosts):
+        print("  from      what its hosts hold: no checkpoint is on this machine")
     else:
         print("  from      step 0: there is no usable checkpoint, all steps are trained again")
     widest = max((len(change.key) for change in goes_on.changes), default=0)

@@ -29,6 +29,9 @@ class Standing:
     checkpoints: tuple[int, ...]
     """Committed steps on this machine, ascending; whether they are whole is not said."""
 
+    saved: frozenset[int] = frozenset()
+    """Steps that were committed once, as the metrics tell."""
+
     @property
     def num_samples(self) -> int | None:
         return (self.started or {}).get("num_samples")
@@ -78,6 +81,7 @@ def standing(run: RunDir) -> Standing:
         outcome=str(result["outcome"]) if result and result.get("outcome") else None,
         cause=str((result or {}).get("cause") or ""),
         checkpoints=tuple(committed(run.checkpoints)),
+        saved=frozenset(int(line["step"]) for line in lines if line.get("event") == "saved"),
         was_launched=any(
             path.exists() for path in (run.result, run.metrics, run.supervisor, run.attempts)
         ),

@@ -27,6 +27,9 @@ from llmx.train.metrics import lines_until, read_lines
 from llmx.train.place import Place, exchange
 from llmx.train.state_exchange import bring_missing
 
+PREPARED = "preparation"
+"""Says why samples differ; never decides, for the fingerprint of the data covers it."""
+
 
 @dataclass(frozen=True)
 class Damaged:
@@ -67,12 +70,15 @@ class Start:
 
 def identity(exp: Experiment, plan: Plan, store: Any) -> dict[str, Any]:
     """What must be the same for the samples of a step, and so the run, to be the same."""
+    from llmx.data.wanted import PREPARATION
+
     return {
         "global_batch": plan.batch.global_batch,
         "seq_len": exp.data.seq_len,
         "seed": exp.seed,
         "data_fingerprint": store.fingerprint,
         "num_samples": len(store),
+        PREPARED: PREPARATION,
     }
 
 
@@ -190,13 +196,23 @@ def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
     different = [
         f"{name} is {state.get(name)} there and {value} here"
         for name, value in mine.items()
-        if state.get(name) != value
+        if state.get(name) != value and name != PREPARED
     ]
-    if different:
+    if not different:
+        return
+    then, now = state.get(PREPARED) or "an older one", mine.get(PREPARED)
+    if then != now and all(text.startswith(("data_", "num_")) for text in different):
         raise ConfigError(
-            f"The checkpoint of step {state['step']} is of another run: {'; '.join(different)}. "
-            "Resume with the values it was made with, or begin a new run directory."
+            f"The checkpoint of step {state['step']} was made by an llmx that prepared data in "
+            f"another form ({then} then, {now} now), so its samples would be others even from the "
+            f"same files: {'; '.join(different)}. Go on with the llmx that began the run "
+            "(`git` in provenance.json names its commit), or begin a new run from its weights: "
+            "python -m llmx export RUN_DIR, then model=hf model.path=RUN_DIR/export/step-N."
         )
+    raise ConfigError(
+        f"The checkpoint of step {state['step']} is of another run: {'; '.join(different)}. "
+        "Resume with the values it was made with, or begin a new run directory."
+    )
 
 
 def restore_from(start: Start, engine: Engine) -> None:

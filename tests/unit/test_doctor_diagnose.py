@@ -168,3 +168,21 @@ def test_by_hand() -> None:
     )
     assert done.stdout.startswith("oom: ")
     assert "\nfix: " in done.stdout
+
+
+def test_damaged_checkpoints_are_named_with_what_can_be_done() -> None:
+    said = (
+        "None of the 1 checkpoints in /runs/x/checkpoints can be used (step 50: "
+        "rank-00001.safetensors: damaged, it has 401 bytes, expected 4001 bytes)."
+    )
+    found = diagnose(
+        Failure(
+            error_type="CheckpointError",
+            message=said,
+            traceback=f"Traceback (most recent call last):\n  ...\nllmx.checkpoint.manifest.CheckpointError: {said}",
+            category="data",
+        )
+    )
+    assert (found.outcome, found.cause) == ("data", f"CheckpointError: {said}")
+    for words in ("--check", "good copy", "step=N", "step=0"):
+        assert words in found.fix

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmx import snapshot
 from llmx.checkpoint.commit import read_pointer, set_pointer
-from llmx.checkpoint.manifest import FileEntry, make_manifest
+from llmx.checkpoint.manifest import CheckpointError, digest_bytes, make_manifest
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.record import only_supervisor
@@ -55,7 +55,7 @@ def checkpoint(run: RunDir, step: int, *, hosts: tuple[str, ...] = ("a",)) -> Pa
     for rank, host in enumerate(hosts):
         name = f"rank-{rank:05d}.safetensors"
         (directory / name).write_bytes(b"x" * 10)
-        files[name], owners[name] = FileEntry(10, "0" * 64), host
+        files[name], owners[name] = digest_bytes(b"x" * 10), host
     manifest = make_manifest(step, files, hosts=owners, run_id="r")
     (directory / "manifest.json").write_text(manifest.to_text())
     return directory
@@ -199,10 +199,37 @@ def test_where_it_goes_on_is_said_before_the_start(run, capsys) -> None:
     said = capsys.readouterr().out
     assert "damaged   checkpoint of step 50: rank-00000.safetensors: has 1, expected 10" in said
     assert "from      the checkpoint of step 40" in said
+    # As large, with one bit flipped: a small checkpoint is read before the start.
+    (run.checkpoint(50) / "rank-00000.safetensors").write_bytes(b"x" * 9 + b"y")
+    assert "damaged, it has hash" in problems_of(run, 50)[0]
     with pytest.raises(ConfigError, match="step=50: that checkpoint is damaged"):
         main([str(run.root), "step=50"])
     with pytest.raises(ConfigError, match="There are: 40, 50"):
         main([str(run.root), "step=45"])
+
+
+def test_a_large_checkpoint_is_left_to_the_ranks_and_that_is_said(run, capsys, monkeypatch) -> None:
+    trained(run, 57, outcome="interrupted")
+    checkpoint(run, 50)
+    assert main([str(run.root), "dry_run=true"]) == 0
+    assert "sizes are right" not in capsys.readouterr().out
+    monkeypatch.setattr("llmx.resume.choose.HASHED_BYTES", 9)
+    assert main([str(run.root), "dry_run=true"]) == 0
+    assert "its sizes are right; the ranks verify every byte" in capsys.readouterr().out
+
+
+def test_with_damaged_checkpoints_alone_nothing_is_begun_anew(run, capsys) -> None:
+    trained(run, 57, outcome="interrupted")
+    with run.metrics.open("a") as lines:
+        for step in (40, 50):
+            lines.write(json.dumps({"kind": "event", "event": "saved", "step": step}) + "\n")
+    (checkpoint(run, 50) / "rank-00000.safetensors").unlink()  # and 40 was pruned
+    with pytest.raises(CheckpointError) as caught:
+        main([str(run.root), "dry_run=true"])
+    for words in ("step 50: rank-00000.safetensors: is missing", "good copy", "step=0"):
+        assert words in str(caught.value)
+    assert main([str(run.root), "step=0", "dry_run=true"]) == 0
+    assert "step 0, as asked for" in capsys.readouterr().out
 
 
 def test_newer_checkpoints_are_set_aside_and_the_pointer_follows(run, tmp_path) -> None:

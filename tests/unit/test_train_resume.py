@@ -90,6 +90,18 @@ def test_another_run_is_refused_and_all_that_differs_is_named() -> None:
     assert "global_batch is 16 there and 8 here; seed is None there and 0 here" in str(caught.value)
 
 
+def test_data_that_a_newer_llmx_prepares_otherwise_is_said_to_be_that() -> None:
+    mine = {"seed": 0, "data_fingerprint": "b", "num_samples": 90, "preparation": "1.3"}
+    saved = {"step": 3, **mine}
+    # A checkpoint from before the version was noted goes on where the samples are the same.
+    check_identity({key: saved[key] for key in saved if key != "preparation"}, mine)
+    for version in ("1.2", None):
+        with pytest.raises(ConfigError, match=f"another form \\({version or 'an older one'} then"):
+            check_identity({**saved, "data_fingerprint": "a", "preparation": version}, mine)
+    with pytest.raises(ConfigError, match="of another run: data_fingerprint is a there"):
+        check_identity({**saved, "data_fingerprint": "a"}, mine)
+
+
 STATE = {
     "world_size": 2,
     "zero_stage": 2,
