@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import array
 import base64
+import collections
 import contextlib
 import fcntl
 import glob
@@ -29,6 +30,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 SCAN_S = 0.5
 CHUNK = 65536
 STREAM_BYTES = 1 << 20  # of one file in one look: a flood in a log must not hold up the rest
+AWAY_S = 5.0  # between two turns
 LONE_GRACE_S = 15.0  # for the ranks to save once the supervisor is gone
 STREAMED = ("metrics.jsonl", "logs/rank-*.log")
 MIN_TOKEN = 7  # a process with the token among its arguments is the run's, and will be ended
@@ -210,8 +213,9 @@ class Agent:
         self.stamps: dict[str, tuple[int, int]] = {}
         self.inodes: dict[str, int] = {}
         self.output = True
-        self.backlog: list[bytes] = []
-        self.pending = b""
+        self.backlog: collections.deque[Message] = collections.deque()
+        self.wake, self.lock = threading.Event(), threading.Lock()
+        self.heard_at = time.monotonic()
         self.closed_at: float | None = None
 
     def serve(self) -> None:
@@ -220,47 +224,53 @@ class Agent:
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._asked_to_end)
-        heard_at, last_scan = time.monotonic(), 0.0
+        threading.Thread(target=self.listen, daemon=True).start()
+        last_scan, looked_at = 0.0, time.monotonic()
         try:
             while True:
-                readable, _, _ = select.select([0], [], [], 0.2)
-                if readable:
-                    self.receive()
-                    while self.backlog:
-                        line = self.backlog.pop(0)
-                        if line.strip():
-                            self.answer(json.loads(line))
-                    if self.closed_at is not None:
-                        break
-                    heard_at = time.monotonic()  # while it answered it did not listen
-                elif self.silence_s and time.monotonic() - heard_at > self.silence_s:
-                    break
+                self.wake.wait(0.2)
+                self.wake.clear()
+                closed = self.closed_at is not None
+                while self.backlog:
+                    self.answer(self.backlog.popleft())
                 now = time.monotonic()
+                if now - looked_at > AWAY_S:
+                    self.heard_at = now  # this process itself stood still
+                looked_at = now
+                if closed or (self.silence_s and now - self.heard_at > self.silence_s):
+                    break
                 if self.watching and now - last_scan >= SCAN_S:
                     last_scan = now
                     self.look()
-        except (KeyboardInterrupt, OSError, ValueError, Unheard):
+        except (KeyboardInterrupt, OSError, Unheard):
             pass  # the channel is broken: the supervisor is gone
         self.output = False
         if not self.done:
             # Nobody is left to go on, so what was trained is saved for whoever resumes.
             self.end(min(self.grace_s, LONE_GRACE_S), save=True)
 
-    def receive(self) -> None:
-        """Take in what the supervisor sent; waits where nothing is there."""
-        data = os.read(0, CHUNK)
-        if not data:
-            self.closed_at = time.monotonic()
-        *lines, self.pending = (self.pending + data).split(b"\n")
-        self.backlog += lines
+    def listen(self) -> None:
+        """Take in what the supervisor sends, and answer its signs of life at once: a disk that
+        holds up all else here makes no lost host."""
+        pending = b""
+        with contextlib.suppress(OSError, ValueError, KeyError, Unheard):
+            while data := os.read(0, CHUNK):
+                self.heard_at = time.monotonic()
+                *lines, pending = (pending + data).split(b"\n")
+                for message in [json.loads(line) for line in lines if line.strip()]:
+                    if message["cmd"] == "ping":
+                        self.answer(message)
+                    else:
+                        self.backlog.append(message)
+                self.wake.set()
+        self.closed_at = time.monotonic()
+        self.wake.set()
 
     def hurry(self) -> bool:
         """Whether the ranks have no more time: asked to stop once more, or left alone for long."""
-        while self.closed_at is None and select.select([0], [], [], 0)[0]:
-            self.receive()
         if self.closed_at is not None and time.monotonic() - self.closed_at > LONE_GRACE_S:
             return True
-        return any(b'"cmd": "stop"' in line for line in self.backlog)
+        return any(message["cmd"] == "stop" for message in list(self.backlog))
 
     def answer(self, message: Message) -> None:
         """One command; the answer carries its ``id``."""
@@ -515,12 +525,13 @@ class Agent:
         if not self.output:
             return
         data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            # Never longer than silence: an agent that hangs in a write would end nothing.
-            if not select.select([], [1], [], self.silence_s or None)[1]:
-                self.silence_s = 1e-3  # the next one does not wait
-                raise Unheard
-            data = data[os.write(1, data[:PIPE_BYTES]) :]
+        with self.lock:
+            while data:
+                # Never longer than silence: an agent that hangs in a write would end nothing.
+                if not select.select([], [1], [], self.silence_s or None)[1]:
+                    self.silence_s = 1e-3  # the next one does not wait
+                    raise Unheard
+                data = data[os.write(1, data[:PIPE_BYTES]) :]
 
     def _asked_to_end(self, number: int, frame: object) -> None:
         raise KeyboardInterrupt

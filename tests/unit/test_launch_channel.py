@@ -88,6 +88,17 @@ def test_the_main_thread_may_be_busy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         channel.close(timeout_s=10)
 
 
+def test_a_host_whose_disk_stands_still_is_not_lost(agent: Rig) -> None:
+    """Here it waits for a command of its own."""
+    agent.greet(cancel_force=[["sh", "-c", "exec sleep 2"]])
+    busy = agent.channel.post("clear", grace_s=0)
+    asked = time.monotonic()
+    agent.channel.ping()
+    wait_until(lambda: agent.channel.last_heard > asked, timeout_s=1.5)
+    assert busy.empty()
+    agent.channel.wait(busy, timeout_s=10)
+
+
 def test_an_agent_that_nobody_reads_ends_the_run(tmp_path: Path) -> None:
     """As behind a cut cable: what it writes stays where it is, and the pipe is full soon."""
     (tmp_path / "logs").mkdir()
