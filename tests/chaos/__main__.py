@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmx.rundir import write_json
 from tests.chaos.campaign import campaign
-from tests.chaos.faults import KINDS
+from tests.chaos.kinds import KINDS
 from tests.chaos.record import table, write_into_docs
 from tests.cluster.requirements import missing
 

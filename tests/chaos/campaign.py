@@ -1,9 +1,10 @@
-"""One undisturbed training, then the same one under fire; what the two must have in common.
+"""A training under fire beside the same one undisturbed; what the two must have in common.
 
     report = campaign(directory, faults=30, seed=1)
     report.survived, report.rows()
 
-The next fault comes when the run has made progress after the last one: a new checkpoint.
+The next fault comes when the run has made progress after the last one, a new checkpoint; or, as
+the second of a volley, while the run still recovers from the first.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from typing import Any
 
 from tests.chaos.checks import (
     committed_checkpoints_are_good,
+    damage_was_noticed,
     no_orphan,
     no_torn_file,
     nothing_left,
 )
-from tests.chaos.faults import KINDS, Kind, draw
-from tests.chaos.run_files import json_lines
-from tests.chaos.site import PATIENCE_S, GaveUp, Site
+from tests.chaos.kinds import KINDS, Kind, Volley, draw, pair
+from tests.chaos.site import PATIENCE_S, Site
+from tests.chaos.training import GaveUp, Trained, Undisturbed, trained
 
 EVERY = 10
 """Steps between two checkpoints."""
-STRIDE = 60
-"""Steps of the run for each fault: enough for a few checkpoints between two of them."""
-
+STRIDE = 30
+"""Steps of the run for each volley: enough for a checkpoint or two between two of them."""
 SLOWEST_STEP_S = 0.3
 """On a machine that is busy with other things."""
 
@@ -51,6 +52,8 @@ class Strike:
     """How often the ranks were started again for it."""
     repeated: int = 0
     """Steps that had to be trained again."""
+    follows: bool = False
+    """Whether it struck while the run recovered from the one before."""
     took_s: float = 0.0
     """From the fault to the next new checkpoint."""
     survived: bool = False
@@ -67,7 +70,6 @@ class Report:
     steps: int = 0
     started: float = field(default_factory=time.time)
     took_s: float = 0.0
-    undisturbed_s: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
     strikes: list[Strike] = field(default_factory=list)
     equal_losses: int = 0
@@ -79,6 +81,11 @@ class Report:
     @property
     def survived(self) -> int:
         return sum(strike.survived for strike in self.strikes)
+
+    @property
+    def in_pairs(self) -> int:
+        """How many struck while the run recovered from another."""
+        return sum(strike.follows for strike in self.strikes)
 
     @property
     def passed(self) -> bool:
@@ -106,15 +113,6 @@ class Report:
         return {**asdict(self), "survived": self.survived, "passed": self.passed}
 
 
-@dataclass
-class Trained:
-    """What must not depend on what happened on the way."""
-
-    losses: dict[int, tuple[float, float]]
-    """Step -> loss and gradient norm."""
-    weights_hash: str
-
-
 Say = Callable[[str], None]
 
 
@@ -123,88 +121,117 @@ def campaign(
 ) -> Report:
     """All of it. Never raises for what the run did wrong: the report says it."""
     chance = random.Random(seed)
-    chosen = kinds or draw(faults, chance)
-    steps = (faults + 1) * STRIDE + sum(kind.steps for kind in chosen)
-    report = Report(seed, faults, steps=steps)
+    volleys = [(kind,) for kind in kinds] if kinds else pair(draw(faults, chance), chance)
+    slack = sum(kind.steps for volley in volleys for kind in volley)
+    report = Report(seed, faults, steps=(len(volleys) + 1) * STRIDE + slack)
     report.versions = {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
     }
     begun = time.monotonic()
     try:
-        with Site(directory / "undisturbed", steps=report.steps, every=EVERY) as site:
+        with (
+            Undisturbed(directory / "undisturbed", steps=report.steps) as undisturbed,
+            Site(directory / "disturbed", steps=report.steps, every=EVERY) as site,
+        ):
             site.start()
-            undisturbed = _until_the_end(site)
-        report.undisturbed_s = time.monotonic() - begun
-        say(f"undisturbed: {report.steps} steps in {report.undisturbed_s:.0f} s")
-        with Site(directory / "disturbed", steps=report.steps, every=EVERY) as site:
-            site.start()
-            for number, kind in enumerate(chosen, 1):
-                _strike(site, kind, number, chance, report, say)
-            _compare(undisturbed, _until_the_end(site), report)
+            for number, volley in enumerate(volleys, 1):
+                _fire(site, volley, number * STRIDE, chance, report, say)
+            disturbed = _until_the_end(site)
+            say(f"the end, after {time.monotonic() - begun:.0f} s")
+            timeout_s = PATIENCE_S + report.steps * SLOWEST_STEP_S
+            _compare(undisturbed.until_over(timeout_s=timeout_s), disturbed, report)
     except GaveUp as error:
         report.problems.append(str(error))
     report.took_s = time.monotonic() - begun
     return report
 
 
-def _strike(
-    site: Site, kind: Kind, number: int, chance: random.Random, report: Report, say: Say
+def _fire(
+    site: Site, volley: Volley, at: int, chance: random.Random, report: Report, say: Say
 ) -> None:
-    """One fault at a random step of its stretch, and all that must be true after it."""
-    strike = Strike(number, kind.name)
-    report.strikes.append(strike)
-    # The stretch begins behind the last fault's: the run is over only after the last of them.
-    at = number * STRIDE + chance.randrange(STRIDE // 3)
-    site.until_step(max(at, site.step))
-    begun, restarts, strike.step = time.monotonic(), len(site.resumed), site.step
-    attempts = len(site.attempts())
+    """A volley at a random step of its stretch, and all that must be true after it."""
+    # The stretch begins behind the last volley's: the run is over only after the last of them.
+    at += chance.randrange(STRIDE // 3)
+    site.until(
+        lambda: site.step >= at and len(site.held()) >= 2,
+        what=f"step {at}, and two checkpoints",
+    )
+    site.may_repeat = 0
+    strikes: list[Strike] = []
+    before: list[tuple[float, int]] = []
+    """When each struck, and how many resumes there were."""
     try:
-        strike.what = kind.strike(site, chance)
-        site.look()
-        before = len([event for event in site.events if event["event"] == "saved"])
-
-        def goes_on() -> bool:
-            if kind.restarts and len(site.resumed) == restarts:
-                return False
-            ended = [line["ended"] for line in site.attempts()[attempts:]]
-            if ended and site.resumed_at < ended[-1]:
-                return False
-            if site.supervisor().get("state") != "running" or site.step <= strike.step:
-                return False
-            saves = len([event for event in site.events if event["event"] == "saved"])
-            return saves > before and 0 < site.saved_since_resume() <= site.newest()
-
-        site.until(goes_on, what=f"the next checkpoint after {kind.words} ({strike.what})")
-        if len(site.resumed) > restarts:
-            strike.restarts = len(site.resumed) - restarts
-            strike.resumed_at = min(site.resumed[restarts:])
-            strike.repeated = sum(site.repeated[restarts:])
-        _check(site, kind, strike)
+        for kind in volley:
+            strike = Strike(len(report.strikes) + 1, kind.name, step=site.step)
+            strike.follows = bool(strikes)
+            strikes.append(strike)
+            report.strikes.append(strike)
+            begun, resumes, attempts = time.monotonic(), len(site.resumed), len(site.attempts())
+            how = kind.follow if strike.follows and kind.follow else kind.strike
+            strike.what = how(site, chance)
+            before.append((begun, resumes))
+        must_restart = any(kind.restarts for kind in volley)
+        _until_it_goes_on(site, strikes[-1], resumes, attempts, must_restart=must_restart)
+        _check(site, volley, sum(site.repeated[before[0][1] :]))
     except GaveUp as error:
-        strike.why = str(error).splitlines()[0]
-        say(f"{number:>3} {kind.name:<10} {strike.what}: NOT SURVIVED: {strike.why}")
+        words = f"{strikes[-1].kind} {strikes[-1].what}"
+        strikes[-1].why = str(error).splitlines()[0]
+        say(f"{strikes[-1].number:>3} {words}: NOT SURVIVED: {strikes[-1].why}")
         raise
-    strike.survived = True
-    strike.took_s = time.monotonic() - begun
+    for strike, (begun, resumes) in zip(strikes, before, strict=True):
+        strike.restarts = len(site.resumed) - resumes
+        if strike.restarts:
+            strike.resumed_at = min(site.resumed[resumes:])
+            strike.repeated = sum(site.repeated[resumes:])
+        strike.took_s = time.monotonic() - begun
+        strike.survived = True
+        say(_line(strike, report))
+
+
+def _line(strike: Strike, report: Report) -> str:
+    """One fault in words."""
+    when = "  + meanwhile" if strike.follows else f"at step {strike.step}"
     again = "" if strike.resumed_at is None else f", again from {strike.resumed_at}"
     again += f" ({strike.restarts} restarts)" if strike.restarts > 1 else ""
-    say(
-        f"{number:>3}/{report.faults} {kind.name:<10} at step {strike.step}: {strike.what}"
-        f"{again}, {strike.repeated} repeated, {strike.took_s:.1f} s"
+    return (
+        f"{strike.number:>3}/{report.faults} {strike.kind:<10} {when}: {strike.what}{again}, "
+        f"{strike.repeated} repeated, {strike.took_s:.1f} s"
     )
 
 
-def _check(site: Site, kind: Kind, strike: Strike) -> None:
+def _until_it_goes_on(
+    site: Site, strike: Strike, resumes: int, attempts: int, *, must_restart: bool
+) -> None:
+    """Until the run trains and has saved again after ``strike``.
+
+    Args:
+        resumes, attempts: how many there were before it.
+    """
+    site.look()
+    saves = len(site.saves())
+
+    def goes_on() -> bool:
+        if must_restart and len(site.resumed) == resumes:
+            return False
+        ended = [line["ended"] for line in site.attempts()[attempts:]]
+        if ended and site.resumed_at < ended[-1]:
+            return False
+        if site.supervisor().get("state") != "running" or site.step <= strike.step:
+            return False
+        return len(site.saves()) > saves and 0 < site.saved_since_resume() <= site.newest()
+
+    site.until(goes_on, what=f"the next checkpoint after {strike.kind} ({strike.what})")
+
+
+def _check(site: Site, volley: Volley, repeated: int) -> None:
     no_torn_file(site)
+    damage_was_noticed(site)
     committed_checkpoints_are_good(site)
     no_orphan(site)
-    most = kind.most_lost * site.every
-    if strike.repeated > most:
-        raise GaveUp(
-            f"{strike.repeated} steps were trained again, more than {most}: from "
-            f"{strike.resumed_at} on\n{site.story()}"
-        )
+    most = sum(kind.most_lost for kind in volley) * site.every + site.may_repeat
+    if repeated > most:
+        raise GaveUp(f"{repeated} steps were trained again, more than {most}\n{site.story()}")
 
 
 def _until_the_end(site: Site) -> Trained:
@@ -216,21 +243,7 @@ def _until_the_end(site: Site) -> Trained:
     if site.process.returncode != 0 or result["outcome"] != "ok":
         raise GaveUp(f"ended with {site.process.returncode}: {result}\n{site.story()}")
     nothing_left(site)
-    records = json_lines(site.run_dir(site.near).metrics)
-    train = [record for record in records if record["kind"] == "train"]
-    steps = [record["step"] for record in train]
-    if steps != list(range(1, site.steps + 1)):
-        gaps = sorted(set(range(1, site.steps + 1)) - set(steps))
-        double = sorted({step for step in steps if steps.count(step) > 1})
-        raise GaveUp(f"metrics.jsonl: steps missing {gaps}, steps twice {double}")
-    starts = [record for record in records if record["kind"] == "start"]
-    ends = [record for record in records if record["kind"] == "end"]
-    if (len(starts), len(ends)) != (1, 1):
-        raise GaveUp(f"metrics.jsonl has {len(starts)} start and {len(ends)} end lines")
-    return Trained(
-        {record["step"]: (record["loss"], record["grad_norm"]) for record in train},
-        ends[0]["weights_hash"],
-    )
+    return trained(site.run_dir(site.near), site.steps)
 
 
 def _compare(undisturbed: Trained, disturbed: Trained, report: Report) -> None:

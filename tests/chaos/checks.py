@@ -10,9 +10,10 @@ import json
 from pathlib import Path
 
 from llmx.checkpoint.choose import verify
-from llmx.checkpoint.manifest import Problem, read_manifest
+from llmx.checkpoint.manifest import Problem, rank_file, read_manifest
 from tests.chaos.run_files import json_lines
-from tests.chaos.site import GaveUp, Site
+from tests.chaos.site import Site
+from tests.chaos.training import GaveUp
 
 
 def no_torn_file(site: Site) -> int:
@@ -48,13 +49,35 @@ def committed_checkpoints_are_good(site: Site) -> int:
     return count
 
 
+def damage_was_noticed(site: Site) -> None:
+    """What we damaged was passed over and named by the ranks, or a good copy took its place."""
+    named = {event["checkpoint"] for event in site.events if event["event"] == "damaged"}
+    for rank, host in enumerate(site.cluster.hosts):
+        for name, step in sorted(site.damaged):
+            if name != host.name:
+                continue
+            path = site.run_dir(host).checkpoint(step)
+            whole = rank_file(rank) in _here(path) and not _problems(path)
+            if whole or not path.exists():  # healed, saved anew, or pruned since
+                site.damaged.remove((name, step))
+            elif step not in named:
+                raise GaveUp(f"{name}: nobody noticed that {path.name} is damaged\n{site.story()}")
+
+
+def _here(path: Path) -> list[str]:
+    """Files of the manifest that lie on this disk."""
+    manifest = read_manifest(path)
+    return (
+        [] if isinstance(manifest, Problem) else [f for f in manifest.files if (path / f).exists()]
+    )
+
+
 def _problems(path: Path) -> list[str]:
     """What ``verify`` says about the files that lie on this disk."""
     manifest = read_manifest(path)
     if isinstance(manifest, Problem):
         return [str(manifest)]
-    here = [name for name in manifest.files if (path / name).exists()]
-    return [str(problem) for problem in verify(path, here)]
+    return [str(problem) for problem in verify(path, _here(path))]
 
 
 def no_orphan(site: Site) -> None:

@@ -1,7 +1,8 @@
 """What is done to the run, and how each fault ends again.
 
 A fault strikes a host, waits for what the run does about it (a condition, with a time-out), and
-undoes what an operator would undo: plug the cable in, free the disk, switch the host on.
+undoes what an operator would undo: plug the cable in, free the disk, switch the host on. Which
+faults there are, and which of them strike while the run recovers from another: ``kinds.py``.
 """
 
 from __future__ import annotations
@@ -9,28 +10,14 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from tests.chaos.site import GaveUp, Site
+from llmx.checkpoint.manifest import rank_file
+from tests.chaos.site import Site
+from tests.chaos.training import GaveUp
 from tests.cluster.netns import Host, wait_until
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of fault. ``strike`` returns what exactly was done, for the report."""
-
-    name: str
-    words: str
-    """For the table of the report."""
-    weight: int
-    strike: Callable[[Site, random.Random], str]
-    most_lost: int
-    """Save intervals of work that may have to be repeated, at most, the one in flight included."""
-    restarts: bool = True
-    """Whether the ranks must be started again; else they may, or go on as if nothing had been."""
-    steps: int = 0
-    """How many steps a fast machine may train before it strikes or is noticed, about."""
+COPY_LAGS_STEPS = 40
+"""How far the copy on the supervisor's host is behind, at most, when a host burns down."""
 
 
 def rank_killed(site: Site, chance: random.Random) -> str:
@@ -72,15 +59,20 @@ def supervisor_killed(site: Site, chance: random.Random) -> str:
 
 def supervisor_asked(site: Site, chance: random.Random) -> str:
     """Preemption: SIGTERM to the supervisor, which saves and ends; ``resume``."""
+    outcome = ask_supervisor(site)
+    if outcome != "interrupted":
+        raise GaveUp(f"SIGTERM ended as {outcome}\n{site.story()}")
+    site.resume()
+    return "node-a"
+
+
+def ask_supervisor(site: Site) -> str:
+    """SIGTERM to the supervisor; the outcome that it wrote, when nothing of the run is left."""
     assert site.process is not None
     site.process.terminate()
     site.until(site.is_over, what="the end after SIGTERM", may_end=True)
     site.until_empty()
-    result = site.result()
-    if result.get("outcome") != "interrupted":
-        raise GaveUp(f"SIGTERM ended as {result.get('outcome')}\n{site.story()}")
-    site.resume()
-    return "node-a"
+    return str(site.result().get("outcome"))
 
 
 def sshd_killed(site: Site, chance: random.Random) -> str:
@@ -108,7 +100,11 @@ def far_host_killed(site: Site, chance: random.Random) -> str:
 
 def far_host_replaced(site: Site, chance: random.Random) -> str:
     """The other host burns down; an empty one takes its place."""
-    site.until(lambda: site.copied() >= site.newest() - site.every, what="a copied checkpoint")
+    site.until(
+        lambda: site.copied() > 0 and site.copy_lags() <= COPY_LAGS_STEPS,
+        what="a copied checkpoint",
+    )
+    site.may_repeat = site.copy_lags()
     site.far.kill()
     _until_noticed(site, "the loss of node-b")
     site.disks["node-b"].wipe()
@@ -165,13 +161,26 @@ def disk_full(site: Site, chance: random.Random) -> str:
 
 def checkpoint_damaged(site: Site, chance: random.Random) -> str:
     """A rank is killed, and before the restart a file of the newest checkpoint rots."""
-    site.until(lambda: len(site.held()) >= 2, what="an older checkpoint to fall back to")
-    attempts = len(site.attempts())
     killed = _kill_rank(site, chance.choice(site.cluster.hosts))
-    site.until(lambda: len(site.attempts()) > attempts, what="the end of the attempt")
+    return f"{damage_newest(site, chance)}, after the rank on {killed} was killed"
+
+
+def damage_newest(site: Site, chance: random.Random) -> str:
+    """What a rank wrote into the newest checkpoint rots on its host, while no rank runs."""
+
+    def no_rank() -> bool:
+        return not any(site.ranks(host) for host in site.cluster.hosts if host.is_up)
+
+    site.until(
+        lambda: no_rank() or site.supervisor().get("state") == "running",
+        what="the end of the ranks",
+    )
+    if not no_rank():  # the run was quicker: they may have read it already
+        _kill_rank(site, chance.choice(site.cluster.hosts))
+        site.until(no_rank, what="the end of the ranks")
     host = chance.choice(site.cluster.hosts)
-    step = site.newest()
-    path = chance.choice(sorted(site.run_dir(host).checkpoint(step).glob("rank-*.safetensors")))
+    step, rank = site.newest(), site.cluster.hosts.index(host)
+    path = site.run_dir(host).checkpoint(step) / rank_file(rank)
     size = path.stat().st_size
     how = chance.choice(("one bit", "cut", "removed"))
     if how == "one bit":
@@ -186,37 +195,7 @@ def checkpoint_damaged(site: Site, chance: random.Random) -> str:
     else:
         path.unlink()
     site.damaged.add((host.name, step))
-    return f"{killed}, then {path.name} of step {step} on {host.name}: {how}"
-
-
-KINDS = (
-    Kind("rank", "SIGKILL of a rank", 5, rank_killed, 2),
-    Kind("launcher", "SIGKILL of DeepSpeed's launcher", 2, launcher_killed, 2, restarts=False),
-    Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, supervisor_killed, 2),
-    Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, supervisor_asked, 1),
-    Kind("sshd", "SIGKILL of sshd and its sessions", 3, sshd_killed, 2, restarts=False, steps=100),
-    Kind("host", "power loss of a host", 3, far_host_killed, 2),
-    Kind("replaced", "a host lost with its disk", 2, far_host_replaced, 3, steps=400),
-    Kind("control", "power loss of the supervisor's host, `resume`", 2, near_host_killed, 2),
-    Kind("link", "network link cut", 3, link_cut, 2),
-    Kind("drop", "network drop-out of 0.2 to 1.5 s", 2, link_dropped, 2, restarts=False),
-    Kind("disk", "disk full", 3, disk_full, 3, restarts=False),
-    Kind("damage", "newest checkpoint damaged, SIGKILL of a rank", 4, checkpoint_damaged, 3),
-)
-
-
-def draw(count: int, chance: random.Random) -> list[Kind]:
-    """So many faults in random order, every kind about in proportion to its weight."""
-    rounds: list[Kind] = []
-    while len(rounds) < count:
-        rounds += [kind for kind in KINDS for _ in range(kind.weight)]
-    # Each kind once at least, then by weight.
-    rest = list(rounds)
-    for kind in KINDS:
-        rest.remove(kind)
-    chosen = [*KINDS, *chance.sample(rest, max(0, count - len(KINDS)))][:count]
-    chance.shuffle(chosen)
-    return chosen
+    return f"{path.name} of step {step} on {host.name}: {how}"
 
 
 def _stopped(site: Site) -> bool:

@@ -34,7 +34,9 @@ class RunFiles:
         """How many logged steps each of them took back."""
         self.events: list[dict[str, Any]] = []
         self.damaged: set[tuple[str, int]] = set()
-        """Host and step of the checkpoints that were damaged on purpose."""
+        """Host and step of the checkpoints that were damaged on purpose, and still are."""
+        self.may_repeat = 0
+        """Steps that may have to be trained again beside those of the fault, as a copy lagged."""
 
     def run_dir(self, host: Host) -> RunDir:
         """The run directory as it lies on the disk of a host, up or down."""
@@ -96,6 +98,9 @@ class RunFiles:
         values: dict[str, Any] = read_json(self.run_dir(self.near).result)
         return values
 
+    def saves(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "saved"]
+
     def failed_saves(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == "save_failed"]
 
@@ -108,6 +113,10 @@ class RunFiles:
                 if all((path / name).exists() for name in manifest["files"]):
                     complete.append(int(path.name[5:]))
         return max(complete)
+
+    def copy_lags(self) -> int:
+        """Steps between the newest checkpoint and the newest that is copied."""
+        return self.newest() - self.copied()
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

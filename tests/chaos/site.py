@@ -21,19 +21,14 @@ import yaml
 from llmx.rundir import read_json
 from tests.chaos.disks import Disk
 from tests.chaos.run_files import RunFiles
-from tests.cluster.launching import SMALL, hardware_of, rank_pids
+from tests.chaos.training import REPOSITORY, GaveUp, training_words
+from tests.cluster.launching import hardware_of, rank_pids
 from tests.cluster.netns import Cluster, Host, wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-"""The code under test: the one that this file belongs to."""
 PATIENCE_S = 240.0
 """From a fault to the next new checkpoint, at most; an idle machine needs a tenth of it."""
 EMPTY_S = 60.0
 """For agents to notice that the supervisor is gone, and for ranks to save and leave."""
-
-
-class GaveUp(AssertionError):
-    """The run ended, or went on too slowly, when it should have survived."""
 
 
 class Site(RunFiles):
@@ -69,10 +64,8 @@ class Site(RunFiles):
         conf.mkdir(parents=True)
         (conf / "chaos.yaml").write_text(yaml.safe_dump(hardware_of(self.cluster, (1, 1))))
         words = [
-            *SMALL,
-            *("data.max_rows=1500", "optim.lr=1e-3"),
+            *training_words(self.steps),
             *("hardware=chaos", "launch.transport=pdsh", "launch.sync=rsync"),
-            *(f"task.steps={self.steps}", "task.log_every_steps=1", "task.save_model=false"),
             *(f"checkpoint.every_steps={self.every}", "checkpoint.keep.last=3"),
             *("launch.max_restarts=8", "launch.restart_backoff_s=0.2"),
             *("launch.restart_backoff_max_s=1", "launch.heartbeat_timeout_s=6"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import campaign
-from tests.chaos.faults import KINDS
+from tests.chaos.kinds import KINDS
 from tests.cluster.requirements import missing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from tests.chaos.campaign import Report, Strike
-from tests.chaos.faults import KINDS, draw
+from tests.chaos.kinds import KINDS, draw, pair
 from tests.chaos.record import BEGIN, END, table, write_into_docs
 
 
@@ -20,6 +20,22 @@ def test_a_seed_is_a_plan() -> None:
     for kind in KINDS:
         expected = 500 * kind.weight / sum(k.weight for k in KINDS)
         assert abs(many.count(kind) - expected) < 8, kind.name
+
+
+def test_faults_come_in_pairs() -> None:
+    for seed in range(40):
+        plan = draw(30, random.Random(seed))
+        volleys = pair(plan, random.Random(seed))
+        assert sorted(kind.name for volley in volleys for kind in volley) == sorted(
+            kind.name for kind in plan
+        )
+        pairs = [volley for volley in volleys if len(volley) > 1]
+        assert len(pairs) >= 8
+        for first, second in pairs:
+            assert first.leads
+            assert second.follow
+            assert (first.name, second.name) != ("replaced", "damage")
+    assert volleys == pair(plan, random.Random(seed)), "a seed is a plan"
 
 
 def test_the_record_replaces_the_last_one(tmp_path: Path) -> None:
