@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmx.checkpoint import choose, commit
+from llmx.checkpoint import choose, commit, pointers
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
 from llmx.checkpoint.holdings import holdings, removals
@@ -83,7 +83,7 @@ def save(
         return False
     for path, disk in hosts:
         try:
-            commit.set_pointer(path, commit.LATEST, step, disk=disk)
+            pointers.set_pointer(path, pointers.LATEST, step, disk=disk)
         except OSError:
             continue
     try:

@@ -9,7 +9,7 @@ moment a step's name is there with all its files, or not at all.
                                -- all exchange entries, one makes the manifest --
     one rank of each storage   write_manifest, publish
                                -- all have published --
-    one rank of each storage   set_pointer, prune
+    one rank of each storage   set_pointer (llmx.checkpoint.pointers), prune
 
 Where a step fails before all have published, all call ``abandon``; afterwards the checkpoint
 counts, and a pointer or a removal that fails is a warning.
@@ -36,12 +36,11 @@ from llmx.checkpoint.manifest import (
     step_name,
     step_of,
 )
+from llmx.checkpoint.pointers import BEING_WRITTEN
 from llmx.checkpoint.tensors import TensorSpec, TensorWriter
 
 PARTIAL, REPLACED, PRUNED = ".partial", ".replaced", ".pruned"
 MARK = ".mark-"
-LATEST, BEST, PINNED = "latest", "best", "pinned"
-POINTERS_BEING_WRITTEN = tuple(f".{name}.tmp" for name in (LATEST, BEST, PINNED))
 
 
 def partial_dir(checkpoints: Path, step: int) -> Path:
@@ -174,46 +173,6 @@ def abandon(
         _remove_aside(checkpoints, disk=disk)
 
 
-def set_pointer(checkpoints: Path, name: str, step: int, *, disk: Disk = DISK) -> None:
-    """Replace ``latest`` or ``best`` atomically, durably."""
-    replace_file(checkpoints / name, f"{step_name(step)}\n".encode(), disk=disk)
-
-
-def pin(checkpoints: Path, steps: Iterable[int], *, disk: Disk = DISK) -> None:
-    """Keep these from being pruned: a copy of them is being made, or is the newest that is whole.
-
-    Written by whoever copies checkpoints to another machine, read by ranks that prune.
-    """
-    text = "".join(f"{step_name(step)}\n" for step in sorted(steps))
-    replace_file(checkpoints / PINNED, text.encode(), disk=disk)
-
-
-def pinned(checkpoints: Path) -> set[int]:
-    """The steps that ``pin`` named last; none where nobody copies."""
-    try:
-        names = (checkpoints / PINNED).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError):
-        return set()
-    return {step for name in names if (step := step_of(name)) is not None}
-
-
-def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
-    """A reader sees the old content or the new; returns when the new is durable."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    remove_tree(disk, temporary)
-    write_file(disk, temporary, data)
-    disk.rename(temporary, path)
-    disk.sync_directory(path.parent)
-
-
-def read_pointer(checkpoints: Path, name: str) -> int | None:
-    """The step that ``latest`` or ``best`` names; None if it is not there or says nothing."""
-    try:
-        return step_of((checkpoints / name).read_text(encoding="utf-8").strip())
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
 def prune(checkpoints: Path, steps: Iterable[int], *, disk: Disk = DISK) -> None:
     """Remove committed checkpoints, and what earlier removals left.
 
@@ -239,7 +198,7 @@ def recover(checkpoints: Path, *, disk: Disk = DISK) -> list[str]:
     removed = _remove_aside(checkpoints, disk=disk)
     for path in sorted(checkpoints.iterdir()):
         stale = _step_aside(path.name, PARTIAL) is not None or path.name.startswith(MARK)
-        if stale or path.name in POINTERS_BEING_WRITTEN:
+        if stale or path.name in BEING_WRITTEN:
             remove_tree(disk, path)
             removed.append(path.name)
     disk.sync_directory(checkpoints)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint import choose
-from llmx.checkpoint.commit import BEST, LATEST, committed_dir, read_pointer
+from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import Manifest, Problem, read_manifest
+from llmx.checkpoint.pointers import BEST, LATEST, read_pointer
 
 LINE_EVERY_S = 10.0
 """Between two lines of progress where there is no terminal."""

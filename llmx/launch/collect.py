@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmx.checkpoint.choose import newest_usable, verify
-from llmx.checkpoint.commit import PINNED, committed_dir, pin, pinned
+from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -26,6 +26,7 @@ from llmx.checkpoint.manifest import (
     read_manifest,
     step_name,
 )
+from llmx.checkpoint.pointers import PINNED, pin, pinned
 from llmx.errors import LaunchError
 from llmx.launch import sync
 from llmx.launch.fleet import AgentError, Channel

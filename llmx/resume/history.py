@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmx.checkpoint.commit import read_pointer, set_pointer
+from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.provenance.differences import Difference
 from llmx.resume.rules import Change
 from llmx.resume.standing import committed

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmx.checkpoint import commit
+from llmx.checkpoint import commit, pointers
 from llmx.checkpoint.holdings import Part, holdings, removals
 from llmx.checkpoint.manifest import STATE
 from llmx.config import CheckpointConfig
@@ -28,7 +28,7 @@ class Found:
 def look_around(checkpoints: Path, *, metric: str) -> Found:
     """Names and small files only: nothing is hashed."""
     parts = holdings(checkpoints)
-    pins = frozenset(commit.pinned(checkpoints))
+    pins = frozenset(pointers.pinned(checkpoints))
     return Found(parts, metrics_of(checkpoints, parts, name=metric), pins)
 
 
@@ -47,7 +47,7 @@ def tidy(
         step: the one that was committed just now.
     """
     keep, storages = config.keep, [each for each in found if each is not None]
-    commit.set_pointer(checkpoints, commit.LATEST, step)
+    pointers.set_pointer(checkpoints, pointers.LATEST, step)
     gone, best = removals(
         [storage.parts for storage in storages],
         step=step,
@@ -59,7 +59,7 @@ def tidy(
         mode=config.mode,
     )
     if keep.best and best is not None:
-        commit.set_pointer(checkpoints, commit.BEST, best)
+        pointers.set_pointer(checkpoints, pointers.BEST, best)
     # A past that was given up goes even where it is pinned: it must not be taken for the newest.
     pins = {at for storage in storages for at in storage.pinned if at <= step}
     commit.prune(checkpoints, [at for at in gone if at not in pins])

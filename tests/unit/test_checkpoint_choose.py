@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmx.checkpoint import choose, commit
+from llmx.checkpoint import choose, commit, pointers
 from llmx.checkpoint.holdings import complete_steps, holdings, removals
 from llmx.checkpoint.incoming import Incoming
 from llmx.checkpoint.keep import best_steps, to_prune
@@ -250,12 +250,12 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 
 
 def test_pointers(saved: Path) -> None:
-    assert commit.read_pointer(saved, commit.LATEST) == 2
-    assert commit.read_pointer(saved, commit.BEST) is None
-    commit.set_pointer(saved, commit.BEST, 1)
+    assert pointers.read_pointer(saved, pointers.LATEST) == 2
+    assert pointers.read_pointer(saved, pointers.BEST) is None
+    pointers.set_pointer(saved, pointers.BEST, 1)
     assert (saved / "best").read_text() == "step-00000001\n"
     (saved / "latest").write_text("rubbish")
-    assert commit.read_pointer(saved, commit.LATEST) is None
+    assert pointers.read_pointer(saved, pointers.LATEST) is None
 
 
 def test_ranks_find_out_who_shares_a_disk(tmp_path: Path) -> None:

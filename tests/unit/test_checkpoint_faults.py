@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint import choose, commit
+from llmx.checkpoint import choose, commit, pointers
 from tests.checkpoint_saves import (
     Fault,
     FaultyDisk,
@@ -75,7 +75,7 @@ def test_the_old_or_the_new_checkpoint_survives_every_fault(
         assert restart(storages) == 3, context
         assert choose_steps(storages) == [3], context
         for path in storages:
-            assert commit.read_pointer(path, commit.LATEST) == 3
+            assert pointers.read_pointer(path, pointers.LATEST) == 3
     # Every call was hit once: none was added that this test does not see.
     assert tried >= (28 if hosts == 1 else 56)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmx.checkpoint.commit import pin, pinned
+from llmx.checkpoint.pointers import pin, pinned
 
 
 def test_pins_are_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmx.checkpoint import choose, commit
+from llmx.checkpoint import choose, commit, pointers
 from tests.checkpoint_saves import Fault, FaultyDisk, choose_steps, restart, save, tree
 from tests.power_cut import Call, RecordingDisk, materialise, states_after
 
@@ -55,7 +55,7 @@ def test_a_power_cut_leaves_the_old_or_the_new(memory: Path) -> None:
         # Nothing that has its name is torn: all that is listed is usable.
         assert choose_steps([checkpoints]) == choose.list_steps(checkpoints), disk.calls[done - 1]
         # The pointer is never torn, and never ahead of what is there.
-        pointer = commit.read_pointer(checkpoints, commit.LATEST)
+        pointer = pointers.read_pointer(checkpoints, pointers.LATEST)
         assert (pointer is not None) == (checkpoints / "latest").exists()
         assert pointer is None or pointer <= chosen
         assert save([checkpoints], 4)

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llmx import snapshot
-from llmx.checkpoint.commit import read_pointer, set_pointer
 from llmx.checkpoint.manifest import CheckpointError, digest_bytes, make_manifest
+from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.record import only_supervisor

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from llmx.checkpoint import commit
 from llmx.checkpoint.choose import list_steps, newest_usable, usable
-from llmx.checkpoint.commit import committed_dir, pin, read_pointer
+from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.disk import Disk
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
+from llmx.checkpoint.pointers import pin, read_pointer
 from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
 from llmx.rundir import RunDir, read_json, write_json
