@@ -230,6 +230,8 @@ class Attempt:
                 code = self.runner.wait(timeout=5)
                 if self.watch is not None and code >= 0:
                     self.watch.evidence.runner_code = code
+            if self.watch is not None:
+                self.watch.take_rest()
             ending.bring_back(channels)
             if collector is not None:
                 collector.finish([c for c in channels if c.lost_at is None])

@@ -120,7 +120,10 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
     if spec.code_root is not None:
         env["PYTHONPATH"] = _prepended(spec.code_root, env.get("PYTHONPATH", ""))
     env["PYTHONFAULTHANDLER"] = "1"  # a rank that dies of SIGSEGV says where
-    env.update(_interfaces(spec))
+    chosen = len(plan.hosts) == 1 or any(host.interface for host in plan.hosts)
+    for name, value in _interfaces(spec).items():
+        if chosen or name not in env:  # what a user has exported is better than what we found
+            env[name] = value
     env.update(exp.hardware.env)
     env.update(exp.launch.env)
     env["DS_ACCELERATOR"] = plan.accelerator

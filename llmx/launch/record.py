@@ -159,7 +159,24 @@ def read_resume(run_dir: RunDir) -> tuple[int | None, list[int]]:
         return None, []
 
 
-def write_resume(run_dir: RunDir, *, step: int | None, skip_steps: list[int], attempt: int) -> None:
-    """Where the next attempt begins."""
+def read_went_back(run_dir: RunDir) -> list[int]:
+    """All steps that the run was sent back to, the first one first: what came after each on an
+    earlier course is given up for good, on whichever disk it lies."""
+    try:
+        return [int(step) for step in read_json(run_dir.resume).get("went_back", [])]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []
+
+
+def write_resume(
+    run_dir: RunDir,
+    *,
+    step: int | None,
+    skip_steps: list[int],
+    attempt: int,
+    back_to: int | None = None,
+) -> None:
+    """Where the next attempt begins. ``back_to``: the user sends the run back to this step."""
+    went_back = read_went_back(run_dir) + ([] if back_to is None else [back_to])
     values = {"step": step, "skip_steps": sorted(set(skip_steps)), "attempt": attempt}
-    write_json(run_dir.resume, values)
+    write_json(run_dir.resume, {**values, **({"went_back": went_back} if went_back else {})})

@@ -198,8 +198,9 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
         names += ["/metrics.jsonl", "/samples.json", "/inputs.json"]
-    # A log only grows: a host that lost its disk has the shorter one.
-    for mode, wanted in (["--append"], logs), ([], names):
+    # A log only grows: a host that lost its disk has the shorter one, which is left there. What
+    # is here may lack a part of an attempt in which the host was away: then it is sent whole.
+    for mode, wanted in (["--append-verify"], logs), ([], names):
         include = [f"--include={name}" for name in wanted]
         words = ["--stats", *mode, *include, "--exclude=*", f"{host}:{root}/", f"{root}/"]
         said = transfers.rsync(words, what=f"{root} from {host}")

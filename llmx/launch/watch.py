@@ -77,6 +77,8 @@ class Watch:
         self._started = self._looked = self._awake = time.monotonic()
         self._gone_at: dict[int, float] = {}
         """Rank -> when the word of its end came, by the monotonic clock."""
+        self._queued = False
+        """Slurm has not given the job its hosts yet."""
         self._finished_at: float | None = None
         self._exited_at: float | None = None
 
@@ -104,6 +106,7 @@ class Watch:
         self.progress.see(self.evidence.statuses)
         for line in self._launcher.read(final=final):
             self._launcher_log = [*self._launcher_log[-400:], line]
+            self._take_queue(line)
         for line in self._rank_0.read(final=final):
             self.console.rank_line(line)
         for record in self._metrics.read(final=final):
@@ -144,10 +147,16 @@ class Watch:
                 tick=self.tick,
             )
             return True
-        if now - self._started > self.spec.exp.launch.start_timeout_s and self._not_started():
+        late = now - self._started > self.spec.exp.launch.start_timeout_s
+        if late and not self._queued and self._not_started():
             self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
             return True
         return False
+
+    def take_rest(self) -> None:
+        """What the agents sent until they were done: files that are copied whole come after it,
+        or its lines would stand in them twice."""
+        self._take_messages(wait_s=0.0, limit_s=None)
 
     def collect_logs(self) -> None:
         """Read what the verdict needs of the logs, once everything is written."""
@@ -228,6 +237,16 @@ class Watch:
     def _lose(self, channel: Channel) -> None:
         heard = time.time() - (time.monotonic() - channel.last_heard)
         self.evidence.lost_hosts.setdefault(channel.name, heard)
+
+    def _take_queue(self, line: str) -> None:
+        """Slurm may let a job wait for hours: the time to start begins when it has its hosts."""
+        if "queued and waiting for resources" in line:
+            self._queued = True
+        elif "has been allocated resources" in line:
+            self._queued, self._started = False, time.monotonic()
+        else:
+            return
+        self.console.say(line)
 
     def _not_started(self) -> bool:
         return any(rank.rank not in self.evidence.statuses for rank in self.plan.ranks)

@@ -230,6 +230,16 @@ def test_interfaces_that_differ() -> None:
     assert "oob_tcp_if_include ens5,eth0" in arguments
 
 
+def test_an_exported_interface_is_better_than_a_found_one() -> None:
+    exp = experiment("pdsh", (1, 1))
+    environ = {**ENVIRON, "NCCL_SOCKET_IFNAME": "ib0"}
+    assert rank_env(spec_of(exp, environ=environ))["NCCL_SOCKET_IFNAME"] == "eth1"  # configured
+    for host in exp.hardware.hosts:
+        host.interface = None
+    found = rank_env(spec_of(exp, environ=environ, interfaces=("eth0", "eth0")))
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("ib0", "eth0")
+
+
 def test_unequal_slots_under_slurm() -> None:
     exp = experiment("slurm", (2, 1))
     with pytest.raises(ConfigError, match="node-a 2, node-b 1; give them all 1"):
