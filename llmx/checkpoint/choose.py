@@ -72,6 +72,18 @@ def verify(
     return sorted((each for each in found if each), key=lambda each: each.file)
 
 
+def lies_here(path: Path) -> bool:
+    """Whether there is something of that name. What a broken disk does not even describe counts:
+    whoever reads it says what is wrong."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def check_file(
     directory: Path,
     name: str,
@@ -161,12 +173,12 @@ def inspect(
         part, parts: how the ranks on one storage share the hashing out.
     """
     directory = committed_dir(checkpoints, step)
-    if not directory.is_dir():
+    if not lies_here(directory):
         return Report(step, storage, None)
     manifest = read_manifest(directory)
     if isinstance(manifest, Problem):
         return Report(step, storage, None, problems=(manifest,))
-    here = [name for name in manifest.files if (directory / name).exists()]
+    here = [name for name in manifest.files if lies_here(directory / name)]
     mine = sorted(here, key=lambda name: (-manifest.files[name].bytes, name))[part::parts]
     problems = verify(directory, mine)
     bad = {problem.file for problem in problems}

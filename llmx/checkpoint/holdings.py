@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmx.checkpoint.choose import list_steps
+from llmx.checkpoint.choose import lies_here, list_steps
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.keep import best_steps, to_prune
 from llmx.checkpoint.manifest import Manifest, read_manifest
@@ -35,7 +35,7 @@ def holdings(checkpoints: Path) -> dict[int, Part | None]:
         manifest = read_manifest(directory)
         found[step] = None
         if isinstance(manifest, Manifest):
-            here = frozenset(name for name in manifest.files if (directory / name).exists())
+            here = frozenset(name for name in manifest.files if lies_here(directory / name))
             found[step] = Part(manifest.digest, here, frozenset(manifest.files))
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree, write_all
@@ -58,11 +57,6 @@ class Incoming:
     def __enter__(self) -> Incoming:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._disk.close(self._descriptor)
         remove_tree(self._disk, self._temporary)

@@ -4,13 +4,56 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from llmx.checkpoint.manifest import MODEL
+from llmx.checkpoint.manifest import FORMAT, MODEL
+from llmx.plan.types import Plan
 from llmx.rundir import RunDir
+from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine
-from llmx.train.export import write_description
+from llmx.train.engine_state import state_values
+from llmx.train.export import vocabulary_names, write_description
+
+
+class Progress(Protocol):
+    """What the loop knows and a checkpoint records (``llmx.train.step_log``)."""
+
+    tokens_seen: int
+    target_tokens_seen: int
+    total: int
+    watch: NonFiniteWatch
+
+
+def state_of(
+    progress: Progress,
+    *,
+    step: int,
+    reason: str,
+    engine: Engine,
+    plan: Plan,
+    identity: dict[str, Any],
+    metric: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """``state.json`` (docs/contracts.md) but for the hash of the weights."""
+    return {
+        "format": FORMAT,
+        "step": step,
+        "samples": step * plan.batch.global_batch,
+        "tokens_seen": progress.tokens_seen,
+        "target_tokens_seen": progress.target_tokens_seen,
+        **identity,
+        "world_size": plan.world_size,
+        "total_steps": progress.total,
+        "vocab_size": engine.vocab_size,
+        "padded_vocab_size": engine.config.get_text_config().vocab_size,
+        "vocabulary": vocabulary_names(engine.module),
+        **state_values(engine),
+        "metric": metric,
+        "time": time.time(),
+        "reason": reason,
+    }
 
 
 def state_text(state: Any) -> str:

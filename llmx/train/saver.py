@@ -11,25 +11,22 @@ import errno
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
-from llmx.checkpoint.manifest import FORMAT
 from llmx.config import Experiment
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.train.agreement import Agreement, Flags
-from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine
-from llmx.train.engine_state import capture, state_values
-from llmx.train.export import vocabulary_names
+from llmx.train.engine_state import capture
 from llmx.train.host_copies import HostCopies
 from llmx.train.host_memory import fits
 from llmx.train.metrics import MetricsWriter
 from llmx.train.place import Place, exchange
 from llmx.train.resume import Start
-from llmx.train.save_files import small_files
+from llmx.train.save_files import Progress, small_files, state_of
 from llmx.train.save_job import SaveFailed, SaveJob
 from llmx.train.save_report import SaveReport
 from llmx.train.signals import StopRequest, leave
@@ -41,15 +38,6 @@ PATIENCE_S = 10.0
 row: then the disk is slower than the interval, and checkpoints are passed over."""
 GROUP_TIMEOUT = timedelta(hours=6)
 """For the slowest disk to take one rank's part."""
-
-
-class Progress(Protocol):
-    """What the loop knows and a checkpoint records (``llmx.train.step_log``)."""
-
-    tokens_seen: int
-    target_tokens_seen: int
-    total: int
-    watch: NonFiniteWatch
 
 
 class DiskFull(OSError):
@@ -199,7 +187,15 @@ class Saver:
         job = SaveJob(
             step=step,
             fragments=fragments,
-            state=self._state(step, reason, progress),
+            state=state_of(
+                progress,
+                step=step,
+                reason=reason,
+                engine=self.engine,
+                plan=self.plan,
+                identity=self.identity,
+                metric=self.metrics.latest(self.exp.checkpoint.metric),
+            ),
             small_files=self._small,
             place=self.place,
             group=self._group,
@@ -207,6 +203,7 @@ class Saver:
             run_id=self._run_id,
             config=self.exp.checkpoint,
             damaged=frozenset(self._damaged - {step}),
+            course=self.start.course,
             on_end=lambda job: self._ended(job, reason),
         )
         job.in_foreground = not copied
@@ -228,26 +225,6 @@ class Saver:
             self._said_foreground = True
             self.report.in_foreground()
         return room
-
-    def _state(self, step: int, reason: str, progress: Progress) -> dict[str, Any]:
-        """``state.json`` (docs/contracts.md) but for the hash of the weights."""
-        return {
-            "format": FORMAT,
-            "step": step,
-            "samples": step * self.plan.batch.global_batch,
-            "tokens_seen": progress.tokens_seen,
-            "target_tokens_seen": progress.target_tokens_seen,
-            **self.identity,
-            "world_size": self.plan.world_size,
-            "total_steps": progress.total,
-            "vocab_size": self.engine.vocab_size,
-            "padded_vocab_size": self.engine.config.get_text_config().vocab_size,
-            "vocabulary": vocabulary_names(self.engine.module),
-            **state_values(self.engine),
-            "metric": self.metrics.latest(self.exp.checkpoint.metric),
-            "time": time.time(),
-            "reason": reason,
-        }
 
     def _in_time(self) -> bool:
         """Give the save in flight a moment; whether all ranks have done with it. Collective."""

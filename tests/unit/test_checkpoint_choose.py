@@ -335,6 +335,22 @@ def test_of_equals_the_older_is_best() -> None:
     assert best_steps([1, 2], {}) == []
 
 
+def test_what_a_broken_disk_does_not_show_counts_as_here_and_unreadable(memory: Path) -> None:
+    """It must be passed over as damaged, and must not end the choice of an older one."""
+    checkpoints = memory / "a" / "checkpoints"
+    assert save([checkpoints], 1, keep_last=9)
+    path = checkpoints / "step-00000001" / "state.json"
+    path.unlink()
+    path.symlink_to(path.name)  # around and around: stat fails, and not for want of a file
+    part = holdings(checkpoints)[1]
+    assert part is not None
+    assert "state.json" in part.here
+    verdict = choose.judge([choose.inspect(checkpoints, 1)])
+    assert not verdict.usable
+    assert not verdict.incomplete
+    assert "cannot be read (Too many levels of symbolic links)" in verdict.reason
+
+
 def test_a_problem_reads_well() -> None:
     problem = Problem("rank-00000.safetensors", "408 bytes", "is missing")
     assert str(problem) == "rank-00000.safetensors: is missing, expected 408 bytes"
