@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,16 @@ class Manifest:
     """Relative path -> the host that wrote it."""
     created: float
     """Seconds since the epoch; the same on all hosts, so it is given, not taken."""
+    course: int = 0
+    """How often the run had been sent back to an earlier step by then."""
+
+    def is_given_up(self, went_back: Sequence[int]) -> bool:
+        """Whether it is of a past that was given up later.
+
+        Args:
+            went_back: all steps that the run was sent back to, the first one first.
+        """
+        return any(self.step > step for step in went_back[self.course :])
 
     @property
     def digest(self) -> str:
@@ -88,6 +98,7 @@ class Manifest:
                 for name, entry in sorted(self.files.items())
             },
             "created": self.created,
+            **({"course": self.course} if self.course else {}),
         }
         return {**value, "self": _guard(value)}
 
@@ -102,6 +113,7 @@ def make_manifest(
     hosts: Mapping[str, str],
     run_id: str,
     created: float | None = None,
+    course: int = 0,
 ) -> Manifest:
     """The manifest of a checkpoint. Over several ranks one makes it and sends it to the others.
 
@@ -110,7 +122,9 @@ def make_manifest(
         hosts: relative path -> the host that wrote it.
     """
     moment = time.time() if created is None else created
-    return Manifest(step=step, run_id=run_id, files=files, hosts=hosts, created=moment)
+    return Manifest(
+        step=step, run_id=run_id, files=files, hosts=hosts, created=moment, course=course
+    )
 
 
 def parse_manifest(text: str, *, step: int | None = None) -> Manifest:
@@ -140,6 +154,7 @@ def parse_manifest(text: str, *, step: int | None = None) -> Manifest:
             },
             hosts={name: entry["host"] for name, entry in value["files"].items()},
             created=value["created"],
+            course=int(value.get("course", 0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"it is torn: {error}") from error

@@ -174,9 +174,9 @@ def write_resume(
     step: int | None,
     skip_steps: list[int],
     attempt: int,
-    back_to: int | None = None,
+    went_back: list[int] | None = None,
 ) -> None:
-    """Where the next attempt begins. ``back_to``: the user sends the run back to this step."""
-    went_back = read_went_back(run_dir) + ([] if back_to is None else [back_to])
+    """Where the next attempt begins. ``went_back``: None leaves it as it is."""
+    went_back = read_went_back(run_dir) if went_back is None else went_back
     values = {"step": step, "skip_steps": sorted(set(skip_steps)), "attempt": attempt}
     write_json(run_dir.resume, {**values, **({"went_back": went_back} if went_back else {})})

@@ -18,7 +18,7 @@ from llmx.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
 from llmx.resume.choose import is_hashed, newest_usable, problems_of
-from llmx.resume.history import keep_former, set_aside
+from llmx.resume.history import keep_former, sent_back, set_aside
 from llmx.resume.rules import SAME, refuse_other_content, shown, table
 from llmx.resume.standing import Standing, standing
 from llmx.rundir import RunDir, read_json, write_json, write_text
@@ -216,7 +216,7 @@ def _rewrite(
     typed: Sequence[str],
 ) -> None:
     """The former files into history, the new ones in their place."""
-    from llmx.launch.record import read_attempts, read_resume, write_resume
+    from llmx.launch.record import read_attempts, read_resume, read_went_back, write_resume
 
     migrated = bool(snapshot.migrations(run))
     newer = [known for known in stands.checkpoints if step is not None and known > step]
@@ -239,7 +239,9 @@ def _rewrite(
     write_json(run.provenance, {**now, "parent": then.get("parent")})
     snapshot.write_identity(run)
     _, skipped = read_resume(run)
-    write_resume(run, step=step, skip_steps=skipped, attempt=len(read_attempts(run)) + 1)
+    number = len(read_attempts(run)) + 1
+    back = None if step is None else sent_back(run, read_went_back(run), step)
+    write_resume(run, step=step, skip_steps=skipped, attempt=number, went_back=back)
     sys.stdout.flush()
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmx.checkpoint.manifest import Manifest, read_manifest
 from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.provenance.differences import Difference
 from llmx.resume.rules import Change
@@ -55,6 +56,17 @@ def history(run: RunDir) -> list[Path]:
     parent = run.root / "history"
     found = parent.iterdir() if parent.is_dir() else iter(())
     return sorted(path for path in found if path.name.isdigit() and path.is_dir())
+
+
+def sent_back(run: RunDir, went_back: Sequence[int], step: int) -> list[int]:
+    """``went_back`` of ``resume.json`` once the run is sent back to ``step``.
+
+    A checkpoint that was set aside, and was brought back by hand, is no longer given up.
+    """
+    manifest = read_manifest(run.checkpoint(step)) if step else None
+    if isinstance(manifest, Manifest) and manifest.is_given_up(went_back):
+        went_back = [max(earlier, step) for earlier in went_back]
+    return [*went_back, step]
 
 
 def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:

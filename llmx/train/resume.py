@@ -9,14 +9,15 @@ tests/integration/test_resume.py``.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmx.checkpoint.choose import Verdict, inspect, judge, list_steps
+from llmx.checkpoint.choose import Report, Verdict, inspect, judge, list_steps
 from llmx.checkpoint.commit import committed_dir, recover
 from llmx.checkpoint.fragments import FragmentIndex
-from llmx.checkpoint.manifest import STATE, CheckpointError
+from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
@@ -47,6 +48,8 @@ class Start:
     attempt: int = 1
     skip_steps: frozenset[int] = frozenset()
     """Counted from 1, as in ``metrics.jsonl``."""
+    course: int = 0
+    """How often the run was sent back to an earlier step."""
     state: dict[str, Any] = field(default_factory=dict)
     """``state.json``; empty at the beginning of a run."""
     files: tuple[Path, ...] = ()
@@ -96,9 +99,12 @@ def begin(run_dir: RunDir, mine: dict[str, Any], *, place: Place, stage: int, gr
     saved = {line["step"] for line in lines if line.get("event") == "saved"}
     asked, saved = exchange((asked, saved), group=group)[0]
     wanted = asked.get("step")
+    went_back = [int(step) for step in asked.get("went_back") or ()]
     chosen, damaged = None, ()
     if wanted != 0:
-        chosen, damaged = choose(place, wanted=wanted, saved=saved, group=group)
+        chosen, damaged = choose(
+            place, wanted=wanted, saved=saved, went_back=went_back, group=group
+        )
     state, files = read(place, chosen, mine, stage=stage, group=group) if chosen else ({}, ())
     step = int(state.get("step", 0))
     kept = lines_until(lines, step)
@@ -113,6 +119,7 @@ def begin(run_dir: RunDir, mine: dict[str, Any], *, place: Place, stage: int, gr
         step=step,
         attempt=int(asked.get("attempt") or 1),
         skip_steps=frozenset(asked.get("skip_steps") or ()),
+        course=len(went_back),
         state=state,
         files=files,
         damaged=damaged,
@@ -121,19 +128,29 @@ def begin(run_dir: RunDir, mine: dict[str, Any], *, place: Place, stage: int, gr
 
 
 def choose(
-    place: Place, *, wanted: int | None, saved: set[int], group: Any
+    place: Place,
+    *,
+    wanted: int | None,
+    saved: set[int],
+    went_back: Sequence[int] = (),
+    group: Any,
 ) -> tuple[Verdict | None, tuple[Damaged, ...]]:
     """The newest usable checkpoint, or the one of step ``wanted``, and those that were passed
     over. None where the run begins at its beginning. Collective.
 
     Args:
         saved: steps that were committed, as far as the metrics know.
+        went_back: what was given up by that lies on a host still, and is none to go on from.
     """
-    here = list_steps(place.directory) if place.leads else []
+    here = [
+        step
+        for step in (list_steps(place.directory) if place.leads else [])
+        if not is_given_up(place, step, went_back)
+    ]
     steps = sorted(set(itertools.chain.from_iterable(exchange(here, group=group))), reverse=True)
     damaged: list[Damaged] = []
     for step in [step for step in steps if wanted in (None, step)]:
-        verdict = look(place, step, group=group)
+        verdict = look(place, step, went_back=went_back, group=group)
         if verdict.usable:
             return verdict, tuple(damaged)
         damaged.append(Damaged(step, verdict.reason))
@@ -178,9 +195,17 @@ def is_tensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def look(place: Place, step: int, *, group: Any) -> Verdict:
+def is_given_up(place: Place, step: int, went_back: Sequence[int]) -> bool:
+    """Whether what lies here of ``step`` is of a past that the run was sent back from."""
+    manifest = read_manifest(committed_dir(place.directory, step)) if went_back else None
+    return isinstance(manifest, Manifest) and manifest.is_given_up(went_back)
+
+
+def look(place: Place, step: int, *, went_back: Sequence[int] = (), group: Any) -> Verdict:
     """The verdict of all ranks on the checkpoint of ``step``. Collective."""
     members = place.members
+    if is_given_up(place, step, went_back):  # another host holds the one that was made since
+        return judge(exchange(Report(step, place.storage, None), group=group))
     report = inspect(
         place.directory,
         step,

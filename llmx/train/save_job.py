@@ -69,6 +69,8 @@ class SaveJob:
     """Steps whose checkpoint is not usable: neither counted nor removed."""
     on_end: Callable[[SaveJob], None]
     """Called by the thread when the save is over, well or not."""
+    course: int = 0
+    """How often the run was sent back so far."""
     stall_s: float = 0.0
     """How long training waited for the copy; it also waits for the rest ``in_foreground``."""
     in_foreground: bool = False
@@ -246,7 +248,10 @@ class SaveJob:
                 raise SaveFailed(f"rank {rank} has written other small files", disk_full=False)
         hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
         hosts.update(dict.fromkeys(small[0], self.hosts[0]))
-        return make_manifest(self.step, {**files, **small[0]}, hosts=hosts, run_id=self.run_id)
+        everything = {**files, **small[0]}
+        return make_manifest(
+            self.step, everything, hosts=hosts, run_id=self.run_id, course=self.course
+        )
 
 
 def give_way() -> None:

@@ -10,18 +10,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llmx import snapshot
-from llmx.checkpoint.manifest import CheckpointError, digest_bytes, make_manifest
+from llmx.checkpoint.manifest import (
+    CheckpointError,
+    digest_bytes,
+    make_manifest,
+    read_manifest,
+)
 from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
-from llmx.launch.record import only_supervisor
+from llmx.launch.record import only_supervisor, read_went_back, write_resume
 from llmx.provenance.differences import BREAKS, MAY, Difference
 from llmx.recompose import apply, read_words
 from llmx.reproduce.before import all_differences
 from llmx.resume.changed import next_run, schedule_note
 from llmx.resume.choose import newest_usable, problems_of
 from llmx.resume.command import OWN, help_text, main
-from llmx.resume.history import history, keep_former, set_aside
+from llmx.resume.history import history, keep_former, sent_back, set_aside
 from llmx.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
 from llmx.resume.standing import committed, standing
 from llmx.rundir import RunDir, read_json, write_json
@@ -244,6 +249,23 @@ def test_newer_checkpoints_are_set_aside_and_the_pointer_follows(run, tmp_path) 
     assert read_pointer(run.checkpoints, "best") == 10
     set_aside(run, [10], tmp_path / "aside")
     assert read_pointer(run.checkpoints, "latest") is None
+
+
+def test_going_back_is_noted_for_good_and_may_be_taken_back(run) -> None:
+    for step in (10, 20, 30):
+        checkpoint(run, step)
+    back = sent_back(run, [], 20)
+    assert (back, sent_back(run, back, 0)) == ([20], [20, 0])
+    write_resume(run, step=20, skip_steps=[], attempt=2, went_back=back)
+    write_resume(run, step=None, skip_steps=[25], attempt=3)  # the supervisor, later on
+    assert read_went_back(run) == [20]
+    assert read_json(run.resume)["step"] is None
+    # 30 was set aside and is asked for again, by name.
+    again = sent_back(run, back, 30)
+    assert again == [30, 30]
+    known = read_manifest(run.checkpoint(30))
+    assert known.is_given_up(back)
+    assert not known.is_given_up(again)
 
 
 def test_what_a_run_was_before_is_kept_and_a_reproduction_says_so(run) -> None:

@@ -77,10 +77,12 @@ def save(
     values: torch.Tensor | None = None,
     metric: float | None = None,
     damaged: frozenset[int] = frozenset(),
+    course: int = 0,
     **keep: int,
 ) -> SaveJob:
     ended: list[SaveJob] = []
     job = make_job(run, step, ended.append, values, metric, damaged, **keep)
+    job.course = course
     job.start()
     assert job.wait(60)
     assert ended == [job]
@@ -259,6 +261,29 @@ def test_after_going_back_the_past_that_was_given_up_is_removed(
     assert start_of(run).step == 0
     write_json(run.resume, {"step": 9})
     with pytest.raises(CheckpointError, match=r"step 9, and only \[10, 8\] are there"):
+        start_of(run)
+
+
+def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
+    alone: None, tmp_path: Path
+) -> None:
+    """On the disk of a host that was away, or before the first save of the new course."""
+    run = RunDir(tmp_path / "run")
+    for step in (4, 8, 12):
+        save(run, step, last=9)
+    write_json(run.resume, {"step": None, "went_back": [8]})
+    start = start_of(run)
+    assert (start.step, start.course, start.damaged) == (8, 1, ())
+    save(run, 10, last=9, damaged=frozenset({12}), course=start.course)
+    assert list_steps(run.checkpoints) == [4, 8, 10, 12], "12 as if it had just come back"
+    assert start_of(run).step == 10
+    save(run, 14, last=9, damaged=frozenset({12}), course=1)
+    write_json(run.resume, {"step": None, "went_back": [8, 10]})
+    assert start_of(run).step == 10
+    write_json(run.resume, {"step": None, "went_back": [8, 10, 0]})
+    assert (start_of(run).step, start_of(run).course) == (0, 3)
+    write_json(run.resume, {"step": 12, "went_back": [8]})
+    with pytest.raises(CheckpointError, match=r"step 12, and only \[14, 10, 8, 4\] are there"):
         start_of(run)
 
 
