@@ -211,13 +211,17 @@ class Attempt:
 
     def _end_processes(self, grace_s: float, *, save: bool = False) -> None:
         """End the attempt on every host, bring its outputs back, let the agents go."""
+        lost = set(self.watch.evidence.lost_hosts) if self.watch else set()
+        for channel in self.channels:
+            if channel.name in lost:  # nobody waits for its answers, the collector neither
+                channel.lost_at = channel.lost_at or time.time()
         collector, self.collector = self.collector, None
         if collector is not None:
             collector.stop()
         asked = self.asked
         ending = Ending(
             self.spec,
-            lost=set(self.watch.evidence.lost_hosts) if self.watch else set(),
+            lost=lost,
             asked=lambda: asked.count,
             log=self.voice.log,
             warn=self.voice.warn,

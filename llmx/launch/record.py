@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from llmx.errors import LaunchError
@@ -91,6 +93,8 @@ class Journal:
         self.run_dir = run_dir
         self.attempts = read_attempts(run_dir)
         """All lines of ``attempts.jsonl``, also of earlier supervisors."""
+        self._unwritten: list[dict[str, Any]] = []
+        """Lines that a full disk did not take yet."""
         self._now: dict[str, Any] = {}
         self._written_at = 0.0
 
@@ -119,22 +123,55 @@ class Journal:
             self._write()
 
     def ended(self, line: dict[str, Any]) -> None:
-        """One attempt is over: its line of ``attempts.jsonl``, on disk at once."""
+        """One attempt is over: its line of ``attempts.jsonl``, on disk at once, or as soon as a
+        full disk takes it."""
         self.attempts.append(line)
-        with (
-            contextlib.suppress(OSError),
-            self.run_dir.attempts.open("a", encoding="utf-8") as stream,
-        ):
-            if stream.tell() and not self.run_dir.attempts.read_bytes().endswith(b"\n"):
-                stream.write("\n")  # a line that was torn by a full disk or a crash
-            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        self._unwritten.append(line)
+        self._append()
+
+    def _append(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._unwritten:
+                append_line(self.run_dir.attempts, self._unwritten[0])
+                del self._unwritten[0]
 
     def _write(self) -> None:
         self._written_at = time.monotonic()
-        with contextlib.suppress(OSError):
+        try:
             write_json(self.run_dir.supervisor, self._now)
+        except OSError:
+            with contextlib.suppress(OSError):
+                overwrite_json(self.run_dir.supervisor, self._now)
+        self._append()
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Append one JSON line, durably; OSError leaves the file as it was."""
+    line = json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    with path.open("ab", buffering=0) as stream:
+        size = stream.tell()
+        if size and not path.read_bytes().endswith(b"\n"):
+            line = b"\n" + line  # after one that a crash has torn
+        try:
+            if stream.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(stream.fileno())
+        except OSError:
+            os.ftruncate(stream.fileno(), size)
+            raise
+
+
+def overwrite_json(path: Path, value: dict[str, Any]) -> None:
+    """On a full disk, where nothing can be written beside: into the block that the file has.
+
+    In one write, and filled up with spaces: a reader sees the old content or the new.
+    """
+    text = json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(descriptor, text.rjust(os.fstat(descriptor).st_size), 0)
+    finally:
+        os.close(descriptor)
 
 
 def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
