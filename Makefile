@@ -8,6 +8,10 @@ CONSTRAINTS ?= constraints.txt
 CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 TORCH := $(if $(CONSTRAINTS),$(shell grep '^torch==' $(CONSTRAINTS)),torch)
 PYTEST := $(BIN)/python -m pytest
+# Files of tests at the same time: they start processes, and wait for them most of the time. Whole
+# files, because the tests of one share a training; in their order, because the longest come first.
+JOBS ?= 3
+BY_FILE := --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: help demo test fast check chaos golden bench clean venv system
 
@@ -18,12 +22,11 @@ demo: venv ## set up, then train the bundled demo (GPU if there is one, else two
 	$(BIN)/python -m llmx
 
 test: system venv ## set up, then run every test (clusters of network namespaces need root)
-	$(PYTEST) -n 2 --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel"
-	$(PYTEST) -m "(deepspeed or wheel) and not cluster and not chaos"
-	$(PYTEST) -m "cluster or chaos"
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel"
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "deepspeed or wheel or cluster or chaos"
 
 fast: venv ## the tests that start neither DeepSpeed nor clusters
-	$(PYTEST) -n 2 --dist loadgroup
+	$(PYTEST) -n $(JOBS) --dist loadgroup
 
 check: venv ## format, lint, types, layers
 	$(BIN)/ruff format --check .
