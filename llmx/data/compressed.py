@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import io
 import lzma
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +16,7 @@ from llmx.data.rows import Meter
 
 READ_BYTES = 1 << 18
 SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
-DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile)
+DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 """What reading a damaged file raises; bz2 raises an OSError without a number."""
 
 

@@ -147,7 +147,7 @@ def conversation_of(
     if isinstance(tools, str) and tools.strip():
         try:
             json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise wrong_record(
                 record, "wrong tools", f"tools are not JSON ({error}).", tools
             ) from error
@@ -172,11 +172,8 @@ def _text(record: Record, key: str) -> str:
         )
     value = record.value[key]
     if not isinstance(value, str):
-        raise wrong_record(
-            record,
-            "a value of a wrong type",
-            f'"{key}" is {type(value).__name__} ({excerpt(value)}), not text.',
-        )
+        what = "null" if value is None else f"{type(value).__name__} ({excerpt(value)})"
+        raise wrong_record(record, "a value of a wrong type", f'"{key}" is {what}, not text.')
     return value
 
 

@@ -70,6 +70,9 @@ class _Elements:
                     raise self._wrong(error.msg, error.pos) from error
             except RecursionError as error:
                 raise self._wrong("nested too deeply", self._at) from error
+            except ValueError as error:
+                problem = "a number of more than 4,300 digits"
+                raise self._wrong(problem, self._at) from error
             else:
                 if stop < len(self._text) or not self._more():
                     return value, stop

@@ -97,7 +97,7 @@ def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Recor
             continue
         try:
             value = json.loads(line.rstrip())
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             bad(_not_json(line.rstrip(), where, error))
             continue
         if isinstance(value, dict):
@@ -155,6 +155,8 @@ def _not_json(line: str, where: Where, error: Exception) -> RowError:
     column, problem = 1, "nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         column, problem = error.colno, error.msg
+    elif isinstance(error, ValueError):  # Python refuses to read it
+        problem = "a number of more than 4,300 digits"
     around = excerpt(line[max(0, column - 41) : column + 39])
     return RowError(
         f"{where}, column {column}: not JSON ({problem}): {around}. Correct the line; a file cut "

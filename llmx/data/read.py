@@ -110,7 +110,7 @@ def read_file(
     """
     meter = meter or Meter()
     if kind_of(file) in COLUMNAR_SUFFIXES:
-        yield from table_rows(file)
+        yield from table_rows(file, bad)
         meter.bytes += file.stat().st_size
         return
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmx.data.rows import Record, Where
+from llmx.data.rows import OnBad, Record, RowError, Where, refuse
 from llmx.errors import DataError
 
 BATCH_ROWS = 1024
@@ -15,18 +15,22 @@ SAVED = ("state.json", "dataset_dict.json")
 """By these files a directory of ``Dataset.save_to_disk`` or ``DatasetDict`` is known."""
 
 
-def table_rows(file: Path) -> Iterator[Record]:
-    """The rows of one ``.parquet`` or ``.arrow`` file."""
+def table_rows(file: Path, bad: OnBad = refuse) -> Iterator[Record]:
+    """The rows of one ``.parquet`` or ``.arrow`` file. Raises DataError where it is damaged."""
     import pyarrow as pa
 
     number = 0
     try:
         for batch in _batches(file):
-            for value in batch.to_pylist():
+            for value in _values(batch):
                 number += 1
-                yield Record(value, Where(file, number, "row"))
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        line = str(error).strip().splitlines()[0]
+                where = Where(file, number, "row")
+                if isinstance(value, dict):
+                    yield Record(value, where)
+                else:
+                    bad(_not_utf8(value, where))
+    except (pa.ArrowException, OSError) as error:  # damaged content is an OSError to Arrow
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{file}, after row {number}: not a readable {file.suffix[1:]} file ({line}). It is "
             "damaged, cut off or of another kind; fetch it again."
@@ -53,6 +57,32 @@ def _batches(file: Path) -> Iterator[Any]:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield batch.slice(start, BATCH_ROWS)
+
+
+def _values(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
+    """The rows of a batch; Arrow's text may hold bytes that are none."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(batch.slice(row, 1)) for row in range(batch.num_rows)]
+
+
+def _value(batch: Any) -> dict[str, Any] | UnicodeDecodeError:
+    try:
+        return dict(batch.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _not_utf8(error: UnicodeDecodeError, where: Where) -> RowError:
+    around = error.object[max(0, error.start - 20) : error.start + 20]
+    return RowError(
+        f"{where}: a text holds bytes that are not UTF-8: {around!r}. Write the file again from "
+        "text in UTF-8.",
+        where=where,
+        reason="not UTF-8",
+        content=repr(around),
+    )
 
 
 def is_saved(place: Path) -> bool:

@@ -183,7 +183,7 @@ def _calling(content: Any, calls: Any, where: Where, place: str) -> Message:
     said = content if isinstance(content, str) else ""
     try:
         found = [_call(call.get("function", call)) for call in calls]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _wrong(
             where,
             "wrong tool_calls",
@@ -208,7 +208,7 @@ def _calls_of(content: str) -> str:
     try:
         value = json.loads(content)
         found = [_call(call) for call in (value if isinstance(value, list) else [value])]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return ""
     return json.dumps(found, ensure_ascii=False)
 

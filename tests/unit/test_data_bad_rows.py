@@ -68,6 +68,16 @@ BAD_LINES = [
         "half of a surrogate pair",
         r"line 2: character 5 of a text is half of .* \(\\ud83d\), .*skip: abc \\ud83d d",
     ),
+    (
+        b'{"prompt": "q", "response": "a", "n": ' + b"9" * 5000 + b"}",
+        "not JSON",
+        "line 2, column 1: not JSON .a number of more than 4,300 digits",
+    ),
+    (
+        row(prompt="q", response="a", tools="[" * 100_000),
+        "wrong tools",
+        "line 2: tools are not JSON",
+    ),
     (b"[" * 100_000, "not JSON", "line 2, column 1: not JSON .nested too deeply"),
 ]
 

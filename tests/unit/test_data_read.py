@@ -77,6 +77,7 @@ def test_text_is_one_document_in_pieces(tmp_path: Path, monkeypatch):
         ("a.jsonl", b'{"a": 1}\n{"text": "\xff"}\n', r"line 2: byte 11 is not UTF-8.*iconv"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-9], "damaged or cut off"),
         ("a.jsonl.gz", LINES, "damaged or cut off"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:10] + b"\xff" * 20, "damaged or cut off"),
         ("a.jsonl.zst", zstandard.compress(LINES)[:-3], "damaged or cut off"),
         ("a.jsonl.zst", b"not zstandard", "damaged or cut off"),
         ("a.jsonl.xz", b"not xz", "damaged or cut off"),

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -66,6 +67,23 @@ def test_a_cut_off_table_is_said(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9])
     with pytest.raises(DataError, match=rf"{name}, after row 0: not a readable"):
         values(tmp_path / name)
+    (tmp_path / name).write_bytes(b"(" + bytes(range(255, 0, -1)))
+    with pytest.raises(DataError, match=rf"{name}, after row 0: not a readable"):
+        values(tmp_path / name)
+
+
+def test_text_of_a_table_that_is_none_is_a_bad_row(tmp_path: Path):
+    offsets = pa.py_buffer(np.array([0, 1, 2, 3], np.int32))
+    texts = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffc"))
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    bad: list[str] = []
+    found = list(read_file(tmp_path / "a.parquet", bad=lambda error: bad.append(str(error))))
+    assert [(record.value, record.where.number) for record in found] == [
+        ({"text": "a"}, 1),
+        ({"text": "c"}, 3),
+    ]
+    (message,) = bad
+    assert message.startswith(f"{tmp_path}/a.parquet, row 2: a text holds bytes that are not UTF-8")
 
 
 def test_a_saved_data_set(tmp_path: Path):
