@@ -30,6 +30,7 @@ from llmx.checkpoint.pointers import PINNED, pin, pinned
 from llmx.errors import LaunchError
 from llmx.launch import sync
 from llmx.launch.fleet import AgentError, Channel
+from llmx.launch.record import read_went_back
 from llmx.launch.spec import LaunchSpec
 
 PULL_EVERY_S = 5.0
@@ -53,6 +54,7 @@ class Collector:
         self._thread: threading.Thread | None = None
         self._rsync: subprocess.Popen[str] | None = None
         self._verified: set[str] = set()
+        self._went_back = read_went_back(spec.run_dir)
 
     def start(self) -> None:
         """Begin to pull in the background."""
@@ -189,12 +191,25 @@ class Collector:
                 break
             if self._stop.is_set():
                 return
+            if self._is_given_up(step, target):
+                continue
             self._pin({step, *self._whole()})
             self._pull_step(step, target, limit=limit)
             self._pin({step})
             break
         if not self.has_ranks_here:
             self._forget(set(there))
+
+    def _is_given_up(self, step: str, target: Path) -> bool:
+        """Whether it is of a past that the run was sent back from, left there until the next
+        save: here it would be the newest, and go to other hosts. Its manifest tells."""
+        if not self._went_back:
+            return False
+        beside = target.with_name(f".{step}.pull")
+        beside.mkdir(parents=True, exist_ok=True)
+        self._run([f"{self.private[0].name}:{target}/{MANIFEST}", f"{beside}/"])
+        manifest = read_manifest(beside)
+        return isinstance(manifest, Manifest) and manifest.is_given_up(self._went_back)
 
     def _whole(self) -> set[str]:
         """The newest copy that is whole, of this attempt or an earlier one."""

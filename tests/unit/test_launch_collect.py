@@ -1,0 +1,79 @@
+"""What a launching machine collects of its hosts' checkpoints, by a real rsync without ssh."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from llmx.checkpoint.choose import list_steps
+from llmx.checkpoint.manifest import digest_bytes, make_manifest
+from llmx.launch.collect import Collector
+from llmx.launch.record import write_resume
+from llmx.rundir import RunDir
+
+
+class Host:
+    """A host with a disk of its own: a directory, in which paths are as on the host."""
+
+    is_remote, shared, hosts, name = True, False, (0,), "node-b"
+
+    def __init__(self, disk: Path, run: RunDir) -> None:
+        self.disk, self.run = disk, run
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.disk / str(self.run.checkpoints).lstrip("/")
+
+    def save(self, step: int, *, course: int = 0) -> None:
+        directory = self.checkpoints / f"step-{step:08d}"
+        directory.mkdir(parents=True)
+        (directory / "rank-00000.safetensors").write_bytes(b"x" * 10)
+        files = {"rank-00000.safetensors": digest_bytes(b"x" * 10)}
+        manifest = make_manifest(step, files, hosts={}, run_id="r", course=course)
+        (directory / "manifest.json").write_text(manifest.to_text())
+
+    def ask(self, what: str, **words: Any) -> dict[str, Any]:
+        found = self.checkpoints.glob("step-*/manifest.json") if what == "list" else ()
+        return {"files": {f"checkpoints/{p.parent.name}/{p.name}": 1 for p in found}}
+
+
+class Local(Collector):
+    """Reads the host's directory where the real one goes over ssh."""
+
+    def _run(self, words: list[str], *, stdin: str = "") -> None:
+        here = [word.replace("node-b:", str(self.private[0].disk)) for word in words]  # type: ignore[attr-defined]
+        subprocess.run(["rsync", "-a", *here], input=stdin, text=True, check=True)
+
+
+def collector(run: RunDir, host: Host) -> Collector:
+    launch = SimpleNamespace(sync="rsync")
+    plan = SimpleNamespace(hosts=[SimpleNamespace(is_local=False)], ranks=[])
+    spec: Any = SimpleNamespace(run_dir=run, exp=SimpleNamespace(launch=launch), plan=plan)
+    channels: Any = [host]
+    return Local(spec, channels, print)
+
+
+def test_what_was_given_up_is_not_collected_before_it_is_removed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.checkpoints.mkdir(parents=True)
+    host = Host(tmp_path / "disk", run)
+    for step in (40, 50):
+        host.save(step)
+    collector(run, host)._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [50]
+    # Sent back to 40; the host keeps 50 until it saves again, and saves 45 and 50 then.
+    run.checkpoint(50).rename(tmp_path / "aside")
+    write_resume(run, step=40, skip_steps=[], attempt=2, went_back=[40])
+    at_work = collector(run, host)
+    at_work._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [40]
+    host.save(45, course=1)
+    (host.checkpoints / "step-00000050").rename(tmp_path / "removed")
+    at_work._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [40, 45]
+    host.save(50, course=1)
+    at_work._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [40, 45, 50]
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
