@@ -159,6 +159,7 @@ def test_the_demo_plans(
 
 
 @pytest.mark.deepspeed
+@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
 def test_the_demo_trains(
     installed: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
