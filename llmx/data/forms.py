@@ -75,8 +75,8 @@ def detect_form(record: Record, *, text_key: str, columns: dict[str, str]) -> st
     known = "; ".join(f"{form}: {', '.join(names)}" for form, names in KEYS.items())
     raise DataError(
         f"{record.where}: the keys ({keys}) fit none of the known forms ({known}). Map your "
-        "names, e.g. data.form=alpaca +data.columns.instruction=question "
-        "+data.columns.output=answer, or for text data.form=text data.text_key=body."
+        "names, e.g. data.form=alpaca data.columns.instruction=question "
+        "data.columns.output=answer, or for text data.form=text data.text_key=body."
     )
 
 

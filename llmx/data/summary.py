@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.data.progress import MIB, clock
+from llmx.data.progress import MIB, clock, size_text
 from llmx.data.store import SampleStore
 
 
@@ -55,15 +55,16 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     if "encoder" not in meta:  # prepared by an earlier llmx
         return lines
     seconds = meta["tokenize_seconds"]
-    rate = meta["text_bytes"] / MIB / max(seconds, 1e-3)
+    took = "less than a second" if seconds < 1 else clock(seconds)
+    rate = f" ({meta['text_bytes'] / MIB / seconds:,.1f} MiB/s)" if seconds >= 1 else ""
     hosts = meta.get("hosts", 1)
     workers = f"{meta['workers']} cores" + (f" on {hosts} hosts" if hosts > 1 else "")
     lines.append(("encoder", f"{meta['encoder']}, {workers}"))
     lines.append(
         (
             "time",
-            f"{'found again; it took' if found else 'took'} {clock(seconds)} for "
-            f"{meta['text_bytes'] / MIB:,.1f} MiB of text ({rate:,.1f} MiB/s)"
+            f"{'found again; it took' if found else 'took'} {took} for "
+            f"{size_text(meta['text_bytes'])} of text{rate}"
             + (f", from row {meta['resumed_at_row']:,} on" if meta["resumed_at_row"] else ""),
         )
     )

@@ -116,7 +116,7 @@ def test_text():
     [
         ({"a": 1}, r"the keys \(a\) fit none"),
         ({"text": "T", "prompt": "Q", "response": "A"}, "fit prompt_response and text"),
-        ({"instruction": "Q", "output": None}, r'"output" is NoneType'),
+        ({"instruction": "Q", "output": None}, r'"output" is null, not text'),
         ({"instruction": "Q", "output": "A", "history": ["q"]}, r"must be \[question, answer\]"),
         ({"conversations": []}, "must be a list of turns"),
         ({"conversations": ["Q"]}, r'turn 1 of "conversations" is Q, not an object'),

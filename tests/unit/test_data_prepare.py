@@ -155,11 +155,21 @@ def test_found_again_only_when_nothing_that_matters_changed(tmp_path: Path, toke
 
 def test_a_store_of_other_options_is_never_used(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, numbered(20))
-    other = prepare(exp, tokenizer)
-    exp.data.seq_len = 48
-    other.path.rename(store_path(exp, tokenizer))
-    with pytest.raises(DataError, match=r"prepared otherwise: seq_len 32 there, 48 wanted\."):
-        prepare(exp, tokenizer)
+    place = prepare(exp, tokenizer).path
+    others = [
+        ({"seq_len": 48}, tokenizer, r"seq_len 32 there, 48 wanted\."),
+        ({"template": "human_assistant"}, tokenizer, r"template \{% .* there, \{% .* wanted\."),
+        (
+            {},
+            byte_tokenizer("<|end|>", "<|more|>", chat_template=TEMPLATE),
+            r"tokenizer \w{64} there, \w{64} wanted\.",
+        ),
+    ]
+    for changes, other, difference in others:
+        changed = experiment(tmp_path, numbered(20), **changes)
+        place = place.rename(store_path(changed, other))
+        with pytest.raises(DataError, match=f"prepared otherwise: {difference}"):
+            prepare(changed, other)
 
 
 def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch):
