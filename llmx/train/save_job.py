@@ -13,32 +13,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from llmx.checkpoint import commit
-from llmx.checkpoint.fragments import (
-    BUFFER,
-    FROZEN,
-    MASTER,
-    check_cover,
-    cover_of,
-    fragment_key,
-)
+from llmx.checkpoint.fragments import check_cover, cover_of
 from llmx.checkpoint.manifest import STATE, FileEntry, Manifest, make_manifest, rank_file
-from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
+from llmx.checkpoint.tensors import TensorSpec, TensorWriter
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError
 from llmx.train.engine_state import StateTensor
 from llmx.train.place import Place, exchange
 from llmx.train.save_files import state_text
+from llmx.train.save_fragments import Sums, hash_of_weights, specs_of, write_fragments
 from llmx.train.save_tidy import look_around, tidy
-from llmx.train.state_hash import combine, lanes
 
-WEIGHTS = (MASTER, FROZEN)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -115,16 +105,16 @@ class SaveJob:
 
     def _save(self) -> None:
         directory, step, place = self.place.directory, self.step, self.place
-        writer = commit.rank_writer(directory, step, place.rank, self._specs())
+        writer = commit.rank_writer(directory, step, place.rank, specs_of(self.fragments))
         manifest: Manifest | None = None
         try:
             self._together(lambda: commit.begin(directory, step) if place.leads else None)
             specs = self._together(lambda: self._reserve(writer))
             self._together(lambda: self._check_cover(specs) if place.rank == 0 else None)
-            written = self._together(lambda: self._write(writer))
+            written = self._together(lambda: write_fragments(writer, self.fragments))
             # Rank 0's, so that hosts with disks of their own write the same bytes.
             state = self._together(
-                lambda: self._final_state([s for _, s in written]) if place.rank == 0 else None
+                lambda: self._with_hash([sums for _, sums in written]) if place.rank == 0 else None
             )[0]
             small = self._together(lambda: self._add_small(state) if place.leads else {})
             files = {rank_file(rank): entry for rank, (entry, _) in enumerate(written)}
@@ -178,16 +168,6 @@ class SaveJob:
             raise SaveFailed(failures[0][0], disk_full=any(full for _, full in failures))
         return [value for value, _ in outcomes]
 
-    def _specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(
-                fragment_key(fragment.state, fragment.name, fragment.start),
-                fragment.dtype,
-                fragment.tensor.numel(),
-            )
-            for fragment in self.fragments
-        ]
-
     def _reserve(self, writer: TensorWriter) -> list[TensorSpec]:
         writer.reserve()
         return writer.order
@@ -196,39 +176,9 @@ class SaveJob:
         cover = cover_of({rank_file(rank): order for rank, order in enumerate(specs)})
         check_cover(cover, self.state["parameters"], self.state.get("buffers"))
 
-    def _write(self, writer: TensorWriter) -> tuple[FileEntry, dict[str, list[int]]]:
-        """This rank's file, and its part of the hash of the weights: name -> two sums."""
-        sums: dict[str, list[int]] = {}
-        by_key = dict(zip((spec.key for spec in self._specs()), self.fragments, strict=True))
-
-        def values() -> Iterator[Fragment]:
-            for spec in writer.order:
-                fragment = by_key[spec.key]
-                tensor = fragment.tensor.detach().cpu()
-                if fragment.state in WEIGHTS:
-                    two = sums.setdefault(fragment.name, [0, 0])
-                    for lane, value in enumerate(lanes(tensor, fragment.start).tolist()):
-                        two[lane] += value
-                # What is not trained may be infinite from the first (masks are).
-                if fragment.state not in (FROZEN, BUFFER) and not is_finite(tensor):
-                    raise SaveFailed(
-                        f"{fragment.state} of {fragment.name} is not finite", disk_full=False
-                    )
-                yield Fragment(spec.key, spec.dtype, spec.num_elements, as_buffer(tensor))
-
-        with writer:
-            return writer.write(values()), sums
-
-    def _final_state(self, sums: list[dict[str, list[int]]]) -> dict[str, Any]:
-        """The state with the hash of the weights, as rank 0 has it."""
-        names = [name for name, entry in self.state["parameters"].items() if not entry["tied_to"]]
-        total = torch.zeros(len(names), 2, dtype=torch.int64)
-        for row, name in enumerate(names):
-            for lane in range(2):
-                # Sums wrap around at 64 bits, as they do on a device.
-                value = sum(each[name][lane] for each in sums if name in each) % 2**64
-                total[row, lane] = value - 2**64 if value >= 2**63 else value
-        return {**self.state, "weights_hash": combine(names, total)}
+    def _with_hash(self, sums: list[Sums]) -> dict[str, Any]:
+        """The state as rank 0 has it."""
+        return {**self.state, "weights_hash": hash_of_weights(self.state["parameters"], sums)}
 
     def _add_small(self, state: Mapping[str, Any]) -> dict[str, FileEntry]:
         files = {**self.small_files, STATE: state_text(state).encode()}
@@ -258,16 +208,3 @@ def give_way() -> None:
     """Where cores are scarce, training goes first. Linux gives each thread a priority."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite; makes no copy."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) and torch.isfinite(high))
-
-
-def as_buffer(tensor: torch.Tensor) -> Any:
-    """The bytes of a contiguous tensor on the CPU, not copied."""
-    return tensor.contiguous().view(torch.uint8).numpy()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmx.train.host_memory import available_bytes, room_for
-from llmx.train.save_job import as_buffer, is_finite
+from llmx.train.save_fragments import as_buffer, is_finite
 from llmx.train.signals import SAME_REQUEST_S, StopRequest, Terms
 
 GIB = 2**30
