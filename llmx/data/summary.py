@@ -48,7 +48,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         ),
         (
             "row length",
-            ", ".join(f"{names.get(rank, rank + ' %')} {n:,}" for rank, n in lengths.items())
+            ", ".join(f"{names.get(rank, rank + ' % up to')} {n:,}" for rank, n in lengths.items())
             + (" (as cut)" if meta["truncated"] else ""),
         ),
     ]
