@@ -34,12 +34,16 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (0 also where the runs differ: it is reported)."""
     parser = argparse.ArgumentParser(
-        prog="python -m llmx compare", description="What differs between two runs."
+        prog="python -m llmx compare",
+        description="What differs between two runs: config, environment, outcome, every logged "
+        "loss; and both loss curves in one picture. Also of runs that still train, or failed.",
     )
-    parser.add_argument("run_a", type=Path, help="a run directory")
-    parser.add_argument("run_b", type=Path, help="another one")
-    parser.add_argument("--out", type=Path, help="the picture; default: in RUN_B")
-    parser.add_argument("--width", type=int, default=None, help="columns of the tables")
+    parser.add_argument("run_a", metavar="RUN_A", type=Path, help="a run directory")
+    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="another one")
+    parser.add_argument(
+        "--out", metavar="FILE.png", type=Path, help="the picture; default: in RUN_B"
+    )
+    parser.add_argument("--width", metavar="N", type=int, help="columns of the tables")
     options = parser.parse_args(argv)
     try:
         return compare(options.run_a, options.run_b, out=options.out, width=options.width)

@@ -39,12 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m llmx export",
         description="Write a checkpoint as a Hugging Face model directory.",
     )
-    parser.add_argument("run", type=Path, help="a run directory, or one of its checkpoints")
-    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest usable")
-    parser.add_argument("--out", type=Path, help="default: RUN/export/step-N; must not exist")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints"
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="which checkpoint; default: the newest usable"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="default: RUN/export/step-N; must not exist"
+    )
     parser.add_argument("--dtype", choices=sorted(NAMES), help="default: what the run trains in")
     parser.add_argument(
-        "--shard-gib", type=float, default=SHARD_BYTES / 2**30, help="largest file (default 2)"
+        "--shard-gib",
+        metavar="X",
+        type=float,
+        default=SHARD_BYTES / 2**30,
+        help="largest file, in GiB (default 2)",
     )
     parser.add_argument(
         "--check", action="store_true", help="verify the checkpoints instead, write nothing"

@@ -23,10 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (0 also for a run that failed: it is reported)."""
     parser = argparse.ArgumentParser(
         prog="python -m llmx report",
-        description="Tables, loss curve and HTML of a run directory.",
+        description="How a run went: tables here, loss.png and report.html in its directory. "
+        "Also of a run that still trains, or failed.",
     )
-    parser.add_argument("run_dir", type=Path, help="a run directory of llmx")
-    parser.add_argument("--width", type=int, default=None, help="columns of the tables")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory")
+    parser.add_argument("--width", metavar="N", type=int, help="columns of the tables")
     options = parser.parse_args(argv)
     try:
         data = load_run(options.run_dir)

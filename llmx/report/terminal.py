@@ -39,7 +39,8 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
     if found:
         console.print()
         console.print(warnings_table(tuple(found)))
-    console.print()
+    if rows or found:
+        console.print()
     places = wording.places(data)
     widest = max(len(name) for name, _ in places)
     for name, place in places:

@@ -26,9 +26,10 @@ class Chosen:
     damaged: dict[int, list[str]] = field(default_factory=dict)
 
     def words(self) -> str:
-        """The damaged ones in one line."""
-        parts = [f"step {step}: {'; '.join(found)}" for step, found in self.damaged.items()]
-        return "; ".join(parts)
+        """The damaged ones, a line each."""
+        return "\n".join(
+            f"  step {step}: {'; '.join(found)}" for step, found in self.damaged.items()
+        )
 
 
 def newest_usable(run: RunDir, steps: Sequence[int]) -> Chosen:

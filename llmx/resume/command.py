@@ -142,7 +142,7 @@ def begin_at(run: RunDir, stands: Standing, step: int | None) -> int:
     # The ranks refuse it, too (llmx.train.resume), but on hosts, and minutes later.
     if found.step is None and stands.saved - set(found.damaged) and found.damaged:
         raise CheckpointError(
-            f"none of the checkpoints in {run.checkpoints} can be used: {found.words()}. Put a "
+            f"none of the checkpoints in {run.checkpoints} can be used:\n{found.words()}\nPut a "
             f"good copy of the named file back, or begin again: python -m llmx resume "
             f"{shlex.quote(str(run.root))} step=0 (the damaged ones are kept in history/)."
         )

@@ -213,10 +213,24 @@ def _took(facts: Facts, state: str) -> float | None:
     if not begun:
         return None
     if state in LIVE:
-        return float(facts["now"] - begun)
+        return float(facts["now"] - begun) - _nobody_at_work(facts)
     ends = [(facts["result"] or {}).get("ended"), (facts["metrics"]["last"] or {}).get("time")]
     last = max((float(end) for end in ends if end), default=0.0)
-    return last - begun if last > begun else None
+    return last - begun - _nobody_at_work(facts) if last > begun else None
+
+
+def _nobody_at_work(facts: Facts) -> float:
+    """Seconds between the end of a supervisor and the next ``resume``, as far as is known."""
+    lines = [line for line in facts["attempts"] if line.get("ended")]
+    begins = [float(line.get("started") or 0.0) for line in lines[1:]]
+    # Of the attempt that goes on now there is no line yet, but its supervisor has the lock.
+    begins.append(float((facts.get("lock") or {}).get("time") or 0.0))
+    gaps = [
+        begin - float(line["ended"])
+        for line, begin in zip(lines, begins, strict=False)
+        if line.get("decision") != "restart"
+    ]
+    return sum(gap for gap in gaps if gap > 0)
 
 
 def _waited(metrics: Facts) -> float | None:

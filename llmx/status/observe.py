@@ -63,6 +63,7 @@ class Observer:
             "supervisor": supervisor,
             "supervisor_alive": _is_alive(supervisor),
             "attempts": self._lines("attempts.jsonl")[-50:],
+            "lock": self._json("supervisor.lock"),
             "result": result,
             "started": self._mtime("config.yaml"),
             "launched": os.path.isdir(self._path("ranks")),

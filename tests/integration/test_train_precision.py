@@ -137,6 +137,7 @@ def test_divergence_ends_the_run_and_is_named(plain: Finished) -> None:
     assert run.result["outcome"] == "nan", run.said
     assert "of step 2" in run.result["cause"]
     assert "optim.lr" in run.result["cause"] + run.result["fix"]
+    assert "Traceback" not in run.said
     last = run.lines("train")[-1]
     assert (last["step"], last["nonfinite"]) == (2, True)
     assert not run.dir.final_model.exists()

@@ -80,6 +80,24 @@ def test_training(tmp_path: Path) -> None:
     assert view.memory_gib == [0.41, 0.43]
 
 
+def test_the_time_between_an_end_and_a_resume_does_not_count(tmp_path: Path) -> None:
+    run = training(tmp_path / "run")
+    now = time.time()
+    write_json(run.identity, {"run_id": "r", "created": now - 10_000})
+    attempts = [
+        {"attempt": 1, "started": now - 10_000, "ended": now - 9_000, "decision": "restart"},
+        {"attempt": 2, "started": now - 8_900, "ended": now - 8_000, "decision": "stop"},
+        {"attempt": 3, "started": now - 6_000, "ended": now - 5_000, "decision": "finished"},
+    ]
+    write_text(run.attempts, "".join(json.dumps(line) + "\n" for line in attempts))
+    write_json(run.supervisor_lock, {"host": HERE, "pid": os.getpid(), "time": now - 1_000})
+    assert view_of(run).took_s == pytest.approx(10_000 - 2_000 - 4_000, abs=5)
+    write_json(run.result, ended())
+    supervised(run, "finished")
+    write_json(run.supervisor_lock, {"host": HERE, "pid": os.getpid(), "time": now - 6_000})
+    assert view_of(run).took_s == pytest.approx(10_000 - 2_000, abs=5)
+
+
 def test_what_the_slowest_rank_does(tmp_path: Path) -> None:
     run = training(tmp_path / "run")
     status = {"rank": 1, "state": "loading", "step": 0, "time": time.time() - 50, "error": None}
