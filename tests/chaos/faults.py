@@ -145,13 +145,15 @@ def link_dropped(site: Site, chance: random.Random) -> str:
 
 
 def disk_full(site: Site, chance: random.Random) -> str:
-    """Not a byte is left; somebody makes room when a save has failed, or the run."""
+    """Not a byte is left; somebody makes room when a save has failed, or the run waits for it."""
     host = chance.choice(site.cluster.hosts)
     seen, attempts = len(site.failed_saves()), len(site.attempts())
     site.disks[host.name].fill()
     site.until(
         lambda: (
-            len(site.failed_saves()) > seen or len(site.attempts()) > attempts or _stopped(site)
+            len(site.failed_saves()) > seen
+            or len(site.attempts()) > attempts
+            or site.supervisor().get("state") in ("waiting", "preparing")
         ),
         what=f"a word about the full disk of {host.name}",
     )
@@ -196,10 +198,6 @@ def damage_newest(site: Site, chance: random.Random) -> str:
         path.unlink()
     site.damaged.add((host.name, step))
     return f"{path.name} of step {step} on {host.name}: {how}"
-
-
-def _stopped(site: Site) -> bool:
-    return site.supervisor().get("state") not in ("running", None)
 
 
 def _until_noticed(site: Site, what: str) -> None:
