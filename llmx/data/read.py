@@ -63,6 +63,7 @@ def source_files(path: str, *, split: str | None = None) -> list[Path]:
         if is_saved(place):
             return saved_files(place, split=split)
         files = sorted(file for file in place.rglob("*") if file.is_file() and _is_data(file))
+        files = [file for file in files if not _is_hidden(file.relative_to(place))]
     else:
         files = sorted(Path(name) for name in glob.glob(str(place), recursive=True))  # noqa: PTH207
         files = [file for file in files if file.is_file()]
@@ -155,6 +156,11 @@ def _records(
 
 def _is_data(file: Path) -> bool:
     return kind_of(file) in KNOWN and file.name not in NOT_DATA
+
+
+def _is_hidden(file: Path) -> bool:
+    """What tools leave behind: ``.ipynb_checkpoints``, ``.cache``, ``._rows.jsonl``."""
+    return any(part.startswith(".") for part in file.parts)
 
 
 def _damaged(file: Path, error: Exception) -> RowError:

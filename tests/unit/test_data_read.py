@@ -92,7 +92,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: bytes, messag
 
 
 def test_files_of_a_path(tmp_path: Path):
-    for name in ("b.jsonl", "a.txt", "deep/c.json.gz", "README.md"):
+    for name in ("b.jsonl", "a.txt", "deep/c.json.gz", "README.md", ".old/d.jsonl", "._a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     names = [file.name for file in source_files(str(tmp_path))]
