@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from llmx.checkpoint.disk import DISK
 from llmx.rundir import write_text
 
 GIB = 2**30
@@ -25,6 +26,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         self._stream = path.open("a", encoding="utf-8") if enabled else None
+        self._directory = path.parent
         self._lock = threading.Lock()
         self._latest: dict[str, float] = {}
 
@@ -64,6 +66,8 @@ class MetricsWriter:
         """What was written survives a power cut."""
         if self._stream is not None:
             os.fsync(self._stream.fileno())
+            # Its name, too: a resumed run has replaced the file (``cut_back``).
+            DISK.sync_directory(self._directory)
 
     def close(self) -> None:
         if self._stream is not None:

@@ -143,6 +143,23 @@ def test_categories(error: BaseException, wanted: str) -> None:
     assert describe(error)["category"] == wanted
 
 
+def test_what_is_synced_are_the_lines_and_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run has replaced the file: after a power cut the old one must not be back."""
+    path, synced = tmp_path / "metrics.jsonl", []
+    writer = MetricsWriter(path, enabled=True)
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    writer.sync()
+    assert synced == [path.stat().st_ino, tmp_path.stat().st_ino]
+
+
 def test_metrics_are_one_json_object_a_line_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path, enabled=True)
