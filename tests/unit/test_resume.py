@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from llmx.reproduce.before import all_differences
 from llmx.resume.changed import next_run, schedule_note
 from llmx.resume.choose import newest_usable, problems_of
 from llmx.resume.command import OWN, help_text, main
+from llmx.resume.command import _rewrite as rewrite
 from llmx.resume.history import history, keep_former, sent_back, set_aside
 from llmx.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
 from llmx.resume.standing import committed, standing
@@ -337,6 +339,12 @@ def test_a_moved_run_goes_on_where_it_is(run, tmp_path, capsys) -> None:
 def test_a_planned_run_is_started_by_resume(run, capsys) -> None:
     main([str(run.root), "dry_run=true"])
     assert "was planned and never started" in capsys.readouterr().out
+    exp = snapshot.load(run)
+    run.config.write_text(snapshot.dump_config(dataclasses.replace(exp, dry_run=True)))
+    rewrite(run, going_on(run), standing(run), [], origin=0, step=None, then={}, now={}, typed=[])
+    assert snapshot.load(run) == exp
+    assert "dry_run: false" in run.config.read_text()
+    assert history(run) == []
 
 
 @pytest.mark.parametrize(
