@@ -207,6 +207,8 @@ class Agent:
         self.signals: dict[str, list[list[str]]] = {}
         self.port = 0
         self.reserved: socket.socket | None = None
+        self.claim: socket.socket | None = None
+        self.session = ""
         self.watching = self.streaming = self.done = False
         self.ranks: dict[int, int] = {}
         self.offsets: dict[str, int] = {}
@@ -290,6 +292,8 @@ class Agent:
         self.cancel = message.get("cancel", [])
         self.cancel_force = message.get("cancel_force", [])
         self.signals = message.get("signals", {})
+        self.session = message.get("session", "")
+        self._be_found()
         nonce = message.get("nonce", "")
         code, python = message.get("code"), message.get("python")
         return {
@@ -382,10 +386,37 @@ class Agent:
         moment ago, and its ranks be saving: they get the time for it."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
+        self._end_earlier_agents()
         counts = end_processes(self.table, message["grace_s"], ask=signal.SIGUSR1)
         # Also where nothing was found: a job outlives the machine that its srun ran on.
         _run_all(self.cancel_force)
         return counts
+
+    def _be_found(self) -> None:
+        """Leave a name for the agents of later attempts; it vanishes with this process."""
+        if self.claim is None and self.session:
+            self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(OSError):
+                self.claim.bind(f"\0llmx-agent-{self.token}-{self.session}-{os.getpid()}")
+                self.claim.listen(8)
+
+    def _end_earlier_agents(self) -> None:
+        """An agent that has not noticed yet that its supervisor is gone (silently: its host lost
+        its power, or the network) would end the ranks of the next attempt as well."""
+        prefix = f"@llmx-agent-{self.token}-"
+        for line in _bytes("/proc/net/unix").decode("utf-8", "replace").splitlines():
+            name = line.split(" ")[-1]
+            if not name.startswith(prefix) or name.startswith(f"{prefix}{self.session}-"):
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                try:
+                    other.connect("\0" + name[1:])
+                    said = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                except OSError:
+                    continue  # it has just ended
+            pid = struct.unpack("3i", said)[0]
+            if pid > 0:  # else it is of another container
+                _signal(pid, signal.SIGKILL)
 
     def do_signal(self, message: Message) -> Message:
         """Send a signal (``USR1``, ``USR2``) to every rank of the run on this host."""

@@ -69,6 +69,8 @@ class Channel:
     """Clock of the host minus this one's."""
     shared: bool = True
     """Whether the host sees this machine's run directory."""
+    session: str = ""
+    """The same for all agents of one attempt, and no other's."""
     lost_at: float | None = None
     last_heard: float = 0.0
     _process: subprocess.Popen[bytes] | None = None
@@ -105,7 +107,7 @@ class Channel:
         again = Channel(
             self.name, self.hosts, self.argv, self.source, self.log, self.inbox, self.is_remote
         )
-        again.shared = self.shared
+        again.shared, again.session = self.shared, self.session
         return again
 
     def post(self, cmd: str, **values: Any) -> queue.Queue[Message]:

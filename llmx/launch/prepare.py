@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def start_agents(spec: LaunchSpec, inbox: queue.Queue[tuple[Channel, Message]]) 
             for index, host in enumerate(plan.hosts)
             if not host.is_local
         ]
+    session = secrets.token_hex(4)
     for channel in channels:
+        channel.session = session
         channel.start(agent_env())
     return channels
 
@@ -128,6 +131,7 @@ def hello_message(spec: LaunchSpec, channel: Channel, nonce: str) -> Message:
     launch = spec.exp.launch
     message: Message = {
         "token": spec.token,
+        "session": channel.session,
         "run_dir": str(spec.run_dir.root),
         "nonce": nonce,
         "grace_s": launch.stop_grace_s,

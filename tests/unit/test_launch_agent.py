@@ -378,3 +378,27 @@ def test_an_agent_that_died_is_noticed(rig: Rig) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(AgentError):
         rig.channel.ask("flush", timeout_s=10)
+
+
+def test_an_agent_of_an_earlier_attempt_does_not_end_the_next(rig: Rig) -> None:
+    """It may notice only now that its supervisor is gone, when the next attempt runs already."""
+    old_pid = rig.greet(session="one")["pid"]
+    later, sibling = (
+        local_channel(name, (0,), rig.directory / f"{name}.log", queue.Queue())
+        for name in ("later", "sibling")
+    )
+    try:
+        for channel in (later, sibling):
+            channel.start(dict(os.environ))
+            channel.ask("hello", timeout_s=10, token=rig.token, session="two")
+        assert later.ask("clear", grace_s=1, timeout_s=10)["left"] == 0
+        wait_until(lambda: not _running(old_pid))
+        rank = rig.process()
+        rig.channel.close(timeout_s=5)
+        assert sibling.ask("list", patterns=[], timeout_s=10)["files"] == {}, "of this attempt"
+        assert rank.poll() is None
+        assert later.ask("stop", grace_s=1, timeout_s=20)["ended"] == 1
+        assert rank.wait(timeout=10) != 0
+    finally:
+        later.close(timeout_s=5)
+        sibling.close(timeout_s=5)
