@@ -257,20 +257,33 @@ def _stuck(metrics: Facts, pace: float | None, now: float) -> str:
 def _host(host: Facts, facts: Facts, state: str) -> tuple[str, str]:
     """What the ranks of one host do, in one line."""
     statuses = {status.get("rank"): status for status in facts["ranks"]}
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
     for rank in host["ranks"]:
-        status = statuses.get(rank)
+        status, more = statuses.get(rank), ""
         words = "no sign yet" if status is None else str(status.get("state"))
+        step = None
         if status and words in ("training", "interrupted", "saving"):
-            words += f" at step {status.get('step', 0):,}"
-        if status and words.startswith("failed") and status.get("error"):
-            words += f": {status['error'].get('type')}"
+            step = int(status.get("step") or 0)
+        if status and words == "failed" and status.get("error"):
+            more += f": {status['error'].get('type')}"
         ago = facts["now"] - float((status or {}).get("time") or facts["now"])
         if status and state in LIVE and status.get("state") in LIVE and ago > SILENT_S:
-            words += f", silent for {words_of(ago)}"
-        groups.setdefault(words, []).append(rank)
-    parts = [f"{_ranks(ranks)} {words}" for words, ranks in groups.items()]
+            more += f", silent for {words_of(ago)}"
+        groups.setdefault((words, more), []).append((rank, step))
+    parts = [
+        f"{_ranks([rank for rank, _ in group])} {words}{_at([step for _, step in group])}{more}"
+        for (words, more), group in groups.items()
+    ]
     return str(host["name"]), "; ".join(parts) or "no rank"
+
+
+def _at(steps: list[int | None]) -> str:
+    """Ranks tell their steps every few seconds, so those of one host differ a little."""
+    known = [step for step in steps if step is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    return f" at step {low:,}" if low == high else f" at steps {low:,} to {high:,}"
 
 
 def _ranks(ranks: list[int]) -> str:

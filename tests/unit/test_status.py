@@ -15,7 +15,7 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.errors import ConfigError
-from llmx.rundir import RunDir, write_json, write_text
+from llmx.rundir import RunDir, read_json, write_json, write_text
 from llmx.status import observe, parse
 from llmx.status.judge import View, judge
 from llmx.status.remote import parse_place
@@ -78,6 +78,8 @@ def test_training(tmp_path: Path) -> None:
     assert view.saved_ago_s == pytest.approx(100, abs=5)
     assert view.hosts == [("localhost", "ranks 0-1 training at step 24")]
     assert view.memory_gib == [0.41, 0.43]
+    write_json(run.rank_status(1), {**read_json(run.rank_status(1)), "step": 26})
+    assert view_of(run).hosts == [("localhost", "ranks 0-1 training at steps 24 to 26")]
 
 
 def test_the_time_between_an_end_and_a_resume_does_not_count(tmp_path: Path) -> None:
