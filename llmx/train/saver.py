@@ -120,6 +120,7 @@ class Saver:
 
     def at_boundary(self, step: int, flags: Flags, progress: Progress) -> None:
         """After each step but the last: save where one is due. Collective."""
+        self._raise_if_broken()
         every = self.exp.checkpoint.every_steps
         if every and step % every == 0:
             if flags.busy and not self._in_time():
@@ -243,10 +244,16 @@ class Saver:
         self._collect()
 
     def _collect(self) -> None:
-        """Forget a save that is over; raise what is no failure of the disk (a dead peer)."""
-        job, self._job = self._job, None
-        if job is not None and job.error and not isinstance(job.error, SaveFailed):
-            raise job.error
+        """Forget a save that is over."""
+        self._raise_if_broken()
+        self._job = None
+
+    def _raise_if_broken(self) -> None:
+        """What is no failure of the disk (a dead peer) ends this rank, and with it the run: others
+        may not have heard of it, and would wait for this rank's part for hours."""
+        error = None if self._job is None or self.busy else self._job.error
+        if error is not None and not isinstance(error, SaveFailed):
+            raise error
 
     def _ended(self, job: SaveJob, reason: str) -> None:
         """Called by the thread that saved."""

@@ -358,6 +358,24 @@ def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
     assert not saver.busy
 
 
+def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others still wait for its part, so together they are busy: it must not go on."""
+
+    def breaks(value: Any, *, group: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    saver = make_saver(RunDir(tmp_path / "run"), print)
+    saver._job = make_job(RunDir(tmp_path / "run"), 2, lambda _: None)
+    monkeypatch.setattr(save_job, "exchange", breaks)
+    saver._job.start()
+    assert saver._job.wait(60)
+    progress: Any = None
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        saver.at_boundary(3, Flags(busy=True), progress)
+
+
 def test_a_disk_that_is_too_slow_is_waited_for_once(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
