@@ -29,10 +29,10 @@ class Verdict:
 
 def verdict(data: RunData) -> Verdict:
     """The result line."""
-    steps = f"{data.summary.get('steps', 0):,}"
+    # The last steps before an end are not all logged; a checkpoint tells of them.
+    count = max(data.summary.get("steps", 0), data.summary.get("last_checkpoint", 0))
     total = data.summary.get("total_steps")
-    whole = not total or total == data.summary.get("steps")
-    of = f"{steps} steps" if whole else f"{steps} of {total:,} steps"
+    of = f"{count:,} steps" if total in (None, 0, count) else f"{count:,} of {total:,} steps"
     if data.result is None and not data.was_started:
         return Verdict("open", f"{data.name}: planned, not started")
     if data.result is None:
@@ -49,11 +49,14 @@ def verdict(data: RunData) -> Verdict:
     where = [f"rank {data.result['failed_rank']}"] * (data.result.get("failed_rank") is not None)
     where += [str(data.result["host"])] * bool(data.result.get("host"))
     at = f" ({', '.join(where)})" if where else ""
+    fix = data.result.get("fix") or ""
+    if outcome == "interrupted":  # how to go on stands among the places
+        fix = "; ".join(part for part in fix.split("; ") if not part.startswith("to go on: "))
     return Verdict(
         "failed",
         f"{data.name}: {outcome} after {of}{took}{at}",
         cause=data.result.get("cause") or "",
-        fix=data.result.get("fix") or "",
+        fix=fix,
     )
 
 

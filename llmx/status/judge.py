@@ -195,8 +195,9 @@ def _step(facts: Facts, state: str) -> int | None:
     metrics = facts["metrics"]
     lines = [metrics["last"], *metrics["events"][-1:], metrics["end"]]
     steps = [int(line.get("step") or 0) for line in lines if line]
-    if state in ("training", "saving"):
-        ranks = [int(s.get("step") or 0) for s in facts["ranks"] if s.get("state") == "training"]
+    if state in ("training", "saving", "ending"):
+        at_work = ("training", "saving", "interrupted")
+        ranks = [int(s.get("step") or 0) for s in facts["ranks"] if s.get("state") in at_work]
         steps += [min(ranks)] if ranks else []
     return max(steps) if steps else None
 

@@ -124,6 +124,21 @@ def test_run_that_was_only_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "reproduce" not in text
 
 
+def test_interrupted_between_two_logged_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    tracked_run.append(run, tracked_run.lines()[:7])  # to step 10
+    saved = {"kind": "event", "event": "saved", "step": 11, "time": tracked_run.START_S + 3}
+    tracked_run.append(run, [saved])
+    fix = f"to go on: python -m llmx resume {run.root}"
+    write_json(run.result, tracked_run.result("interrupted", cause="ended by Ctrl-C", fix=fix))
+    text = report(run, capsys, width=200)
+    assert "interrupted after 11 of 40 steps" in text
+    assert "to go on:" not in text
+    assert "go on" in text
+
+
 def test_times_of_a_resumed_run_are_of_the_time_since(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

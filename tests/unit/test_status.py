@@ -80,6 +80,8 @@ def test_training(tmp_path: Path) -> None:
     assert view.memory_gib == [0.41, 0.43]
     write_json(run.rank_status(1), {**read_json(run.rank_status(1)), "step": 26})
     assert view_of(run).hosts == [("localhost", "ranks 0-1 training at steps 24 to 26")]
+    supervised(run, "ending")
+    assert (view_of(run).state, view_of(run).step) == ("ending", 24)  # not back at the last line
 
 
 def test_the_time_between_an_end_and_a_resume_does_not_count(tmp_path: Path) -> None:
