@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmx.config.data_rules import data_problems
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, did_you_mean
 
@@ -20,6 +21,7 @@ def validate(exp: Experiment, *, position_limit: int | None = None) -> None:
     problems = [
         *_hardware(exp),
         *_model_and_data(exp, position_limit),
+        *data_problems(exp),
         *_length(exp),
         *_batch_and_optim(exp),
         *_zero(exp),
@@ -83,17 +85,11 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         yield f"model.config is empty: a {model.kind} from scratch needs hidden_size and the like."
     if not model.tokenizer and not model.path:
         yield "model.tokenizer is empty and there is no model.path to take it from. Set it."
-    if data.seq_len < 2:
-        yield f"data.seq_len={data.seq_len}: predicting a next token needs at least 2."
     if position_limit is not None and data.seq_len > position_limit:
         yield (
             f"data.seq_len={data.seq_len}, but {model.name or model.path} takes at most "
             f"{position_limit} positions. Set data.seq_len={position_limit}."
         )
-    if exp.task.kind == "sft" and data.packing == "concat":
-        yield "data.packing=concat would cut answers in two. SFT packs with best_fit, or none."
-    if data.eval_samples < 0:
-        yield f"data.eval_samples={data.eval_samples}: a number of rows is not negative."
     flash = model.attention == "flash_attention_2"
     if flash and (exp.precision == "fp32" or "cpu" in _accelerators(exp)):
         yield "model.attention=flash_attention_2 needs CUDA and bf16 or fp16. Use sdpa."

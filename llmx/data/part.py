@@ -43,11 +43,12 @@ class Part:
         """``source`` with what it leaves open taken from ``data``; ``split`` is for the demo."""
         name = source.path
         form = source.form if source.form != "auto" else data.form
+        columns = {**data.columns, **data.data_map, **source.columns}
         return cls(
             path=str(DEMO_DIRECTORY / f"{split}.jsonl") if name == "demo" else name,
             form_wanted=form,
-            text_key=source.text_key or data.text_key,
-            columns={**data.columns, **data.data_map, **source.columns},
+            text_key=source.text_key or columns.pop("text", data.text_key),
+            columns=columns,
             system=data.system,
             label_names=data.label_names,
             max_rows=source.max_rows,
@@ -88,7 +89,14 @@ class Part:
         """What names the bytes: SHA-256 of each file, or the commit of a Hub data set."""
         if self.hub:
             return [f"{PREFIX}{self.hub}@{self._revision}"]
-        return [digest_of(file, cache=cache) for file in self.files]
+        return [self._digest(file, cache) for file in self.files]
+
+    @staticmethod
+    def _digest(file: Path, cache: Path) -> str:
+        try:
+            return digest_of(file, cache=cache)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror or error}).") from error
 
     def identity(self) -> dict[str, object]:
         """What decides which rows there are, beside the bytes."""

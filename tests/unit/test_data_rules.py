@@ -1,0 +1,67 @@
+"""What ``data`` must hold before a file is read: each broken rule is said, with its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmx.config import Experiment, SourceConfig
+from llmx.config.data_rules import COLUMNS, data_problems
+from llmx.data import part
+from llmx.data.forms import KEYS
+from llmx.data.source import Source
+from llmx.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 1}, "data.seq_len=1: predicting a next token needs at least 2."),
+        ({"packing": "concat"}, "data.packing=concat would cut answers in two."),
+        ({"eval_samples": -1}, "data.eval_samples=-1: "),
+        ({"num_workers": -3}, "data.num_workers=-3: a number of cores; 0 takes those of the host."),
+        ({"share_from_mib": -1.0}, "data.share_from_mib=-1.0: not negative;"),
+        ({"max_rows": 0}, "data.max_rows=0: read at least 1 row"),
+        ({"sources": [SourceConfig("a"), SourceConfig("b", max_rows=-2)]}, "data.sources[1].max_"),
+        ({"columns": {"promt": "x"}}, 'data.columns.promt: no column of any form. Did you mean "p'),
+        ({"data_map": {"response": "x"}}, "data.data_map.response: no column of any form."),
+        ({"sources": [SourceConfig("a", columns={"b": "c"})]}, "data.sources[0].columns.b: no col"),
+    ],
+)
+def test_a_broken_rule(changes: dict, message: str):
+    exp = Experiment()
+    assert list(data_problems(exp)) == []
+    for name, value in changes.items():
+        setattr(exp.data, name, value)
+    (problem,) = data_problems(exp)
+    assert problem.startswith(message)
+
+
+def test_every_key_of_a_form_can_be_mapped():
+    assert {key for keys in KEYS.values() for key in keys} <= set(COLUMNS)
+
+
+def test_the_text_column_may_be_mapped_like_the_others(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"body": "words"}\n')
+    exp = Experiment()
+    exp.data.path, exp.data.columns = str(path), {"text": "body"}
+    (row,) = Source.of(exp, "train").rows()
+    assert row is not None
+    assert row.text == "words"  # type: ignore[union-attr]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "words"}\n')
+    exp = Experiment()
+    exp.data.path = str(path)
+
+    def refuses(file: Path, *, cache: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    # Root, as whom tests may run, is refused nothing.
+    monkeypatch.setattr(part, "digest_of", refuses)
+    with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read \(Permission denied\)"):
+        Source.of(exp, "train").digests(cache=tmp_path)
