@@ -223,6 +223,36 @@ CATALOGUE: tuple[Known, ...] = (
         "launch.slurm.account name the right ones",
     ),
     _known(
+        "slurm_memory",
+        "oom",
+        r"Detected \d+ oom[-_]kill event|task \d+: Out Of Memory|cgroup out-of-memory handler",
+        "the memory limit of the Slurm job ended a rank",
+        "ask for more (launch.slurm.extra_args=[--mem=0] takes all of a host), offload less, or "
+        "fewer ranks on the host",
+    ),
+    _known(
+        "slurm_time",
+        "interrupted",
+        r"CANCELLED AT \S+ DUE TO (?P<why>TIME LIMIT|PREEMPTION)",
+        "Slurm ended the job: {why}",
+        "python -m llmx resume goes on; ask for more time with launch.slurm.time_limit",
+    ),
+    _known(
+        "slurm_node",
+        "host_lost",
+        r"CANCELLED AT \S+ DUE TO NODE FAILURE|[Nn]ode failure on (?P<host>\S+)",
+        "Slurm lost a host of the job",
+        "`sinfo -R` says which and why; launch.slurm.extra_args=[--exclude=HOST] leaves it out",
+    ),
+    _known(
+        "slurm_busy",
+        "config",
+        r"step creation (temporarily|still) disabled|Requested nodes are busy",
+        "Slurm keeps the ranks waiting: another step holds the hosts or the GPUs of the job",
+        "start llmx in the batch script itself, not under srun, or "
+        "launch.slurm.extra_args=[--overlap]",
+    ),
+    _known(
         "slurm_unreachable",
         "comm",
         r"Unable to contact slurm controller|slurm_receive_msg.*Zero Bytes|Munge decode failed",
@@ -305,6 +335,22 @@ CATALOGUE: tuple[Known, ...] = (
         consequence=True,
     ),
     # The device.
+    _known(
+        "index",
+        "data",
+        r"device-side assert triggered|index out of range in self|srcIndex < srcSelectDimSize",
+        "a token or a position is outside of the model's tables",
+        "model.tokenizer must be the one of the model, and data.seq_len within its limit; "
+        "launch.env.CUDA_LAUNCH_BLOCKING=1 makes the traceback name the operation",
+    ),
+    _known(
+        "precision",
+        "config",
+        r"Type (?P<type>fp16|bf16) is not supported on your device",
+        "a device cannot train in {type}",
+        "precision=fp32, or describe the device in hardware.devices (precisions), so that the plan "
+        "knows",
+    ),
     _known(
         "cuda_driver",
         "config",

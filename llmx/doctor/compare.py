@@ -13,6 +13,8 @@ from llmx.config.schema import Experiment
 from llmx.plan.types import Plan
 
 MIB, GIB = 1024**2, 1024**3
+BUILT = ("cpu_adam", "fused_adam")
+"""Optimizers that DeepSpeed compiles on each host."""
 CLOCK_S = 5.0
 """A difference of clocks that makes logs of hosts hard to read side by side."""
 
@@ -37,6 +39,13 @@ def compare_hosts(
     ``offsets_s``: each host's clock minus the supervisor's, seconds.
     """
     errors, warnings = _versions(surveys)
+    codes = {name: str(facts.get("code")) for name, facts in surveys.items()}
+    # With rsync the code comes after the survey.
+    if exp.launch.sync != "rsync" and len(set(codes.values())) > 1:
+        errors.append(
+            f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same on all "
+            "of them, or set launch.sync=rsync, which brings it."
+        )
     for name, facts in surveys.items():
         more_errors, more_warnings = _host(exp, plan, name, facts)
         errors += more_errors
@@ -87,7 +96,7 @@ def _host(
             f"{name}: several NCCL builds are installed ({', '.join(facts['nccl'])}); torch loads "
             "one of them by chance. Uninstall the one that is not torch's (pip uninstall)."
         )
-    needs_build = exp.optim.kind in ("cpu_adam", "fused_adam")
+    needs_build = exp.optim.kind in BUILT
     if needs_build and not (facts["ninja"] and facts["compiler"]):
         missing = "ninja (pip install ninja)" if not facts["ninja"] else "g++ (apt install g++)"
         errors.append(

@@ -115,6 +115,9 @@ def _killed(failure: Failure) -> Diagnosis:
             "loads the model in shards), or zero=infinity",
             "kernel_oom",
         )
+    limit = _match(failure.log) if number == signals.SIGKILL else None
+    if limit is not None and limit.name == "slurm_memory":
+        return _from_row(limit, failure.log, failure)
     if number == signals.SIGKILL:
         return Diagnosis(
             "crash",

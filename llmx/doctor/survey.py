@@ -3,12 +3,13 @@
 Standard library only, one file: the supervisor sends its text to every host, where the
 environment's own Python runs it, so that a host needs neither llmx nor the code.
 
-    python llmx/doctor/survey.py /path/of/the/run
+    python llmx/doctor/survey.py /path/of/the/run [/path/of/the/package/llmx]
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -22,8 +23,8 @@ COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safete
 STALE_LOCK_S = 600
 
 
-def survey(run_dir: str) -> dict:
-    """The facts, as plain values."""
+def survey(run_dir: str, package: str = "") -> dict:
+    """The facts, as plain values. ``package``: the directory of llmx's code."""
     return {
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "packages": {name: version(name) for name in COMPARED},
@@ -39,10 +40,31 @@ def survey(run_dir: str) -> dict:
         "free_bytes": free_bytes(run_dir),
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "ninja": shutil.which("ninja") is not None,
-        "compiler": any(shutil.which(name) for name in ("c++", "g++", "clang++")),
+        "ninja": which("ninja"),
+        "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
         "stale_locks": stale_locks(),
+        "code": code_hash(package),
     }
+
+
+def which(name: str) -> bool:
+    """Whether a rank finds the program: beside its Python first, however this one was started."""
+    beside = os.path.dirname(sys.executable)  # noqa: PTH120
+    return shutil.which(name, path=f"{beside}:{os.environ.get('PATH', '')}") is not None
+
+
+def code_hash(package: str) -> str | None:
+    """Of every source below a directory, by name and content; None where there is none."""
+    if not package:
+        return None
+    found = hashlib.blake2b(digest_size=6)
+    paths = sorted(glob.glob(f"{glob.escape(package)}/**/*.py", recursive=True))  # noqa: PTH207
+    for path in paths:
+        with open(path, "rb") as stream:  # noqa: PTH123
+            content = stream.read()
+        name = os.path.relpath(path, package)
+        found.update(f"{name}\0{len(content)}\0".encode() + content)
+    return found.hexdigest() if paths else None
 
 
 def version(name: str) -> str | None:
@@ -127,4 +149,4 @@ def stale_locks() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(survey(sys.argv[1] if len(sys.argv) > 1 else "/")))
+    print(json.dumps(survey(*(sys.argv[1:3] or ["/"]))))

@@ -207,6 +207,7 @@ class Agent:
         self.signals: dict[str, list[list[str]]] = {}
         self.port = 0
         self.reserved: socket.socket | None = None
+        self.listening: list[socket.socket] = []
         self.claim: socket.socket | None = None
         self.session = ""
         self.watching = self.streaming = self.done = False
@@ -336,13 +337,24 @@ class Agent:
             try:
                 # An abstract name vanishes with its owner, however that dies.
                 claim.bind(f"\0llmx-port-{port}")
-                _bind_test(port)
+                _close(_listen(port))
             except OSError:
                 claim.close()
                 continue
             self.port, self.reserved = port, claim
             return {"port": port}
         return {"port": 0}
+
+    def do_listen(self, message: Message) -> Message:
+        """Let hosts try the way to a port, before the ranks need it; port 0 ends it."""
+        _close(self.listening)
+        self.listening = _listen(message["port"]) if message["port"] else []
+        return {}
+
+    def do_knock(self, message: Message) -> Message:
+        """Whether this host gets to a port of another one."""
+        socket.create_connection((message["to"], message["port"]), timeout=10).close()
+        return {}
 
     def do_route(self, message: Message) -> Message:
         """The address and interface of this host on the way to another."""
@@ -576,19 +588,30 @@ def _run_all(commands: list[list[str]]) -> None:
             )
 
 
-def _bind_test(port: int) -> None:
-    """OSError where somebody listens on the port, on any address."""
+def _listen(port: int) -> list[socket.socket]:
+    """Listens on every address; OSError where somebody does already, on any of them."""
     families = [(socket.AF_INET, "0.0.0.0")]
     if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6"):
         families.append((socket.AF_INET6, "::"))
-    for family, address in families:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+    made: list[socket.socket] = []
+    try:
+        for family, address in families:
+            made.append(socket.socket(family, socket.SOCK_STREAM))
             if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                made[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             # Connections of a run that ended a moment ago do not count as in use.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
-            probe.listen(1)
+            made[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made[-1].bind((address, port))
+            made[-1].listen(64)
+    except OSError:
+        _close(made)
+        raise
+    return made
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def _interface_of(address: str) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmx.doctor import survey as survey_program
-from llmx.doctor.compare import compare_hosts
+from llmx.doctor.compare import BUILT, compare_hosts
 from llmx.doctor.diagnose import Failure, diagnose
 from llmx.errors import LaunchError
 from llmx.launch import sync
@@ -202,12 +202,13 @@ def survey(spec: LaunchSpec, channels: list[Channel]) -> tuple[str, ...]:
     Returns warnings. A run on this machine alone has nothing to compare, and starts at once.
     """
     if not any(channel.is_remote for channel in channels):
+        _no_stale_lock(spec)
         return ()
     program = Path(survey_program.__file__).read_text(encoding="utf-8")
     request = {
         "python": spec.python,
         "program": program,
-        "arguments": [str(spec.run_dir.root)],
+        "arguments": [str(spec.run_dir.root), str(Path(spec.worker_path).parent)],
     }
     used = [channel for channel in channels if channel.hosts]
     pending = [(channel, channel.post("survey", **request)) for channel in used]
@@ -231,13 +232,51 @@ def survey(spec: LaunchSpec, channels: list[Channel]) -> tuple[str, ...]:
     return findings.warnings
 
 
+def _no_stale_lock(spec: LaunchSpec) -> None:
+    """LaunchError where ranks of this machine would wait for ever for a build that nobody does."""
+    locks = survey_program.stale_locks() if spec.exp.optim.kind in BUILT else []
+    if locks:
+        raise LaunchError(
+            f"optim.kind={spec.exp.optim.kind}: a build of an extension was left unfinished; ranks "
+            f'would wait for it at "Loading extension module". Remove the lock: rm {locks[0]}'
+        )
+
+
 def settle(spec: LaunchSpec, channels: list[Channel]) -> LaunchSpec:
     """Take a free port on the master's host and find the interfaces; writes the final files."""
     spec = dataclasses.replace(
         spec, port=_port(spec, channels), interfaces=_interfaces(spec, channels)
     )
+    _knock(spec, channels)
     write_rendered(spec)
     return spec
+
+
+def _knock(spec: LaunchSpec, channels: list[Channel]) -> None:
+    """LaunchError where a host does not get to the place where the ranks meet: a firewall, or an
+    address of another network. The ranks themselves would find that out after half an hour."""
+    to, first = spec.plan.master_addr, spec.plan.hosts[0].name
+    master, used = channel_of(channels, 0), [c for c in channels if c.hosts]
+    if master is None or len(used) < 2:
+        return
+    problems = []
+    try:
+        master.ask("listen", port=spec.port, timeout_s=30)
+        pending = [(channel, channel.post("knock", to=to, port=spec.port)) for channel in used]
+        for channel, replies in pending:
+            try:
+                channel.wait(replies, timeout_s=30)
+            except AgentError as error:
+                problems.append(
+                    f"{channel.name}: does not get to {first} at {to} port {spec.port} ({error}), "
+                    "where the ranks meet. Set hardware.master_addr to an address of it that all "
+                    "hosts reach, or let the ports between the hosts through the firewall."
+                )
+        master.ask("listen", port=0, timeout_s=30)
+    except AgentError as error:
+        raise LaunchError(f"{first}: cannot listen on port {spec.port}: {error}") from error
+    if problems:
+        raise LaunchError("\n".join(problems))
 
 
 def channel_of(channels: list[Channel], host: int) -> Channel | None:

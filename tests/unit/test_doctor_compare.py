@@ -30,6 +30,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "ninja": True,
         "compiler": True,
         "stale_locks": [],
+        "code": "0123456789ab",
     }
     return {**found, **changes}
 
@@ -82,6 +83,35 @@ def test_what_may_hurt_is_a_warning(change, message) -> None:
     findings = judge(facts(), facts(**change))
     assert findings.errors == ()
     assert any(message in warning for warning in findings.warnings)
+
+
+def test_two_versions_of_the_code() -> None:
+    """Unless rsync brings it, which comes after the hosts are asked."""
+    other = facts(code="ba9876543210")
+    (error,) = judge(facts(), other).errors
+    assert "differs between hosts: 0123456789ab on node-a; ba9876543210 on node-b" in error
+    assert judge(facts(), other, "launch.sync=rsync").errors == ()
+
+
+def test_the_code_by_its_content(tmp_path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "launch").mkdir(parents=True)
+        (tmp_path / name / "launch/agent.py").write_text("pass\n")
+        (tmp_path / name / f"{name}.pyc").touch()
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert program.code_hash(one) == program.code_hash(two) is not None
+    (tmp_path / "two/launch/agent.py").write_text("pass \n")
+    assert program.code_hash(one) != program.code_hash(two)
+    assert program.code_hash(str(tmp_path / "nothing")) is program.code_hash("") is None
+
+
+def test_a_ninja_beside_the_python_of_the_ranks(tmp_path, monkeypatch) -> None:
+    """A host is asked over ssh, where no environment is activated; the ranks' PATH begins there."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert not program.which("ninja")
+    (tmp_path / "ninja").touch(mode=0o755)
+    assert program.which("ninja")
 
 
 def test_clocks() -> None:

@@ -53,6 +53,11 @@ MESSAGES = [
     ("mpi_daemons", "comm", "ORTE was unable to reliably start one or more daemons."),
     ("slurm_request", "config", "srun: error: Unable to allocate resources: Requested node configuration is not available"),
     ("slurm_request", "config", "srun: error: Unable to create step for job 3: Invalid generic resource (gres) specification"),
+    ("slurm_memory", "oom", "slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed."),
+    ("slurm_memory", "oom", "srun: error: node-b: task 1: Out Of Memory"),
+    ("slurm_time", "interrupted", "slurmstepd: error: *** STEP 12.0 ON node-a CANCELLED AT 2026-01-31T10:20:30 DUE TO TIME LIMIT ***"),
+    ("slurm_node", "host_lost", "srun: error: Node failure on node-b"),
+    ("slurm_busy", "config", "srun: Job 12 step creation temporarily disabled, retrying (Requested nodes are busy)"),
     ("slurm_unreachable", "comm", "srun: error: Unable to contact slurm controller (connect failure)"),
     ("arguments", "crash", "worker.py: error: unrecognized arguments: --local_rank=0"),
     ("port_in_use", "comm", "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"),
@@ -68,6 +73,9 @@ MESSAGES = [
     ("collective_timeout", "comm", "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"),
     ("peer_died", "comm", "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer"),
     ("peer_died", "comm", "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.77.0.2]:12345"),
+    ("index", "data", "IndexError: index out of range in self"),
+    ("index", "data", "torch.AcceleratorError: CUDA error: device-side assert triggered"),
+    ("precision", "config", "ValueError: Type bf16 is not supported on your device."),
     ("cuda_driver", "config", "RuntimeError: The NVIDIA driver on your system is too old (found version 11040)."),
     ("cuda_driver", "config", "RuntimeError: CUDA error: invalid device ordinal"),
     ("cuda_hardware", "crash", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
@@ -129,6 +137,13 @@ def test_signals(number: int, oom_kills: int, outcome: str, word: str) -> None:
     found = diagnose(Failure(signal=number, oom_kills=oom_kills))
     assert found.outcome == outcome
     assert word in found.cause
+
+
+def test_the_memory_limit_of_a_job() -> None:
+    """Slurm kills as anybody does; only its own word says that it was the limit."""
+    log = "srun: error: node-b: task 1: Killed\nslurmstepd: error: Detected 1 oom_kill event in StepId=1.0."
+    found = diagnose(Failure(signal=signal_in_log(log), log=log))
+    assert (found.outcome, found.name) == ("oom", "slurm_memory")
 
 
 @pytest.mark.parametrize(

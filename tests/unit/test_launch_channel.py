@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -21,10 +22,13 @@ from typing import Any
 
 import pytest
 
+from llmx.errors import LaunchError
 from llmx.launch import fleet
 from llmx.launch.agent import ProcessTable
-from llmx.launch.fleet import AGENT, Channel
+from llmx.launch.fleet import AGENT, AgentError, Channel
+from llmx.launch.prepare import _knock, survey
 from tests.unit.test_launch_agent import Rig, wait_until
+from tests.unit.test_launch_render import experiment, spec_of
 
 SLOW_SAVE = (
     "import signal, sys, time\n"
@@ -200,6 +204,44 @@ def test_a_job_without_processes_here_is_cancelled_too(agent: Rig) -> None:
     agent.greet(cancel_force=[["touch", str(note)]])
     assert agent.channel.ask("clear", grace_s=0, timeout_s=10)["ended"] == 0
     wait_until(note.exists)
+
+
+def test_the_way_to_the_place_where_ranks_meet(agent: Rig, tmp_path: Path) -> None:
+    """Here the second host takes the address for that of another machine."""
+    spec = dataclasses.replace(spec_of(experiment("pdsh", (1, 1), "cpu")), port=0)
+    far = Rig(tmp_path / "far")
+    try:
+        for index, rig in enumerate((agent, far)):
+            rig.channel.name, rig.channel.hosts = f"node-{'ab'[index]}", (index,)
+            rig.greet()
+        port = agent.channel.ask("port", timeout_s=10)["port"]
+        channels = [agent.channel, far.channel]
+        for address, reached in (("127.0.0.1", True), ("::1", True), ("127.0.0.256", False)):
+            plan = dataclasses.replace(spec.plan, master_addr=address)
+            there = dataclasses.replace(spec, plan=plan, port=port)
+            if reached:
+                _knock(there, channels)
+                continue
+            with pytest.raises(LaunchError, match=f"node-b: does not get to node-a at {address}"):
+                _knock(there, channels)
+        with pytest.raises(AgentError, match="ConnectionRefusedError"):
+            far.channel.ask("knock", to="127.0.0.1", port=port, timeout_s=20)
+    finally:
+        far.channel.close(timeout_s=10)
+
+
+def test_a_build_that_nobody_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on this machine alone, where nothing else is asked."""
+    lock = tmp_path / "py311_cpu/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    spec = spec_of(experiment("local", (1,), "cpu"))
+    assert survey(spec, []) == ()
+    spec.exp.optim.kind = "cpu_adam"
+    with pytest.raises(LaunchError, match=f"Remove the lock: rm {lock}"):
+        survey(spec, [])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
