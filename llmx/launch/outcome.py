@@ -130,7 +130,8 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
         return _hung(evidence.hang, plan)
     if evidence.start_timeout_s is not None and not before:
         return _never_started(evidence, plan)
-    candidates = before or candidates
+    # Ranks that leave after the end has begun were asked to by us: that says nothing.
+    candidates = before or [c for c in candidates if c.diagnosis.outcome != "interrupted"]
     if candidates:
         # Where no disk is left nobody can say why: what others saw of it comes second.
         first = min(

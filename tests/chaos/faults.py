@@ -37,13 +37,19 @@ def _kill_rank(site: Site, host: Host) -> str:
 
 
 def launcher_killed(site: Site, chance: random.Random) -> str:
-    """DeepSpeed's launcher is killed, which leaves its rank without a parent: that trains on."""
-    host = chance.choice(site.cluster.hosts)
-    pids = site.launchers(host)
-    for pid in pids:
+    """DeepSpeed's launcher is killed, which leaves its rank without a parent: that trains on.
+
+    With the last of them the run has lost its launchers, and starts again.
+    """
+    launchers = {host: pids for host in site.cluster.hosts if (pids := site.launchers(host))}
+    if not launchers:
+        raise GaveUp(f"no launcher on any host\n{site.story()}")
+    host = chance.choice(list(launchers))
+    for pid in launchers[host]:
         site.signal(host, pid, signal.SIGKILL)
-    if not pids:
-        raise GaveUp(f"no launcher on {host.name}: {site.processes(host)}")
+    if len(launchers) == 1:
+        _until_noticed(site, "the end of the last launcher")
+        return f"{host.name}, the last one"
     return host.name
 
 

@@ -222,3 +222,15 @@ def test_exit_codes(outcome: str, launched: bool, code: int) -> None:
 def test_what_never_started() -> None:
     assert not_started(ConfigError("x")).outcome == "config"
     assert not_started(LaunchError("x")).outcome == "comm"
+
+
+def test_launchers_that_die_while_their_ranks_train_on(plan: Plan) -> None:
+    """Then the supervisor ends the ranks, which is nobody's wish to end the run."""
+    statuses = {rank: state("interrupted", 206.0) for rank in range(3)}
+    log = "pdsh@node-a: node-b: ssh exited with exit code 255"
+    evidence = Evidence(statuses=statuses, runner_code=255, launcher_log=log, ended_at=203.0)
+    verdict = judge(evidence, plan)
+    assert verdict.outcome in ("crash", "comm")
+    assert "asked to end" not in verdict.cause
+    statuses[1] = state("interrupted", 201.0)
+    assert judge(evidence, plan).outcome == "interrupted", "by somebody else, before"
