@@ -49,7 +49,8 @@ class Ending:
             channels = [self._reached(channel) for channel in channels]
         alive = [channel for channel in channels if channel.lost_at is None]
         pending = [(channel, channel.post("stop", grace_s=grace_s, save=save)) for channel in alive]
-        asked, deadline = self.asked(), time.monotonic() + grace_s + ANSWER_S
+        # The first request is why we are here; a second one may have come before we were.
+        asked, deadline = min(self.asked(), 1), time.monotonic() + grace_s + ANSWER_S
         for channel, replies in pending:
             counts: Message | None = None
             while counts is None:

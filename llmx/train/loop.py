@@ -18,6 +18,7 @@ from llmx.rundir import RunDir
 from llmx.train.answers import answer_questions
 from llmx.train.attention import model_inputs
 from llmx.train.batches import Prefetch, Step, make_step
+from llmx.train.divergence import Diverged
 from llmx.train.engine import Engine
 from llmx.train.engine_state import weights_hash
 from llmx.train.evaluate import evaluate_loss
@@ -44,7 +45,11 @@ def run(
     """One rank from data to the exported model. The process group exists already."""
     session = open_session(exp, plan, ds_config, run_dir, status, stop)
     status.enter("training")
-    train(session)
+    try:
+        train(session)
+    except Diverged:  # on all ranks at the same step
+        session.saver.complete()
+        raise
     if exp.task.save_model:
         status.enter("saving")
         session.say(f"Saving the model to {run_dir.final_model}")

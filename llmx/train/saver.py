@@ -171,6 +171,10 @@ class Saver:
         self.agreement.barrier()
         leave(self.status)
 
+    def complete(self) -> None:
+        """The save in flight is of a good state, whatever has come after it: wait for its end."""
+        self._wait()
+
     # How.
 
     def _save(self, step: int, reason: str, progress: Progress, *, wait: bool = False) -> SaveJob:

@@ -22,11 +22,16 @@ from typing import Any
 
 import pytest
 
+from llmx.config import Experiment
 from llmx.errors import LaunchError
 from llmx.launch import fleet
 from llmx.launch.agent import ProcessTable
+from llmx.launch.ending import Ending
 from llmx.launch.fleet import AGENT, AgentError, Channel
 from llmx.launch.prepare import _knock, survey
+from llmx.launch.spec import make_spec
+from llmx.rundir import RunDir
+from tests.tracked_run import plan
 from tests.unit.test_launch_agent import Rig, wait_until
 from tests.unit.test_launch_render import experiment, spec_of
 
@@ -257,3 +262,22 @@ def test_a_token_that_half_the_host_has_among_its_arguments() -> None:
     """`--uid 0` must not make a process the run's: it would be ended with it."""
     with pytest.raises(ValueError, match="1 characters: at least 7"):
         ProcessTable("0")
+
+
+def test_a_second_request_that_comes_at_once(agent: Rig) -> None:
+    """Ctrl-C twice, before the agents have heard of the first: nobody waits out the grace."""
+    agent.greet()
+    code = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print(2, flush=True))\n"
+    rank = agent.process(
+        f"{code}print(1, flush=True)\nwhile True: signal.pause()", env={"RANK": "0"}
+    )
+    assert rank.stdout is not None
+    assert rank.stdout.readline()
+    said: list[str] = []
+    spec = make_spec(Experiment(), plan(), RunDir(agent.directory), port=0)
+    ending = Ending(spec, lost=(), asked=lambda: 2, log=said.append, warn=said.append)
+    began = time.monotonic()
+    ending.end([agent.channel], grace_s=60, launched=False, save=True)
+    assert time.monotonic() - began < 30
+    assert rank.wait(timeout=5) == -signal.SIGKILL
+    assert said == ["here: 1 processes ended, 1 killed, 0 left"]
