@@ -23,7 +23,6 @@ OVERRIDES = (
     "experiment=demo",
     "hardware=cpu2",
     "tracking=wandb",
-    "tracking.finish_timeout_s=12",
     "model.config.hidden_size=32",
     "model.config.intermediate_size=64",
     "task.steps=6",
@@ -34,15 +33,18 @@ OVERRIDES = (
 pytestmark = pytest.mark.deepspeed
 
 
-def train(tmp_path: Path, server: WandbServer) -> tuple[RunDir, dict[str, bool], str]:
+def train(
+    tmp_path: Path, server: WandbServer, *, finish_timeout_s: int
+) -> tuple[RunDir, dict[str, bool], str]:
     """``python -m llmx`` with a key; says of every process it started whether it had the key."""
+    patience = f"tracking.finish_timeout_s={finish_timeout_s}"
     run_dir = tmp_path / "run"
     env = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
     log = tmp_path / "console.log"
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     with log.open("w") as console:
         control = subprocess.Popen(
-            [sys.executable, "-m", "llmx", *OVERRIDES, f"run_dir={run_dir}", cache],
+            [sys.executable, "-m", "llmx", *OVERRIDES, patience, f"run_dir={run_dir}", cache],
             stdout=console,
             stderr=console,
             cwd=tmp_path,
@@ -69,7 +71,7 @@ def look(pid: int, seen: dict[str, bool]) -> None:
 
 def test_online(tmp_path: Path) -> None:
     with WandbServer() as server:
-        run, seen, _ = train(tmp_path, server)
+        run, seen, _ = train(tmp_path, server, finish_timeout_s=120)
     assert len(server.runs) == 1, "one W&B run for one run, not one a rank"
     config = {k: v["value"] for k, v in server.config.items() if isinstance(v, dict)}
     written = yaml.safe_load(run.config.read_text(encoding="utf-8"))
@@ -99,7 +101,7 @@ def test_online(tmp_path: Path) -> None:
 def test_a_server_that_hangs_changes_nothing(tmp_path: Path) -> None:
     with WandbServer() as server:
         server.hang()
-        run, _, text = train(tmp_path, server)
+        run, _, text = train(tmp_path, server, finish_timeout_s=12)
     assert read_json(run.result)["outcome"] == "ok"
     assert "did not answer" in text
     assert "wandb sync " in text
