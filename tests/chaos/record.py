@@ -33,10 +33,11 @@ def words(report: Report) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
         f"{date}, seed {report.seed}: {report.survived} of {report.faults} faults survived in "
-        f"{report.took_s / 60:.1f} minutes, {report.in_pairs} of them while the run "
-        f"recovered from another. {report.steps:,} steps, a checkpoint every "
-        f"{report.every_steps}. All {report.equal_losses:,} logged losses and gradient norms and "
-        f"the hash of the final weights equal the undisturbed run's, bit for bit. {versions}.\n\n"
+        f"{report.took_s / 60:.1f} minutes; {report.in_pairs} of the faults struck while the run "
+        f"recovered from another, and a pair shares its steps. {report.steps:,} steps, a "
+        f"checkpoint every {report.every_steps}. All {report.equal_losses:,} logged losses and "
+        "gradient norms and the hash of the final weights equal the undisturbed run's, bit for "
+        f"bit. {versions}.\n\n"
         f"{table(report)}\n"
     )
 
