@@ -126,7 +126,12 @@ LINES = (GOOD + b"\n") * 3000
 @pytest.mark.parametrize(
     ("name", "content", "rows", "reason"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES)[:-40], None, "damaged or cut off; the file ends here"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINES, mtime=0)[:-40],
+            None,
+            "damaged or cut off; the file ends here",
+        ),
         (
             "a.jsonl.bz2",
             bz2.compress(LINES * 9, 1)[:-40],
