@@ -19,9 +19,9 @@ if __package__ in (None, ""):
 
 from llmx.config import Experiment, experiment_from_dict, migrate
 from llmx.errors import ConfigError
+from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
-from llmx.train.hub import stay_offline_if_unreachable
 from llmx.train.signals import StopRequest, end_on_signal
 from llmx.train.status import RankStatus
 

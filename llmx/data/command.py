@@ -10,6 +10,7 @@ the rows' lengths is written beside each store.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from llmx.data.histogram import draw_histogram
 from llmx.data.preview import print_samples
 from llmx.data.summary import report
 from llmx.errors import ConfigError, LlmxError
+from llmx.offline import stay_offline_if_unreachable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,6 +47,8 @@ def _run(config: Path, own: dict[str, str]) -> int:
     if wanted is not None and wanted not in splits:
         raise ConfigError(f"split={wanted}: there is {' and '.join(splits)}.")
     preview = _count(own.get("preview", "0"))
+    if offline := stay_offline_if_unreachable(exp.model, os.environ):
+        print(offline, flush=True)
     tokenizer = load_tokenizer(exp)
     for split in [wanted] if wanted else splits:
         store = _prepared(exp, tokenizer, split)

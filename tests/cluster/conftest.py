@@ -61,9 +61,11 @@ def cluster() -> Iterator[Cluster]:
 def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where DeepSpeed's extension for gloo lies, built: half a minute, but once and not in a test.
 
-    Ranks started through ssh need the folder in ``TORCH_EXTENSIONS_DIR``.
+    Ranks started through ssh need the folder in ``TORCH_EXTENSIONS_DIR``. It is PyTorch's own: a
+    run on this machine may have built the extension already.
     """
-    default = Path.home() / ".cache" / "torch_extensions"
+    version = f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
+    default = Path.home() / ".cache" / "torch_extensions" / version
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}

@@ -428,7 +428,8 @@ def test_tokenizer_that_cannot_be_loaded(monkeypatch):
     exp.model.tokenizer = "/nowhere/model"
     with pytest.raises(ConfigError, match="there is no such directory"):
         load_tokenizer(exp)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # As HF_HUB_OFFLINE=1 sets it, when the client is imported.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     exp.model.tokenizer = "nobody/no-such-model"
     with pytest.raises(ConfigError, match=r"'nobody/no-such-model' cannot be loaded.*hf download"):
         load_tokenizer(exp)

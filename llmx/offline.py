@@ -1,7 +1,7 @@
 """Without network, the Hugging Face Hub is not asked: its client would retry for a minute.
 
 Imported before transformers, so it uses the standard library only. Tried by
-``python -m pytest tests/unit/test_train_hub.py``.
+``python -m pytest tests/unit/test_offline.py``.
 """
 
 from __future__ import annotations

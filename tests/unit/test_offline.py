@@ -1,6 +1,6 @@
 """The Hub is asked only where it answers.
 
-``python -m pytest tests/unit/test_train_hub.py``
+``python -m pytest tests/unit/test_offline.py``
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmx.config import ModelConfig
-from llmx.train.hub import stay_offline_if_unreachable
+from llmx.offline import stay_offline_if_unreachable
 from tests.rundirs import free_port
 
 
