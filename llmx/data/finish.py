@@ -55,7 +55,7 @@ def finish(
             f"{source.path}: none of {rows_read} rows is left ({reasons or 'all are empty'}). "
             "Check data.seq_len, data.over_long and the columns."
         )
-    lengths = np.array(spool.lengths, np.int64)
+    lengths = np.frombuffer(spool.lengths, np.int64)
     packing = PACKERS[data.packing](lengths, capacity=data.seq_len)
     return publish(
         path,

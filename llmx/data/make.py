@@ -56,24 +56,11 @@ def _filled(wanted: Wanted, spool: Spool, progress: Progress) -> SampleStore:
     resumed_rows = counts["rows"]
     refused = Rejects(spool.directory / "refused.jsonl", state=note.get("refused"))
     workers = worker_count(wanted.data.num_workers)
-    encoder = RowEncoder(source, wanted.renderer, workers=workers, refused=refused)
-    fit = Fit(wanted.data, counts, state=note.get("fit"))
-    source.look_ahead()
     with parallel_tokenizers(workers), progress:
-        rows = source.rows()
-        if resumed_rows:
-            next(islice(rows, resumed_rows, resumed_rows), None)
-            progress.begin_here()
-        for encoded in encoder.blocks(rows, begins=not fit.state[0]):
-            counts["rows"] += encoded.read
-            counts["without an answer"] += encoded.without_answer
-            block, joins = fit(encoded.rows, encoded.block)
-            spool.append(block, joins=joins)
-            progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
-            spool.keep({"counts": dict(counts), "fit": fit.state, "refused": refused.state})
+        encoder = _encode(wanted, spool, progress, counts, refused, workers=workers)
     tally = Tally(counts, source.left_out, (source.rejects, refused))
     how = {
-        "encoder": encoder.description,
+        "encoder": encoder,
         "workers": workers,
         "hosts": 1,
         "text_bytes": progress.bytes,
@@ -84,6 +71,37 @@ def _filled(wanted: Wanted, spool: Spool, progress: Progress) -> SampleStore:
         return finish(wanted, spool, tally, how=how, split=source.split)
     finally:
         refused.close()
+
+
+def _encode(
+    wanted: Wanted,
+    spool: Spool,
+    progress: Progress,
+    counts: Counter[str],
+    refused: Rejects,
+    *,
+    workers: int,
+) -> str:
+    """All rows into the spool, from where it stands; what they were encoded with.
+
+    A function of its own, so that its tables are gone when samples are put together.
+    """
+    source, note = wanted.source, spool.note
+    encoder = RowEncoder(source, wanted.renderer, workers=workers, refused=refused)
+    fit = Fit(wanted.data, counts, state=note.get("fit"))
+    source.look_ahead()
+    rows = source.rows()
+    if counts["rows"]:
+        next(islice(rows, counts["rows"], counts["rows"]), None)
+        progress.begin_here()
+    for encoded in encoder.blocks(rows, begins=not fit.state[0]):
+        counts["rows"] += encoded.read
+        counts["without an answer"] += encoded.without_answer
+        block, joins = fit(encoded.rows, encoded.block)
+        spool.append(block, joins=joins)
+        progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
+        spool.keep({"counts": dict(counts), "fit": fit.state, "refused": refused.state})
+    return encoder.description
 
 
 def progress_of(wanted: Wanted, title: str) -> Progress:

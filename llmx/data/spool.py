@@ -30,7 +30,7 @@ from llmx.rundir import write_json
 
 JOURNAL_BYTES = 64 << 20
 """Bytes of tokens after which the state is noted."""
-CHUNK_TOKENS = 1 << 20
+CHUNK_TOKENS = 1 << 18
 """Tokens that are gathered at once."""
 _FILES = {"tokens": 4, "targets": 1, "lengths": 8}
 """Files of a spool, with bytes of one value."""
@@ -99,11 +99,7 @@ class Spool:
         pieces = np.zeros(len(packing.rows) + 1, np.int64)
         np.cumsum(packing.stops - packing.starts, out=pieces[1:])
         samples = pieces[packing.samples]
-        row_starts = np.zeros(len(self.lengths) + 1, np.int64)
-        np.cumsum(np.frombuffer(self.lengths, np.int64), out=row_starts[1:])
-        sources = row_starts[packing.rows]
-        sources += packing.starts
-        del row_starts
+        sources = None if packing.in_order else self._sources(packing)
         digests = {"targets.bin": hashlib.sha256()}
         if packing.in_order:
             total = int(pieces[-1])
@@ -113,13 +109,15 @@ class Spool:
         else:
             digests["tokens.bin"] = hashlib.sha256()
             with (directory / "tokens.bin").open("wb") as stream:
-                for tokens in self._pieces("tokens", np.uint32, sources, pieces, packing.samples):
+                for tokens in self._pieces(
+                    "tokens", np.uint32, sources, pieces, packing.samples, samples
+                ):
                     stream.write(tokens.data)
                     digests["tokens.bin"].update(tokens.data)
         counts = np.zeros(len(packing), np.int64)
         sample = 0
         with (directory / "targets.bin").open("wb") as stream:
-            chunks = self._pieces("targets", np.uint8, sources, pieces, packing.samples)
+            chunks = self._pieces("targets", np.uint8, sources, pieces, packing.samples, samples)
             position = 0
             for targets in chunks:
                 stop = position + len(targets)
@@ -171,29 +169,42 @@ class Spool:
         whole = all(sizes[name] >= note["spool"][name] for name in _FILES)
         return note if whole else {}
 
+    def _sources(self, packing: Packing) -> np.ndarray:
+        """Where each piece begins in the files, in tokens."""
+        row_starts = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(np.frombuffer(self.lengths, np.int64), out=row_starts[1:])
+        sources = row_starts[packing.rows]
+        sources += packing.starts
+        return sources
+
     def _pieces(
         self,
         name: str,
         dtype: type,
-        sources: np.ndarray,
+        sources: np.ndarray | None,
         pieces: np.ndarray,
         samples: np.ndarray,
+        ends: np.ndarray,
     ) -> Iterator[np.ndarray]:
-        """Values of all pieces in the order of the samples, whole samples at a time."""
+        """Values of all pieces in the order of the samples, whole samples at a time; without
+        ``sources``, that is the order of the file. ``ends``: the first token of each sample, and
+        the end of the last."""
         path = self._path(name)
         if not path.stat().st_size:
             return
         values = np.memmap(path, dtype=dtype, mode="r")
-        ends = pieces[samples]
         first = 0
         while first < len(samples) - 1:
             wanted = ends[first] + CHUNK_TOKENS
             last = max(first + 1, int(np.searchsorted(ends, wanted, side="right")) - 1)
-            low, high = int(samples[first]), int(samples[last])
-            sizes = np.diff(pieces[low : high + 1])
-            offsets = sources[low:high] - (pieces[low:high] - pieces[low])
-            index = np.repeat(offsets, sizes) + np.arange(int(sizes.sum()))
-            yield values[index]
+            if sources is None:
+                yield np.array(values[ends[first] : ends[last]])
+            else:
+                low, high = int(samples[first]), int(samples[last])
+                sizes = np.diff(pieces[low : high + 1])
+                offsets = sources[low:high] - (pieces[low:high] - pieces[low])
+                index = np.repeat(offsets, sizes) + np.arange(int(sizes.sum()))
+                yield values[index]
             # What was read is not needed again: the process must not grow with the file.
             values._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
             first = last

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmx.checkpoint.manifest import Manifest, read_manifest
-from llmx.checkpoint.pointers import read_pointer, set_pointer
+from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
 from llmx.provenance.differences import Difference
 from llmx.resume.rules import Change
 from llmx.resume.standing import committed
@@ -77,9 +77,9 @@ def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         run.checkpoint(step).rename(target)
     left = committed(run.checkpoints)
-    for name in ("latest", "best"):
+    for name in (LATEST, BEST):
         if read_pointer(run.checkpoints, name) in steps:
-            if left:
+            if left and name == LATEST:
                 set_pointer(run.checkpoints, name, left[-1])
-            else:
+            else:  # which of the others is the best is known to the ranks, at their next save
                 (run.checkpoints / name).unlink()
