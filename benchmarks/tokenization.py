@@ -42,7 +42,7 @@ CASES = [
     ("Chinese", "WordPiece", OTHERS),
     ("Chinese", "SentencePiece BPE", OTHERS),
 ]
-"""(text, tokenizer, how many times as fast as a the issue's target is)"""
+"""(text, tokenizer, how many times as fast as ``datasets.map`` it should be)"""
 NOTE = (
     "Where the load at the end is above the number of cores, others took part of the machine: "
     "then the wall times say little, and the core-seconds are what to compare."
