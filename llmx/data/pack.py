@@ -72,22 +72,27 @@ def concat(lengths: np.ndarray, *, capacity: int) -> Packing:
     total = int(row_borders[-1])
     if total % capacity == 1:
         total -= 1
-    cuts = np.arange(0, total, capacity, dtype=np.int64)
-    # In place wherever it can be: a corpus has millions of rows.
-    begins = np.concatenate([row_borders[row_borders < total], cuts])
-    begins.sort()
-    begins = begins[np.diff(begins, prepend=-1) > 0]
-    ends = np.append(begins[1:], total)[: len(begins)]
-    samples = np.append(np.searchsorted(begins, cuts), len(begins))
-    rows = np.searchsorted(row_borders, begins, side="right")
-    rows -= 1
-    first = row_borders[rows]
-    begins -= first
-    ends -= first
     small = _smallest(max(len(lengths), int(np.max(lengths, initial=0))))
-    return Packing(
-        rows.astype(small), begins.astype(small), ends.astype(small), samples, in_order=True
-    )
+    # In place wherever it can be, and gone as soon as it can be: a corpus has millions of rows.
+    cuts = np.arange(0, total, capacity, dtype=np.int64)
+    begins = np.concatenate([row_borders[: np.searchsorted(row_borders, total)], cuts])
+    begins.sort()
+    is_first = np.ones(len(begins), np.bool_)
+    np.not_equal(begins[1:], begins[:-1], out=is_first[1:])
+    begins = begins[is_first]
+    del is_first
+    samples = np.append(np.searchsorted(begins, cuts), len(begins))
+    del cuts
+    rows = np.searchsorted(row_borders, begins, side="right").astype(small)
+    rows -= 1
+    sizes = np.empty(len(begins), small)
+    np.subtract(begins[1:], begins[:-1], out=sizes[:-1], casting="same_kind")
+    sizes[-1:] = total - begins[-1:]
+    begins -= row_borders[rows]
+    starts = begins.astype(small)
+    del begins, row_borders
+    sizes += starts
+    return Packing(rows, starts, sizes, samples, in_order=True)
 
 
 def one_each(lengths: np.ndarray, *, capacity: int) -> Packing:
@@ -105,7 +110,9 @@ def _smallest(largest: int) -> type[np.signedinteger[Any]]:
 
 def _borders(sizes: np.ndarray) -> np.ndarray:
     """Where each of consecutive runs begins, and where the last ends."""
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    borders = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=borders[1:])
+    return borders
 
 
 PACKERS = {"best_fit": best_fit, "concat": concat, "none": one_each}
