@@ -1,0 +1,33 @@
+"""Numbers with their nouns, and text for terminals."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmx.text import plural, printable
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (1200, "1,200 rows"), (1.0, "1 row"),
+     (0.5, "0.5 rows")],
+)  # fmt: skip
+def test_a_number_agrees_with_its_noun(count: float, words: str) -> None:
+    assert plural(count, "row") == words
+
+
+def test_nouns_that_do_not_take_an_s() -> None:
+    assert plural(1, "entry", "entries") == "1 entry"
+    assert plural(3, "entry", "entries") == "3 entries"
+
+
+def test_a_terminal_is_not_steered() -> None:
+    text = "a\x1b[2J\x1b]0;title\x07b\r\x9bc\u202ed\ud800"
+    assert printable(text) == r"a\x1b[2J\x1b]0;title\x07b\x0d\x9bc\u202ed\ud800"
+    printable(text).encode()
+
+
+def test_writing_of_the_world_stays() -> None:
+    text = "中文\n\t\u05d9\u05d5\u05dd العربية 👩\u200d🚀 naïve\u00a0é"
+    assert printable(text) == text
+    assert printable("a\nb", keep="") == r"a\x0ab"
