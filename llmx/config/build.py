@@ -1,8 +1,8 @@
 """From a plain dict to a typed ``Experiment`` and back.
 
 One strict reader for the composed config, a user's YAML and an old snapshot alike: an
-unknown key names its nearest neighbour, a wrong type names the value and the rule, and a
-size may be written ``5e8``.
+unknown key names its nearest neighbour, a value of a wrong type or out of its field's range
+says what it must be and what to set, and a size may be written ``5e8``.
 
 ``experiment_from_dict(to_dict(exp)) == exp`` for every experiment.
 """
@@ -10,14 +10,21 @@ size may be written ``5e8``.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import types
 import typing
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+from llmx.config.fields import Text, plain
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+MAX_DEPTH = 20
+"""Levels of mappings and lists in values of the user's own keys (``model.config``)."""
 
 
 def experiment_from_dict(values: dict[str, Any]) -> Experiment:
@@ -48,22 +55,22 @@ def known_keys(cls: type = Experiment, prefix: str = "") -> list[str]:
 def _dataclass(cls: type[T], values: Any, path: str, problems: list[str]) -> T:
     if not isinstance(values, dict):
         problems.append(
-            f"{path or 'the config'}: {values!r} is not a mapping; "
-            f"give the keys of {cls.__name__}: {', '.join(_names(cls))}."
+            f"{_said(path or 'the config', values)}: must be a mapping with the keys of "
+            f"{cls.__name__}: {', '.join(_names(cls))}."
         )
         return cls()
     hints = typing.get_type_hints(cls)
     kwargs: dict[str, Any] = {}
-    names = _names(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
-        if key not in names:
-            problems.append(_unknown(where, str(key), names))
+        if key not in fields:
+            problems.append(_unknown(where, str(key), list(fields)))
             continue
-        kwargs[key] = _value(hints[key], value, where, problems)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.name in kwargs:
-            _check_choice(field, kwargs[field.name], path, problems)
+        before = len(problems)
+        kwargs[key] = _value(hints[key], value, where, fields[key].metadata, problems)
+        if len(problems) == before:
+            problems += _range_problems(kwargs[key], where, fields[key].metadata)
     return cls(**kwargs)
 
 
@@ -72,7 +79,8 @@ def _names(cls: type) -> list[str]:
 
 
 def _unknown(where: str, key: str, names: list[str]) -> str:
-    hint = did_you_mean(key, names)
+    where = shown(where) if len(where) < 200 and where.isprintable() else shown(where[:60])
+    hint = did_you_mean(key, names) if len(key) < 100 else ""
     if not hint:
         # The key may be right but in the wrong group: say where it lives.
         homes = [known for known in known_keys() if known.split(".")[-1] == key]
@@ -80,72 +88,200 @@ def _unknown(where: str, key: str, names: list[str]) -> str:
     return f"{where}: unknown key.{hint} Known here: {', '.join(names)}."
 
 
-def _check_choice(
-    field: dataclasses.Field[Any], value: Any, path: str, problems: list[str]
-) -> None:
-    where = f"{path}.{field.name}" if path else field.name
-    pairs = [(value, field.metadata.get("choices"))]
+def _range_problems(value: Any, where: str, rules: Mapping[str, Any]) -> Iterator[str]:
+    """What the field itself rules out: its closed set, its range, its length."""
+    if value is None:
+        return
+    length = rules.get("length")
+    if length is not None and not length.holds(len(value)):
+        many = (
+            f"{length.minimum}" if length.minimum == length.maximum else f"at most {length.maximum}"
+        )
+        noun = "entry" if length.maximum == 1 else "entries"
+        yield f"{where}: must have {many} {noun} (it has {len(value)}).{_example(where, rules)}"
+        return
+    entries = [(where, value)]
     if isinstance(value, list):
-        pairs = [(item, field.metadata.get("item_choices")) for item in value]
-    for item, choices in pairs:
-        if choices is not None and item not in choices:
-            named = [str(known) for known in choices if known is not None]
-            problems.append(
-                f"{where}: {item!r} is not one of {', '.join(named)}."
-                f"{did_you_mean(str(item), named)}"
-            )
+        entries = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
+        for index, item in enumerate(value):
+            if "item_choices" in rules and item in value[:index]:
+                yield f"{where}: has {shown(item)} twice. Name it once."
+    elif isinstance(value, dict):
+        entries = [(f"{where}.{shown(key)}", item) for key, item in value.items()]
+        text = rules.get("text", Text(multiline=True))
+        for key in value:
+            if problem := text.problem(key):
+                yield f"{where}: the name {shown(key)} must {problem}."
+    for place, item in entries:
+        yield from _entry_problems(item, place, where, rules)
 
 
-def _value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
+def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any]) -> Iterator[str]:
+    allowed = rules.get("choices") or rules.get("item_choices")
+    if allowed is not None and item not in allowed:
+        named = [str(known) for known in allowed if known is not None]
+        null = " or null" if None in allowed else ""
+        yield (
+            f"{_said(place, item)}: must be one of {', '.join(named)}{null}."
+            f"{did_you_mean(str(item)[:100], named)}"
+        )
+    elif isinstance(item, str):
+        problem = rules.get("text", Text()).problem(item)
+        if problem:
+            yield f"{_said(place, item)}: must {problem}.{_example(where, rules)}"
+    elif isinstance(item, int | float) and not isinstance(item, bool):
+        limits = rules.get("range")
+        if limits is not None and not limits.holds(item):
+            whole = "a whole number " if isinstance(item, int) else ""
+            yield f"{_said(place, item)}: must be {whole}{limits}.{_example(where, rules)}"
+
+
+def _example(where: str, rules: Mapping[str, Any]) -> str:
+    """`` Set e.g. KEY=VALUE.``, with a value that the field takes; empty where there is none."""
+    example = rules.get("example")
+    if example is None:
+        return ""
+    if isinstance(example, float | int):
+        example = plain(example)
+    elif isinstance(example, list):
+        example = f"[{','.join(plain(each) for each in example)}]"
+    if "[" in where:
+        # A key inside a list is written in a YAML file; no override reaches it.
+        return f" Write e.g. {where.rpartition('.')[2]}: {example}."
+    setting = f"{where}={example}"
+    return (
+        f" Set e.g. {setting}."
+        if re.fullmatch(r"[\w.=/:+-]+", setting)
+        else f" Set e.g. '{setting}'."
+    )
+
+
+def _said(where: str, value: Any) -> str:
+    return f"{where}={shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """A value as the user wrote it, on one line, printable and short."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"(a whole number of about {int(value.bit_length() * 0.30103) + 1} digits)"
+    if isinstance(value, str) and value and value.isprintable() and value == value.strip():
+        text = value
+    else:
+        text = ascii(value) if isinstance(value, str) else _repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _repr(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"(a {type(value).__name__} with a very long number)"
+    return text if text.isprintable() else ascii(value)
+
+
+def _value(hint: Any, value: Any, where: str, rules: Mapping[str, Any], problems: list[str]) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
         (inner,) = [arg for arg in args if arg is not type(None)]
-        return _value(inner, value, where, problems)
+        return _value(inner, value, where, {**rules, "null": True}, problems)
     if hint is Any:
+        problems += _plain_problems(value, where)
         return value
     if dataclasses.is_dataclass(hint):
         return _dataclass(typing.cast(type, hint), value, where, problems)
     if origin is list:
         if not isinstance(value, list | tuple):
-            problems.append(f"{where}: {value!r} is not a list; write [a, b].")
+            problems.append(_wrong(where, value, "a list", rules))
             return []
-        return [_value(args[0], item, f"{where}[{i}]", problems) for i, item in enumerate(value)]
+        inner_rules = {"example": None}
+        return [
+            _value(args[0], item, f"{where}[{i}]", inner_rules, problems)
+            for i, item in enumerate(value)
+        ]
     if origin is dict:
         if not isinstance(value, dict):
-            problems.append(f"{where}: {value!r} is not a mapping; write {{key: value}}.")
+            problems.append(_wrong(where, value, "a mapping", rules))
             return {}
         return {
-            str(key): _value(args[1], item, f"{where}.{key}", problems)
+            str(key): _value(args[1], item, f"{where}.{shown(key)}", {}, problems)
             for key, item in value.items()
         }
-    return _scalar(hint, value, where, problems)
+    return _scalar(hint, value, where, rules, problems)
 
 
-def _scalar(hint: type, value: Any, where: str, problems: list[str]) -> Any:
+def _scalar(
+    hint: type, value: Any, where: str, rules: Mapping[str, Any], problems: list[str]
+) -> Any:
     """Cast ``value`` to bool, int, float or str where nothing is lost by it."""
     if hint is bool:
         if isinstance(value, bool):
             return value
-        problems.append(f"{where}: {value!r} is not a boolean; write true or false.")
+        problems.append(_wrong(where, value, "true or false", rules))
         return False
     if hint is int:
         number = _number(value)
         if number is not None and number == int(number):
             return int(number)
-        problems.append(f"{where}: {value!r} is not a whole number; write e.g. 8 or 5e8.")
+        problems.append(_wrong(where, value, f"a whole number{_limits(rules)}", rules))
         return 0
     if hint is float:
         number = _number(value)
-        if number is not None:
+        if number is not None and abs(number) <= 1e300:
             return float(number)
-        problems.append(f"{where}: {value!r} is not a number; write e.g. 2e-5.")
+        problems.append(_wrong(where, value, f"a number{_limits(rules)}", rules))
         return 0.0
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        problems.append(f"{where}: {value!r} is not text; write a plain word or quote it.")
+        problems.append(
+            _wrong(where, value, "text (in quotes where YAML reads it as another type)", rules)
+        )
+        return ""
+    if isinstance(value, int) and value.bit_length() > 10_000:
+        problems.append(_wrong(where, value, "text, or a shorter number", rules))
         return ""
     return str(value)
+
+
+def _limits(rules: Mapping[str, Any]) -> str:
+    return f" {rules['range']}" if rules.get("range") else ""
+
+
+def _wrong(where: str, value: Any, what: str, rules: Mapping[str, Any]) -> str:
+    null = ", or null" if rules.get("null") else ""
+    choices = rules.get("choices")
+    if choices:
+        what = f"one of {', '.join(str(known) for known in choices if known is not None)}"
+    return f"{_said(where, value)}: must be {what}{null}.{_example(where, rules)}"
+
+
+def _plain_problems(value: Any, where: str, depth: int = 0) -> Iterator[str]:
+    """What cannot be kept in YAML and JSON, in values of the user's own keys."""
+    if depth > MAX_DEPTH:
+        yield f"{where}: is nested more than {MAX_DEPTH} levels deep. Nothing reads that."
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str | int) or Text().problem(shown(key)):
+                yield f"{where}: the name {shown(key)} must be text on one line. Quote it."
+            else:
+                yield from _plain_problems(item, f"{where}.{shown(key)}", depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _plain_problems(item, f"{where}[{index}]", depth + 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield f"{_said(where, value)}: must be a number of at most 64 bits."
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{_said(where, value)}: must be a finite number."
+    elif isinstance(value, str):
+        if problem := Text(max_length=10**6, multiline=True).problem(value):
+            yield f"{_said(where, value)}: must {problem}."
+    elif value is not None and not isinstance(value, int | float):
+        kinds = "text, a number, true, false, null, a list or a mapping"
+        yield f"{_said(where, value)}: must be {kinds}."
 
 
 def _number(value: Any) -> float | int | None:
@@ -162,6 +298,6 @@ def _number(value: Any) -> float | int | None:
                 return None
     if isinstance(value, int):
         return value
-    if isinstance(value, float) and value == value and abs(value) != float("inf"):
+    if isinstance(value, float) and math.isfinite(value):
         return value
     return None

@@ -2,29 +2,49 @@
 
 Plain dataclasses of simple serialisable values; no Hydra, no OmegaConf, no torch. The same
 classes type the composed config and a snapshot read back years later. Field docs stand
-under the fields. ``choices=`` in a field's metadata is the closed set of its values.
+under the fields; what a field takes (a closed set, a range, a length) stands beside it and is
+checked when a config is read (``llmx.config.fields``).
 
 ``python -m llmx --cfg job`` prints the composed values.
 """
 
+# ruff: noqa: RUF009 - the helpers return dataclasses.field()
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmx.config.fields import (
+    Range,
+    Text,
+    choice,
+    choice_or_null,
+    choices,
+    items,
+    mapping,
+    number,
+    numbers,
+    text,
+)
+
 SCHEMA_VERSION = 2
 
-
-def choice(default: str, *options: str) -> Any:
-    """A string field with a closed set of values."""
-    return field(default=default, metadata={"choices": (default, *options)})
+MAX_STEPS = 10**9
+MAX_SAMPLES = 10**12
+MAX_ELEMENTS = 10**12
+"""Parameters, or elements of a buffer: a thousand billion."""
+MAX_SECONDS = 10**7
+"""About four months."""
+_FILE_NAME = Text(
+    100, pattern=r"[^/]*", rule="not contain a slash (it becomes part of a directory's name)"
+)
 
 
 @dataclass
 class ModelConfig:
     """Which network, and whether its weights are loaded or drawn at random."""
 
-    name: str = ""
+    name: str = text("", _FILE_NAME)
     """A short name for tables and run names."""
     kind: str = choice("hf", "llama", "qwen3", "gpt2", "opt")
     """Architecture. ``hf`` takes it from ``path``; the others need no network to plan or to
@@ -37,17 +57,15 @@ class ModelConfig:
     tokenizer: str | None = None
     """A Hub id or a local directory; default: ``path``. ``demo`` is the bundled tokenizer."""
     trust_remote_code: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = mapping(example="{hidden_size: 1024, num_hidden_layers: 12}")
     """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). The
     network itself when from scratch, overrides otherwise; also what the memory plan reads."""
-    trained_dtype: str | None = field(
-        default=None, metadata={"choices": (None, "fp32", "bf16", "fp16")}
-    )
+    trained_dtype: str | None = choice_or_null("fp32", "bf16", "fp16")
     """The precision the published weights were trained in, for a warning."""
     attention: str = choice("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    pad_vocab_to_multiple_of: int = 64
+    pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
     """Rows of the embedding when from scratch; the export is cut back to the true size."""
 
 
@@ -70,11 +88,11 @@ class SourceConfig:
     """A file, a directory, a glob, or a Hub id."""
     form: str = choice("auto", *FORMS)
     text_key: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
-    weight: float = 1.0
+    columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
+    weight: float = number(1.0, above=0, maximum=1000)
     """How often its rows are taken: 2 takes each twice, 0.5 about half of them (chosen by
     ``seed``). Never applied to rows held out for evaluation."""
-    max_rows: int | None = None
+    max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
     """Read only its first so many rows."""
     subset: str | None = None
     split: str | None = None
@@ -84,7 +102,7 @@ class SourceConfig:
 class DataConfig:
     """What to train on and how rows become samples of ``seq_len`` tokens."""
 
-    name: str = ""
+    name: str = text("", _FILE_NAME)
     path: str = "demo"
     """A file, a directory, a glob, a Hub id (``owner/name``, or ``hub:name``); ``demo`` is the
     bundled set."""
@@ -94,9 +112,9 @@ class DataConfig:
     text_unit: str = choice("file", "line", "paragraph")
     """What a document is in a plain text file: the whole file, each line that is not empty, or
     each paragraph (between empty lines)."""
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
     """Other column names, e.g. ``{instruction: question, output: answer}``."""
-    seq_len: int = 512
+    seq_len: int = number(512, minimum=2, maximum=2**24)
     """Tokens of one sample. The one sequence length of the whole run."""
     packing: str = choice("best_fit", "concat", "none")
     """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the end
@@ -108,34 +126,34 @@ class DataConfig:
         "auto", "chatml", "llama2", "llama3", "qwen", "alpaca", "vicuna", "human_assistant"
     )
     """``auto`` is the tokenizer's own chat template, else chatml."""
-    system: str | None = None
+    system: str | None = text(None, Text(10**6, multiline=True), example="You are terse.")
     """A system message for rows that have none."""
     loss_on: str = choice("assistant", "all", "last")
     over_long: str = choice("truncate", "drop", "error")
     """A row with more tokens than ``seq_len``. Counts are reported."""
     eval_path: str | None = None
     """A source for evaluation; without it, ``eval_samples`` rows are held out."""
-    eval_samples: int = 0
+    eval_samples: int = number(0, minimum=0, maximum=MAX_SAMPLES)
     """Rows held out from ``path`` for evaluation (chosen by ``seed``)."""
-    max_rows: int | None = None
+    max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
     """Read only the first so many rows."""
     cache_dir: str | None = None
     """Where prepared data lies; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
-    num_workers: int = 0
+    num_workers: int = number(0, minimum=0, maximum=1024)
     """Cores that tokenize; 0 takes those of the host."""
-    share_from_mib: float | None = 64.0
+    share_from_mib: float | None = number(64.0, minimum=0, maximum=10**9)
     """On several hosts: from how much source on each host prepares a part of it. Below, and
     with null, each host prepares all, which gives the same bytes."""
-    sources: list[SourceConfig] = field(default_factory=list)
+    sources: list[SourceConfig] = items(example="[{path: a.jsonl, weight: 2}]")
     """Several sources instead of ``path``, each with a weight and a limit."""
     subset: str | None = None
     """The subset (configuration) of a Hub data set."""
     split: str | None = None
     """The split of a Hub data set or of a ``save_to_disk`` directory; default: ``train``."""
-    data_map: dict[str, str] = field(default_factory=dict)
+    data_map: dict[str, str] = mapping(maximum=100, example="{prompt: question, label: answer}")
     """Labelled rows: ``{prompt: prompt, label: label_id, history: context_info}``; the label is
     the answer."""
-    label_names: dict[str, str] = field(default_factory=dict)
+    label_names: dict[str, str] = mapping(maximum=10**6, example="{0: negative, 1: positive}")
     """What a label is called in an answer, e.g. ``{0: negative, 1: positive}``."""
     on_bad_row: str = choice("fail", "skip")
     """``fail`` stops at a row that cannot be used; ``skip`` counts it and writes it with the
@@ -149,24 +167,24 @@ class TaskConfig:
     """What is learned, for how long, and what is reported on the way."""
 
     kind: str = choice("sft", "pretrain")
-    steps: int | None = None
+    steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=1000)
     """Optimizer steps; when set, it wins over ``epochs``."""
-    epochs: float | None = None
-    log_every_steps: int = 10
-    eval_every_steps: int = 0
+    epochs: float | None = number(None, above=0, maximum=10**6, example=3)
+    log_every_steps: int = number(10, minimum=1, maximum=MAX_STEPS)
+    eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS)
     """0 evaluates only at the end (when there is evaluation data)."""
-    eval_generate: int = 0
+    eval_generate: int = number(0, minimum=0, maximum=10**6)
     """Held-out questions answered before and after training, with exact match."""
-    eval_max_new_tokens: int = 64
+    eval_max_new_tokens: int = number(64, minimum=1, maximum=2**24)
     save_model: bool = True
     """Write the final model as a Hugging Face directory."""
-    stop_at_step: int | None = None
+    stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=100)
     """End after this step, with the schedule of the whole run: for a quick check."""
     on_divergence: str = choice("stop", "skip", "rollback")
     """When the loss is not finite, or jumps, at a step, and again after a restart from the last
     checkpoint: ``stop`` with the cause, ``skip`` that step's samples, or ``rollback``: skip all
     samples from the checkpoint up to that step."""
-    spike_factor: float | None = None
+    spike_factor: float | None = number(None, above=1, maximum=10**6, example=3)
     """A logged loss over so many times the median of the last 50 counts as divergence; null
     looks at losses that are not finite only."""
 
@@ -175,11 +193,11 @@ class TaskConfig:
 class ZeroConfig:
     """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
 
-    stage: int = 2
+    stage: int = number(2, minimum=0, maximum=3)
     offload_optimizer: str = choice("none", "cpu", "nvme")
     offload_param: str = choice("none", "cpu", "nvme")
     nvme_path: str | None = None
-    hpz_partition_size: int = 1
+    hpz_partition_size: int = number(1, minimum=0, maximum=1024)
     """ZeRO++ hpZ: ranks that share a second copy of the parameters; 1 is off, 0 is all ranks
     of a host."""
     quantized_weights: bool = False
@@ -188,16 +206,18 @@ class ZeroConfig:
     """ZeRO++ qgZ (no effect on one node)."""
     overlap_comm: bool | None = None
     """None: on for CUDA, off for CPU."""
-    reduce_bucket_size: int | None = None
+    reduce_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
     """Elements. None: from the model's width and the free memory."""
-    allgather_bucket_size: int | None = None
-    prefetch_bucket_size: int | None = None
-    param_persistence_threshold: int | None = None
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    sub_group_size: int = 1_000_000_000
+    allgather_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
+    prefetch_bucket_size: int | None = number(None, minimum=0, maximum=MAX_ELEMENTS, example=5e7)
+    param_persistence_threshold: int | None = number(
+        None, minimum=0, maximum=MAX_ELEMENTS, example=1e5
+    )
+    max_live_parameters: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
+    max_reuse_distance: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
+    sub_group_size: int = number(1_000_000_000, minimum=1, maximum=MAX_ELEMENTS)
     pin_memory: bool = True
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = mapping(example="{zero_optimization: {round_robin_gradients: true}}")
     """Further keys of DeepSpeed's JSON, checked against what DeepSpeed accepts, e.g.
     ``zero.extra.zero_optimization.round_robin_gradients=true``."""
 
@@ -207,12 +227,14 @@ class DeviceConfig:
     """One type of accelerator, from its data sheet."""
 
     accelerator: str = choice("cuda", "cpu")
-    memory_gib: float = 0.0
-    precisions: list[str] = field(default_factory=list)
+    memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=80)
+    precisions: list[str] = items(maximum=3, example="[fp32, bf16]")
     """Of ``fp32``, ``bf16``, ``fp16``: what the device computes natively."""
-    peak_tflops: dict[str, float] = field(default_factory=dict)
+    peak_tflops: dict[str, float] = mapping(
+        maximum=10, example="{bf16: 312}", values=Range(above=0, maximum=10**6)
+    )
     """Dense peak by precision, TFLOP/s; the denominator of MFU."""
-    memory_gb_per_s: float = 0.0
+    memory_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=2000)
     """Memory bandwidth, GB/s."""
 
 
@@ -224,16 +246,16 @@ class HostConfig:
     """What the hostfile calls it."""
     address: str | None = None
     """Where the other hosts reach it; default: ``name``."""
-    ssh_port: int = 22
+    ssh_port: int = number(22, minimum=1, maximum=65535)
     user: str | None = None
     identity_file: str | None = None
-    slots: int = 1
+    slots: int = number(1, minimum=1, maximum=1024)
     """Ranks on this host, one a device."""
     device: str = ""
     """A key of ``hardware.devices``."""
     interface: str | None = None
     """Network interface towards the other hosts (NCCL/GLOO_SOCKET_IFNAME)."""
-    memory_gib: float | None = None
+    memory_gib: float | None = number(None, above=0, maximum=10**6, example=512)
     """Host RAM, for the offload plan."""
 
 
@@ -248,19 +270,21 @@ class HardwareConfig:
     """An existing hostfile (``kind: hostfile``)."""
     device: str | None = None
     """The device type of every host that does not name its own (needed with a hostfile)."""
-    ssh_port: int = 22
+    ssh_port: int = number(22, minimum=1, maximum=65535)
     """Default ssh port of hosts read from a hostfile."""
     user: str | None = None
     """Default ssh user of hosts read from a hostfile."""
     interface: str | None = None
     """Default interface of hosts read from a hostfile."""
-    slots: int | None = None
+    slots: int | None = number(None, minimum=1, maximum=1024, example=4)
     """Use only so many devices of each host."""
-    hosts: list[HostConfig] = field(default_factory=list)
-    devices: dict[str, DeviceConfig] = field(default_factory=dict)
+    hosts: list[HostConfig] = items(maximum=4096, example="[{name: node-a, slots: 8}]")
+    devices: dict[str, DeviceConfig] = mapping(
+        example="{mine: {accelerator: cuda, memory_gib: 80}}"
+    )
     master_addr: str | None = None
     """Where rank 0 is reached; default: the address of the first host."""
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
     """Variables of this cluster's ranks, e.g. ``NCCL_IB_DISABLE: "1"``. Allow-listed."""
 
 
@@ -271,19 +295,19 @@ class OptimConfig:
     kind: str = choice("adamw", "cpu_adam", "fused_adam", "sgd")
     """``adamw`` is PyTorch's (fused on CUDA) and needs no compiler; ``cpu_adam`` and
     ``fused_adam`` are DeepSpeed's extensions."""
-    lr: float = 2e-5
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    lr: float = number(2e-5, above=0, maximum=1000)
+    betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
+    eps: float = number(1e-8, above=0, maximum=1)
+    weight_decay: float = number(0.0, minimum=0, maximum=100)
+    clip_norm: float = number(1.0, minimum=0, maximum=10**6)
     """Global gradient norm; 0 does not clip."""
     schedule: str = choice("cosine", "linear", "constant")
-    warmup_steps: int | None = None
+    warmup_steps: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
     """Steps of linear warm-up, 0 allowed; when set, it wins over ``warmup_fraction``."""
-    warmup_fraction: float | None = None
-    decay_end_fraction: float = 1.0
+    warmup_fraction: float | None = number(None, minimum=0, maximum=1, example=0.03)
+    decay_end_fraction: float = number(1.0, minimum=0, maximum=1)
     """The schedule reaches its floor at this part of all steps, and stays there."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = number(0.0, minimum=0, maximum=1)
     """The floor, as a part of ``lr``."""
 
 
@@ -291,13 +315,13 @@ class OptimConfig:
 class BatchConfig:
     """One batch algebra: global batch = sum over ranks of the micro batch x accumulation."""
 
-    global_batch: int | None = None
+    global_batch: int | None = number(None, minimum=1, maximum=2**24, example=64)
     """Samples of one optimizer step. Give this, ``tokens_per_step``, or ``accumulation``."""
-    tokens_per_step: int | None = None
+    tokens_per_step: int | None = number(None, minimum=1, maximum=10**12, example=2e6)
     """Tokens of one optimizer step; rounded to whole samples of ``data.seq_len``."""
-    micro_batch: int = 1
+    micro_batch: int = number(1, minimum=1, maximum=2**20)
     """Samples that the strongest device takes at once, at most."""
-    accumulation: int | None = None
+    accumulation: int | None = number(None, minimum=1, maximum=2**20, example=8)
     """Micro steps of one optimizer step."""
     balance: str = choice("even", "speed")
     """``speed`` gives slower devices a smaller micro batch, so that nobody waits."""
@@ -307,11 +331,11 @@ class BatchConfig:
 class KeepConfig:
     """Which checkpoints stay; what none of the three names is removed after the next commit."""
 
-    last: int = 2
+    last: int = number(2, minimum=1, maximum=10**6)
     """The newest so many, at least 1."""
-    best: int = 0
+    best: int = number(0, minimum=0, maximum=10**6)
     """The best so many by ``checkpoint.metric``."""
-    every: int = 0
+    every: int = number(0, minimum=0, maximum=MAX_STEPS)
     """Every checkpoint whose step is a multiple of this; 0 is none."""
 
 
@@ -319,9 +343,9 @@ class KeepConfig:
 class CheckpointConfig:
     """When the training state is saved, and what is kept of it."""
 
-    every_steps: int | None = None
+    every_steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=500)
     """A checkpoint at every multiple of so many steps."""
-    every_minutes: float | None = None
+    every_minutes: float | None = number(None, above=0, maximum=10**6, example=30)
     """A checkpoint when the last one is so old. Both may be set; neither saves on the way."""
     at_end: bool = False
     """Also after the last step, so that the run can be made longer."""
@@ -330,7 +354,14 @@ class CheckpointConfig:
     background: str = choice("auto", "always", "never")
     """Copy the state to host memory and write it while training goes on: ``auto`` where the
     host's free memory allows it."""
-    metric: str = "eval/loss"
+    metric: str = text(
+        "eval/loss",
+        Text(
+            100,
+            pattern=r"(eval|train)/[\w./@-]+",
+            rule="be a value of a metrics line: eval/loss, eval/exact_match or train/loss",
+        ),
+    )
     """What ``best`` goes by: a value of the evaluation (``eval/...``) or ``train/loss``."""
     mode: str = choice("min", "max")
     """Whether less or more of ``metric`` is better."""
@@ -343,9 +374,18 @@ class SlurmConfig:
 
     partition: str | None = None
     account: str | None = None
-    time_limit: str | None = None
+    time_limit: str | None = text(
+        None,
+        Text(
+            100,
+            pattern=r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED",
+            rule="be a time as Slurm writes it: minutes, hours:minutes:seconds or "
+            "days-hours:minutes:seconds",
+        ),
+        example="1-12:00:00",
+    )
     """As Slurm writes it, e.g. ``1-12:00:00``."""
-    extra_args: list[str] = field(default_factory=list)
+    extra_args: list[str] = items(maximum=100, example="[--qos=high]")
 
 
 @dataclass
@@ -356,52 +396,49 @@ class LaunchConfig:
     """``auto`` is local for this machine alone, else pdsh."""
     sync: str = choice("none", "rsync")
     """``rsync`` brings code, prepared data and model to the same path on every host."""
-    sync_extra: list[str] = field(default_factory=list)
+    sync_extra: list[str] = items(example="[/data/more]")
     """Further absolute paths to bring along."""
-    sync_exclude: list[str] = field(default_factory=list)
+    sync_exclude: list[str] = items(example='["*.tmp"]')
     python: str | None = None
     """Python on the hosts; default: this one's path."""
-    master_port: int = 0
+    master_port: int = number(0, minimum=0, maximum=65535)
     """0 takes a free port of the master host."""
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
     """Variables of this run's ranks. Allow-listed; secrets are refused."""
-    start_timeout_s: float = 900.0
+    start_timeout_s: float = number(900.0, above=0, maximum=MAX_SECONDS)
     """From the start to the first sign of life of every rank."""
-    heartbeat_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = number(60.0, above=0, maximum=MAX_SECONDS)
     """A host whose agent is silent for so long counts as lost."""
-    stop_grace_s: float = 20.0
+    stop_grace_s: float = number(20.0, above=0, maximum=MAX_SECONDS)
     """For the ranks to save and to leave when the run is asked to end; then they are ended."""
-    max_restarts: int = 3
+    max_restarts: int = number(3, minimum=0, maximum=10**6)
     """Automatic restarts in a row without a new checkpoint; 0 never restarts."""
-    restart_backoff_s: float = 10.0
+    restart_backoff_s: float = number(10.0, minimum=0, maximum=MAX_SECONDS)
     """Before the first restart; doubled for each further one without progress."""
-    restart_backoff_max_s: float = 600.0
-    hang_timeout_s: float | None = None
+    restart_backoff_max_s: float = number(600.0, minimum=0, maximum=MAX_SECONDS)
+    hang_timeout_s: float | None = number(None, minimum=0, maximum=MAX_SECONDS, example=1800)
     """Without a step for so long a run counts as hung; null: 20 times the usual step, at least
     600 s. 0 never."""
-    host_wait_s: float = 1800.0
+    host_wait_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS)
     """How long to wait for a lost host to come back."""
     elastic: bool = False
     """Go on with the hosts that are left, at the same global batch, when one is lost."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    openmpi_args: list[str] = field(default_factory=list)
+    openmpi_args: list[str] = items(maximum=100, example='["--mca btl_tcp_if_include eth0"]')
 
 
 @dataclass
 class TrackingConfig:
     """Where metrics are mirrored to. ``metrics.jsonl`` in the run directory is the truth."""
 
-    kinds: list[str] = field(
-        default_factory=list,
-        metadata={"item_choices": ("wandb", "tensorboard", "csv")},
-    )
+    kinds: list[str] = choices("wandb", "tensorboard", "csv")
     project: str = "llmx"
     entity: str | None = None
     group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = items(maximum=100, example="[first, long]", rule=Text(max_length=64))
     mode: str = choice("auto", "online", "offline")
     """``auto``: online with a key and a server that answers, else offline."""
-    finish_timeout_s: float = 30.0
+    finish_timeout_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS)
     """How long the end of the run may wait for a tracker."""
 
 
@@ -412,18 +449,18 @@ class TokenizerConfig:
     kind: str = choice("bbpe", "sentencepiece")
     """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3); ``sentencepiece`` a BPE over
     characters that falls back to bytes (Llama 2)."""
-    vocab_size: int = 32000
+    vocab_size: int = number(32000, minimum=300, maximum=10**7)
     """Control tokens included; reported with its padding to 64."""
     output: str | None = None
     """The directory to write; default ``tokenizers/<data>-<kind>-<vocab_size>`` here."""
-    max_bytes: int = 256 << 20
+    max_bytes: int = number(256 << 20, minimum=1 << 16, maximum=2**50)
     """Text to learn from at most; more is sampled row by row, by ``seed``."""
-    max_memory_gib: float = 4.0
+    max_memory_gib: float = number(4.0, minimum=0.5, maximum=10**6)
     """What the training may take, about: the sample is made smaller until its different words
     fit. English rarely comes near; Chinese, where a sentence is a word, does."""
-    min_frequency: int = 2
+    min_frequency: int = number(2, minimum=1, maximum=10**9)
     """Pairs that are rarer are not merged (bbpe)."""
-    character_coverage: float = 0.9995
+    character_coverage: float = number(0.9995, minimum=0.98, maximum=1)
     """Part of all characters that get a token of their own (sentencepiece); the rest is bytes."""
 
 
@@ -431,11 +468,11 @@ class TokenizerConfig:
 class Experiment:
     """One run, whole. What ``config.yaml`` of a run directory holds."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = number(SCHEMA_VERSION, minimum=1, maximum=10**6)
     name: str = ""
     run_dir: str = ""
     """Absolute path of the run directory."""
-    seed: int = 0
+    seed: int = number(0, minimum=0, maximum=2**63 - 1)
     precision: str = choice("auto", "fp32", "bf16", "fp16")
     """``auto`` is the best that the weakest device supports."""
     deterministic: bool | None = None

@@ -108,7 +108,7 @@ def test_recipes_are_what_they_say() -> None:
         (["batch.global_batch=13", "batch.micro_batch=4"], "Use batch.global_batch=8 or 16"),
         (["launch.transport=local", "hardware=a100x2_v100x2"], "there are 2 hosts"),
         (["data.packing=concat"], "would cut answers in two"),
-        (["optim.betas=[0.9]"], "two numbers"),
+        (["optim.betas=[0.9]"], r"must have 2 entries \(it has 1\). Set e.g. 'optim.betas=\[0.9"),
         (["optim.warmup_steps=9", "task.steps=5"], "would never arrive"),
         (["zero.extra.zero_optimisation={}"], 'Did you mean "zero_optimization"'),
         (["zero.extra.elasticity={}"], "Removed from DeepSpeed"),

@@ -17,13 +17,7 @@ from llmx.errors import DataError
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seq_len": 1}, "data.seq_len=1: predicting a next token needs at least 2."),
         ({"packing": "concat"}, "data.packing=concat would cut answers in two."),
-        ({"eval_samples": -1}, "data.eval_samples=-1: "),
-        ({"num_workers": -3}, "data.num_workers=-3: a number of cores; 0 takes those of the host."),
-        ({"share_from_mib": -1.0}, "data.share_from_mib=-1.0: not negative;"),
-        ({"max_rows": 0}, "data.max_rows=0: read at least 1 row"),
-        ({"sources": [SourceConfig("a"), SourceConfig("b", max_rows=-2)]}, "data.sources[1].max_"),
         ({"columns": {"promt": "x"}}, 'data.columns.promt: no column of any form. Did you mean "p'),
         ({"data_map": {"response": "x"}}, "data.data_map.response: no column of any form."),
         ({"sources": [SourceConfig("a", columns={"b": "c"})]}, "data.sources[0].columns.b: no col"),

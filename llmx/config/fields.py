@@ -1,0 +1,188 @@
+"""How a field of the schema says what it takes: a closed set, a range, a length.
+
+    slots: int = number(1, minimum=1, maximum=1024)
+    betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
+    mode: str = choice("min", "max")
+
+``llmx.config.build`` checks every value against them while the config is composed. A test
+requires a range for every number and a length for every list of the schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_ITEMS = 1000
+"""Entries of a list or a mapping, where the field does not say otherwise."""
+MAX_PATH = 4096
+"""Characters of a text, where the field does not say otherwise: Linux's longest path."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a field takes; ``above`` and ``below`` exclude the limit itself."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` is in the range."""
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        """``from 1 to 65535``, ``above 0 and at most 1000``, ``at least 0``; empty: any."""
+        if self.minimum is not None and self.maximum is not None:
+            return f"from {plain(self.minimum)} to {plain(self.maximum)}"
+        words = []
+        if self.minimum is not None:
+            words.append(f"at least {plain(self.minimum)}")
+        if self.above is not None:
+            words.append(f"above {plain(self.above)}")
+        if self.maximum is not None:
+            words.append(f"at most {plain(self.maximum)}")
+        if self.below is not None:
+            words.append(f"below {plain(self.below)}")
+        return " and ".join(words)
+
+
+@dataclass(frozen=True)
+class Text:
+    """The texts that a field takes."""
+
+    max_length: int = MAX_PATH
+    multiline: bool = False
+    """Whether line breaks, tabs and other control characters may be in it."""
+    pattern: str = ""
+    """A regular expression that all of it matches; empty: any text."""
+    rule: str = ""
+    """``pattern`` in words, after "must"."""
+
+    def problem(self, value: str) -> str:
+        """What is wrong with ``value``, in words that follow "must"; empty where nothing is."""
+        if len(value) > self.max_length:
+            return f"have at most {self.max_length} characters (it has {len(value)})"
+        if not _is_unicode(value):
+            return "be valid Unicode text (it has half of a surrogate pair)"
+        control = re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", value)
+        if control and (not self.multiline or control.group() == "\x00"):
+            return f"be text on one line, without control characters (it has {control.group()!r})"
+        if self.pattern and not re.fullmatch(self.pattern, value):
+            return self.rule
+        return ""
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def plain(number: float) -> str:
+    """A number as one types it: ``64``, ``0.5``, ``1e9``, ``2e-5``."""
+    if float(number).is_integer():
+        text = str(int(number))
+        zeros = len(text) - len(text.rstrip("0"))
+        return f"{text[:-zeros]}e{zeros}" if zeros >= 6 else text
+    return f"{number:g}".replace("e-0", "e-")
+
+
+def choice(default: str, *options: str) -> Any:
+    """A string field with a closed set of values."""
+    return field(default=default, metadata={"choices": (default, *options)})
+
+
+def choice_or_null(*options: str) -> Any:
+    """A string field with a closed set of values that is null where it is not set."""
+    return field(default=None, metadata={"choices": (None, *options)})
+
+
+def choices(*options: str) -> Any:
+    """A list of strings, each from a closed set and there once; empty by default."""
+    return field(
+        default_factory=list, metadata={"item_choices": options, "length": Range(0, len(options))}
+    )
+
+
+def number(
+    default: float | None,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    example: float | None = None,
+) -> Any:
+    """A number and its range. ``example``: what a message suggests; default: the default."""
+    limits = Range(minimum, maximum, above, below)
+    assert default is None or limits.holds(default), (default, limits)
+    return field(default=default, metadata={"range": limits, "example": _first(example, default)})
+
+
+def numbers(
+    default: Sequence[float],
+    *,
+    length: int,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A list of exactly ``length`` numbers, all in one range."""
+    return field(
+        default_factory=lambda: list(default),
+        metadata={
+            "range": Range(minimum, maximum, above, below),
+            "length": Range(length, length),
+            "example": list(default),
+        },
+    )
+
+
+def text(default: str | None, rule: Text, *, example: str | None = None) -> Any:
+    """A text with a rule of its own; without one a text is a line of at most 4096 characters."""
+    return field(
+        default=default, metadata={"text": rule, "example": _first(example, default or None)}
+    )
+
+
+def items(*, maximum: int = MAX_ITEMS, example: str | None = None, rule: Text | None = None) -> Any:
+    """A list, empty by default, of at most ``maximum`` entries. ``rule``: of each text in it."""
+    return field(
+        default_factory=list,
+        metadata={"length": Range(0, maximum), "example": example, "text": rule or Text()},
+    )
+
+
+def mapping(
+    *,
+    maximum: int = MAX_ITEMS,
+    example: str | None = None,
+    rule: Text | None = None,
+    values: Range | None = None,
+) -> Any:
+    """A mapping, empty by default, of at most ``maximum`` entries. ``rule``: of each key, and of
+    each value that is text; ``values``: the range of each value that is a number."""
+    metadata = {
+        "length": Range(0, maximum),
+        "example": example,
+        "text": rule or Text(multiline=True),
+    }
+    return field(
+        default_factory=dict, metadata=metadata if values is None else {**metadata, "range": values}
+    )
+
+
+def _first(*candidates: Any) -> Any:
+    return next((each for each in candidates if each is not None), None)
