@@ -265,8 +265,10 @@ def _plain_problems(value: Any, where: str, depth: int = 0) -> Iterator[str]:
         yield f"{where}: is nested more than {MAX_DEPTH} levels deep. Nothing reads that."
     elif isinstance(value, dict):
         for key, item in value.items():
-            if not isinstance(key, str | int) or Text().problem(shown(key)):
-                yield f"{where}: the name {shown(key)} must be text on one line. Quote it."
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                yield f"{where}: the name {shown(key)} must be text. Quote it."
+            elif problem := Text(multiline=True).problem(str(key)):
+                yield f"{where}: the name {shown(key)} must {problem}."
             else:
                 yield from _plain_problems(item, f"{where}.{shown(key)}", depth + 1)
     elif isinstance(value, list):

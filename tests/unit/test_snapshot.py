@@ -63,18 +63,27 @@ def test_no_run_directory(tmp_path) -> None:
         snapshot.load(RunDir(tmp_path))
 
 
-@example(name="\x85", tags=["a\u2028b"], config={"\u2029": "\ufeff"})
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+
+
+@example(system="\x85", names={"a": "a\u2028b"}, config={"\u2029": "\ufeff"})
 @settings(max_examples=500, deadline=None)
 @given(
-    name=st.text(max_size=20),
-    tags=st.lists(st.text(max_size=10), max_size=3),
+    system=TEXTS,
+    names=st.dictionaries(TEXTS, TEXTS, max_size=3),
     config=st.dictionaries(
-        st.text(min_size=1, max_size=8),
-        st.one_of(st.integers(), st.floats(allow_nan=False), st.text(), st.booleans(), st.none()),
+        TEXTS,
+        st.one_of(
+            st.integers(-(2**63), 2**63 - 1),
+            st.floats(allow_nan=False, allow_infinity=False),
+            TEXTS,
+            st.booleans(),
+            st.none(),
+        ),
         max_size=4,
     ),
 )
-def test_any_text_survives_yaml(name, tags, config) -> None:
-    exp = Experiment(name=name)
-    exp.tracking.tags, exp.model.config = tags, config
+def test_any_text_survives_yaml(system, names, config) -> None:
+    exp = Experiment()
+    exp.data.system, exp.data.label_names, exp.model.config = system, names, config
     assert experiment_from_dict(yaml.safe_load(snapshot.dump_config(exp))) == exp
