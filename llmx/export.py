@@ -1,7 +1,8 @@
 """A checkpoint as a Hugging Face model: ``python -m llmx export RUN_DIR [--step N]``.
 
-Offline, on one machine, without a GPU and without torch: the fragments are read, put together and
-written a piece at a time. The directory has its name only when it is whole.
+Offline, on one machine, without a GPU, and without torch where files have the weights as memory
+has them (the others, such as fused experts, are converted by transformers): the fragments are
+read, put together and written a piece at a time. The directory has its name only when it is whole.
 """
 
 from __future__ import annotations
@@ -141,7 +142,21 @@ def export(
     try:
         make_directories(DISK, partial)
         _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
-        write_weights(partial, weights, index, shard_bytes=shard_bytes, on_bytes=progress.add)
+        if conversions := state.get("conversions"):
+            # transformers' own: only it can say how fused weights lie in files.
+            from llmx.train.export_checkpoint import write_converted
+
+            write_converted(
+                partial,
+                weights,
+                index,
+                conversions,
+                model=checkpoint / MODEL,
+                shard_bytes=shard_bytes,
+                on_bytes=progress.add,
+            )
+        else:
+            write_weights(partial, weights, index, shard_bytes=shard_bytes, on_bytes=progress.add)
         DISK.sync_directory(partial)
         DISK.rename(partial, directory)
         DISK.sync_directory(directory.parent)

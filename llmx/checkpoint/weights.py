@@ -129,7 +129,7 @@ def write_weights(
                     spec.key,
                     spec.dtype,
                     spec.num_elements,
-                    _pieces(by_name[spec.key], index, on_bytes),
+                    pieces(by_name[spec.key], index, on_bytes),
                     spec.shape,
                 )
                 for spec in writer.order
@@ -145,9 +145,14 @@ def write_weights(
     return files
 
 
-def _pieces(
+def pieces(
     weight: Weight, index: FragmentIndex, on_bytes: Callable[[int], None]
 ) -> Iterator[np.ndarray]:
+    """The values of a weight in the dtype that is written, ``PIECE_ELEMENTS`` at a time.
+
+    One is good until the next is asked for. Raises CheckpointError for a value that does not
+    fit the dtype.
+    """
     kind = NUMPY.get(weight.stored, f"<u{ITEM_BYTES[weight.stored]}")
     staging = np.empty(min(PIECE_ELEMENTS, weight.num_elements), dtype=kind)
     for start in range(0, weight.num_elements, PIECE_ELEMENTS):

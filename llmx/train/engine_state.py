@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
+from llmx.train.conversion import effective_conversions
 from llmx.train.engine import Engine
 from llmx.train.state_hash import hash_parts
 from llmx.train.state_layout import StateLayout, UnsavableState, state_layout
@@ -138,6 +139,7 @@ def state_values(engine: Engine) -> dict[str, Any]:
         "engine": read_counters(engine.engine),
         "parameters": parameter_table(engine.module),
         "buffers": buffer_table(engine.module),
+        "conversions": effective_conversions(engine.module),
     }
 
 

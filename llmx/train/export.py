@@ -19,6 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.train.conversion import (
+    WholeShapes,
+    conversions_to_revert,
+    convert_export,
+    plan_export,
+)
 from llmx.train.initialise import whole
 
 SHARD_BYTES = 2 * 2**30
@@ -53,11 +59,12 @@ def export_model(
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    shards = _Shards(partial, shard_bytes=shard_bytes)
-    for name, tensor in gathered(model, vocab_size=vocab_size, padded=config.vocab_size):
-        if writes:
-            # Counters and the like among the buffers stay what they are.
-            shards.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    shards = Shards(partial, shard_bytes=shard_bytes)
+    for name, tensor in _as_files_have_it(
+        model, vocab_size=vocab_size, padded=config.vocab_size, wanted=writes
+    ):
+        # Counters and the like among the buffers stay what they are.
+        shards.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
     if not writes:
         return
     shards.finish()
@@ -113,14 +120,67 @@ def gathered(
     Rows of an embedding or a head beyond ``vocab_size`` are left out. A value is a view that
     is good until the next one is asked for.
     """
-    by_vocabulary = set(vocabulary_names(model))
-    for part in _parts(list(model.named_parameters())):
-        with torch.no_grad(), whole([parameter for _, parameter in part]):
-            for name, parameter in part:
-                value = parameter.data
-                if name in by_vocabulary and value.shape[0] == padded:
-                    value = value[:vocab_size]
-                yield name, value
+    trim = _Trim(model, vocab_size=vocab_size, padded=padded)
+    for part in _parts([[one] for one in model.named_parameters()]):
+        with torch.no_grad(), whole([parameter for each in part for _, parameter in each]):
+            for each in part:
+                for name, parameter in each:
+                    yield name, trim.value(name, parameter)
+    yield from _buffers(model)
+
+
+def _as_files_have_it(
+    model: nn.Module, *, vocab_size: int, padded: int, wanted: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same as files of the Hub have it: fused experts apart, names of the Hub. Collective.
+
+    Nothing comes out where it is not ``wanted``.
+    """
+    trim = _Trim(model, vocab_size=vocab_size, padded=padded)
+    parameters, buffers = dict(model.named_parameters()), dict(_buffers(model))
+    shapes = {name: trim.shape(name, parameter) for name, parameter in parameters.items()}
+    shapes.update((name, tuple(buffer.shape)) for name, buffer in buffers.items())
+    conversions = conversions_to_revert(model)
+    groups = plan_export(model, shapes, conversions)
+    stand_in = WholeShapes(model, conversions)
+    by_name = {group.sources[0][1]: group for group in groups}
+    sharded = [
+        [(name, parameters[name]) for _, name in group.sources if name in parameters]
+        for group in groups
+    ]
+    for part in _parts([each for each in sharded if each]):
+        with torch.no_grad(), whole([parameter for each in part for _, parameter in each]):
+            for each in part if wanted else ():
+                group = by_name[next(name for name, _ in each)]
+                values = {name: trim.value(name, parameter) for name, parameter in each}
+                values.update((n, buffers[n]) for _, n in group.sources if n in buffers)
+                if group.key:  # what is put together anew is so on the host
+                    values = {name: value.cpu() for name, value in values.items()}
+                yield from convert_export(group, values, stand_in).items()
+    for group in groups if wanted else ():
+        if all(name in buffers for _, name in group.sources):
+            yield from convert_export(group, buffers, stand_in).items()
+
+
+class _Trim:
+    """Leaves out the rows of an embedding or a head that only pad the vocabulary."""
+
+    def __init__(self, model: nn.Module, *, vocab_size: int, padded: int) -> None:
+        self._tables = set(vocabulary_names(model))
+        self._rows, self._padded = vocab_size, padded
+
+    def value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        value = parameter.data
+        trims = name in self._tables and value.shape[0] == self._padded
+        return value[: self._rows] if trims else value
+
+    def shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        trims = name in self._tables and shape[0] == self._padded
+        return (self._rows, *shape[1:]) if trims else shape
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -139,13 +199,14 @@ def vocabulary_names(model: nn.Module) -> list[str]:
 
 
 def _parts(
-    parameters: list[tuple[str, nn.Parameter]],
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    part: list[tuple[str, nn.Parameter]] = []
+    groups: list[list[tuple[str, nn.Parameter]]],
+) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
+    """Groups that are gathered at the same time."""
+    part: list[list[tuple[str, nn.Parameter]]] = []
     size = 0
-    for name, parameter in parameters:
-        part.append((name, parameter))
-        size += getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+    for group in groups:
+        part.append(group)
+        size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for _, p in group)
         if size >= GATHER_BYTES:
             yield part
             part, size = [], 0
@@ -153,7 +214,7 @@ def _parts(
         yield part
 
 
-class _Shards:
+class Shards:
     """Collects tensors on the CPU and writes a file whenever ``shard_bytes`` are together."""
 
     def __init__(self, directory: Path, *, shard_bytes: int) -> None:
@@ -220,7 +281,15 @@ def check_export(directory: Path, model: nn.Module, config: Any) -> None:
     with torch.device("meta"):
         empty = type(model)(config)
     empty.tie_weights()
-    wanted = {name: list(parameter.shape) for name, parameter in empty.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+    conversions = conversions_to_revert(model)
+    stand_in = WholeShapes(empty, conversions)
+    values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    wanted = {
+        name: list(tensor.shape)
+        for group in plan_export(empty, shapes, conversions)
+        for name, tensor in convert_export(group, values, stand_in).items()
+    }
     wrong = {
         name: (on_disk.get(name), shape)
         for name, shape in wanted.items()

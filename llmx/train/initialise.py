@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import nn
@@ -23,22 +23,32 @@ def module_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, *, seed: int) -> None:
+def initialise(model: nn.Module, *, seed: int, only: Container[str] | None = None) -> None:
     """Draw every weight with the model's own rules (``_init_weights``), module by module.
 
     Children before parents, as in Transformers, since a parent may redraw a child's weight
     (GPT-2 scales its residual projections). Every rank draws the same values; under ZeRO-3
     only the module's own parameters and its children's are ever whole. The state of the
     global random generator is changed.
+
+    Args:
+        only: names of parameters and buffers; modules that have none of them of their own are
+            left alone.
     """
-    _initialise(model, name="", owner=model, seed=seed)
+    _initialise(model, name="", owner=model, seed=seed, only=only)
 
 
-def _initialise(module: nn.Module, *, name: str, owner: nn.Module, seed: int) -> None:
+def _initialise(
+    module: nn.Module, *, name: str, owner: nn.Module, seed: int, only: Container[str] | None
+) -> None:
     if hasattr(module, "_init_weights"):
         owner = module  # a model inside a model knows its own rules
     for child_name, child in module.named_children():
-        _initialise(child, name=f"{name}.{child_name}", owner=owner, seed=seed)
+        _initialise(child, name=f"{name}.{child_name}", owner=owner, seed=seed, only=only)
+    if only is not None and not any(
+        f"{name}.{own}".lstrip(".") in only for own in (*module._parameters, *module._buffers)
+    ):
+        return
     touched = {id(p): p for p in module.parameters(recurse=False)}
     for child in module.children():
         touched.update({id(p): p for p in child.parameters(recurse=False)})

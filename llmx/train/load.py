@@ -1,7 +1,8 @@
 """Pretrained weights, read tensor by tensor from memory-mapped files.
 
-Under ZeRO-3 rank 0 reads one tensor, broadcasts it, and every rank keeps its shard: neither
-the model nor its checkpoint is ever whole in anybody's memory. At the other stages each rank
+Under ZeRO-3 rank 0 reads one tensor (or the few that become one weight, such as a layer's
+experts), broadcasts it, and every rank keeps its shard: neither the model nor its checkpoint is
+ever whole in anybody's memory. At the other stages each rank
 reads for itself, straight to its device. Tried by
 ``python -m pytest -m deepspeed tests/integration/test_train_models.py``.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
-from llmx.train.initialise import whole
+from llmx.train.conversion import Group, LoadPlan, WholeShapes, plan_load
+from llmx.train.initialise import initialise, whole
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -104,9 +106,10 @@ class Checkpoint:
     def names(self) -> list[str]:
         return list(self._shapes)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """From the file's header: nothing is read."""
-        return self._shapes[name]
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By name, from the files' headers: nothing is read."""
+        return dict(self._shapes)
 
     def tensor(self, name: str) -> torch.Tensor:
         if name in self._mapped:
@@ -119,104 +122,126 @@ class Checkpoint:
             return opened.get_tensor(name)
 
 
-def names_in_checkpoint(
-    wanted: list[str], available: list[str], *, prefix: str
-) -> tuple[dict[str, str], list[str]]:
-    """Where each name of the model is found, and the names found nowhere.
-
-    Published checkpoints of a base model lack its prefix (``h.0...`` for GPT-2's
-    ``transformer.h.0...``), and a model may lack what a checkpoint has.
-    """
-    have = set(available)
-    found: dict[str, str] = {}
-    absent: list[str] = []
-    for name in wanted:
-        bare = name.removeprefix(f"{prefix}.") if prefix else name
-        for candidate in (name, bare, f"{prefix}.{name}"):
-            if candidate in have:
-                found[name] = candidate
-                break
-        else:
-            absent.append(name)
-    return found, absent
-
-
 @torch.no_grad()
 def load_weights(model: nn.Module, source: ModelConfig) -> None:
     """Fill every parameter and persistent buffer of ``model``. Collective under ZeRO-3.
 
+    Takes what ``from_pretrained`` takes, in the layout of the Hub or in that of memory
+    (``llmx.train.conversion``). What it converts is noted on the model for the export.
+
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
-    (but for tied weights, and buffers of older versions that the architecture may ignore).
+    (but for tied weights, and what the architecture says may be ignored).
     """
-    if _renamed(model):
-        raise ConfigError(
-            f"{type(model).__name__} stores its weights under other names or shapes than it "
-            "has in memory (fused experts, say), which is not read piece by piece here. Save "
-            "it once with transformers' save_pretrained(save_original_format=False)."
-        )
+    _refuse_quantized(model, source)
     checkpoint = Checkpoint(checkpoint_files(source))
-    targets: dict[str, torch.Tensor] = dict(_persistent(model))
-    prefix = getattr(model, "base_model_prefix", "")
-    found, absent = names_in_checkpoint(list(targets), checkpoint.names, prefix=prefix)
-    if absent:
+    targets = dict(_persistent(model))
+    plan = plan_load(model, checkpoint.shapes, targets)
+    drawn = _check_names(model, source, checkpoint, plan, targets)
+    # All of them before the first is read, and on every rank alike: nobody waits for a
+    # broadcast that never comes.
+    for name, found in plan.shapes.items():
+        shape = tuple(getattr(targets[name], "ds_shape", targets[name].shape))
+        if found != shape:
+            raise ConfigError(
+                f"model.path={source.path}: {name} is {found} in the checkpoint and {shape} in "
+                "the model. Remove what changes it from model.config."
+            )
+    _check_tied(source, checkpoint, plan, targets)
+    if drawn:
+        initialise(model, seed=0, only=drawn)
+    stand_in = WholeShapes(model)
+    filled: set[int] = set()
+    for group in plan.groups:
+        wanted = {name: targets[name] for name in group.targets}
+        if not {id(target) for target in wanted.values()} <= filled:
+            _fill(wanted, group, checkpoint, stand_in)
+        filled.update(id(target) for target in wanted.values())
+    model._weight_conversions = plan.conversions
+
+
+def _refuse_quantized(model: nn.Module, source: ModelConfig) -> None:
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ConfigError(
-            f"model.path={source.path} lacks {len(absent)} of {len(targets)} weights of "
-            f"{type(model).__name__}, e.g. {absent[0]}. It has e.g. {checkpoint.names[0]}. "
+            f"model.path={source.path} holds quantized weights ({method}), which cannot be "
+            "trained. Set model.path to the same model in bf16, or write it dequantized."
+        )
+
+
+def _check_names(
+    model: nn.Module,
+    source: ModelConfig,
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    targets: dict[str, torch.Tensor],
+) -> set[str]:
+    """Raise for weights that are missing on either side; names that the model itself draws."""
+    found = {id(targets[name]) for name in plan.shapes if name in targets}
+    absent = [name for name, target in targets.items() if id(target) not in found]
+    may_lack = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    drawn = {name for name in absent if may_lack.search(name)}
+    if missing := [name for name in absent if name not in drawn]:
+        raise ConfigError(
+            f"model.path={source.path} lacks {len(missing)} of {len(targets)} weights of "
+            f"{type(model).__name__}, e.g. {missing[0]}. It has e.g. {checkpoint.names[0]}. "
             "Is it another architecture, or a damaged checkpoint?"
         )
-    if unused := unused_names(model, checkpoint.names, set(found.values()), prefix=prefix):
+    ignored = _pattern(getattr(model, "_keys_to_ignore_on_load_unexpected", None), *OLD_BUFFERS)
+    unused = [name for name in plan.unexpected if not ignored.search(name)]
+    if unused:
         raise ConfigError(
             f"model.path={source.path} has {len(unused)} weights that {type(model).__name__} "
             f"does not, e.g. {unused[0]}. Trained without them it would be another model. "
             "Remove what changes it from model.config, or choose its own architecture."
         )
-    # All of them before the first is read, and on every rank alike: nobody waits for a
-    # broadcast that never comes.
-    for name, target in targets.items():
-        shape, on_disk = tuple(getattr(target, "ds_shape", target.shape)), found[name]
-        if checkpoint.shape(on_disk) != shape:
+    return drawn
+
+
+def _pattern(patterns: Iterable[str] | None, *more: str) -> re.Pattern[str]:
+    """Any of ``patterns``; of none, one that is never found."""
+    every = [*(patterns or ()), *more]
+    return re.compile("|".join(f"(?:{one})" for one in every) if every else r"(?!)")
+
+
+def _check_tied(
+    source: ModelConfig,
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    targets: dict[str, torch.Tensor],
+) -> None:
+    """Raise where one weight of the model is two different ones in the checkpoint."""
+    first: dict[int, str] = {}
+    plain = {group.targets[0]: group.sources[0][1] for group in plan.groups if not group.key}
+    for name, on_disk in plain.items():
+        other = first.setdefault(id(targets[name]), name)
+        if other != name and not torch.equal(
+            checkpoint.tensor(plain[other]), checkpoint.tensor(on_disk)
+        ):
             raise ConfigError(
-                f"model.path={source.path}: {name} is {checkpoint.shape(on_disk)} in the "
-                f"checkpoint and {shape} in the model. Remove what changes it from model.config."
+                f"model.path={source.path}: {other} and {name} are one weight in the model and "
+                "two different ones in the checkpoint. Set "
+                "model.config.tie_word_embeddings=false."
             )
-    for name, target in targets.items():
-        _fill(target, checkpoint, found[name])
 
 
-def unused_names(
-    model: nn.Module, available: list[str], used: set[str], *, prefix: str
-) -> list[str]:
-    """Names of the checkpoint that should be in ``model`` and are not."""
-    ignored = [*OLD_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    pattern = re.compile("|".join(f"(?:{one})" for one in ignored))
-    # A tied weight is a parameter once, and may be in the checkpoint under each of its names.
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [
-        name
-        for name in sorted(set(available) - used)
-        if not known & {name, f"{prefix}.{name}"} and not pattern.search(name)
-    ]
-
-
-def _fill(target: torch.Tensor, checkpoint: Checkpoint, key: str) -> None:
-    sharded = isinstance(target, nn.Parameter) and hasattr(target, "ds_id")
+def _fill(
+    targets: dict[str, torch.Tensor], group: Group, checkpoint: Checkpoint, stand_in: WholeShapes
+) -> None:
+    parameters = [target for target in targets.values() if isinstance(target, nn.Parameter)]
+    sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
     # The broadcast of rank 0's values reaches the others: they need not read at all.
     reads = not sharded or torch.distributed.get_rank() == 0
-    with whole([target] if isinstance(target, nn.Parameter) else [], modified=True):
+    with whole(parameters, modified=True):
         if reads:
-            target.copy_(checkpoint.tensor(key))
+            for name, value in group.convert(checkpoint.tensor, stand_in).items():
+                targets[name].copy_(value)
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters (tied ones once) and the buffers that a checkpoint holds."""
-    yield from model.named_parameters()
+    """Parameters (tied ones under each name) and the buffers that a checkpoint holds."""
+    yield from model.named_parameters(remove_duplicate=False)
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield (f"{module_name}.{name}" if module_name else name), buffer
-
-
-def _renamed(model: nn.Module) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))

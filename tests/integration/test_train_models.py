@@ -16,10 +16,12 @@ from safetensors import safe_open
 from tests.programs.models import digest
 from tests.reference import VOCABULARY
 from tests.rundirs import PARITY_MODELS, launch
-from tests.small_models import small_model
+from tests.small_models import converted_model, small_model
 
 pytestmark = pytest.mark.deepspeed
 
+CONVERSIONS = ("mixtral", "deepseek_v3", "gpt_neox")
+"""Files have their weights otherwise than memory."""
 TIED = {"tie_word_embeddings": True}
 SCRATCH: list[dict[str, Any]] = [
     *({"kind": kind, "precision": "fp32", "config": {}} for kind in PARITY_MODELS),
@@ -151,6 +153,11 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     opt.config.save_pretrained(root / "pickle")
     torch.save(opt.state_dict(), root / "pickle" / "pytorch_model.bin")
     found["pickle"] = (root / "pickle", digest(dict(opt.named_parameters())))
+    for kind in CONVERSIONS:
+        model = converted_model(kind, vocab_size=VOCABULARY)
+        model.save_pretrained(root / kind, max_shard_size="20KB")
+        persistent = {n: b for n, b in model.named_buffers() if n in model.state_dict()}
+        found[kind] = (root / kind, digest({**dict(model.named_parameters()), **persistent}))
     return found
 
 
@@ -158,7 +165,7 @@ def test_pretrained_weights_arrive_whole(published: Any, tmp_path: Path) -> None
     jobs = [
         {
             "name": f"{name}-{stage}",
-            "kind": {"tied": "llama", "bare": "gpt2", "pickle": "opt"}.get(name, name),
+            "kind": name if name in PARITY_MODELS else "llama",  # the files say which it is
             "precision": "fp32",
             "stage": stage,
             "path": str(path),
@@ -170,3 +177,22 @@ def test_pretrained_weights_arrive_whole(published: Any, tmp_path: Path) -> None
     for job in jobs:
         report = json.loads((tmp_path / f"{job['name']}.json").read_text())
         assert report["digest"] == published[job["name"].rpartition("-")[0]][1], job["name"]
+        if job["name"].startswith(CONVERSIONS):
+            assert_exported(tmp_path, job)
+
+
+@torch.no_grad()
+def assert_exported(out: Path, job: dict[str, Any]) -> None:
+    """What was trained is in files as the Hub has them, for transformers as for llmx."""
+    from transformers import AutoModelForCausalLM
+
+    trained = torch.load(out / f"{job['name']}.pt")
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        out / job["name"], dtype="auto", output_loading_info=True
+    )
+    assert not any(loading.values()), (job, loading)
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(weights[name], trained[name]) for name in weights)
+    index = json.loads((out / job["name"] / "model.safetensors.index.json").read_text())
+    published = json.loads((Path(job["path"]) / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == published["weight_map"].keys()

@@ -24,6 +24,7 @@ from llmx.checkpoint.tensors import Fragment
 from llmx.errors import LlmxError
 from llmx.export import export, main
 from llmx.rundir import RunDir
+from llmx.train.conversion import effective_conversions
 from llmx.train.export import vocabulary_names
 from llmx.train.state_values import buffer_table, parameter_table
 from tests.checkpoint_saves import flip_bit, tree
@@ -69,6 +70,7 @@ def save_model(
         "vocabulary": vocabulary_names(model),
         "parameters": parameter_table(model),
         "buffers": buffer_table(model),
+        "conversions": effective_conversions(model),
     }
     config = type(model.config)(**{**model.config.to_dict(), "vocab_size": VOCABULARY})
     config.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]

@@ -9,7 +9,6 @@ import pytest
 from llmx.errors import ConfigError
 from llmx.train.engine import parameter_groups
 from llmx.train.initialise import module_seed
-from llmx.train.load import names_in_checkpoint
 from llmx.train.model import attention_implementation, model_config, padded_vocab, true_vocab
 from tests.reference import VOCABULARY, word_tokenizer
 from tests.rundirs import PARITY_MODELS, parity_experiment
@@ -89,11 +88,3 @@ def test_module_seeds_differ_and_never_change() -> None:
     assert len(seeds) == 2 * len(names)
     # A published run is reproduced only while this number stays.
     assert module_seed(0, "model.embed_tokens") == 8852271039736058932
-
-
-def test_names_are_found_with_and_without_the_prefix_of_the_body() -> None:
-    found, absent = names_in_checkpoint(
-        ["body.a", "body.b", "head", "body.c"], ["body.a", "b", "body.head"], prefix="body"
-    )
-    assert found == {"body.a": "body.a", "body.b": "b", "head": "body.head"}
-    assert absent == ["body.c"]

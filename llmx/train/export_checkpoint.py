@@ -1,0 +1,101 @@
+"""The weights of a checkpoint in the layout that files of the Hub have, where memory's differs.
+
+Fused experts apart, names of the Hub; without an engine and without a GPU. Used by
+``python -m llmx export RUN_DIR`` for architectures that transformers converts; all others are
+written without torch (``llmx.checkpoint.weights``).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.weights import Weight, pieces
+from llmx.train.conversion import (
+    WholeShapes,
+    conversions_in_words,
+    convert_export,
+    plan_export,
+)
+from llmx.train.export import Shards
+
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+"""Of safetensors' names; what is not floating point comes out of numpy as it is."""
+
+
+def write_converted(
+    directory: Path,
+    weights: list[Weight],
+    index: FragmentIndex,
+    conversions: list[str],
+    *,
+    model: Path,
+    shard_bytes: int,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Write the shards and their index into an existing directory, a few tensors at a time.
+
+    Args:
+        conversions: those of ``state.json``.
+        model: directory with the ``config.json`` of the architecture.
+
+    Raises:
+        OSError: the disk is full or broken.
+        LlmxError: a value does not fit the dtype; another version of transformers is needed.
+    """
+    empty = _architecture(model)
+    transforms = conversions_in_words(empty, conversions)
+    by_name = {weight.name: weight for weight in weights}
+    shapes = {weight.name: weight.shape for weight in weights}
+    stand_in = WholeShapes(empty, transforms)
+    shards = Shards(directory, shard_bytes=shard_bytes)
+    with torch.no_grad(), _disk_errors():
+        for group in plan_export(empty, shapes, transforms):
+            values = {
+                name: _whole(by_name[name], index, on_bytes=on_bytes) for _, name in group.sources
+            }
+            for name, tensor in convert_export(group, values, stand_in).items():
+                shards.add(name, tensor)
+        shards.finish()
+
+
+def _architecture(directory: Path) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _whole(
+    weight: Weight, index: FragmentIndex, *, on_bytes: Callable[[int], None]
+) -> torch.Tensor:
+    # A piece is good until the next one is asked for.
+    parts = [np.array(piece) for piece in pieces(weight, index, on_bytes)]
+    flat = torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.float32))
+    if weight.written in TORCH:
+        flat = flat.view(TORCH[weight.written])
+    elif weight.written == "BOOL":
+        flat = flat.view(torch.bool)
+    return flat.reshape(weight.shape)
+
+
+class _disk_errors:
+    """Turns safetensors' own error into the OSError that it was."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from safetensors import SafetensorError
+
+        if isinstance(error, SafetensorError):
+            full = "No space left" in str(error) or "os error 28" in str(error)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
