@@ -76,7 +76,7 @@ def train(run_dir: RunDir, status: RankStatus, stop: StopRequest) -> None:
     from llmx.train.engine import join_process_group
     from llmx.train.loop import run
 
-    join_process_group(plan)
+    join_process_group(plan, timeout_s=exp.launch.comm_timeout_s)
     run(exp, plan, read_json(run_dir.ds_config), run_dir, status, stop)
     status.enter("finished")
     # Without it a rank sometimes aborts at exit, in a thread of the communication library.

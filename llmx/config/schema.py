@@ -409,6 +409,10 @@ class LaunchConfig:
     """From the start to the first sign of life of every rank."""
     heartbeat_timeout_s: float = number(60.0, above=0, maximum=MAX_SECONDS)
     """A host whose agent is silent for so long counts as lost."""
+    comm_timeout_s: float = number(14400.0, above=0, maximum=MAX_SECONDS)
+    """How long a rank waits for the others in one collective (NCCL, gloo) before it gives up. Long,
+    since ranks rightly wait while one of them exports a model or reads from a slow disk; dead and
+    hanging ranks are found sooner, by ``heartbeat_timeout_s`` and ``hang_timeout_s``."""
     stop_grace_s: float = number(20.0, above=0, maximum=MAX_SECONDS)
     """For the ranks to save and to leave when the run is asked to end; then they are ended."""
     max_restarts: int = number(3, minimum=0, maximum=10**6)

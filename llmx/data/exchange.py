@@ -2,7 +2,7 @@
 
 Facts go through the key-value store of the ranks' rendezvous, in which a rank may wait for hours;
 a collective would be ended after half an hour by the time-out of its process group. Files go
-through a gloo group of their own, made when they are sent.
+through a gloo group of all ranks, made when they are sent.
 """
 
 from __future__ import annotations
@@ -46,47 +46,56 @@ class Board:
 
 
 class Channel:
-    """Sends files between some ranks. Every rank of the run makes it, with the same ``ranks``."""
+    """Sends files from rank to rank. Every rank of the run makes it, whether it sends or not.
 
-    def __init__(self, ranks: list[int]) -> None:
+    The group has all ranks, although only some of them send: DeepSpeed binds each rank to its GPU
+    (``device_id`` of ``init_process_group``), and torch then makes the ranks outside of a new
+    group take part in an ``ncclCommSplit`` (``_new_process_group_helper`` in
+    ``torch/distributed/distributed_c10d.py``), also for a gloo group, whose members do not: the
+    run would hang at the next group that NCCL makes.
+    """
+
+    def __init__(self) -> None:
         import torch.distributed as dist
 
-        self._group = dist.new_group(ranks, backend="gloo", timeout=FOREVER)
-        self._member = dist.get_rank() in ranks
+        self._group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def close(self) -> None:
         """Nothing more is sent."""
         import torch.distributed as dist
 
-        if self._member:
-            dist.destroy_process_group(self._group)
+        dist.destroy_process_group(self._group)
 
-    def send(self, directory: Path, *, to: int | None) -> int:
-        """Send the files of a directory to one rank, or to all others; returns the bytes."""
+    def send(self, directory: Path, *, to: int) -> int:
+        """Send the files of a directory to one rank; returns the bytes."""
         import torch
 
         files = sorted(path for path in directory.iterdir() if path.name[0] != ".")
         sizes = {path.name: path.stat().st_size for path in files}
         head = json.dumps(sizes).encode()
-        self._move(torch.tensor([len(head)]), peer=to, sends=True)
-        self._move(torch.frombuffer(bytearray(head), dtype=torch.uint8), peer=to, sends=True)
+        self._send(torch.tensor([len(head)]), to)
+        self._send(torch.frombuffer(bytearray(head), dtype=torch.uint8), to)
         for path in files:
             with path.open("rb") as stream:
                 for length in _pieces(sizes[path.name]):
                     chunk = bytearray(stream.read(length))
                     if len(chunk) != length:
                         raise DataError(f"{path} has changed while it was sent.")
-                    self._move(torch.frombuffer(chunk, dtype=torch.uint8), peer=to, sends=True)
+                    self._send(torch.frombuffer(chunk, dtype=torch.uint8), to)
         return sum(sizes.values())
 
-    def receive(self, directory: Path, *, source: int, broadcast: bool) -> int:
-        """Write what ``source`` sends into ``directory``; returns the bytes."""
+    def receive(self, directory: Path, *, source: int, forward: int | None = None) -> int:
+        """Write what ``source`` sends into ``directory``; returns the bytes.
+
+        ``forward``: a rank that gets each chunk passed on as soon as it is here, so that files
+        go to many hosts in a chain, in about the time of one transfer.
+        """
         import torch
 
         length = torch.zeros(1, dtype=torch.int64)
-        self._move(length, peer=source, sends=False, broadcast=broadcast)
+        self._receive(length, source, forward)
         head = torch.zeros(int(length), dtype=torch.uint8)
-        self._move(head, peer=source, sends=False, broadcast=broadcast)
+        self._receive(head, source, forward)
         sizes: dict[str, int] = json.loads(head.numpy().tobytes())
         directory.mkdir(parents=True, exist_ok=True)
         for name, size in sizes.items():
@@ -95,25 +104,24 @@ class Channel:
             with temporary.open("wb") as stream:
                 for piece in _pieces(size):
                     chunk = torch.empty(piece, dtype=torch.uint8)
-                    self._move(chunk, peer=source, sends=False, broadcast=broadcast)
+                    self._receive(chunk, source, forward)
                     stream.write(chunk.numpy().data)
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, directory / Path(name).name)
         return sum(sizes.values())
 
-    def _move(
-        self, tensor: Any, *, peer: int | None, sends: bool, broadcast: bool | None = None
-    ) -> None:
+    def _send(self, tensor: Any, to: int) -> None:
         import torch.distributed as dist
 
-        if peer is None or broadcast:
-            source = dist.get_rank() if sends else peer
-            dist.broadcast(tensor, src=source, group=self._group)
-        elif sends:
-            dist.send(tensor, dst=peer, group=self._group)
-        else:
-            dist.recv(tensor, src=peer, group=self._group)
+        dist.send(tensor, dst=to, group=self._group)
+
+    def _receive(self, tensor: Any, source: int, forward: int | None) -> None:
+        import torch.distributed as dist
+
+        dist.recv(tensor, src=source, group=self._group)
+        if forward is not None:
+            dist.send(tensor, dst=forward, group=self._group)
 
 
 def storage_groups(

@@ -101,7 +101,7 @@ def _among_hosts(exp: Experiment, tokenizer: Any, split: str, board: Board, plac
         for number in range(len(place.hosts)):
             board.read(f"{split}/share/{number}")
     # All make it at once, for it is collective.
-    channel = Channel(leaders) if len(leaders) > 1 else None
+    channel = Channel() if len(leaders) > 1 else None
     first = place.hosts[how["from"]].leader
     if wanted is not None and channel is not None and how["kind"] == "share":
         _gather(shares, channel, leaders, first, place.rank)
@@ -120,7 +120,8 @@ def _among_hosts(exp: Experiment, tokenizer: Any, split: str, board: Board, plac
         board.post(f"{split}/whole")
     board.read(f"{split}/whole")
     if wanted is not None and channel is not None and place.rank in leaders:
-        _spread(wanted, channel, first, place.rank)
+        chain = [first, *(leader for leader in leaders if leader != first)]
+        _spread(wanted, channel, chain, place.rank)
     if channel is not None:
         channel.close()
     if wanted is not None:
@@ -213,21 +214,25 @@ def _gather(shares: Path, channel: Channel, leaders: list[int], first: int, rank
     if rank == first:
         for leader in leaders:
             if leader != first:
-                size = channel.receive(shares, source=leader, broadcast=False)
+                size = channel.receive(shares, source=leader)
                 print(f"Received {size_text(size)} of prepared data from rank {leader}", flush=True)
     elif rank in leaders:
         channel.send(shares, to=first)
 
 
-def _spread(wanted: Wanted, channel: Channel, first: int, rank: int) -> None:
-    """The finished store goes to all hosts with another disk."""
-    if rank == first:
-        size = channel.send(wanted.path, to=None)
+def _spread(wanted: Wanted, channel: Channel, chain: list[int], rank: int) -> None:
+    """The finished store goes to all hosts with another disk: from each rank of ``chain``, which
+    begins with the one that has it, to the next."""
+    place = chain.index(rank)
+    following = chain[place + 1] if place + 1 < len(chain) else None
+    if place == 0:
+        assert following is not None
+        size = channel.send(wanted.path, to=following)
         print(f"Sent {wanted.path.name} ({size_text(size)}) to the other hosts", flush=True)
         return
     with locked(wanted.path):
         temporary = wanted.path.with_name(f"{wanted.path.name}.tmp-received")
-        channel.receive(temporary, source=first, broadcast=True)
+        channel.receive(temporary, source=chain[place - 1], forward=following)
         SampleStore.open(temporary).verify()
         if found(wanted) is None:
             temporary.rename(wanted.path)

@@ -9,6 +9,7 @@ tests/integration/test_resume_signals.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ class Flags:
 class Agreement:
     """The group, and the reduction in flight. All methods are collective but ``post``'s values."""
 
-    def __init__(self) -> None:
-        self.group = torch.distributed.new_group(backend="gloo")
+    def __init__(self, *, timeout_s: float) -> None:
+        """``timeout_s``: how long a rank waits for the others (``launch.comm_timeout_s``)."""
+        timeout = timedelta(seconds=timeout_s)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         self._values = torch.zeros(3, dtype=torch.int32)
         self._work: Any = None
 
@@ -57,5 +60,5 @@ class Agreement:
         return self.read()
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks, in gloo: a GPU that waits in NCCL is polled, and timed out, by it."""
         torch.distributed.barrier(group=self.group)

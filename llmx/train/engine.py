@@ -11,12 +11,13 @@ import shutil
 import socket
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-from llmx.config import Experiment, OptimConfig
+from llmx.config import Experiment, LaunchConfig, OptimConfig
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.train.attention import check_isolation
@@ -30,8 +31,11 @@ from llmx.train.model import (
 from llmx.train.state_refresh import forget_dummy_step
 
 
-def join_process_group(plan: Plan) -> None:
+def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeout_s) -> None:
     """Initialise ``torch.distributed`` (NCCL on CUDA, gloo on CPU) through DeepSpeed.
+
+    ``timeout_s``: of every collective (``launch.comm_timeout_s``); DeepSpeed's own default of 10
+    minutes ends runs whose rank 0 still writes a model.
 
     DeepSpeed's shared-memory all-reduce for CPU is not used: it is compiled at the first run
     (about 26 s, with a compiler and ninja on every host), it leaves a 69 MB file a rank in
@@ -64,6 +68,7 @@ def join_process_group(plan: Plan) -> None:
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,
+        timeout=timedelta(seconds=timeout_s),
         verbose=False,
     )
 

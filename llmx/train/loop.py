@@ -62,7 +62,7 @@ def run(
             dtype=session.engine.dtype,
         )
     # Nobody leaves before rank 0 has written: a launcher ends the others with the first.
-    torch.distributed.barrier()
+    session.agreement.barrier()
     session.metrics.close()
 
 

@@ -69,7 +69,7 @@ def open_session(
     status.enter("loading")
     tokenizer = load_tokenizer(exp)
     train_store, eval_store = open_stores(exp, tokenizer, plan)
-    agreement = Agreement()
+    agreement = Agreement(timeout_s=exp.launch.comm_timeout_s)
     place = find_place(run_dir.checkpoints, create=ever_saves(exp), group=agreement.group)
     # Before the model is built: what cannot be resumed says so at once.
     ours = identity(exp, plan, train_store)

@@ -25,6 +25,7 @@ from llmx.data.share import write_share
 from llmx.data.source import Source
 from llmx.data.together import Host, prepare_together
 from llmx.data.wanted import wanted_of
+from tests.bound_device import as_under_nccl
 from tests.small_tokenizers import byte_tokenizer
 
 TEMPLATE = (
@@ -89,10 +90,12 @@ def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
     small_units()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
     dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
+    split = as_under_nccl()
     while (exp := tasks.get()) is not None:
         try:
             (store,) = prepare_together(exp, tokenizer(), ["train"], hosts=HOSTS, host=PLACES[rank])
             store.verify()
+            assert split.calls == 0, "a rank outside of a group waits in ncclCommSplit"
             results.put((store.meta["sha256"], store.meta))
         except Exception:
             results.put(traceback.format_exc())

@@ -325,7 +325,7 @@ def make_saver(run: RunDir, say: Callable[[str], None]) -> saver_module.Saver:
         engine=None,  # nothing is saved before it is asked for a state
         tokenizer=None,
         identity={},
-        agreement=Agreement(),
+        agreement=Agreement(timeout_s=60),
         place=find_place(run.checkpoints, create=True, group=None),
         metrics=MetricsWriter(run.metrics, enabled=True),
         status=RankStatus(run, rank=0),
