@@ -1,7 +1,7 @@
 """Answer prompts with the model of a run: ``python -m llmx generate RUN_DIR "What is ...?"``.
 
-Greedy, on one process; the prompt is laid out exactly as it was in training. Without a
-prompt, reads them from the terminal, one a line.
+Greedy, on one process; the prompt is rendered exactly as in training, and an answer ends where it
+ends in the evaluation of the run. Without a prompt, reads them from the terminal, one a line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from llmx.data.read import Where
 from llmx.data.render import Renderer
 from llmx.errors import ConfigError, LlmxError
 from llmx.rundir import RunDir
+from llmx.text import plural, printable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,13 +27,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m llmx generate", description=__doc__)
     parser.add_argument("run", type=Path, help="a run directory whose model/ was written")
     parser.add_argument("prompt", nargs="*", help="prompts; none reads the terminal")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=_at_least_one,
+        default=64,
+        help="where an answer that does not stop by itself is cut (default 64; the evaluation of "
+        "a run has task.eval_max_new_tokens)",
+    )
     options = parser.parse_args(argv)
     try:
         return _answer(options)
     except LlmxError as error:
         print(f"llmx: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _at_least_one(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word} is no number of tokens; give at least 1")
+    return int(word)
 
 
 def _answer(options: argparse.Namespace) -> int:
@@ -44,29 +58,52 @@ def _answer(options: argparse.Namespace) -> int:
             "task.save_model=false."
         )
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
+
+    from llmx.train.generation_config import stop_ids
 
     logging.disable_progress_bar()  # its bar would stand between the answers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(run.final_model)
     model = AutoModelForCausalLM.from_pretrained(run.final_model).to(device).eval()
+    # Computed, not only read: a run of an older llmx named the EOS token alone.
+    stops = stop_ids(model, tokenizer)
+    # Nothing but these: a published config may sample, or punish repetition, and the answers
+    # would not be those of the run's evaluation.
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        eos_token_id=list(stops) or None,
+        pad_token_id=next((i for i in (tokenizer.pad_token_id, *stops) if i is not None), None),
+    )
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    exit_code = 0
     for prompt in options.prompt or _lines():
         ids = torch.tensor([prompt_ids(exp, tokenizer, prompt)], device=device)
-        room = exp.data.seq_len - ids.shape[1]
+        length = ids.shape[1]
+        # The last token of an answer is not fed back: it needs no position of its own.
+        room = options.max_new_tokens if limit is None else limit - length + 1
+        if room < 1:
+            print(
+                f"llmx: the prompt has {plural(length, 'token')}, the model {limit:,} positions. "
+                "Ask something shorter.",
+                file=sys.stderr,
+            )
+            exit_code = ConfigError.exit_code
+            continue
         with torch.no_grad():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=max(1, min(options.max_new_tokens, room)),
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
+                max_new_tokens=min(options.max_new_tokens, room),
             )
-        print(
-            tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip(), flush=True
-        )
-    return 0
+        answer = out[0, length:].tolist()
+        # A stop token is not always marked as special, so decoding alone would not drop it.
+        answer = answer[:-1] if answer and answer[-1] in stops else answer
+        text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+        print(printable(text) if sys.stdout.isatty() else text, flush=True)
+    return exit_code
 
 
 def prompt_ids(exp: Experiment, tokenizer: Any, prompt: str) -> list[int]:

@@ -6,6 +6,7 @@ was taught.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from llmx.config import Experiment
 from llmx.data.forms import Conversation
 from llmx.data.render import Renderer
 from llmx.data.source import Source
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, LlmxError
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ def held_out_questions(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Q
 
 
 def stop_token_ids(tokenizer: Any, *, template: str = "auto") -> list[int]:
-    """The tokens at which an answer ends: the end token, and the one that closes an
-    assistant's turn in the template where that is another."""
-    return Renderer(tokenizer, template=template).stop_token_ids
+    """The tokens at which an answer ends: the EOS token, and the one that closes an assistant's
+    turn as the template is rendered, where that is another. Without a template, the EOS token."""
+    if template != "auto" or tokenizer.chat_template:
+        # A template that renders no plain chat closes no turn.
+        with contextlib.suppress(LlmxError):
+            return Renderer(tokenizer, template=template).stop_token_ids
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

@@ -30,10 +30,6 @@ class Task:
         """Held-out questions to answer before and after training; none by default."""
         return []
 
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return frozenset({self.tokenizer.eos_token_id} - {None})
-
     def decode(self, tokens: list[int]) -> str:
         """The answer for a reader."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()

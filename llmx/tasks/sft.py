@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmx.config import Experiment
-from llmx.data import held_out_questions, stop_token_ids
+from llmx.data import held_out_questions
 from llmx.tasks.base import Question, Task
 
 
@@ -29,7 +29,3 @@ class Sft(Task):
                 for question in found
             ]
         return self._questions
-
-    def stop_ids(self) -> frozenset[int]:
-        """The end token, and the one that closes an assistant's turn."""
-        return frozenset(stop_token_ids(self.tokenizer, template=self.exp.data.template))

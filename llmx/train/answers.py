@@ -7,6 +7,7 @@ from typing import Any
 from llmx.rundir import RunDir, read_json, write_json
 from llmx.tasks import exact_match
 from llmx.train.generate import generate
+from llmx.train.generation_config import stop_ids
 from llmx.train.session import Session
 
 
@@ -21,7 +22,7 @@ def answer_questions(session: Session, *, when: str) -> float | None:
             session.engine,
             [question.tokens for question in questions],
             max_new_tokens=session.exp.task.eval_max_new_tokens,
-            stop_ids=session.task.stop_ids(),
+            stop_ids=frozenset(stop_ids(session.engine.module, session.tokenizer)),
         )
     ]
     matched = exact_match([question.expected for question in questions], answers)

@@ -25,6 +25,7 @@ from llmx.train.conversion import (
     convert_export,
     plan_export,
 )
+from llmx.train.generation_config import write_generation_config
 from llmx.train.initialise import whole
 
 SHARD_BYTES = 2 * 2**30
@@ -88,7 +89,7 @@ def write_description(
     """All that a Hugging Face directory holds besides the weights."""
     final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
     final.save_pretrained(directory)
-    _generation_config(model, final).save_pretrained(directory)
+    write_generation_config(directory, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(directory)
 
 
@@ -99,17 +100,6 @@ def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
     final.use_cache = True
     final.dtype = dtype
     return final
-
-
-def _generation_config(model: nn.Module, config: Any) -> Any:
-    from transformers import GenerationConfig
-
-    generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(generation, name, None) is None:
-            setattr(generation, name, getattr(config, name, None))
-    generation.use_cache = True
-    return generation
 
 
 def gathered(

@@ -17,6 +17,7 @@ from torch import nn
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.train.generation_config import keep_generation_config
 from llmx.train.initialise import initialise
 from llmx.train.load import load_weights
 
@@ -116,6 +117,7 @@ def build_model(
         initialise(model, seed=exp.seed)
     else:
         load_weights(model, exp.model)
+        keep_generation_config(model, exp.model)
     if exp.model.activation_checkpointing:
         # Transformers 5.23 renamed it; the older name warns there.
         enable = getattr(

@@ -1,0 +1,138 @@
+"""Evaluation, ``generate`` and Transformers' own ``generate()`` end an answer at the same token.
+
+With a tokenizer of ``python -m llmx tokenizer``, whose EOS token is not the end of a turn.
+
+``python -m pytest -m deepspeed tests/integration/test_stop_tokens.py``
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmx import generate
+from llmx.config import Experiment
+from llmx.data.tokenizer import DEMO_DIRECTORY
+from llmx.data.train_tokenizer import train_tokenizer
+from llmx.rundir import RunDir, read_json
+from tests.rundirs import experiment, launch, logs, write_run
+
+pytestmark = pytest.mark.deepspeed
+
+NEW_TOKENS = 24
+CITIES = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Quito", "Seoul", "Kyiv")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, RunDir]:
+    root = tmp_path_factory.mktemp("stops")
+    rows = [
+        {"instruction": f"Number {number}?", "output": " ".join([city] * (1 + number % 4))}
+        for number, city in enumerate(CITIES)
+    ]
+    data = root / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = Experiment()
+    made.data.path = str(DEMO_DIRECTORY / "train.jsonl")
+    made.tokenizer.output, made.tokenizer.vocab_size = str(root / "tokenizer"), 500
+    tokenizer = train_tokenizer(made).path
+    exp = experiment(
+        root / "run",
+        ranks=1,
+        model={"tokenizer": str(tokenizer)},
+        data={"path": str(data), "eval_path": str(data), "eval_samples": 0, "max_rows": None},
+        task={
+            "kind": "sft",
+            "steps": 60,
+            "log_every_steps": 20,
+            "eval_generate": len(CITIES),
+            "eval_max_new_tokens": NEW_TOKENS,
+        },
+        optim={"lr": 1e-2, "warmup_steps": 4},
+    )
+    run_dir = write_run(exp)
+    done = launch("llmx.worker", str(run_dir.root), ranks=1)
+    assert done.returncode == 0, done.stdout[-3000:] + logs(run_dir)
+    return exp, run_dir
+
+
+def test_the_model_has_learned_to_stop(trained: Any) -> None:
+    """Or the tests below would compare answers that were cut."""
+    _, run_dir = trained
+    assert read_json(run_dir.samples)["exact_match_after"] == 1.0
+
+
+def test_the_command_answers_as_the_evaluation_did(
+    trained: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run_dir = trained
+    rows = read_json(run_dir.samples)["rows"]
+    words = [str(run_dir.root), *(row["prompt"] for row in rows)]
+    assert generate.main([*words, "--max-new-tokens", str(NEW_TOKENS)]) == 0
+    assert capsys.readouterr().out.splitlines() == [row["after"] for row in rows]
+
+
+def test_transformers_alone_answers_as_the_evaluation_did(trained: Any) -> None:
+    """What anybody does with the final model: its files, its template, ``generate()``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, run_dir = trained
+    tokenizer = AutoTokenizer.from_pretrained(run_dir.final_model)
+    model = AutoModelForCausalLM.from_pretrained(run_dir.final_model)
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.generation_config.eos_token_id == sorted([tokenizer.eos_token_id, turn_end])
+    for row in read_json(run_dir.samples)["rows"]:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["prompt"]}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        with torch.no_grad():
+            found = model.generate(**inputs, max_new_tokens=NEW_TOKENS)[0]
+        assert found[-1] == turn_end
+        answer = found[inputs["input_ids"].shape[1] :]
+        assert tokenizer.decode(answer, skip_special_tokens=True).strip() == row["after"]
+
+
+def test_a_prompt_that_does_not_fit_is_said_and_the_next_is_answered(
+    trained: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run_dir = trained
+    assert generate.main([str(run_dir.root), "x y " * 600, "Number 1?"]) == 2
+    said = capsys.readouterr()
+    assert "the model 512 positions. Ask something shorter." in said.err
+    assert len(said.out.splitlines()) == 1
+
+
+def test_a_terminal_gets_no_control_characters(
+    trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    _, run_dir = trained
+    for class_ in (PreTrainedTokenizerFast,):
+        monkeypatch.setattr(class_, "decode", lambda *_, **__: "a\x1b[2Jb")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert generate.main([str(run_dir.root), "Number 1?"]) == 0
+    assert capsys.readouterr().out == "a\\x1b[2Jb\n"
+
+
+def test_an_older_final_model_stops_there_too(
+    trained: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its generation config names the EOS token alone."""
+    import shutil
+
+    _, run_dir = trained
+    old = RunDir(tmp_path / "old")
+    shutil.copytree(run_dir.root, old.root)
+    path = old.final_model / "generation_config.json"
+    values = read_json(path)
+    path.write_text(json.dumps({**values, "eos_token_id": min(values["eos_token_id"])}))
+    assert generate.main([str(old.root), "Number 3?"]) == 0
+    assert capsys.readouterr().out == "Lima Lima Lima Lima\n"
