@@ -1,0 +1,107 @@
+"""A small config of every causal architecture that ``transformers`` knows.
+
+Each is what the class gives by default, with values where the default cannot be built, shrunk by
+``llmx.train.tiny`` to about 100,000 parameters: seconds for all of them.
+
+    for name in architectures():
+        model = AutoModelForCausalLM.from_config(small_config(name))
+
+Seen by ``python -m tests.architectures`` (one line for each).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+ALTERNATING = ["sliding_attention", "full_attention"]
+
+VALUES: dict[str, dict[str, Any]] = {
+    # Defaults of these classes miss values that every published model of theirs has.
+    "bert": {"is_decoder": True},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2],
+            },
+        },
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256,
+        "indexer_budget": 16, "indexer_compress_ratio": 4, "output_gate_type": "sigmoid",
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
+
+ENCODERS = (
+    "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+    "xmod", "bert-generation",
+)  # fmt: skip
+"""Encoders, that are causal as decoders only."""
+
+LEFT_OUT = {
+    "blt": "its patcher and its byte tables tie widths that no config names",
+    "dbrx": "its attention reads a value that its config no longer has",
+    "dots3_note": "each layer has widths of its own, in a table of overrides",
+    "dots3_note_text": "each layer has widths of its own, in a table of overrides",
+    "gemma3n": "needs timm",
+    "gemma4_assistant": "drafts for another model, whose states it takes",
+    "gemma4_unified_assistant": "drafts for another model, whose states it takes",
+    "musicgen": "its class takes the config of its decoder alone",
+    "musicgen_melody": "its class takes the config of its decoder alone",
+    "qwen4_exp": "the same network as qwen4_exp_text, whose values its default misses",
+}
+"""What ``AutoModelForCausalLM`` names and cannot build on its own, and why."""
+
+
+@functools.cache
+def architectures() -> tuple[str, ...]:
+    """Every ``model_type`` that ``AutoModelForCausalLM`` builds, sorted."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(LEFT_OUT)))
+
+
+def full_config(model_type: str) -> Any:
+    """The config of the class, at its published size."""
+    from transformers import CONFIG_MAPPING
+
+    values = dict(VALUES.get(model_type, {}))
+    if model_type in ENCODERS:
+        values["is_decoder"] = True
+    return CONFIG_MAPPING[model_type](**values)
+
+
+def small_config(model_type: str) -> Any:
+    """The same, shrunk: every kind of layer, a vocabulary of 96 (95 is padding)."""
+    from llmx.train.tiny import tiny_config
+
+    return tiny_config(full_config(model_type), per_kind=2 if model_type.startswith("zamba") else 1)
+
+
+if __name__ == "__main__":
+    import time
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for name in architectures():
+        began = time.perf_counter()
+        try:
+            model = AutoModelForCausalLM.from_config(small_config(name))
+            size = f"{sum(p.numel() for p in model.parameters()):,}"
+            logits = model(input_ids=torch.randint(5, 90, (1, 12)), use_cache=False).logits
+            logits.float().logsumexp(-1).sum().backward()
+            result = f"{size} parameters, {time.perf_counter() - began:.1f} s"
+        except Exception as error:
+            result = f"FAILS: {type(error).__name__}: {str(error)[:120]}"
+        print(f"{name}: {result}", flush=True)
