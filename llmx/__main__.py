@@ -44,6 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    # Before --help: words that are being completed may hold one.
+    if words[:1] == ["help"]:
+        from llmx.topics import main as help_main
+
+        return help_main(words[1:])
+    if words[:1] == ["completion"] and words[1:2] not in (["-h"], ["--help"]):
+        from llmx.completion import main as completion_main
+
+        return completion_main(words[1:])
     if len(words) == 2 and words[0] in OWN_HELP and words[1] in ("-h", "--help"):
         return _module(words[0], words[1:])
     if any(word in ("-h", "--help") for word in words):
@@ -77,6 +86,13 @@ def _dispatch(words: list[str]) -> int:
 
 def _help(words: list[str]) -> str:
     """A command's own help where it has one, else the whole."""
+    from llmx.commands import COMMANDS
+
+    command = COMMANDS.get(words[0])
+    if command is not None and command.about:
+        from llmx.topics import command_help
+
+        return command_help(words[0])
     if words[0] in LIGHT:
         own = getattr(importlib.import_module(f"llmx.{words[0]}"), "help_text", None)
         if own is not None:

@@ -9,36 +9,8 @@ from pathlib import Path
 
 from llmx import __version__
 from llmx.catalogue import GROUPS, conf_dir, first_comment, options, sweeps_dir
-
-COMMANDS = {
-    "train": "compose, check, snapshot, launch, train, report (the default)",
-    "plan": "the same up to the launch: the run directory, the plan, the exact command",
-    "sweep": "run a committed grid: sweep NAME [overrides] (see sweeps/)",
-    "resume": "go on with a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
-    "reproduce": "start a new run from the snapshot of an old one: reproduce RUN_DIR",
-    "status": "what runs are doing, or one of them: status [RUN_DIR | user@host:RUN_DIR]",
-    "watch": "the same, live: watch RUN_DIR",
-    "compare": "what differs between two runs, and both loss curves: compare RUN_A RUN_B",
-    "export": "a checkpoint as a Hugging Face model: export RUN_DIR [--step N] [--check]",
-    "report": "tables, loss curve and HTML of a run directory: report RUN_DIR",
-    "data": "prepare the data, say what became of it; preview=3 shows samples token by token",
-    "tokenizer": "train one on the data: tokenizer.kind=bbpe|sentencepiece vocab_size=64000",
-    "generate": 'answer a prompt with a trained model: generate RUN_DIR "What ...?"',
-}
-
-GROUP_LINES = {
-    "experiment": "a whole recipe",
-    "model": "which network, pretrained or from scratch",
-    "data": "what to train on",
-    "task": "what is learned, for how long",
-    "zero": "how DeepSpeed shards and offloads (zero_stage= is the same)",
-    "hardware": "hosts and devices",
-    "optim": "optimizer and schedule",
-    "batch": "global batch, micro batch, accumulation",
-    "checkpoint": "when the training state is saved, what is kept",
-    "launch": "how ranks are started on the hosts",
-    "tracking": "where metrics are mirrored",
-}
+from llmx.commands import COMMANDS
+from llmx.topics import GROUP_LINES
 
 EXAMPLES = (
     ("python -m llmx", "the demo, on this machine's GPUs or on two CPU ranks"),
@@ -68,7 +40,10 @@ you may have meant. Without experiment, model or data, the bundled demo runs.
   --cfg job        print the composed config          --info        how it was composed
   -m, --multirun   comma lists become a sweep         --config-dir  a directory with your groups
   --version        print the version                  --hydra-help  Hydra's own flags
-  tab completion:  eval "$(llmx -sc install=bash)"    (zsh and fish alike)
+  tab completion:  eval "$(llmx completion bash)"     (zsh and fish alike)
+
+python -m llmx help KEY (optim.lr) says what a key means and takes, help GROUP (zero) lists a
+group's keys, help environment the variables. All keys on one page: docs/config.md.
 """
 
 
@@ -81,7 +56,7 @@ def help_text(*, conf: Path | None = None) -> str:
         "",
         "Commands",
     ]
-    lines += [f"  {name:<12}{line}" for name, line in COMMANDS.items()]
+    lines += [f"  {name:<12}{command.line}" for name, command in COMMANDS.items()]
     for group in GROUPS:
         lines += ["", f"{group}: {GROUP_LINES[group]}"]
         for name, line in options(group, directory=conf or conf_dir()).items():

@@ -1,0 +1,371 @@
+"""Every key of the schema with its type, range, default, meaning and an example, as data.
+
+Read from the schema itself: the dataclasses, the metadata beside the fields, and the texts under
+them, which ``ast`` finds in the source. ``python -m llmx help``, ``docs/config.md`` and shell
+completion are made from it, so none of them can fall behind.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from llmx.config import schema
+
+NAME = "NAME"
+"""Stands for a key of the user's choice: ``hardware.devices.NAME.memory_gib``."""
+
+PATHS = frozenset(
+    """
+    run_dir model.path model.tokenizer data.path data.eval_path data.cache_dir data.sources[].path
+    zero.nvme_path hardware.path hardware.hosts[].identity_file launch.sync_extra launch.python
+    tokenizer.output
+    """.split()
+)
+"""Keys whose value is, or may be, a file or a directory."""
+
+EXAMPLES = {
+    "name": "first_try",
+    "run_dir": "runs/first_try",
+    "seed": "1234",
+    "model.name": "qwen3_8b",
+    "model.path": "Qwen/Qwen3-8B",
+    "model.revision": "9c925d64d72725edaf899c6cb9c377fd0709d9c5",
+    "model.tokenizer": "tokenizers/mine",
+    "model.config": "{num_hidden_layers: 12}",
+    "model.pad_vocab_to_multiple_of": "128",
+    "data.name": "support_chats",
+    "data.path": "chats.jsonl",
+    "data.text_key": "content",
+    "data.columns": "{instruction: question, output: answer}",
+    "data.seq_len": "4096",
+    "data.system": "'You are a helpful assistant.'",
+    "data.eval_path": "heldout.jsonl",
+    "data.eval_samples": "200",
+    "data.max_rows": "1000",
+    "data.cache_dir": "/scratch/llmx",
+    "data.num_workers": "8",
+    "data.share_from_mib": "null",
+    "data.sources": "[{path: a.jsonl, weight: 2}, {path: b.jsonl}]",
+    "data.sources[].path": "chats.jsonl",
+    "data.sources[].text_key": "content",
+    "data.sources[].columns": "{instruction: question, output: answer}",
+    "data.sources[].weight": "2",
+    "data.sources[].max_rows": "1000",
+    "data.sources[].subset": "en",
+    "data.sources[].split": "train",
+    "data.subset": "en",
+    "data.split": "validation",
+    "data.data_map": "{prompt: text, label: label_id}",
+    "data.label_names": "{0: negative, 1: positive}",
+    "task.steps": "1000",
+    "task.epochs": "3",
+    "task.log_every_steps": "50",
+    "task.eval_every_steps": "500",
+    "task.eval_generate": "32",
+    "task.eval_max_new_tokens": "256",
+    "task.stop_at_step": "20",
+    "task.spike_factor": "3",
+    "zero.stage": "3",
+    "zero.nvme_path": "/local/nvme",
+    "zero.hpz_partition_size": "8",
+    "zero.reduce_bucket_size": "5e8",
+    "zero.allgather_bucket_size": "5e8",
+    "zero.prefetch_bucket_size": "5e7",
+    "zero.param_persistence_threshold": "1e5",
+    "zero.max_live_parameters": "5e8",
+    "zero.max_reuse_distance": "5e8",
+    "zero.sub_group_size": "1e8",
+    "zero.extra": "{zero_optimization: {round_robin_gradients: true}}",
+    "hardware.name": "mine",
+    "hardware.path": "/etc/hostfile",
+    "hardware.device": "a100_80g",
+    "hardware.ssh_port": "2222",
+    "hardware.user": "train",
+    "hardware.interface": "eno1",
+    "hardware.slots": "2",
+    "hardware.hosts": "[{name: gpu-1, address: 10.1.0.11, slots: 4, device: a100_80g}]",
+    "hardware.hosts[].name": "gpu-1",
+    "hardware.hosts[].address": "10.1.0.11",
+    "hardware.hosts[].ssh_port": "2222",
+    "hardware.hosts[].user": "train",
+    "hardware.hosts[].identity_file": "~/.ssh/cluster",
+    "hardware.hosts[].slots": "8",
+    "hardware.hosts[].device": "a100_80g",
+    "hardware.hosts[].interface": "eno1",
+    "hardware.hosts[].memory_gib": "512",
+    "hardware.devices": "{mine: {memory_gib: 40, precisions: [fp32, bf16, fp16]}}",
+    "hardware.devices.NAME.memory_gib": "40",
+    "hardware.devices.NAME.precisions": "[fp32, bf16, fp16]",
+    "hardware.devices.NAME.peak_tflops": "{bf16: 312, fp32: 19.5}",
+    "hardware.devices.NAME.memory_gb_per_s": "1555",
+    "hardware.master_addr": "10.1.0.11",
+    "hardware.env": "{NCCL_IB_DISABLE: '1'}",
+    "optim.lr": "1e-4",
+    "optim.betas": "[0.9, 0.95]",
+    "optim.eps": "1e-6",
+    "optim.weight_decay": "0.1",
+    "optim.clip_norm": "0.5",
+    "optim.warmup_steps": "100",
+    "optim.warmup_fraction": "0.03",
+    "optim.decay_end_fraction": "0.9",
+    "optim.min_lr_ratio": "0.1",
+    "batch.global_batch": "256",
+    "batch.tokens_per_step": "2e6",
+    "batch.micro_batch": "4",
+    "batch.accumulation": "8",
+    "checkpoint.every_steps": "500",
+    "checkpoint.every_minutes": "30",
+    "checkpoint.metric": "eval/exact_match",
+    "checkpoint.keep.last": "3",
+    "checkpoint.keep.best": "1",
+    "checkpoint.keep.every": "5000",
+    "launch.sync_extra": "[/data/dictionaries]",
+    "launch.sync_exclude": "[notebooks]",
+    "launch.python": "/opt/venv/bin/python",
+    "launch.master_port": "29500",
+    "launch.env": "{NCCL_DEBUG: INFO}",
+    "launch.start_timeout_s": "1800",
+    "launch.heartbeat_timeout_s": "120",
+    "launch.stop_grace_s": "60",
+    "launch.max_restarts": "10",
+    "launch.restart_backoff_s": "30",
+    "launch.restart_backoff_max_s": "300",
+    "launch.hang_timeout_s": "1800",
+    "launch.host_wait_s": "600",
+    "launch.slurm.partition": "gpu",
+    "launch.slurm.account": "lab",
+    "launch.slurm.time_limit": "1-12:00:00",
+    "launch.slurm.extra_args": "[--exclusive]",
+    "launch.openmpi_args": "[--report-bindings]",
+    "tracking.kinds": "[wandb, csv]",
+    "tracking.project": "my-project",
+    "tracking.entity": "my-team",
+    "tracking.group": "ablation",
+    "tracking.tags": "[baseline, zero3]",
+    "tracking.finish_timeout_s": "120",
+    "tokenizer.vocab_size": "64000",
+    "tokenizer.output": "tokenizers/mine",
+    "tokenizer.max_bytes": "1e9",
+    "tokenizer.max_memory_gib": "16",
+    "tokenizer.min_frequency": "5",
+    "tokenizer.character_coverage": "0.999",
+}
+"""Where an example says more than a choice, a switch, or the example in the field's metadata."""
+
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key that a user can set."""
+
+    name: str
+    """As it is typed: ``optim.lr``, ``hardware.hosts[].slots``."""
+    type: str
+    """In words: ``whole number``, ``list of text``, ``true or false``."""
+    default: Any
+    choices: tuple[str, ...]
+    """The closed set of its values, without null; empty where any is taken."""
+    limits: str
+    """Its range or length in words: ``from 1 to 65535``; empty where there is none."""
+    nullable: bool
+    doc: str
+    """What it means, one paragraph without markup."""
+    example: str
+    """A value as it is typed behind ``=``."""
+
+    @property
+    def group(self) -> str:
+        """``optim`` of ``optim.lr``; empty for a key at the top."""
+        return self.name.split(".", 1)[0] if "." in self.name else ""
+
+    @property
+    def is_path(self) -> bool:
+        """Whether its value is, or may be, a file or a directory."""
+        return self.name in PATHS
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """All of its values, where there are few: choices, true and false, null."""
+        found = self.choices or (("true", "false") if self.type == "true or false" else ())
+        return (*found, "null") if self.nullable and found else found
+
+    @property
+    def is_list_item(self) -> bool:
+        """Whether it lies in a list or under a name of the user's: set in a YAML file, mostly."""
+        return "[]" in self.name or f".{NAME}." in self.name
+
+    def takes(self) -> str:
+        """Type and range in words: ``number, above 0 and at most 1000, or null``."""
+        if self.choices:
+            several = "list of " if self.type.startswith("list") else ""
+            words = f"{several}{', '.join(self.choices)}"
+        else:
+            words = ", ".join(part for part in (self.type, self.limits) if part)
+        return f"{words}, or null" if self.nullable else words
+
+
+@functools.cache
+def keys() -> tuple[Key, ...]:
+    """Every key, in the order of the schema, also those inside lists and mappings."""
+    return tuple(_keys(schema.Experiment, ""))
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """Dotted name of each group of keys -> what it is: ``optim``, ``checkpoint.keep``, ..."""
+    return dict(_sections(schema.Experiment, ""))
+
+
+def typed(value: Any) -> str:
+    """A default as one would type it: ``null``, ``true``, ``5e8``, ``[a, b]``, ``''``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return _number(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(typed(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {typed(item)}" for key, item in value.items()) + "}"
+    return str(value) or "''"
+
+
+def _number(value: int | float) -> str:
+    if float(value).is_integer():
+        text = str(int(value))
+        zeros = len(text) - len(text.rstrip("0"))
+        return f"{text[:-zeros]}e{zeros}" if zeros >= 6 else text
+    return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _keys(cls: type, prefix: str) -> Iterator[Key]:
+    hints, docs = typing.get_type_hints(cls), _docs()[cls.__name__]
+    for field in dataclasses.fields(cls):
+        name, (hint, nullable) = prefix + field.name, _plain(hints[field.name])
+        if dataclasses.is_dataclass(hint):
+            yield from _keys(typing.cast(type, hint), f"{name}.")
+            continue
+        if field.name == "schema_version":
+            continue
+        yield _key(name, hint, nullable, field, docs.get(field.name, ""))
+        inner = typing.get_args(hint)[-1] if typing.get_args(hint) else None
+        if dataclasses.is_dataclass(inner):
+            inside = "[]" if typing.get_origin(hint) is list else f".{NAME}"
+            yield from _keys(typing.cast(type, inner), f"{name}{inside}.")
+
+
+def _key(name: str, hint: Any, nullable: bool, field: dataclasses.Field[Any], doc: str) -> Key:
+    meta = field.metadata
+    found = meta.get("choices") or meta.get("item_choices") or ()
+    key = Key(
+        name=name,
+        type="path" if name in PATHS and hint is str else _words(hint),
+        default=_default(field),
+        choices=tuple(str(value) for value in found if value is not None),
+        limits=_limits(hint, meta),
+        nullable=nullable,
+        doc=doc,
+        example="",
+    )
+    return dataclasses.replace(key, example=_example(key, meta.get("example")))
+
+
+def _example(key: Key, given: Any) -> str:
+    if key.name in EXAMPLES:
+        return EXAMPLES[key.name]
+    others = [value for value in key.values if value not in (typed(key.default), "null")]
+    if others:
+        return f"[{others[0]}]" if key.type.startswith("list") else others[0]
+    return given if isinstance(given, str) else typed(given)
+
+
+def _limits(hint: Any, meta: typing.Mapping[str, Any]) -> str:
+    parts = [str(meta["range"])] if meta.get("range") is not None else []
+    length = meta.get("length")
+    if length is not None and not meta.get("item_choices"):
+        least, most = (int(value or 0) for value in (length.minimum, length.maximum))
+        inside = f"each {parts.pop()}" if parts and parts[0] else ""
+        if least == most:
+            parts.append(f"exactly {most}")
+        elif most:
+            parts.append(f"at most {most}")
+        if inside:
+            parts.append(inside)
+    rule = getattr(meta.get("text"), "rule", "")
+    if rule and hint is str:
+        parts.append(f"must {rule}")
+    return ", ".join(part for part in parts if part)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _words(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        inner = args[0]
+        return "list" if dataclasses.is_dataclass(inner) else f"list of {_plural(_words(inner))}"
+    if origin is dict:
+        inner = args[1]
+        plain = inner is Any or dataclasses.is_dataclass(inner)
+        return "mapping" if plain else f"mapping to {_plural(_words(inner))}"
+    return _WORDS[hint]
+
+
+def _plural(words: str) -> str:
+    return {"text": "texts", "number": "numbers", "whole number": "whole numbers"}[words]
+
+
+def _plain(hint: Any) -> tuple[Any, bool]:
+    """The type without ``| None``, and whether None was in it."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        args = typing.get_args(hint)
+        (inner,) = [arg for arg in args if arg is not type(None)]
+        return inner, True
+    return hint, False
+
+
+def _sections(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint, name = hints[field.name], prefix + field.name
+        args = typing.get_args(hint)
+        inner = next((arg for arg in (hint, *args) if dataclasses.is_dataclass(arg)), None)
+        if inner is None:
+            continue
+        yield name, _one_paragraph(inspect.getdoc(inner) or "")
+        if inner is hint:
+            yield from _sections(typing.cast(type, inner), f"{name}.")
+
+
+@functools.cache
+def _docs() -> dict[str, dict[str, str]]:
+    """Class -> field -> the text under it."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        texts = found.setdefault(node.name, {})
+        for above, below in zip(node.body, node.body[1:], strict=False):
+            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
+                value = getattr(below.value, "value", None)
+                if isinstance(above.target, ast.Name) and isinstance(value, str):
+                    texts[above.target.id] = _one_paragraph(value)
+    return found
+
+
+def _one_paragraph(text: str) -> str:
+    """On one line, and without the double backquotes of the source."""
+    return " ".join(text.replace("``", "").split())

@@ -1,0 +1,304 @@
+"""Tab completion: what may stand at the cursor, and real bash, zsh and fish that ask for it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmx.__main__ import main
+from llmx.catalogue import GROUPS, options
+from llmx.commands import COMMANDS
+from llmx.completion import SHELLS, candidates, split_line
+from llmx.config.reference import keys
+from llmx.errors import ConfigError
+
+BREAKS = " \t\n\"'@><=;|&(:"
+
+
+def offered(line: str) -> list[str]:
+    words, typed = split_line(line)
+    return [candidate.value for candidate in candidates(words[1:], typed.text)]
+
+
+def test_first_word_is_a_command_or_an_override() -> None:
+    assert set(COMMANDS) <= set(offered("llmx "))
+    assert {f"{group}=" for group in GROUPS} <= set(offered("llmx "))
+    assert offered("llmx repr") == ["reproduce"]
+    assert offered("llmx optim") == ["optim=", "optim."]
+    assert "resume" not in offered("llmx zero=stage3 ")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_options_of_every_group(group: str) -> None:
+    assert offered(f"llmx {group}=") == [f"{group}={name}" for name in options(group)]
+
+
+def test_zero_stage_is_zero() -> None:
+    assert "zero_stage=stage3" in offered("llmx plan zero_stage=st")
+    assert "zero_stage=" in offered("llmx zero_")
+
+
+def test_every_key_is_reached_a_dot_at_a_time() -> None:
+    for key in keys():
+        if key.is_list_item:
+            continue
+        part = key.name[: key.name.rfind(".") + 1] or key.name[:2]
+        assert f"{key.name}=" in offered(f"llmx {part}"), key.name
+
+
+def test_every_closed_set_is_offered() -> None:
+    for key in keys():
+        if key.is_list_item or key.type.startswith("list"):
+            continue
+        for value in key.values:
+            assert f"{key.name}={value}" in offered(f"llmx {key.name}="), key.name
+
+
+def test_values() -> None:
+    assert offered("llmx optim.schedule=co") == ["optim.schedule=cosine", "optim.schedule=constant"]
+    assert offered("llmx dry_run=") == ["dry_run=true", "dry_run=false"]
+    assert offered("llmx deterministic=") == [f"deterministic={v}" for v in ("true", "false", "null")]
+    assert offered("llmx tracking.kinds=[wandb,c") == ["tracking.kinds=[wandb,csv]"]
+    assert offered("llmx -m zero=stage1,stage3_z") == ["zero=stage1,stage3_zeropp"]
+    assert "hardware.device=a100_80g" in offered("llmx hardware.device=a1")
+    assert offered("llmx +optim.sch") == ["+optim.schedule="]
+    assert offered("llmx launch.e") == ["launch.env.", "launch.env=", "launch.elastic="]
+    assert offered("llmx optim.lr=") == []
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a b.jsonl").touch()
+    (tmp_path / ".hidden").touch()
+    monkeypatch.chdir(tmp_path)
+    assert offered("llmx data.path=cha") == ["data.path=chats/"]
+    assert offered("llmx data.path=chats/") == ["data.path=chats/a b.jsonl"]
+    assert offered(f"llmx model.path={tmp_path}/") == [f"model.path={tmp_path}/chats/"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert offered("llmx data.eval_path=~/ch") == ["data.eval_path=~/chats/"]
+    assert offered("llmx --config-dir ") == ["chats/"]
+
+
+def test_options_of_the_users_own_directory(tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "lab.yaml").write_text("# Two hosts in the lab.\n")
+    assert "hardware=lab" in offered(f"llmx --config-dir {tmp_path} hardware=")
+    assert "hardware=lab" in offered(f"llmx plan --config-dir={tmp_path} hardware=l")
+    assert "hardware=lab" not in offered("llmx hardware=")
+
+
+def test_runs_and_their_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "outputs" / "first"
+    (run / "checkpoints" / "step-00000040").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000080").mkdir()
+    (run / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    for command in ("resume", "status", "watch", "export", "report", "reproduce", "generate"):
+        assert offered(f"llmx {command} out")[0] == "outputs/first", command
+    assert offered("llmx compare outputs/first out") == ["outputs/first"]
+    assert offered("llmx resume outputs/first step=") == ["step=80", "step=40"]
+    assert offered("llmx export outputs/first --step ") == ["80", "40"]
+    assert "launch=rsync" in offered("llmx resume outputs/first launch=")
+    monkeypatch.setenv("LLMX_OUTPUTS", str(tmp_path / "outputs"))
+    assert offered("llmx status ") == [str(run)]
+
+
+def test_flags() -> None:
+    assert offered("llmx export RUN --d") == ["--dtype"]
+    assert offered("llmx export RUN --dtype b") == ["bf16"]
+    assert offered("llmx --cfg ") == ["job", "hydra", "all"]
+    assert "--json" in offered("llmx status --")
+    assert offered("llmx data split=") == ["split=train", "split=eval"]
+    assert offered("llmx completion ") == list(SHELLS)
+    assert "lr" in offered("llmx sweep ")
+    assert "optim.lr" in offered("llmx help optim.")
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("llmx zero=stage2_", ["stage2_offload "]),
+        ("llmx 'zero=stage2_", ["zero=stage2_offload' "]),
+        ("llmx data.path='cha", ["chats/"]),
+        ("llmx data.path=chats/a", ["chats/a\\ b.jsonl "]),
+        ("llmx data.path=chats/a\\ ", ["chats/a\\ b.jsonl "]),
+        ('llmx "data.path=chats/a b', ['data.path=chats/a b.jsonl" ']),
+        ("llmx tracking.kinds=", [f"\\[{kind}\\] " for kind in ("wandb", "tensorboard", "csv")]),
+        ("python -m llmx optim.sch", ["optim.schedule="]),
+        (".venv/bin/python -m llmx repo", ["report "]),
+    ],
+)
+def test_bash_gets_the_part_that_it_replaces(
+    line: str, answer: list[str], tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a b.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["completion", "--answer", "bash", BREAKS, line]) == 0
+    assert capsys.readouterr().out.splitlines() == answer
+
+
+@pytest.mark.parametrize("junk", ["", "'", '"', "\\", "=", "=[,", "a=b=c", "~", "++", "--", "-x=", "."])
+def test_no_line_is_too_odd(junk: str, capsys) -> None:
+    for line in (f"llmx {junk}", f"llmx export {junk}", f"llmx zero={junk}", f"llmx {junk} x"):
+        assert main(["completion", "--answer", "bash", BREAKS, line]) == 0
+
+
+def test_unknown_shell() -> None:
+    from llmx.completion import main as completion
+
+    with pytest.raises(ConfigError, match=r"bash, zsh, fish.* Did you mean \"zsh\""):
+        completion(["zshh"])
+    with pytest.raises(ConfigError, match="name one shell"):
+        completion([])
+
+
+def test_an_answer_is_fast() -> None:
+    """Under 0.3 s for a person; of CPU, as this machine may be busy. No Hydra on the way."""
+    code = (
+        "import sys, time; from llmx.__main__ import main; "
+        f"main(['completion', '--answer', 'bash', {BREAKS!r}, 'llmx optim.']); "
+        "print(time.process_time(), 'omegaconf' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, heavy = said.stdout.split()[-2:]
+    assert float(seconds) < 0.3
+    assert heavy == "False"
+
+
+# --- The shells themselves -------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_program(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ``llmx`` and ``python`` are these, and a home that is empty."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    shim = programs / "llmx"
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmx "$@"\n')
+    python = programs / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for path in (shim, python):
+        path.chmod(0o755)
+    root = Path(__file__).resolve().parents[2]
+    return {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "TERM": "dumb",
+        "LC_ALL": "C.UTF-8",
+        "PYTHONPATH": f"{root}:{root / 'launchers'}",
+    }
+
+
+class Terminal:
+    """An interactive shell on a terminal of its own."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], directory: Path) -> None:
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:
+            os.chdir(directory)
+            os.execvpe(argv[0], argv, env)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait_for(self, pattern: str, *, timeout_s: float = 60.0) -> str:
+        """What came until ``pattern`` did; fails with it where it never does."""
+        until = time.monotonic() + timeout_s
+        while not (found := re.search(pattern, self.seen)):
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([self.master], [], [], left)[0]:
+                pytest.fail(f"{pattern!r} never came; the terminal shows {self.seen!r}")
+            self.seen += os.read(self.master, 4096).decode(errors="replace")
+        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return text
+
+    def close(self) -> None:
+        os.close(self.master)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def terminal(with_program, tmp_path: Path) -> Callable[[list[str]], Terminal]:
+    opened: list[Terminal] = []
+
+    def start(argv: list[str]) -> Terminal:
+        opened.append(Terminal(argv, with_program, tmp_path))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def _needs(shell: str) -> None:
+    if shutil.which(shell, path="/usr/bin:/bin") is None:
+        pytest.skip(f"{shell} is not installed (scripts/install-system-packages.sh)")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_person_presses_tab(shell: str, terminal, tmp_path: Path) -> None:
+    _needs(shell)
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "one.jsonl").touch()
+    argv = ["bash", "--norc", "--noprofile", "-i"] if shell == "bash" else ["zsh", "-f", "-i"]
+    screen = terminal(argv)
+    # The mark is put together, so that the echo of the line is not taken for its output.
+    screen.type(f'PS1="> "; eval "$(llmx completion {shell})"; echo "re""ady"\n')
+    screen.wait_for(r"\bready\b")
+    for begun, completed in (
+        ("llmx optim.sch\tco\t", "llmx optim.schedule=co"),
+        ("llmx repr\t", "llmx reproduce"),
+        ("llmx zero_stage=stage3_z\t", "llmx zero_stage=stage3_zeropp"),
+        ("python -m llmx data.path=cha\to\t", "python -m llmx data.path=chats/one.jsonl"),
+        ("llmx completion z\t", "llmx completion zsh"),
+    ):
+        # Between control-A and control-E: the line becomes an argument of echo, which shows it as
+        # the shell has it, whatever was drawn meanwhile (zsh takes the space at its end back).
+        screen.type(begun)
+        screen.type("\x01echo '<<\x05>>'\n")
+        shown = screen.wait_for(r"(?m)^<<.*>>")
+        assert re.search(f"^<<{completed} ?>>", shown, re.MULTILINE), shown
+
+
+def test_bash_lists_what_is_possible(terminal) -> None:
+    screen = terminal(["bash", "--norc", "--noprofile", "-i"])
+    screen.type('eval "$(llmx completion bash)"; echo "re""ady"\n')
+    screen.wait_for(r"\bready\b")
+    screen.type("llmx optim.schedule=\t\t")
+    screen.wait_for(r"constant\s+cosine\s+linear")
+    screen.type("\x15python --versio\x15python conf\t")  # other uses of python are left alone
+    screen.wait_for("python conf")
+
+
+def test_fish_lists_what_is_possible(with_program, tmp_path: Path) -> None:
+    _needs("fish")
+    for line, expected in (
+        ("llmx optim.sch", ["optim.schedule="]),
+        ("llmx zero=stage3_z", ["zero=stage3_zeropp"]),
+        ("python -m llmx repr", ["reproduce"]),
+        ("llmx completion ", list(SHELLS)),
+    ):
+        said = subprocess.run(
+            ["fish", "--no-config", "-c", f"llmx completion fish | source; complete -C '{line}'"],
+            env=with_program,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = [row.split("\t")[0] for row in said.stdout.splitlines()]
+        assert [value for value in found if value in expected] == expected, said
+        assert "optim.lr=" not in found
