@@ -13,13 +13,16 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: help demo test fast check chaos golden bench clean venv system
+.PHONY: help demo test fast check chaos docs golden bench clean venv system
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: venv ## set up, then train the bundled demo (GPU if there is one, else two CPU ranks)
 	$(BIN)/python -m llmx
+	@echo
+	@echo 'Next: . $(BIN)/activate; python -m llmx --help; python -m llmx help KEY (say, optim.lr)'
+	@echo 'Tab completion: eval "$$(llmx completion bash)"   (or zsh; fish: llmx completion fish | source)'
 
 test: system venv ## set up, then run every test (clusters of network namespaces need root)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel"
@@ -39,6 +42,9 @@ N ?= 30
 SEED ?= 1
 chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7), record it in the docs
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED) --docs
+
+docs: venv ## write docs/config.md anew from the schema
+	$(BIN)/python -m llmx.topics > docs/config.md
 
 golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit

@@ -88,15 +88,10 @@ def _help(words: list[str]) -> str:
     """A command's own help where it has one, else the whole."""
     from llmx.commands import COMMANDS
 
-    command = COMMANDS.get(words[0])
-    if command is not None and command.about:
+    if words[0] in COMMANDS and words[0] not in OWN_HELP:
         from llmx.topics import command_help
 
         return command_help(words[0])
-    if words[0] in LIGHT:
-        own = getattr(importlib.import_module(f"llmx.{words[0]}"), "help_text", None)
-        if own is not None:
-            return str(own())
     from llmx.help import help_text
 
     return help_text()

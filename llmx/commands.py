@@ -188,8 +188,7 @@ COMMANDS = {
         section="data",
         examples=(
             "python -m llmx data preview=3",
-            "python -m llmx data data=file data.path=chats.jsonl model=hf "
-            "model.path=Qwen/Qwen3-8B",
+            "python -m llmx data data=file data.path=chats.jsonl model=hf model.path=Qwen/Qwen3-8B",
         ),
     ),
     "tokenizer": Command(
@@ -205,9 +204,9 @@ COMMANDS = {
         overrides=True,
         section="tokenizer",
         examples=(
-            "python -m llmx tokenizer data=text data.path=corpus/ vocab_size=32000",
-            "python -m llmx model.tokenizer=tokenizers/text-bbpe-32000 data=text "
-            "data.path=corpus/ task=pretrain",
+            "python -m llmx tokenizer data=text data.path=corpus/ output=tokenizers/mine",
+            "python -m llmx task=pretrain data=text data.path=corpus/ "
+            "model.tokenizer=tokenizers/mine",
         ),
     ),
     "generate": Command(
@@ -220,9 +219,9 @@ COMMANDS = {
     "help": Command(
         "what a key, a group, an option or a command does: help optim.lr",
         "python -m llmx help [KEY | GROUP | GROUP=OPTION | COMMAND | environment] ...",
-        "Prints type, range, default, meaning and an example of a key; the options and all keys of\n"
-        "a group; the file of an option; the help of a command; the LLMX_* variables. A part of a\n"
-        "name lists what it may mean. All keys on one page: docs/config.md.",
+        "Prints type, range, default, meaning and an example of a key; the options and all keys\n"
+        "of a group; the file of an option; the help of a command; the LLMX_* variables. A part\n"
+        "of a name lists what it may mean. All keys on one page: docs/config.md.",
         arguments=("topic+",),
         examples=(
             "python -m llmx help optim.lr",
@@ -234,11 +233,11 @@ COMMANDS = {
     "completion": Command(
         "tab completion for a shell: completion bash|zsh|fish prints the script",
         "python -m llmx completion bash|zsh|fish",
-        "Prints a script that completes commands, groups and options (also those of --config-dir),\n"
-        "keys, values, paths and run directories behind `llmx` and `python -m llmx`. For this\n"
-        "terminal, or in the shell's start-up file for every one:\n\n"
-        "  bash  eval \"$(llmx completion bash)\"                 (~/.bashrc)\n"
-        "  zsh   eval \"$(llmx completion zsh)\"                  (~/.zshrc, after compinit)\n"
+        "Prints a script that completes commands, groups and options (also those of\n"
+        "--config-dir), keys, values, paths and run directories behind `llmx` and\n"
+        "`python -m llmx`. For this terminal, or in the shell's start-up file for every one:\n\n"
+        '  bash  eval "$(llmx completion bash)"                 (~/.bashrc)\n'
+        '  zsh   eval "$(llmx completion zsh)"                  (~/.zshrc, after compinit)\n'
         "  fish  llmx completion fish | source                  (~/.config/fish/config.fish)",
         arguments=("shell",),
         examples=("python -m llmx completion bash",),

@@ -138,7 +138,9 @@ def _topics(current: str) -> Iterator[Candidate]:
     yield Candidate("environment", "the LLMX_* variables")
     yield from map(Candidate, GROUPS)
     if "." not in current:
-        yield from (Candidate(f"{group}.") for group in dict.fromkeys(k.group for k in keys()) if group)
+        yield from (
+            Candidate(f"{group}.") for group in dict.fromkeys(k.group for k in keys()) if group
+        )
         yield from (Candidate(key.name, key.doc) for key in keys() if not key.group)
         return
     for key in keys():
@@ -151,9 +153,7 @@ def _overrides(current: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]
     start = sign.group() if sign else ""
     word = current[len(start) :]
     name, equal, value = word.partition("=")
-    found = (
-        _override_values(name, value, config_dirs) if equal else _names(word)
-    )
+    found = _override_values(name, value, config_dirs) if equal else _names(word)
     for each in found:
         yield Candidate(start + each.value, each.line)
 

@@ -35,7 +35,9 @@ class ConfigCommand:
 
 CONFIG_COMMANDS = {
     "data": ConfigCommand("llmx.data.command", ("preview", "split")),
-    "tokenizer": ConfigCommand("llmx.data.train_tokenizer", ("vocab_size", "kind", "output"), trains=False),
+    "tokenizer": ConfigCommand(
+        "llmx.data.train_tokenizer", ("vocab_size", "kind", "output"), trains=False
+    ),
 }
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 import sys
 import textwrap
@@ -97,13 +98,16 @@ def topic(word: str, *, config_dirs: Sequence[Path] = ()) -> str:
     found = []
     if name in COMMANDS and not equal:
         found.append(command_help(name, brief=name in sections()))
+    own = next((key for key in keys() if key.name == name), None)
+    if own is not None and name in sections():
+        found.append(key_help(own))
     if name in GROUPS or name in sections():
         found.append(section_help(name, config_dirs))
     if name in ("environment", "env"):
         found.append(environment_help())
     if found:
         return "\n\n".join(found)
-    exact = _named(name)
+    exact = _named(name) or _around(name)
     if len(exact) == 1:
         return key_help(exact[0])
     if exact:
@@ -117,6 +121,9 @@ def command_help(name: str, *, brief: bool = False) -> str:
     ``brief``: without the keys of its section, which follow.
     """
     command = COMMANDS[name]
+    if name in ("resume", "reproduce", "status", "watch"):
+        text: str = importlib.import_module(f"llmx.{name}").help_text()
+        return text.rstrip("\n")
     lines = [command.usage, "", command.about or _sentence(command.line)]
     if command.words:
         lines += ["", *_rows([(_shown(word), word.line) for word in command.words])]
@@ -146,11 +153,13 @@ def section_help(name: str, config_dirs: Sequence[Path] = ()) -> str:
 
 def key_help(key: Key) -> str:
     """One key: what it means, what it takes, where it is set."""
-    rows = [("takes", key.takes()), ("default", typed(key.default)), ("example", _example(key))]
+    lines = [key.name, "", *_wrapped(key.doc, "  "), ""]
+    lines += _rows([("takes", key.takes()), ("default", typed(key.default))])
+    lines.append(f"  {'example':<20}{_example(key)}")  # on one line: it is there to be copied
     setters = [f"{where} ({typed(value)})" for where, value in _set_by(key)]
     if setters:
-        rows.append(("set by", ", ".join(setters)))
-    return "\n".join([key.name, "", *_wrapped(key.doc, "  "), "", *_rows(rows)])
+        lines += _rows([("set by", ", ".join(setters))])
+    return "\n".join(lines)
 
 
 def environment_help() -> str:
@@ -175,14 +184,15 @@ def markdown() -> str:
     lines = [
         "# Every key of the config",
         "",
-        "Made from the schema (`llmx/config/schema.py`) by `make docs`; do not edit. The same on a",
-        "terminal: `python -m llmx help KEY`, `help GROUP`, `help GROUP=OPTION`. A key is set by its",
-        "name (`optim.lr=1e-4`), a group by one of its options (`zero=stage3`); what is not set has",
-        "the value of the group's option, else the default below.",
+        "Made from the schema (`llmx/config/schema.py`) by `make docs`; do not edit. The same on",
+        "a terminal: `python -m llmx help KEY`, `help GROUP`, `help GROUP=OPTION`. A key is set by",
+        "its name (`optim.lr=1e-4`), a group by one of its options (`zero=stage3`); what is not",
+        "set has the value of the group's option, else the default below.",
         "",
-        "Values with spaces, brackets or braces are quoted for the shell: `'optim.betas=[0.9, 0.95]'`.",
-        "Entries of lists (`hardware.hosts[]`) and of mappings (`hardware.devices.NAME`) are written",
-        "in a YAML file of your own ([cluster.md](cluster.md)).",
+        "Values with spaces, brackets or braces are quoted for the shell, as in",
+        "`'optim.betas=[0.9, 0.95]'`. Entries of lists (`hardware.hosts[]`) and of mappings",
+        "(`hardware.devices.NAME`) are written in a YAML file of your own",
+        "([cluster.md](cluster.md)).",
         "",
         "## Top level",
         "",
@@ -191,16 +201,18 @@ def markdown() -> str:
     for name in dict.fromkeys([*GROUPS, *sections()]):
         prefix = _prefix(name)
         mine = [key for key in keys() if _home(key) == prefix]
-        lines += ["", f"## {name}", "", GROUP_LINES.get(name, sections().get(name, "")) + ".", ""]
-        lines[-2] = lines[-2].replace("..", ".")
+        about = _sentence(GROUP_LINES.get(name) or sections()[name]).rstrip(".")
+        lines += ["", f"## {name}", "", f"{about}.", ""]
         if name in GROUPS:
-            lines += ["| option | |", "|---|---|"]
-            lines += [f"| `{name}={each}` | {_cell(line)} |" for each, line in options(name).items()]
+            lines += ["| option | what it is, when to use it |", "|---|---|"]
+            lines += [
+                f"| `{name}={each}` | {_cell(line)} |" for each, line in options(name).items()
+            ]
             lines.append("")
         lines += _markdown_table(mine) if mine else []
     lines += ["", "## Environment variables", ""]
     for title, variables in ENVIRONMENT.items():
-        lines += [f"{title}:", "", "| variable | |", "|---|---|"]
+        lines += [f"{title}:", "", "| variable | meaning |", "|---|---|"]
         lines += [f"| `{name}` | {_cell(line)} |" for name, line in variables.items()]
         lines.append("")
     text = "\n".join(lines).rstrip("\n") + "\n"
@@ -262,11 +274,20 @@ def _named(name: str) -> list[Key]:
     return exact or [key for key, known in flat if known.endswith(f".{plain}")]
 
 
+def _around(name: str) -> list[Key]:
+    """The mapping that a key of the user's choice lies in: ``launch.env.NCCL_DEBUG``."""
+    mappings = [key for key in keys() if key.type.startswith("mapping")]
+    return [key for key in mappings if name.startswith(f"{key.name}.")][:1]
+
+
 def _search(name: str) -> str:
     """Keys with ``name`` in theirs, options of that name, then texts that speak of it."""
+    chosen = [group for group in GROUPS if name in options(group)]
+    if len(chosen) == 1:
+        return _option(chosen[0], name, ())
     if len(name) > 1:
         found = [key for key in keys() if name.lower() in key.name]
-        rows = [(f"{group}={name}", options(group)[name]) for group in GROUPS if name in options(group)]
+        rows = [(f"{group}={name}", options(group)[name]) for group in chosen]
         rows += [(key.name, key.doc) for key in found]
         if path := sweeps_dir() / f"{name}.yaml":
             rows += [(f"sweep {name}", first_comment(path))] if path.is_file() else []
@@ -294,11 +315,12 @@ def _several(name: str, found: Sequence[Key]) -> str:
 
 def _key_lines(name: str) -> list[str]:
     """All keys of a section and below, each with its meaning."""
-    lines = [f"Keys: {name}.KEY=VALUE"]
+    prefix = _prefix(name)
+    lines = [f"Keys: {name}.KEY=VALUE" if prefix == name else f"Keys of one entry: {prefix}.KEY"]
     for key in keys():
         if key.name.startswith((f"{name}.", f"{name}[].")):
-            lines += ["", f"  {key.name}  ({key.takes()}; default {typed(key.default)})"]
-            lines += _wrapped(key.doc, "      ")
+            head = f"{key.name}  ({key.takes()}; default {typed(key.default)})"
+            lines += ["", *_wrapped(head, "  ", "      "), *_wrapped(key.doc, "      ")]
     return lines
 
 
@@ -319,7 +341,7 @@ def _set_by(key: Key) -> Iterator[tuple[str, Any]]:
             for part in inside:
                 value = value.get(part) if isinstance(value, dict) else None
             if value is not None:
-                yield f"{folder}={path.stem}", value
+                yield f"{folder}={path.stem}", "to be given" if value == "???" else value
 
 
 def _example(key: Key) -> str:
@@ -381,12 +403,13 @@ def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22) -> list[str]:
     return lines
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrapped(text: str, indent: str, further: str = "") -> list[str]:
+    """``text`` in lines; ``further``: the indent of all but the first, where it is another."""
     return textwrap.wrap(
         text,
         WIDTH,
         initial_indent=indent,
-        subsequent_indent=indent,
+        subsequent_indent=further or indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

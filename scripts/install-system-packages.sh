@@ -28,6 +28,8 @@ slurm-client     launch.transport=slurm
 slurmctld        Slurm on the test cluster
 slurmd           Slurm on the test cluster
 munge            Slurm's authentication
+zsh              tab completion
+fish             tab completion
 "
 
 list=$MINIMAL$TESTS
@@ -44,10 +46,10 @@ if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
 This system has no apt-get; install what corresponds to these Debian packages, then go on:
 $list
 Fedora, RHEL, Rocky: python3-devel gcc-c++ git openssh-clients openssh-server pdsh rsync iproute
-  iproute-tc util-linux procps-ng strace openmpi slurm slurm-slurmctld slurm-slurmd munge
-Arch: python gcc git openssh pdsh rsync iproute2 util-linux procps-ng strace openmpi slurm-llnl munge
+  iproute-tc util-linux procps-ng strace openmpi slurm slurm-slurmctld slurm-slurmd munge zsh fish
+Arch: python gcc git openssh pdsh rsync iproute2 util-linux procps-ng strace openmpi slurm-llnl munge zsh fish
 openSUSE: python3-devel gcc-c++ git openssh pdsh rsync iproute2 util-linux procps strace openmpi4
-  slurm slurm-node munge
+  slurm slurm-node munge zsh fish
 EOF
   exit 1
 fi

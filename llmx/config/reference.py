@@ -177,7 +177,7 @@ class Key:
     """Its range or length in words: ``from 1 to 65535``; empty where there is none."""
     nullable: bool
     doc: str
-    """What it means, one paragraph without markup."""
+    """What it means, one paragraph; names in it stand between backquotes."""
     example: str
     """A value as it is typed behind ``=``."""
 
@@ -295,9 +295,9 @@ def _limits(hint: Any, meta: typing.Mapping[str, Any]) -> str:
         least, most = (int(value or 0) for value in (length.minimum, length.maximum))
         inside = f"each {parts.pop()}" if parts and parts[0] else ""
         if least == most:
-            parts.append(f"exactly {most}")
+            parts.append(f"exactly {most} entries")
         elif most:
-            parts.append(f"at most {most}")
+            parts.append(f"at most {typed(most)} entries")
         if inside:
             parts.append(inside)
     rule = getattr(meta.get("text"), "rule", "")
@@ -367,5 +367,5 @@ def _docs() -> dict[str, dict[str, str]]:
 
 
 def _one_paragraph(text: str) -> str:
-    """On one line, and without the double backquotes of the source."""
-    return " ".join(text.replace("``", "").split())
+    """On one line, with Markdown's backquotes instead of those of reStructuredText."""
+    return " ".join(text.replace("``", "`").split())

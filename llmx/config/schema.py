@@ -52,17 +52,22 @@ class ModelConfig:
     path: str | None = None
     """A Hub id or a local directory. Weights are loaded from it when ``init`` is pretrained."""
     revision: str | None = None
+    """A commit, tag or branch of ``path`` on the Hub; null: its main branch."""
     init: str = choice("pretrained", "scratch")
     """``pretrained`` loads weights from ``path``; ``scratch`` draws them at random."""
     tokenizer: str | None = None
     """A Hub id or a local directory; default: ``path``. ``demo`` is the bundled tokenizer."""
     trust_remote_code: bool = False
+    """Let the Hub repository's own Python code run, on every host. Only for a repository you
+    trust."""
     config: dict[str, Any] = mapping(example="{hidden_size: 1024, num_hidden_layers: 12}")
     """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). The
     network itself when from scratch, overrides otherwise; also what the memory plan reads."""
     trained_dtype: str | None = choice_or_null("fp32", "bf16", "fp16")
     """The precision the published weights were trained in, for a warning."""
     attention: str = choice("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
+    """``auto`` takes the fastest that the devices and the packing allow; the others are what
+    ``transformers`` calls ``attn_implementation``."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
@@ -87,15 +92,20 @@ class SourceConfig:
     path: str = ""
     """A file, a directory, a glob, or a Hub id."""
     form: str = choice("auto", *FORMS)
+    """How its rows are laid out, as ``data.form``."""
     text_key: str | None = None
+    """As ``data.text_key``; null: the same."""
     columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
+    """As ``data.columns``, for this source."""
     weight: float = number(1.0, above=0, maximum=1000)
     """How often its rows are taken: 2 takes each twice, 0.5 about half of them (chosen by
     ``seed``). Never applied to rows held out for evaluation."""
     max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
     """Read only its first so many rows."""
     subset: str | None = None
+    """The subset (configuration) of a Hub data set."""
     split: str | None = None
+    """The split of a Hub data set; default: that of ``data``."""
 
 
 @dataclass
@@ -103,12 +113,14 @@ class DataConfig:
     """What to train on and how rows become samples of ``seq_len`` tokens."""
 
     name: str = text("", _FILE_NAME)
+    """A short name for tables and for the directory of a tokenizer trained on it."""
     path: str = "demo"
     """A file, a directory, a glob, a Hub id (``owner/name``, or ``hub:name``); ``demo`` is the
     bundled set."""
     form: str = choice("auto", *FORMS)
     """How a row is laid out; ``auto`` recognises it from the keys of the first rows."""
     text_key: str = "text"
+    """The key or column that holds the text (``form: text``)."""
     text_unit: str = choice("file", "line", "paragraph")
     """What a document is in a plain text file: the whole file, each line that is not empty, or
     each paragraph (between empty lines)."""
@@ -129,6 +141,8 @@ class DataConfig:
     system: str | None = text(None, Text(10**6, multiline=True), example="You are terse.")
     """A system message for rows that have none."""
     loss_on: str = choice("assistant", "all", "last")
+    """The tokens that are trained on: every assistant turn, only the ``last`` one, or ``all``
+    tokens, prompts included."""
     over_long: str = choice("truncate", "drop", "error")
     """A row with more tokens than ``seq_len``. Counts are reported."""
     eval_path: str | None = None
@@ -167,15 +181,19 @@ class TaskConfig:
     """What is learned, for how long, and what is reported on the way."""
 
     kind: str = choice("sft", "pretrain")
+    """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text."""
     steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=1000)
     """Optimizer steps; when set, it wins over ``epochs``."""
     epochs: float | None = number(None, above=0, maximum=10**6, example=3)
+    """How often the data is gone through; fractions count. Used where ``steps`` is null."""
     log_every_steps: int = number(10, minimum=1, maximum=MAX_STEPS)
+    """A line on the console, in ``metrics.jsonl`` and in trackers every so many steps."""
     eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS)
     """0 evaluates only at the end (when there is evaluation data)."""
     eval_generate: int = number(0, minimum=0, maximum=10**6)
     """Held-out questions answered before and after training, with exact match."""
     eval_max_new_tokens: int = number(64, minimum=1, maximum=2**24)
+    """Tokens of an answer at most (``eval_generate``)."""
     save_model: bool = True
     """Write the final model as a Hugging Face directory."""
     stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=100)
@@ -194,9 +212,15 @@ class ZeroConfig:
     """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
 
     stage: int = number(2, minimum=0, maximum=3)
+    """0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters. ``zero=stageN``
+    sets it with what belongs to it."""
     offload_optimizer: str = choice("none", "cpu", "nvme")
+    """Where the optimizer state lives and is updated: on the device, in host RAM (``cpu``), or on
+    ``nvme_path``."""
     offload_param: str = choice("none", "cpu", "nvme")
+    """Where parameters wait until a layer needs them (stage 3): ``none`` is the device."""
     nvme_path: str | None = None
+    """A directory on a local NVMe disk of every host (offload to ``nvme``)."""
     hpz_partition_size: int = number(1, minimum=0, maximum=1024)
     """ZeRO++ hpZ: ranks that share a second copy of the parameters; 1 is off, 0 is all ranks
     of a host."""
@@ -209,14 +233,22 @@ class ZeroConfig:
     reduce_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
     """Elements. None: from the model's width and the free memory."""
     allgather_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
+    """Elements that stages 1 and 2 gather at once after a step. Null: as ``reduce_bucket_size``."""
     prefetch_bucket_size: int | None = number(None, minimum=0, maximum=MAX_ELEMENTS, example=5e7)
+    """Elements that stage 3 fetches ahead of use. Null: from the model's width."""
     param_persistence_threshold: int | None = number(
         None, minimum=0, maximum=MAX_ELEMENTS, example=1e5
     )
+    """Stage 3 keeps parameters with fewer elements whole on every rank. Null: from the model's
+    width."""
     max_live_parameters: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
+    """Parameters that stage 3 keeps gathered on a device at once, at most."""
     max_reuse_distance: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
+    """Stage 3 keeps a parameter that is needed again within so many parameters."""
     sub_group_size: int = number(1_000_000_000, minimum=1, maximum=MAX_ELEMENTS)
+    """Parameters that stage 3 updates at once: less needs less memory in the step."""
     pin_memory: bool = True
+    """Page-locked host memory for offloading: faster copies, memory that cannot be swapped."""
     extra: dict[str, Any] = mapping(example="{zero_optimization: {round_robin_gradients: true}}")
     """Further keys of DeepSpeed's JSON, checked against what DeepSpeed accepts, e.g.
     ``zero.extra.zero_optimization.round_robin_gradients=true``."""
@@ -227,7 +259,9 @@ class DeviceConfig:
     """One type of accelerator, from its data sheet."""
 
     accelerator: str = choice("cuda", "cpu")
+    """What drives it: ``cuda``, or ``cpu`` for ranks without a GPU."""
     memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=80)
+    """Memory of one device, GiB; the plan holds its prediction against it."""
     precisions: list[str] = items(maximum=3, example="[fp32, bf16]")
     """Of ``fp32``, ``bf16``, ``fp16``: what the device computes natively."""
     peak_tflops: dict[str, float] = mapping(
@@ -247,8 +281,11 @@ class HostConfig:
     address: str | None = None
     """Where the other hosts reach it; default: ``name``."""
     ssh_port: int = number(22, minimum=1, maximum=65535)
+    """Where its sshd listens."""
     user: str | None = None
+    """Who logs in there; default: whoever starts the run."""
     identity_file: str | None = None
+    """The private key for it, on this machine; default: what ssh takes."""
     slots: int = number(1, minimum=1, maximum=1024)
     """Ranks on this host, one a device."""
     device: str = ""
@@ -264,6 +301,7 @@ class HardwareConfig:
     """The cluster: hosts and what is in them."""
 
     name: str = ""
+    """A short name for tables."""
     kind: str = choice("static", "local", "hostfile")
     """``static`` lists hosts; ``local`` detects this machine; ``hostfile`` reads ``path``."""
     path: str | None = None
@@ -279,9 +317,11 @@ class HardwareConfig:
     slots: int | None = number(None, minimum=1, maximum=1024, example=4)
     """Use only so many devices of each host."""
     hosts: list[HostConfig] = items(maximum=4096, example="[{name: node-a, slots: 8}]")
+    """The machines, in the order of their ranks (``kind: static``)."""
     devices: dict[str, DeviceConfig] = mapping(
         example="{mine: {accelerator: cuda, memory_gib: 80}}"
     )
+    """Device types by name, from the makers' data sheets; add yours beside the known ones."""
     master_addr: str | None = None
     """Where rank 0 is reached; default: the address of the first host."""
     env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
@@ -296,15 +336,23 @@ class OptimConfig:
     """``adamw`` is PyTorch's (fused on CUDA) and needs no compiler; ``cpu_adam`` and
     ``fused_adam`` are DeepSpeed's extensions."""
     lr: float = number(2e-5, above=0, maximum=1000)
+    """The peak learning rate: reached at the end of the warm-up."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
+    """AdamW's decay rates of the two moments."""
     eps: float = number(1e-8, above=0, maximum=1)
+    """AdamW's term in the denominator."""
     weight_decay: float = number(0.0, minimum=0, maximum=100)
+    """Decoupled weight decay of matrices; biases and norms do not decay."""
     clip_norm: float = number(1.0, minimum=0, maximum=10**6)
     """Global gradient norm; 0 does not clip."""
     schedule: str = choice("cosine", "linear", "constant")
+    """After the warm-up: ``cosine`` or ``linear`` decay to ``lr * min_lr_ratio``, or
+    ``constant``."""
     warmup_steps: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
     """Steps of linear warm-up, 0 allowed; when set, it wins over ``warmup_fraction``."""
     warmup_fraction: float | None = number(None, minimum=0, maximum=1, example=0.03)
+    """Warm-up as a part of all steps, where ``warmup_steps`` is null; null: none. The first update
+    has ``lr / warm-up steps``."""
     decay_end_fraction: float = number(1.0, minimum=0, maximum=1)
     """The schedule reaches its floor at this part of all steps, and stays there."""
     min_lr_ratio: float = number(0.0, minimum=0, maximum=1)
@@ -373,7 +421,9 @@ class SlurmConfig:
     """What ``srun`` is asked for when ``launch.transport=slurm``."""
 
     partition: str | None = None
+    """``srun --partition``."""
     account: str | None = None
+    """``srun --account``."""
     time_limit: str | None = text(
         None,
         Text(
@@ -386,6 +436,7 @@ class SlurmConfig:
     )
     """As Slurm writes it, e.g. ``1-12:00:00``."""
     extra_args: list[str] = items(maximum=100, example="[--qos=high]")
+    """Further arguments of ``srun``."""
 
 
 @dataclass
@@ -399,6 +450,7 @@ class LaunchConfig:
     sync_extra: list[str] = items(example="[/data/more]")
     """Further absolute paths to bring along."""
     sync_exclude: list[str] = items(example='["*.tmp"]')
+    """Patterns of rsync: matching files of code, data and model are not brought along."""
     python: str | None = None
     """Python on the hosts; default: this one's path."""
     master_port: int = number(0, minimum=0, maximum=65535)
@@ -420,6 +472,7 @@ class LaunchConfig:
     restart_backoff_s: float = number(10.0, minimum=0, maximum=MAX_SECONDS)
     """Before the first restart; doubled for each further one without progress."""
     restart_backoff_max_s: float = number(600.0, minimum=0, maximum=MAX_SECONDS)
+    """The longest wait before a restart."""
     hang_timeout_s: float | None = number(None, minimum=0, maximum=MAX_SECONDS, example=1800)
     """Without a step for so long a run counts as hung; null: 20 times the usual step, at least
     600 s. 0 never."""
@@ -429,6 +482,7 @@ class LaunchConfig:
     """Go on with the hosts that are left, at the same global batch, when one is lost."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     openmpi_args: list[str] = items(maximum=100, example='["--mca btl_tcp_if_include eth0"]')
+    """Further arguments of ``mpirun`` (``transport: openmpi``)."""
 
 
 @dataclass
@@ -436,10 +490,15 @@ class TrackingConfig:
     """Where metrics are mirrored to. ``metrics.jsonl`` in the run directory is the truth."""
 
     kinds: list[str] = choices("wandb", "tensorboard", "csv")
+    """Trackers that mirror the metrics; empty: none."""
     project: str = "llmx"
+    """The project of Weights & Biases."""
     entity: str | None = None
+    """The user or team of Weights & Biases; null: the key's own."""
     group: str | None = None
+    """Groups runs in Weights & Biases."""
     tags: list[str] = items(maximum=100, example="[first, long]", rule=Text(max_length=64))
+    """Tags in Weights & Biases."""
     mode: str = choice("auto", "online", "offline")
     """``auto``: online with a key and a server that answers, else offline."""
     finish_timeout_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS)
@@ -474,9 +533,12 @@ class Experiment:
 
     schema_version: int = number(SCHEMA_VERSION, minimum=1, maximum=10**6)
     name: str = ""
+    """A short name for tables and trackers; default: that of the run directory."""
     run_dir: str = ""
     """Absolute path of the run directory."""
     seed: int = number(0, minimum=0, maximum=2**63 - 1)
+    """Fixes the sample order, scratch weights, dropout and which rows are held out. Same seed, same
+    config: same numbers."""
     precision: str = choice("auto", "fp32", "bf16", "fp16")
     """``auto`` is the best that the weakest device supports."""
     deterministic: bool | None = None

@@ -67,7 +67,9 @@ def test_every_closed_set_is_offered() -> None:
 def test_values() -> None:
     assert offered("llmx optim.schedule=co") == ["optim.schedule=cosine", "optim.schedule=constant"]
     assert offered("llmx dry_run=") == ["dry_run=true", "dry_run=false"]
-    assert offered("llmx deterministic=") == [f"deterministic={v}" for v in ("true", "false", "null")]
+    assert offered("llmx deterministic=") == [
+        f"deterministic={v}" for v in ("true", "false", "null")
+    ]
     assert offered("llmx tracking.kinds=[wandb,c") == ["tracking.kinds=[wandb,csv]"]
     assert offered("llmx -m zero=stage1,stage3_z") == ["zero=stage1,stage3_zeropp"]
     assert "hardware.device=a100_80g" in offered("llmx hardware.device=a1")
@@ -149,7 +151,9 @@ def test_bash_gets_the_part_that_it_replaces(
     assert capsys.readouterr().out.splitlines() == answer
 
 
-@pytest.mark.parametrize("junk", ["", "'", '"', "\\", "=", "=[,", "a=b=c", "~", "++", "--", "-x=", "."])
+@pytest.mark.parametrize(
+    "junk", ["", "'", '"', "\\", "=", "=[,", "a=b=c", "~", "++", "--", "-x=", "."]
+)
 def test_no_line_is_too_odd(junk: str, capsys) -> None:
     for line in (f"llmx {junk}", f"llmx export {junk}", f"llmx zero={junk}", f"llmx {junk} x"):
         assert main(["completion", "--answer", "bash", BREAKS, line]) == 0

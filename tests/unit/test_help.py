@@ -1,16 +1,36 @@
-"""``--help`` is worth reading: every group and option with its line, commands, five examples."""
+"""``--help`` and ``help TOPIC`` are worth reading, complete, and true."""
 
 from __future__ import annotations
 
-import pytest
+import importlib
+import re
+from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from llmx.__main__ import OWN_HELP, main
 from llmx.catalogue import GROUPS, first_comment, options
-from llmx.help import COMMANDS, EXAMPLES, help_text
+from llmx.commands import COMMANDS
+from llmx.config import experiment_from_dict, known_keys
+from llmx.config.reference import PATHS, Key, keys, sections
+from llmx.errors import ConfigError
+from llmx.help import EXAMPLES, help_text
+from llmx.topics import ENVIRONMENT, markdown, shell_word, topic
 from tests.composing import composed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_help_is_the_golden_one(golden) -> None:
     golden("help.txt", help_text() + "\n")
+
+
+def test_the_page_of_all_keys_is_current(golden) -> None:
+    """docs/config.md: ``make docs`` (or recording the golden files) writes it anew."""
+    golden("../../docs/config.md", markdown())
 
 
 def test_help_names_everything() -> None:
@@ -42,3 +62,162 @@ def test_first_comment_skips_directives(tmp_path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("# @package _global_\n# What it is.\na: 1\n")
     assert first_comment(path) == "What it is."
+
+
+# --- Keys ------------------------------------------------------------------------------------
+
+
+def test_the_reference_has_every_key_of_the_schema() -> None:
+    named = {key.name for key in keys()} | set(sections()) | {"schema_version"}
+    assert set(known_keys()) <= named
+    assert {key.name for key in keys()} >= PATHS
+
+
+@pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
+def test_every_key_says_what_it_means_and_takes_its_example(key: Key) -> None:
+    assert len(key.doc) > 10, f"{key.name}: write what it means under the field in the schema"
+    assert key.doc.count("`") % 2 == 0
+    assert key.takes()
+    assert key.example, f"{key.name}: give the field an example, or llmx.config.reference.EXAMPLES"
+    text = topic(key.name)
+    assert text.startswith(f"{key.name}\n") or key.name in COMMANDS
+    if key.is_list_item:
+        value = yaml.safe_load(f"x: {key.example}")["x"]
+    else:  # as typed behind the equal sign on a command line
+        value = OverridesParser.create().parse_override(f"{key.name}={key.example}").value()
+    experiment_from_dict(_nested(key.name, value))
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """``hardware.hosts[].slots`` and 8 as the mapping that sets it."""
+    for part in reversed(name.split(".")):
+        value = {part.removesuffix("[]"): [value] if part.endswith("[]") else value}
+    return value
+
+
+def test_a_key_says_where_it_is_set() -> None:
+    text = topic("optim.lr")
+    assert "number, above 0" in text
+    assert "2e-5" in text
+    assert "python -m llmx optim.lr=1e-4" in text
+    assert "optim=pretrain (0.0003)" in text
+    assert "experiment=opt_1_3b_sft (9.65e-6)" in text
+
+
+def test_a_part_of_a_name_is_enough() -> None:
+    assert topic("seq_len").startswith("data.seq_len\n")
+    assert topic("data.seq_len=4096") == topic("+data.seq_len") == topic("seq_len")
+    assert topic("hosts.slots").startswith("hardware.hosts[].slots\n")
+    assert topic("launch.env.NCCL_DEBUG").startswith("launch.env\n")
+    several = topic("path")
+    assert all(name in several for name in ("model.path", "data.path", "hardware.path"))
+    assert "optim.warmup_fraction" in topic("warmup")
+    assert "launch.sync" in topic("prepared data"), "found in the text of a key"
+    assert "sync: rsync" in topic("rsync"), "an option of one group only"
+
+
+def test_groups_and_options(tmp_path: Path) -> None:
+    text = topic("zero_stage")
+    assert text == topic("zero")
+    assert "stage3_offload" in text
+    assert "zero.hpz_partition_size  (whole number" in text
+    assert topic("zero=stage3").startswith("zero=stage3  ")
+    assert "stage: 3" in topic("zero_stage=3")
+    assert "stage: 3" in topic("stage3")
+    assert "checkpoint.keep.best" in topic("checkpoint.keep")
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "lab.yaml").write_text("# Two hosts in the lab.\nname: lab\n")
+    assert "Two hosts in the lab." in topic("hardware", config_dirs=[tmp_path])
+    assert "name: lab" in topic("hardware=lab", config_dirs=[tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("optim.lrr", 'Did you mean "optim.lr"?'),
+        ("seq_lem", 'Did you mean "data.seq_len"?'),
+        ("zero=stage4", 'Did you mean "stage'),
+        ("repprt", 'Did you mean "report"?'),
+        ("qqqqqq", "no key, group, option or command has this name"),
+    ],
+)
+def test_an_unknown_topic(word: str, says: str, capsys) -> None:
+    assert main(["help", word]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    with pytest.raises(ConfigError):
+        topic(word)
+
+
+def test_several_topics_at_once(capsys) -> None:
+    assert main(["help", "optim.lr", "optim.eps"]) == 0
+    said = capsys.readouterr().out
+    assert "optim.lr\n" in said
+    assert "optim.eps\n" in said
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out == help_text() + "\n"
+
+
+def test_values_are_quoted_for_the_shell_only_where_they_must() -> None:
+    assert shell_word("optim.lr=1e-4") == "optim.lr=1e-4"
+    assert shell_word("optim.betas=[0.9, 0.95]") == "'optim.betas=[0.9, 0.95]'"
+    assert shell_word("hardware.env={A: '1'}") == "\"hardware.env={A: '1'}\""
+
+
+# --- Commands --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_its_own_help(command: str, capsys) -> None:
+    """Its usage and every flag of the table; for those with a parser, exactly its flags."""
+    if command in OWN_HELP:  # a process of its own otherwise
+        module = importlib.import_module(
+            "llmx.report.__main__" if command == "report" else f"llmx.{command}"
+        )
+        with pytest.raises(SystemExit):
+            module.main(["--help"])
+    else:
+        assert main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"python -m llmx {command}" in said.replace("[", "").replace("]", "")
+    table = {word.name for word in COMMANDS[command].words}
+    assert all(name.rstrip("=") in said for name in table - {"--help", "--config-dir"}), table
+    if command in OWN_HELP:
+        assert set(re.findall(r"(?<!\w)--[a-z][a-z-]+", said)) == table
+        for word in COMMANDS[command].words:
+            assert all(choice in said for choice in word.choices)
+    assert max(len(line) for line in said.splitlines()) <= 100
+    assert main(["help", command]) == 0
+
+
+def test_data_and_tokenizer_list_their_own_keys(capsys) -> None:
+    assert main(["data", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "preview=N" in said
+    assert "data.packing" in said
+    assert main(["tokenizer", "-h"]) == 0
+    said = capsys.readouterr().out
+    assert "vocab_size=N" in said
+    assert "tokenizer.character_coverage" in said
+
+
+# --- Environment variables -------------------------------------------------------------------
+
+
+def test_every_variable_is_documented() -> None:
+    known = {name for table in ENVIRONMENT.values() for name in table}
+    places = [ROOT / "Makefile", *ROOT.glob("scripts/*"), *ROOT.glob("conf/**/*.yaml")]
+    for folder in ("llmx", "launchers", "benchmarks", "tests"):
+        places += (ROOT / folder).rglob("*.py")
+    used: dict[str, set[str]] = {}
+    for path in places:
+        if path.is_file() and path != Path(__file__) and path.name != "topics.py":
+            for name in re.findall(r"\bLLMX_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")):
+                used.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    invented = {"LLMX_PROXY"}  # in tests, of variables that only look like ours
+    missing = {name: where for name, where in used.items() if name not in known | invented}
+    assert not missing, "describe them in llmx.topics.ENVIRONMENT"
+    assert {name for name in known if name.startswith("LLMX_")} <= set(used)
+    page = markdown()
+    assert all(f"`{name}`" in page for name in known)
