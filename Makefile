@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: help demo test fast check chaos docs golden bench clean venv system
+.PHONY: help demo test fast check chaos docs golden bench gpu clean venv system
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,10 @@ bench: venv ## start-up, throughput, tokenizing and checkpoints against what oth
 	$(BIN)/python benchmarks/data_wait.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 
+# WHEELS=DIR: a folder of wheels, where there is no package index. ARGS="--parts mfu,peers".
+gpu: ## what the GPUs of this machine do, in about ten minutes; the table lands in benchmarks/results
+	PYTHON=$(PYTHON) scripts/gpu.sh $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
 venv: $(VENV)/.installed
 
 # torch first: its pin decides the build, so that nothing later drags in another one.
@@ -75,4 +79,4 @@ system:
 	scripts/install-system-packages.sh
 
 clean: ## remove the virtual environment and caches; runs under outputs/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-gpu .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build

@@ -18,10 +18,10 @@ from llmx.errors import ConfigError, LlmxError, did_you_mean
 LIGHT = ("resume", "reproduce", "status", "watch")
 """Commands that are a module ``llmx.NAME`` with a ``main(words)``, run in this process."""
 
-HEAVY = ("report", "generate", "export", "compare")
+HEAVY = ("report", "generate", "export", "compare", "bench")
 """Commands that load heavy libraries: ``python -m llmx.NAME``, in a process of their own."""
 
-OWN_HELP = ("compare", "export", "generate", "report")
+OWN_HELP = ("bench", "compare", "export", "generate", "report")
 """Commands with flags of their own, which ``export --help`` lists."""
 
 
@@ -113,7 +113,7 @@ def _sweep(words: list[str]) -> int:
 
 def _module(command: str, words: list[str]) -> int:
     """Commands that load heavy libraries run in a process of their own."""
-    if not words:
+    if not words and command != "bench":
         needs = "two run directories" if command == "compare" else "a run directory"
         names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
         raise ConfigError(f"{command} needs {needs}: python -m llmx {command} {names}")

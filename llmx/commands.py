@@ -216,6 +216,19 @@ COMMANDS = {
         words=(Word("--max-new-tokens", "of one answer", "N"), _HELP),
         arguments=("run",),
     ),
+    "bench": Command(
+        "what this machine does: kernels, training speed and memory: bench [--parts A,B]",
+        "python -m llmx bench [--parts A,B] [--tiny] [--minutes N] [--out DIR]",
+        "",
+        words=(
+            Word("--parts", "only these", "A,B"),
+            Word("--tiny", "shrunken sizes: does it run at all?"),
+            Word("--minutes", "begin no part after so long", "N"),
+            Word("--out", "where gpu-CHIP.md and .json go", "DIR", takes="directory"),
+            Word("--work-dir", "for runs and data", "DIR", takes="directory"),
+            _HELP,
+        ),
+    ),
     "help": Command(
         "what a key, a group, an option or a command does: help optim.lr",
         "python -m llmx help [KEY | GROUP | GROUP=OPTION | COMMAND | environment] ...",

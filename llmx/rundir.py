@@ -102,6 +102,10 @@ class RunDir:
         """``ranks/rank-000.json``: state of one rank, replaced atomically (see RankStatus)."""
         return self.ranks / f"rank-{rank:03d}.json"
 
+    def synchronisations(self, rank: int) -> Path:
+        """``ranks/synchronisations-000.json``: where a watched run waited for the GPU."""
+        return self.ranks / f"synchronisations-{rank:03d}.json"
+
     @property
     def inputs(self) -> Path:
         """``inputs.json``: exact fingerprints of data, tokenizer and model, by rank 0."""

@@ -32,6 +32,7 @@ from llmx.train.session import Session, open_session
 from llmx.train.signals import StopRequest, leave
 from llmx.train.status import RankStatus
 from llmx.train.step_log import StepLog
+from llmx.train.synchronisations import SynchronisationWatch
 
 
 def run(
@@ -79,6 +80,7 @@ def train(session: Session) -> None:
     done = start.step
     stopping = evaluation_due(exp, done, total) and not evaluate(session, done, total)
     log = StepLog(session, total=total)
+    waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
     with prefetch(session, start, last) as steps:
         upcoming = iter(steps)
         for number in range(start.step, last):
@@ -101,6 +103,7 @@ def train(session: Session) -> None:
                 due = done % exp.task.log_every_steps == 0 or done in (1, total)
                 if due or done == last:
                     log.write(step, extra=not due)
+            waits.after_step(done)
             session.status.at_step(done)
             flags = session.agreement.read()
             stopping = flags.stop
