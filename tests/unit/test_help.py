@@ -173,7 +173,7 @@ def test_every_command_has_its_own_help(command: str, capsys) -> None:
     """Its usage and every flag of the table; for those with a parser, exactly its flags."""
     if command in OWN_HELP:  # a process of its own otherwise
         module = importlib.import_module(
-            "llmx.report.__main__" if command == "report" else f"llmx.{command}"
+            f"llmx.{command}" + (".__main__" if command in ("bench", "report") else "")
         )
         with pytest.raises(SystemExit):
             module.main(["--help"])
