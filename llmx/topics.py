@@ -65,8 +65,8 @@ ENVIRONMENT = {
     "For development": {
         "LLMX_REAL_DATA": "The folder of real data sets; tests that need it are skipped without, "
         "and benchmarks refuse to start.",
-        "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line of code, "
-        "where a training waits for the GPU (python -m llmx bench does).",
+        "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line "
+        "of code, where a training waits for the GPU (python -m llmx bench does).",
         "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests anew (make golden).",
     },
     "Set by llmx for its own processes; do not set them": {
