@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, HardwareConfig, HostConfig, experiment_from_dict
+from llmx.config.model_rules import with_floats
 from llmx.config.validate import validate
 from llmx.doctor.detect import detect_hardware, local_names
 from llmx.errors import ConfigError
@@ -78,6 +79,7 @@ def complete(exp: Experiment) -> Experiment:
     found = _local_model_config(model.path)
     if model.kind == "hf" and found:
         model = dataclasses.replace(model, config={**found, **model.config})
+    model = dataclasses.replace(model, config=with_floats(model.config))
     run_dir = os.path.abspath(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
     return dataclasses.replace(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from llmx.config.build import experiment_from_dict, to_dict
 from llmx.config.data_rules import data_problems
+from llmx.config.model_rules import model_config_problems
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, did_you_mean
 
@@ -25,6 +26,7 @@ def validate(exp: Experiment, *, position_limit: int | None = None) -> None:
     problems = [
         *_hardware(exp),
         *_model_and_data(exp, position_limit),
+        *model_config_problems(exp.model),
         *data_problems(exp),
         *_length(exp),
         *_batch_and_optim(exp),

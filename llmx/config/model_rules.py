@@ -1,0 +1,222 @@
+"""The rules of ``model.config``: values that no network can be built from, before ranks start.
+
+The keys are those of Hugging Face's configs. The control process does not import
+transformers, so the tables stand here; a test compares them with the library.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from llmx.config.build import shown
+from llmx.config.fields import Range
+from llmx.config.schema import ModelConfig
+from llmx.errors import did_you_mean
+
+_SIZE = Range(1, 2**20)
+_COUNT = Range(1, 10_000)
+_POSITIONS = Range(1, 2**30)
+_SMALL = Range(above=0, maximum=1)
+_DROPOUT = Range(0, below=1)
+
+SIZES = {
+    "hidden_size": _SIZE,
+    "n_embd": _SIZE,
+    "d_model": _SIZE,
+    "word_embed_proj_dim": _SIZE,
+    "head_dim": _SIZE,
+    "intermediate_size": Range(1, 2**24),
+    "ffn_dim": Range(1, 2**24),
+    "n_inner": Range(1, 2**24),
+    "num_hidden_layers": _COUNT,
+    "n_layer": _COUNT,
+    "num_attention_heads": _COUNT,
+    "n_head": _COUNT,
+    "num_key_value_heads": _COUNT,
+    "num_experts": _COUNT,
+    "num_local_experts": _COUNT,
+    "num_experts_per_tok": _COUNT,
+    "vocab_size": Range(1, 2**28),
+    "max_position_embeddings": _POSITIONS,
+    "n_positions": _POSITIONS,
+    "n_ctx": _POSITIONS,
+    "sliding_window": _POSITIONS,
+    "max_window_layers": Range(0, 10_000),
+}
+"""Whole numbers."""
+
+FLOATS = {
+    "rms_norm_eps": _SMALL,
+    "layer_norm_eps": _SMALL,
+    "layer_norm_epsilon": _SMALL,
+    "initializer_range": Range(0, 10),
+    "init_std": Range(0, 10),
+    "rope_theta": Range(above=0, maximum=1e12),
+    "attention_dropout": _DROPOUT,
+    "dropout": _DROPOUT,
+    "layerdrop": _DROPOUT,
+    "attn_pdrop": _DROPOUT,
+    "embd_pdrop": _DROPOUT,
+    "resid_pdrop": _DROPOUT,
+}
+
+FLAGS = (
+    "attention_bias",
+    "do_layer_norm_before",
+    "enable_bias",
+    "layer_norm_elementwise_affine",
+    "mlp_bias",
+    "reorder_and_upcast_attn",
+    "scale_attn_by_inverse_layer_idx",
+    "scale_attn_weights",
+    "tie_word_embeddings",
+    "use_cache",
+    "use_sliding_window",
+)
+
+MAPPINGS = ("rope_parameters", "rope_scaling", "id2label", "label2id")
+
+ACTIVATIONS = (
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "hardswish",
+    "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
+    "swish", "tanh",
+)  # fmt: skip
+
+_ANY = (
+    "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "id2label", "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states",
+    "pad_token_id", "problem_type", "return_dict", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache", "vocab_size", "model_type", "_name_or_path",
+)  # fmt: skip
+_LLAMA = (
+    *_ANY, "attention_bias", "attention_dropout", "head_dim", "hidden_act", "hidden_size",
+    "initializer_range", "intermediate_size", "max_position_embeddings", "mlp_bias",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pretraining_tp",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+)  # fmt: skip
+KEYS = {
+    "llama": _LLAMA,
+    "qwen3": (*_LLAMA, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
+    "gpt2": (
+        *_ANY, "activation_function", "add_cross_attention", "attn_pdrop", "embd_pdrop",
+        "hidden_size", "initializer_range", "layer_norm_epsilon", "max_position_embeddings",
+        "n_ctx", "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "num_attention_heads",
+        "num_hidden_layers", "reorder_and_upcast_attn", "resid_pdrop",
+        "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "summary_activation",
+        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    ),
+    "opt": (
+        *_ANY, "_remove_final_layer_norm", "activation_function", "attention_dropout",
+        "do_layer_norm_before", "dropout", "enable_bias", "ffn_dim", "hidden_size", "init_std",
+        "layer_norm_elementwise_affine", "layerdrop", "max_position_embeddings",
+        "num_attention_heads", "num_hidden_layers", "word_embed_proj_dim",
+    ),
+}  # fmt: skip
+"""Every key of the configs of the kinds that need no ``path``."""
+
+_OPTIONAL = ("head_dim", "n_inner", "num_key_value_heads", "sliding_window", "word_embed_proj_dim")
+"""Keys that may be null: the library computes them."""
+
+_SAME_AS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}
+
+_ROTARY = ("llama", "mistral", "qwen2", "qwen3")
+_SPLITS_HIDDEN_SIZE = ("llama", "mistral", "qwen2", "gpt2", "opt")
+"""Architectures whose head is as wide as ``hidden_size / heads`` where ``head_dim`` is not set."""
+
+
+def model_config_problems(model: ModelConfig) -> Iterator[str]:
+    """One message for each value of ``model.config`` that no network can be built from."""
+    known_kind = model.kind != "hf"
+    problems = 0
+    for key, value in model.config.items():
+        for problem in _value_problems(key, value, model, known_kind=known_kind):
+            problems += 1
+            yield problem
+    if not problems:
+        yield from _heads(model)
+
+
+def with_floats(config: dict[str, Any]) -> dict[str, Any]:
+    """Whole numbers as floats where the library insists on floats: ``initializer_range=0``."""
+    return {
+        key: float(value) if key in FLOATS and type(value) is int else value
+        for key, value in config.items()
+    }
+
+
+def _value_problems(key: str, value: Any, model: ModelConfig, *, known_kind: bool) -> Iterator[str]:
+    where = f"model.config.{shown(key)}={shown(value)}"
+    if known_kind:
+        if key == "model_type" and value != model.kind:
+            yield f"{where}: is not the model.kind={model.kind}. Set model.kind, and leave it out."
+        elif key not in KEYS[model.kind]:
+            # A newer library may know more keys; what is nearly one of them is a typo.
+            near = difflib.get_close_matches(key, KEYS[model.kind], n=1, cutoff=0.8)
+            if near:
+                yield (
+                    f"model.config.{shown(key)}: {model.kind} has no such value. "
+                    f'Did you mean "{near[0]}"?'
+                )
+    if value is None and (not known_kind or key in _OPTIONAL):
+        return
+    if not known_kind and isinstance(value, list | dict):
+        # Some architectures give a value for each layer.
+        return
+    limits = SIZES.get(key) or FLOATS.get(key)
+    if limits is not None:
+        whole = key in SIZES
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not right or not limits.holds(value):
+            yield f"{where}: must be {'a whole number' if whole else 'a number'} {limits}."
+    elif key in FLAGS and not isinstance(value, bool):
+        yield f"{where}: must be true or false."
+    elif known_kind and key in MAPPINGS and value is not None and not isinstance(value, dict):
+        yield f"{where}: must be a mapping, or null."
+    elif known_kind and key in ("hidden_act", "activation_function") and value not in ACTIVATIONS:
+        yield (
+            f"{where}: must be one of {', '.join(ACTIVATIONS)}."
+            f"{did_you_mean(str(value)[:100], ACTIVATIONS)}"
+        )
+
+
+def _heads(model: ModelConfig) -> Iterator[str]:
+    """Heads share out the width of the network; key-value heads share out the heads."""
+    config = {_SAME_AS.get(key, key): value for key, value in model.config.items()}
+    kind = model.kind if model.kind != "hf" else config.get("model_type")
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    width, shared = config.get("head_dim"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        yield (
+            f"model.config.num_key_value_heads={shared} does not divide "
+            f"num_attention_heads={heads}. Use a divisor, or {heads} for one each."
+        )
+    if width is None and kind in _SPLITS_HIDDEN_SIZE:
+        if not isinstance(hidden, int) or not isinstance(heads, int):
+            return
+        if hidden % heads:
+            below = hidden // heads * heads
+            near = " or ".join(str(size) for size in (below, below + heads) if size > 0)
+            yield (
+                f"model.config: hidden_size={hidden} is not divisible by the {heads} attention "
+                f"heads. Use hidden_size={near}, or another number of heads."
+            )
+            return
+        width = hidden // heads
+    if kind in _ROTARY and isinstance(width, int) and width % 2:
+        yield (
+            f"model.config: a head is {width} wide; rotary position embeddings need an even "
+            "width. Change hidden_size, num_attention_heads or head_dim."
+        )
+    experts, active = config.get("num_experts"), config.get("num_experts_per_tok")
+    experts = experts or config.get("num_local_experts")
+    if isinstance(experts, int) and isinstance(active, int) and active > experts:
+        yield (
+            f"model.config.num_experts_per_tok={active} is more than the {experts} experts. "
+            f"Use at most {experts}."
+        )

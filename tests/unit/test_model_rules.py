@@ -1,0 +1,92 @@
+"""Values of ``model.config`` that no network can be built from are refused before a launch."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+from transformers.activations import ACT2FN
+
+from llmx.config import ModelConfig
+from llmx.config.model_rules import ACTIVATIONS, FLAGS, FLOATS, KEYS, SIZES, model_config_problems
+from tests.composing import values
+
+LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("llama", {"hidden_size": "a"}, "hidden_size=a: must be a whole number from 1 to 1048576"),
+        ("llama", {"hidden_size": -128}, "hidden_size=-128: must be a whole number from 1"),
+        ("llama", {"hidden_size": 64.0}, "hidden_size=64.0: must be a whole number"),
+        ("llama", {"hidden_size": True}, "hidden_size=true: must be a whole number"),
+        ("llama", {"hidden_size": None}, "hidden_size=null: must be a whole number"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads=0: must be"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0: must be a whole number"),
+        ("llama", {"vocab_size": 0}, "vocab_size=0"),
+        ("llama", {"intermediate_size": -1}, "intermediate_size=-1"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps=-1: must be a number above 0 and at most 1"),
+        ("llama", {"attention_dropout": 1}, "must be a number at least 0 and below 1"),
+        ("llama", {"tie_word_embeddings": "yes"}, "must be true or false"),
+        ("llama", {"hidden_act": "silo"}, 'Did you mean "silu"'),
+        ("llama", {"rope_scaling": "linear"}, "must be a mapping, or null"),
+        ("llama", {"hiden_size": 64}, 'Did you mean "hidden_size"'),
+        ("llama", {"model_type": "opt"}, "is not the model.kind=llama"),
+        ("llama", {"hidden_size": 65}, "hidden_size=65 is not divisible by the 4 attention heads. "
+         "Use hidden_size=64 or 68"),
+        ("llama", {"hidden_size": 60}, "a head is 15 wide; rotary position embeddings"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
+        ("qwen3", {"head_dim": 7}, "a head is 7 wide"),
+        ("gpt2", {"n_embd": 65, "n_head": 4}, "not divisible by the 4"),
+        ("opt", {"hidden_size": 65}, "not divisible by the 4"),
+        ("hf", {"model_type": "mistral", "hidden_size": 65}, "not divisible by the 4"),
+        ("hf", {"model_type": "anything", "num_hidden_layers": 0}, "num_hidden_layers=0: must be"),
+        ("hf", {"num_experts": 4, "num_experts_per_tok": 8}, "is more than the 4 experts"),
+    ],
+)  # fmt: skip
+def test_what_no_network_can_be_built_from(kind, config, message) -> None:
+    base = {} if kind == "gpt2" else LLAMA
+    (problem,) = model_config_problems(ModelConfig(kind=kind, config={**base, **config}))
+    assert message in problem
+    assert problem.startswith("model.config")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3", {"hidden_size": 65, "head_dim": 16}),
+        ("llama", {"head_dim": None, "num_key_value_heads": None, "something_new": 3}),
+        ("gpt2", {"n_inner": None, "n_embd": 64, "n_head": 4}),
+        ("hf", {"model_type": "openelm", "num_attention_heads": [4, 8], "ffn_dim": None}),
+        ("hf", {"hidden_act": {"name": "silu"}, "attention_dropout": 0}),
+    ],
+)
+def test_what_a_network_can_be_built_from(kind, config) -> None:
+    base = {} if kind == "gpt2" else LLAMA
+    assert list(model_config_problems(ModelConfig(kind=kind, config={**base, **config}))) == []
+
+
+@pytest.mark.parametrize("kind", sorted(KEYS))
+def test_the_tables_are_those_of_the_library(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    own = {key for key in config.to_dict() if key not in ("model_type", "_name_or_path")}
+    assert own - set(KEYS[kind]) == set(), "the library has keys that the table lacks"
+    assert set(ACTIVATIONS) <= set(ACT2FN)
+    # Its own defaults keep the rules.
+    assert list(model_config_problems(ModelConfig(kind=kind, config=config.to_dict()))) == []
+    for key, value in config.to_dict().items():
+        kinds = [key in SIZES, key in FLOATS, key in FLAGS]
+        if isinstance(value, bool):
+            assert not kinds[0]
+            assert not kinds[1]
+        elif isinstance(value, float):
+            assert not kinds[0]
+            assert not kinds[2]
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "opt_1_3b", "llama2_7b", "llama3_8b", "qwen3_8b"])
+def test_shipped_models_keep_the_rules(name: str) -> None:
+    model = values([f"model={name}"])["model"]
+    assert (
+        list(model_config_problems(ModelConfig(kind=model["kind"], config=model["config"]))) == []
+    )
