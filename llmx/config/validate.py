@@ -15,6 +15,8 @@ from llmx.config.model_rules import model_config_problems
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, did_you_mean
 
+MAX_RANKS = 16384
+
 
 def validate(exp: Experiment, *, position_limit: int | None = None) -> None:
     """Raise one ConfigError with every broken rule.
@@ -104,6 +106,12 @@ def _length(exp: Experiment) -> Iterator[str]:
 
 def _batch_and_optim(exp: Experiment) -> Iterator[str]:
     batch, optim = exp.batch, exp.optim
+    ranks = sum(host.slots for host in exp.hardware.hosts)
+    if ranks > MAX_RANKS:
+        yield (
+            f"hardware.hosts: {ranks} ranks in all, at most {MAX_RANKS} are planned. Use fewer "
+            "hosts, or set hardware.slots."
+        )
     if batch.global_batch is not None and batch.tokens_per_step is not None:
         yield "batch.global_batch and batch.tokens_per_step say the same thing. Set one to null."
     if batch.tokens_per_step is not None and batch.accumulation is not None:

@@ -6,11 +6,14 @@ the plan, ``ds_config.json``, the loop and the sample order all read its ``Batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from llmx.config.schema import BatchConfig
 from llmx.errors import ConfigError
 from llmx.plan.types import BatchPlan
+
+MAX_GLOBAL_BATCH = 2**24
 
 
 def solve_batch(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) -> BatchPlan:
@@ -20,8 +23,20 @@ def solve_batch(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) ->
     does not look at them. ``batch.micro_batch`` is what the strongest rank takes at most: a
     global batch that does not divide evenly is shared out as evenly as whole samples allow,
     which changes nothing in the gradient (one loss).
-    Raises ConfigError when no exact solution exists; it lists the nearest ones.
+    Raises ConfigError when no exact solution exists, with the nearest ones, and for a step of
+    more than ``MAX_GLOBAL_BATCH`` samples.
     """
+    plan = _solve(batch, seq_len=seq_len, speeds=speeds)
+    if plan.global_batch > MAX_GLOBAL_BATCH:
+        raise ConfigError(
+            f"batch: a step would take {plan.global_batch} samples (accumulation="
+            f"{plan.accumulation}, micro_batch={batch.micro_batch}, {len(speeds)} ranks); at most "
+            f"{MAX_GLOBAL_BATCH} are possible. Set a smaller batch.global_batch."
+        )
+    return plan
+
+
+def _solve(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) -> BatchPlan:
     world = len(speeds)
     weights = list(speeds) if batch.balance == "speed" else [1.0] * world
     fastest = max(weights)
@@ -36,9 +51,13 @@ def solve_batch(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) ->
         accumulation = max(1, round(target / sum(full)))
         return BatchPlan(sum(full) * accumulation, accumulation, tuple(full), seq_len)
 
-    candidates = range(1, target + 1) if batch.accumulation is None else [batch.accumulation]
-    for accumulation in candidates:
-        if target % accumulation:
+    wanted = batch.accumulation
+    for accumulation in _divisors(target) if wanted is None else [wanted]:
+        # A micro step takes one sample of each rank at least, micro_batch at most.
+        if (
+            target % accumulation
+            or not world <= target // accumulation <= world * batch.micro_batch
+        ):
             continue
         shares = tuple(full)
         if sum(full) * accumulation != target:
@@ -53,6 +72,12 @@ def solve_batch(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) ->
             "Leave accumulation out; it is computed."
         )
     raise ConfigError(_no_solution(target, batch.micro_batch, world, sum(full)))
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, in order."""
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})
 
 
 def _target_global_batch(batch: BatchConfig, seq_len: int) -> int | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +57,47 @@ def test_slower_devices_get_smaller_micro_batches() -> None:
     plan = solve_batch(batch, seq_len=8, speeds=[312.0, 312.0, 125.0, 125.0])
     assert plan.micro_batches == (5, 5, 2, 2)
     assert plan.global_batch == 28
+
+
+@given(
+    target=st.integers(1, 400),
+    micro=st.integers(1, 20),
+    speeds=st.lists(st.sampled_from([1.0, 2.5]), min_size=1, max_size=9),
+)
+def test_the_smallest_accumulation_that_fits_is_found(target, micro, speeds) -> None:
+    """Against trying every accumulation in turn."""
+    batch = BatchConfig(global_batch=target, micro_batch=micro, balance="speed")
+    full = [max(1, round(micro * speed / max(speeds))) for speed in speeds]
+    expected = None
+    for accumulation in range(1, target + 1):
+        if target % accumulation == 0:
+            shares = tuple(full)
+            if sum(full) * accumulation != target:
+                shares = apportion(target // accumulation, speeds)
+            if min(shares) >= 1 and max(shares) <= micro:
+                expected = (accumulation, shares)
+                break
+    try:
+        plan = solve_batch(batch, seq_len=8, speeds=speeds)
+    except ConfigError:
+        assert expected is None
+    else:
+        assert (plan.accumulation, plan.micro_batches) == expected
+
+
+@pytest.mark.parametrize("size", [2**24, 2**24 - 3, 16_777_199])
+def test_a_large_batch_is_solved_at_once(size) -> None:
+    """Divisors, not every number up to the batch."""
+    started = time.process_time()
+    with contextlib.suppress(ConfigError):
+        solve_batch(BatchConfig(global_batch=size), seq_len=8, speeds=[1.0] * 3)
+    assert time.process_time() - started < 1.0
+
+
+def test_a_step_of_too_many_samples_is_refused() -> None:
+    batch = BatchConfig(tokens_per_step=10**12, micro_batch=8)
+    with pytest.raises(ConfigError, match="at most 16777216 are possible"):
+        solve_batch(batch, seq_len=2, speeds=[1.0, 1.0])
 
 
 @given(
