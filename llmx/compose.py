@@ -8,18 +8,19 @@ plan. What a snapshot holds is the result, so it means the same on another machi
 from __future__ import annotations
 
 import dataclasses
-import glob
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment, HardwareConfig, HostConfig, experiment_from_dict
+from llmx.config import Experiment, HardwareConfig, HostConfig, ModelConfig, experiment_from_dict
 from llmx.config.model_rules import with_floats
 from llmx.config.validate import validate
 from llmx.doctor.detect import detect_hardware, local_names
 from llmx.errors import ConfigError
+from llmx.local_paths import local_paths, missing_here
 from llmx.plan import Plan, ds_config, make_plan, model_geometry
 from llmx.plan.geometry import position_limit
 
@@ -35,40 +36,34 @@ class Composed:
 
 def compose(values: dict[str, Any]) -> Composed:
     """Type, complete, validate and plan; raises ConfigError with all that is wrong."""
-    exp = complete(experiment_from_dict(values))
-    return plan_experiment(exp)
+    exp, problems = complete(experiment_from_dict(values))
+    return plan_experiment(exp, problems)
 
 
-def plan_experiment(exp: Experiment) -> Composed:
-    """Validate and plan an experiment that is complete already (a snapshot)."""
-    validate(exp, position_limit=position_limit(exp.model.config))
+def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
+    """Validate and plan an experiment that is complete already (a snapshot).
+
+    ``problems``: what completing it has found, to be reported with the rest.
+    """
+    validate(exp, problems, position_limit=position_limit(exp.model.config))
     plan = make_plan(exp, local_names=local_names())
     return Composed(exp, plan, ds_config(exp, plan, model_geometry(exp)))
 
 
-def complete(exp: Experiment) -> Experiment:
-    """Make explicit what the config leaves to this machine: hardware, paths, geometry."""
+def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
+    """Make explicit what the config leaves to this machine: hardware, paths, geometry.
+
+    Also returns one message for each path that cannot be used.
+    """
     hardware = resolve_hardware(exp.hardware)
     zero = exp.zero
     if zero.hpz_partition_size == 0 and hardware.hosts:
         zero = dataclasses.replace(zero, hpz_partition_size=hardware.hosts[0].slots)
-    data = dataclasses.replace(
-        exp.data,
-        path=exp.data.path and _local_source(exp.data.path, "data.path"),
-        eval_path=exp.data.eval_path and _local_source(exp.data.eval_path, "data.eval_path"),
-        sources=[
-            dataclasses.replace(
-                source, path=_local_source(source.path, f"data.sources[{index}].path")
-            )
-            for index, source in enumerate(exp.data.sources)
-        ],
-        cache_dir=exp.data.cache_dir and str(Path(exp.data.cache_dir).expanduser().absolute()),
+    names = local_names()
+    all_here = exp.launch.sync == "rsync" or all(
+        {host.name, host.address} & names for host in hardware.hosts
     )
-    model = dataclasses.replace(
-        exp.model,
-        path=exp.model.path and _hub_or_local(exp.model.path, "model.path"),
-        tokenizer=exp.model.tokenizer and _hub_or_local(exp.model.tokenizer, "model.tokenizer"),
-    )
+    data, model, problems = local_paths(exp, all_here=all_here)
     # Groups bring epochs and warmup_fraction; a user who types steps means steps.
     task, optim = exp.task, exp.optim
     if task.steps is not None:
@@ -76,13 +71,14 @@ def complete(exp: Experiment) -> Experiment:
     if optim.warmup_steps is not None:
         optim = dataclasses.replace(optim, warmup_fraction=None)
     # What a local model says of itself wins over nothing, and loses to what the user set.
-    found = _local_model_config(model.path)
+    found, about = _local_model_config(model)
+    problems += about
     if model.kind == "hf" and found:
         model = dataclasses.replace(model, config={**found, **model.config})
     model = dataclasses.replace(model, config=with_floats(model.config))
     run_dir = os.path.abspath(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
-    return dataclasses.replace(
+    exp = dataclasses.replace(
         exp,
         name=name,
         run_dir=run_dir,
@@ -93,6 +89,7 @@ def complete(exp: Experiment) -> Experiment:
         hardware=hardware,
         optim=optim,
     )
+    return exp, problems
 
 
 def check_paths(exp: Experiment, plan: Plan) -> None:
@@ -102,21 +99,7 @@ def check_paths(exp: Experiment, plan: Plan) -> None:
     """
     if not all(host.is_local for host in plan.hosts):
         return
-    named = {
-        "model.path": exp.model.path,
-        "model.tokenizer": exp.model.tokenizer,
-        "data.path": None if exp.data.sources else exp.data.path,
-        "data.eval_path": exp.data.eval_path,
-        **{f"data.sources[{i}].path": part.path for i, part in enumerate(exp.data.sources)},
-    }
-    missing = [
-        f"{where}={path}: no such file or directory on this machine. Give an existing path."
-        for where, path in named.items()
-        if path
-        and Path(path).is_absolute()
-        and not glob.has_magic(path)
-        and not Path(path).exists()
-    ]
+    missing = list(missing_here(exp))
     if missing:
         raise ConfigError("\n".join(missing))
 
@@ -166,39 +149,30 @@ def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:
     return dataclasses.replace(hardware, kind="static", hosts=hosts)
 
 
-def _local_source(path: str, where: str) -> str:
-    """Absolute path of a local data source; ``demo`` and Hub ids stay as they are."""
-    expanded = str(Path(path).expanduser())
-    matches = glob.has_magic(expanded) and any(glob.iglob(expanded, recursive=True))  # noqa: PTH207
-    return os.path.abspath(expanded) if matches else _hub_or_local(path, where)
-
-
-def _hub_or_local(path: str, where: str) -> str:
-    if path == "demo":
-        return path
-    expanded = Path(path).expanduser()
-    return os.path.abspath(expanded) if expanded.exists() else _hub_id(path, where)
-
-
-def _hub_id(path: str, where: str) -> str:
-    """A path that is not here: a Hub id, or absolute and perhaps on the hosts only."""
-    looks_local = path.startswith(("./", "../", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).is_absolute():
-        raise ConfigError(
-            f"{where}={path}: no such file or directory (seen from {Path.cwd()}). Give an "
-            "existing path, or a Hub id of the form owner/name."
+def _local_model_config(model: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    """``config.json`` of a model directory on this machine, else empty; and what is wrong."""
+    if not model.path or not Path(model.path).is_absolute() or not Path(model.path).is_dir():
+        return {}, []
+    problems = []
+    directory = Path(model.path)
+    weights = any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    if model.init == "pretrained" and not weights:
+        problems.append(
+            f"model.path={directory}: no weights there (*.safetensors or *.bin). Set "
+            "model.init=scratch to train from its config alone."
         )
-    return path
-
-
-def _local_model_config(path: str | None) -> dict[str, Any]:
-    """``config.json`` of a model directory on this machine, else empty."""
-    config = Path(path) / "config.json" if path and Path(path).is_absolute() else None
-    if config is None or not config.is_file():
-        return {}
+    config = directory / "config.json"
+    if not config.is_file():
+        if model.kind == "hf":
+            problems.append(
+                f"model.path={directory}: no config.json there, so it is no Hugging Face model. "
+                "Give the directory that has one."
+            )
+        return {}, problems
     try:
-        return dict(json.loads(config.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{config}: not valid JSON ({error}). Is the download complete?"
-        ) from error
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        return {}, [*problems, f"{config}: is not valid JSON ({error}). Is the download complete?"]
+    if not isinstance(found, dict):
+        return {}, [*problems, f"{config}: must be a JSON object. Is it a model's config?"]
+    return found, problems

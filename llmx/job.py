@@ -17,7 +17,7 @@ from llmx import snapshot
 from llmx.compose import Composed, check_paths, complete, compose
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
-from llmx.errors import RunFailed
+from llmx.errors import ConfigError, RunFailed
 from llmx.plan.geometry import position_limit
 
 
@@ -54,8 +54,7 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     exp, plan = composed.experiment, composed.plan
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check(exp, plan)
-    if not exp.dry_run:
-        check_paths(exp, plan)
+    check_paths(exp, plan)
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = prepare(exp, plan, run)
     if exp.dry_run:
@@ -71,9 +70,11 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
 def run_command(command: str, values: dict[str, Any], *, own: Sequence[str] = ()) -> int:
     """Hand the completed config to a command's process; returns its exit code."""
     chosen = CONFIG_COMMANDS[command]
-    exp = complete(experiment_from_dict(values))
+    exp, problems = complete(experiment_from_dict(values))
     if chosen.trains:
-        validate(exp, position_limit=position_limit(exp.model.config))
+        validate(exp, problems, position_limit=position_limit(exp.model.config))
+    elif problems:
+        raise ConfigError("\n".join(problems))
     with tempfile.TemporaryDirectory(prefix=f"llmx-{command}-") as directory:
         config = Path(directory) / "config.yaml"
         config.write_text(snapshot.dump_config(exp), encoding="utf-8")

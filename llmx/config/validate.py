@@ -7,7 +7,7 @@ Precision and batch sizes have their rules where they are computed (``llmx.plan`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmx.config.build import experiment_from_dict, to_dict
 from llmx.config.data_rules import data_problems
@@ -18,14 +18,17 @@ from llmx.errors import ConfigError, did_you_mean
 MAX_RANKS = 16384
 
 
-def validate(exp: Experiment, *, position_limit: int | None = None) -> None:
-    """Raise one ConfigError with every broken rule.
+def validate(
+    exp: Experiment, problems: Sequence[str] = (), *, position_limit: int | None = None
+) -> None:
+    """Raise one ConfigError with every broken rule, after ``problems`` that were found before.
 
     ``position_limit``: the longest sequence the model takes, where it is known.
     """
     # Hosts of a hostfile, or of this machine, have come in after the config was read.
     exp = experiment_from_dict(to_dict(exp))
     problems = [
+        *problems,
         *_hardware(exp),
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
@@ -140,6 +143,11 @@ def _zero(exp: Experiment) -> Iterator[str]:
         yield "zero.offload_optimizer=nvme needs stage 3. Use zero=infinity."
     if "nvme" in (zero.offload_optimizer, zero.offload_param) and not zero.nvme_path:
         yield "zero.nvme_path is empty, but something is offloaded to NVMe. Set it to a fast disk."
+    if zero.nvme_path and not zero.nvme_path.startswith("/"):
+        yield (
+            f"zero.nvme_path={zero.nvme_path}: must be an absolute path, as it is one of every "
+            "host. Set e.g. zero.nvme_path=/nvme/llmx."
+        )
     hpz = zero.hpz_partition_size
     if hpz > 1 and zero.stage != 3:
         yield f"zero.hpz_partition_size={hpz} needs stage 3. Use zero=stage3_zeropp."
@@ -159,6 +167,12 @@ def _zero(exp: Experiment) -> Iterator[str]:
 
 def _launch(exp: Experiment) -> Iterator[str]:
     launch, hosts = exp.launch, exp.hardware.hosts
+    for index, path in enumerate(launch.sync_extra):
+        if not path.startswith(("/", "~")):
+            yield (
+                f"launch.sync_extra[{index}]={path}: must be an absolute path, as it is the same "
+                "on every host. Write e.g. /data/more."
+            )
     if launch.transport == "local" and len(hosts) > 1:
         yield (
             f"launch.transport=local starts this machine's ranks only, but there are "
