@@ -71,7 +71,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     if optim.warmup_steps is not None:
         optim = dataclasses.replace(optim, warmup_fraction=None)
     # What a local model says of itself wins over nothing, and loses to what the user set.
-    found, about = _local_model_config(model)
+    found, about = _local_model_config(model, all_here=all_here)
     problems += about
     if model.kind == "hf" and found:
         model = dataclasses.replace(model, config={**found, **model.config})
@@ -149,14 +149,14 @@ def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:
     return dataclasses.replace(hardware, kind="static", hosts=hosts)
 
 
-def _local_model_config(model: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str, Any], list[str]]:
     """``config.json`` of a model directory on this machine, else empty; and what is wrong."""
     if not model.path or not Path(model.path).is_absolute() or not Path(model.path).is_dir():
         return {}, []
     problems = []
     directory = Path(model.path)
     weights = any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
-    if model.init == "pretrained" and not weights:
+    if model.init == "pretrained" and all_here and not weights:
         problems.append(
             f"model.path={directory}: no weights there (*.safetensors or *.bin). Set "
             "model.init=scratch to train from its config alone."

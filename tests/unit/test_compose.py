@@ -14,17 +14,17 @@ from tests.composing import composed
 
 # What an option needs beside it to make a possible run.
 PARTNERS = {
-    ("data", "file"): ["data.path=/data/rows.jsonl", "model=tiny"],
-    ("data", "text"): ["data.path=/data/corpus.txt", "task=pretrain"],
-    ("data", "alpaca"): ["data.path=/data/alpaca.json"],
+    ("data", "file"): ["data.path={data}/rows.jsonl", "model=tiny"],
+    ("data", "text"): ["data.path={data}/corpus.txt", "task=pretrain"],
+    ("data", "alpaca"): ["data.path={data}/alpaca.json"],
     ("data", "hub"): ["data.path=owner/name"],
-    ("data", "labelled"): ["data.path=/data/rows.jsonl"],
-    ("data", "messages"): ["data.path=/data/chats.jsonl", "model=llama3_8b"],
-    ("data", "mixture"): ["data.sources=[{{path: /data/a.jsonl, weight: 2}}]"],
-    ("data", "sharegpt"): ["data.path=/data/chats.json", "model=llama3_8b"],
-    ("data", "fincorpus"): ["data.path=/data/FinCorpus", "task=pretrain", "model=llama2_7b"],
+    ("data", "labelled"): ["data.path={data}/rows.jsonl"],
+    ("data", "messages"): ["data.path={data}/chats.jsonl", "model=llama3_8b"],
+    ("data", "mixture"): ["data.sources=[{{path: {data}/a.jsonl, weight: 2}}]"],
+    ("data", "sharegpt"): ["data.path={data}/chats.json", "model=llama3_8b"],
+    ("data", "fincorpus"): ["data.path={data}", "task=pretrain", "model=llama2_7b"],
     ("model", "hf"): ["model.path=owner/name"],
-    ("model", "llama_1_7b"): ["model.tokenizer=/data/tokenizer"],
+    ("model", "llama_1_7b"): ["model.tokenizer={data}"],
     ("zero", "stage3_zeropp"): ["hardware=a100x2_v100x2"],
     ("hardware", "hostfile"): ["hardware.path={hostfile}", "hardware.device=a100_80g"],
     ("launch", "slurm"): ["hardware=a100x2_v100x2"],
@@ -39,7 +39,11 @@ EVERY = [(group, name) for group in GROUPS for name in options(group)]
 def test_every_option_composes_and_plans(group: str, name: str, tmp_path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("gpu-1 slots=8\ngpu-2 slots=8\n")
-    partners = [item.format(hostfile=hostfile) for item in PARTNERS.get((group, name), [])]
+    for file in ("rows.jsonl", "corpus.txt", "alpaca.json", "chats.json", "chats.jsonl", "a.jsonl"):
+        (tmp_path / file).touch()
+    partners = [
+        item.format(hostfile=hostfile, data=tmp_path) for item in PARTNERS.get((group, name), [])
+    ]
     done = composed([f"{group}={name}", *partners])
     assert done.plan.world_size >= 1
     batch = done.plan.batch
@@ -116,7 +120,7 @@ def test_recipes_are_what_they_say() -> None:
         (["zero.extra.zero_optimization.round_robin=true"], "round_robin_gradients"),
         (["+task.foo=1"], "task.foo: unknown key"),
         (["model=hf"], "model.path is empty"),
-        (["model=gpt2", "model.path=./nowhere"], "no such file or directory"),
+        (["model=gpt2", "model.path=./nowhere"], "no such file or directory in .*, where relative"),
         (["hardware=hostfile"], "needs hardware.path"),
         (["zero=infinity", "zero.nvme_path=null", "hardware=a100x8"], "nvme_path is empty"),
         (["optim.kind=fused_adam", "hardware=cpu2"], "needs CUDA"),
@@ -153,6 +157,7 @@ def test_a_local_model_directory_is_planned_from_its_config(tmp_path) -> None:
         "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
     done = composed(["model=hf", f"model.path={tmp_path}", "data=demo"])
     assert done.plan.num_parameters > 0
     with pytest.raises(ConfigError, match="at most 128 positions"):
