@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,8 +109,18 @@ def test_a_sweep_names_its_cells_by_their_axes(tmp_path) -> None:
 def test_a_failed_cell_does_not_stop_the_others(tmp_path) -> None:
     done = llmx("-m", "optim.lr=-1,1e-3", "dry_run=true", cwd=tmp_path)
     assert done.returncode == 2
-    assert "[0] failed: optim.lr=-1.0: a learning rate is positive" in done.stderr
+    assert "[0] failed: optim.lr=-1.0: must be above 0" in done.stderr
     assert "1_optim.lr-0.001" in "".join(str(p) for p in tmp_path.glob("outputs/sweeps/*/*"))
+    table = done.stdout[done.stdout.rindex("Sweep: 1 of 2 trials planned") :]
+    assert re.search(r"0 +optim.lr=-1 +refused", table)
+    assert re.search(r"1 +optim.lr=0.001 +planned", table)
+    assert "[0] refused: optim.lr=-1.0" in table
+    (sweep,) = tmp_path.glob("outputs/sweeps/*/sweep.csv")
+    rows = list(csv.DictReader(sweep.read_text().splitlines()))
+    assert [row["outcome"] for row in rows] == ["refused", "planned"]
+    assert [row["optim.lr"] for row in rows] == ["-1", "0.001"]
+    assert [row["run_dir"] for row in rows] == ["", "1_optim.lr-0.001"]
+    assert "| 1 | optim.lr=0.001 | planned |" in sweep.with_suffix(".md").read_text()
 
 
 def test_free_mappings_need_no_plus(tmp_path) -> None:

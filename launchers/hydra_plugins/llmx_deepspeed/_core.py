@@ -1,7 +1,8 @@
 """The work of the launcher: compose each cell, run it, keep its outcome, go on.
 
 ``run_job`` of Hydra changes global state and is not thread-safe, so cells are run in turn.
-A cell that fails does not stop the others; the sweeper raises its error at the end.
+A cell that fails does not stop the others; the sweeper raises its error at the end, so the table of
+all of them is printed before. One that the user ended (Ctrl-C) ends the sweep.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from hydra.core.utils import (
     run_job,
     setup_globals,
 )
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from llmx.arguments import resolve_alias
+from llmx.errors import LlmxError
+from llmx.report.sweep_table import Trial, print_sweep, read_trial, write_sweep
 
 if TYPE_CHECKING:
     from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
@@ -38,7 +41,7 @@ def launch(
     assert context is not None
     assert launcher.task_function is not None
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    sweep_dir = Path(str(config.hydra.sweep.dir))
+    sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
     sweep_dir.mkdir(parents=True, exist_ok=True)
 
     outcomes: list[JobReturn] = []
@@ -64,4 +67,31 @@ def launch(
         if outcome.status is JobStatus.FAILED:
             print(f"[{index}] failed: {outcome._return_value}", file=sys.stderr, flush=True)
         outcomes.append(outcome)
+        trial = _trial(index, filter_overrides(overrides), outcome)
+        if trial is not None:
+            launcher.trials.append(trial)
+            write_sweep(launcher.trials, directory=sweep_dir)
+            if trial.outcome == "interrupted":
+                left = len(job_overrides) - offset - 1
+                print(f"The sweep ends here; trials not started: {left}", file=sys.stderr)
+                break
+    if launcher.trials:
+        sys.stderr.flush()
+        print_sweep(launcher.trials, directory=sweep_dir, stream=sys.stdout)
+        sys.stdout.flush()
     return outcomes
+
+
+def _trial(index: int, overrides: Sequence[str], outcome: JobReturn) -> Trial | None:
+    """What became of a cell; None where the function was not llmx's (Hydra runs any)."""
+    error = outcome._return_value if outcome.status is JobStatus.FAILED else None
+    assert outcome.hydra_cfg is not None
+    run_dir = Path(str(outcome.hydra_cfg.hydra.runtime.output_dir))
+    # By default an interpolation, which is of the cell's globals and those are gone.
+    plain = OmegaConf.to_container(OmegaConf.create(outcome.cfg), resolve=False)
+    named = plain.get("run_dir") if isinstance(plain, dict) else None
+    if isinstance(named, str) and named and "${" not in named:
+        run_dir = Path(named).absolute()
+    if not (run_dir / "config.yaml").is_file() and not isinstance(error, LlmxError):
+        return None
+    return read_trial(index, overrides, run_dir, error=error)

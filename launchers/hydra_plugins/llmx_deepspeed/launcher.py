@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
+    from llmx.report.sweep_table import Trial
+
 
 class DeepSpeedLauncher(Launcher):
     """One cell at a time, each through the same code as a single run."""
@@ -25,6 +27,7 @@ class DeepSpeedLauncher(Launcher):
         self.config: DictConfig | None = None
         self.task_function: TaskFunction | None = None
         self.hydra_context: HydraContext | None = None
+        self.trials: list[Trial] = []
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
