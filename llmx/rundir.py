@@ -112,6 +112,11 @@ class RunDir:
         return self.root / "inputs.json"
 
     @property
+    def data(self) -> Path:
+        """``data.json``: what became of the records of each split, in words, by rank 0."""
+        return self.root / "data.json"
+
+    @property
     def metrics(self) -> Path:
         """``metrics.jsonl``: one line a logged step, written by rank 0. The truth."""
         return self.root / "metrics.jsonl"

@@ -31,15 +31,26 @@ munge            Slurm's authentication
 zsh              tab completion
 fish             tab completion
 "
+# Not everywhere a package (Ubuntu has a snap): the tests that want one skip without it.
+OPTIONAL="
+chromium           the geometry of the report page
+fonts-dejavu-core  a font for it
+"
 
 list=$MINIMAL$TESTS
 case "${1:-}" in
   "") ;;
-  --minimal) list=$MINIMAL ;;
-  --list) echo "make demo:$MINIMAL"; echo "make test, in addition:$TESTS"; exit 0 ;;
+  --minimal) list=$MINIMAL; OPTIONAL="" ;;
+  --list)
+    echo "make demo:$MINIMAL"
+    echo "make test, in addition:$TESTS"
+    echo "make test, where there is such a package:$OPTIONAL"
+    exit 0
+    ;;
   *) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 packages=$(awk 'NF { print $1 }' <<<"$list")
+optional=$(awk 'NF { print $1 }' <<<"$OPTIONAL")
 
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
   cat >&2 <<EOF
@@ -54,10 +65,20 @@ EOF
   exit 1
 fi
 
+installed() {
+  [[ $(dpkg-query --show --showformat='${Status}' "$1" 2>/dev/null) == *"ok installed" ]]
+}
 missing=()
 for package in $packages; do
-  status=$(dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null || true)
-  [[ $status == *"ok installed" ]] || missing+=("$package")
+  installed "$package" || missing+=("$package")
+done
+wished=()
+for package in $optional; do
+  # Where the lists are here and do not have it, asking again at every call would not help.
+  if compgen -G '/var/lib/apt/lists/*Packages*' >/dev/null; then
+    apt-cache show "$package" >/dev/null 2>&1 || continue
+  fi
+  installed "$package" || wished+=("$package")
 done
 # A Python of one's own brings venv and headers along, a compiler may have another name: what
 # works already is not installed again.
@@ -76,13 +97,14 @@ for package in ${missing[@]+"${missing[@]}"}; do
   works "$package" || needed+=("$package")
 done
 
-if [ ${#needed[@]} -eq 0 ]; then
-  echo "system packages: all $(wc -w <<<"$packages") are here"
+if [ ${#needed[@]} -eq 0 ] && [ ${#wished[@]} -eq 0 ]; then
+  echo "system packages: all $(wc -w <<<"$packages $optional") are here"
   exit 0
 fi
-echo "system packages: installing ${needed[*]}"
+echo "system packages: installing ${needed[*]+"${needed[*]}"} ${wished[*]+"${wished[*]}"}"
 
 if [ "$(id -u)" -ne 0 ] && ! command -v sudo >/dev/null; then
+  [ ${#needed[@]} -gt 0 ] || exit 0
   echo "This needs root, and there is no sudo. As root: apt-get install ${needed[*]}" >&2
   exit 1
 fi
@@ -104,8 +126,11 @@ apt() {
     apt-get -y -qq -o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300 "$@"
 }
 # The lists may be old, or absent as in a container's image: only then are they fetched.
-if ! apt install --no-install-recommends "${needed[@]}" >/dev/null 2>&1; then
+if ! apt install --no-install-recommends ${needed[@]+"${needed[@]}"} ${wished[@]+"${wished[@]}"} \
+  >/dev/null 2>&1; then
   apt update
-  apt install --no-install-recommends "${needed[@]}" >/dev/null
+  [ ${#needed[@]} -eq 0 ] || apt install --no-install-recommends "${needed[@]}" >/dev/null
+  [ ${#wished[@]} -eq 0 ] || apt install --no-install-recommends "${wished[@]}" >/dev/null 2>&1 ||
+    echo "system packages: no ${wished[*]} here; the tests that want them are skipped"
 fi
-echo "system packages: installed ${needed[*]}"
+echo "system packages: done"

@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def write_files(data: RunData) -> None:
     """Write ``loss.png`` (where there is something to draw) and ``report.html``."""
-    picture = data.run.loss_curve.read_bytes() if draw_loss(data, data.run.loss_curve) else None
-    write_text(data.run.report, page(data, picture=picture))
+    draw_loss(data, data.run.loss_curve)
+    write_text(data.run.report, page(data))
 
 
 if __name__ == "__main__":

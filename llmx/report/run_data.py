@@ -1,11 +1,15 @@
 """Everything that a run directory has to tell, read once; missing and torn files are fine.
 
-Reads ``config.yaml``, ``plan.json``, ``metrics.jsonl``, ``samples.json``, ``result.json`` and
-``tracking.json``; writes nothing.
+Reads ``config.yaml``, ``overrides.yaml``, ``plan.json``, ``data.json``, ``metrics.jsonl``,
+``samples.json``, ``attempts.jsonl``, ``result.json``, ``tracking.json`` and the changes in
+``history/``; writes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +18,7 @@ from typing import Any
 
 from llmx.errors import ConfigError
 from llmx.rundir import RunDir, no_run, read_json
+from llmx.text import plural
 from llmx.tracking.metrics import MetricsTail, Record, Summary, step_of
 
 
@@ -29,6 +34,14 @@ class RunData:
     result: dict[str, Any] | None
     """None while the run goes on, or where the supervisor was killed."""
     tracking: dict[str, dict[str, str]]
+    data: dict[str, list[tuple[str, str]]]
+    """Split -> what became of its records, as (name, value)."""
+    attempts: list[dict[str, Any]]
+    """The lines of ``attempts.jsonl``: the attempts that have ended."""
+    changes: list[dict[str, Any]]
+    """What ``resume`` changed, oldest first (``history/NNN/changes.json``)."""
+    typed: list[str]
+    """The overrides that the run was started with."""
     summary: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
     now: float = 0.0
@@ -90,7 +103,7 @@ def load_run(root: Path) -> RunData:
     tail = MetricsTail(run.metrics)
     records = tail.read()
     if tail.bad_lines:
-        warnings.append(f"metrics.jsonl: {tail.bad_lines} lines cannot be read and are left out.")
+        warnings.append(f"metrics.jsonl: {plural(tail.bad_lines, 'unreadable line')} left out.")
     result = _read(run.result, read_json, warnings) or None
     summary = Summary()
     for record in records:
@@ -103,6 +116,10 @@ def load_run(root: Path) -> RunData:
         samples=_read(run.samples, read_json, warnings),
         result=result,
         tracking=_read(run.root / "tracking.json", read_json, warnings),
+        data=_data(run, warnings),
+        attempts=_lines(run.attempts),
+        changes=_changes(run),
+        typed=_typed(run),
         summary=summary.values(result),
         warnings=warnings,
         now=time.time(),
@@ -119,9 +136,58 @@ def _read(path: Path, read: Callable[[Path], Any], warnings: list[str]) -> dict[
         warnings.append(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):
-        warnings.append(f"{path.name} holds no mapping and is left out.")
+        warnings.append(f"{path.name} is not a JSON object or a YAML mapping, so it is left out.")
         return {}
     return value
+
+
+def _data(run: RunDir, warnings: list[str]) -> dict[str, list[tuple[str, str]]]:
+    """From ``data.json``; of a run of an older llmx, the paragraph in the log of rank 0."""
+    found = _read(run.data, read_json, warnings)
+    try:
+        if found:
+            return {
+                str(split): [(str(name), str(value)) for name, value in rows]
+                for split, rows in found.items()
+            }
+        log = run.rank_log(0).read_text(encoding="utf-8", errors="replace")
+    except (OSError, TypeError, ValueError):
+        return {}
+    paragraphs = re.findall(r"^Data \((\w+)\): (.+)$", log, re.MULTILINE)
+    return {split: [("summary", text)] for split, text in paragraphs}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines; torn ones are left out."""
+    found = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
+def _changes(run: RunDir) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(run.root.glob("history/*/changes.json")):
+        with contextlib.suppress(OSError, ValueError):
+            value = read_json(path)
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
+def _typed(run: RunDir) -> list[str]:
+    try:
+        words = _read_yaml(run.overrides)
+    except (OSError, ValueError):
+        return []
+    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def _read_yaml(path: Path) -> Any:

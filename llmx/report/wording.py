@@ -11,8 +11,10 @@ from typing import Any
 
 from llmx.report import format as human
 from llmx.report.run_data import RunData
+from llmx.text import plural
 
 SHOWN_ANSWERS = 6
+SHOWN_ATTEMPTS = 4
 TRACEBACK_LINES = 12
 
 
@@ -32,7 +34,8 @@ def verdict(data: RunData) -> Verdict:
     # The last steps before an end are not all logged; a checkpoint tells of them.
     count = max(data.summary.get("steps", 0), data.summary.get("last_checkpoint", 0))
     total = data.summary.get("total_steps")
-    of = f"{count:,} steps" if total in (None, 0, count) else f"{count:,} of {total:,} steps"
+    of = f"{count:,} of {total:,} steps" if total not in (None, 0, count) else ""
+    of = of or plural(count, "step")
     if data.result is None and not data.was_started:
         return Verdict("open", f"{data.name}: planned, not started")
     if data.result is None:
@@ -42,7 +45,7 @@ def verdict(data: RunData) -> Verdict:
     took_s = (data.result.get("ended") or 0.0) - (data.result.get("started") or 0.0)
     took = f" in {human.duration(took_s)}" if took_s > 0 else ""
     if took and data.resumed_at is not None:
-        took = f", from step {data.resumed_at:,} on{took}"
+        took = f" (resumed at step {data.resumed_at:,}, {human.duration(took_s)} since)"
     outcome = data.result.get("outcome", "crash")
     if outcome == "ok":
         return Verdict("ok", f"{data.name}: trained {of}{took}")
@@ -85,10 +88,21 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         text = human.duration(took_s)
         trained_s = data.train_time_s
         if trained_s:
-            text += f", of it {human.duration(trained_s)} from first to last metric"
+            text += f", of which {human.duration(trained_s)} from the first to the last metric"
         if data.resumed_at is not None:
-            text += f"   (since it was resumed at step {data.resumed_at:,})"
+            text += f"   (since the resume at step {data.resumed_at:,})"
         rows.append(("time", text))
+    if len(data.attempts) > 1:
+        ends = [
+            f"{line.get('outcome')} "
+            + (f"at step {line['last_step']:,}" if line.get("last_step") else "before training")
+            for line in data.attempts
+            if line.get("outcome") != "ok"
+        ]
+        # Of many, the last few: those that a reader asks about.
+        before = "..., " if len(ends) > SHOWN_ATTEMPTS else ""
+        shown = before + ", ".join(ends[-SHOWN_ATTEMPTS:])
+        rows.append(("attempts", f"{len(data.attempts)}" + (f"   ({shown})" if ends else "")))
     if "memory_gib_max" in values:
         text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
         rows.append(("peak memory", text))
@@ -97,7 +111,7 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         if values.get("tokens"):
             text += f", {human.count(values['tokens'])} tokens"
         if values.get("epoch"):
-            text += f", {values['epoch']:.3g} epochs"
+            text += f", {plural(float(format(values['epoch'], '.3g')), 'epoch')}"
         rows.append(("trained", text))
     return rows
 
@@ -109,7 +123,7 @@ def _exact_match(data: RunData) -> list[tuple[str, str]]:
         return []
     parts = [human.percent(part) for part in (before, after) if part is not None]
     count = len(data.samples.get("rows") or [])
-    of = f"   ({count} held-out questions)" if count else ""
+    of = f"   ({plural(count, 'held-out question')})" if count else ""
     return [("exact match", " → ".join(parts) + of)]
 
 
@@ -200,10 +214,32 @@ def warnings(data: RunData) -> list[str]:
     return [*data.warnings, *failed]
 
 
+def events(data: RunData) -> list[str]:
+    """What happened to a run besides training: checkpoints that failed, steps not trained."""
+    texts = []
+    for record in data.records:
+        step, event, reason = record.get("step") or 0, record.get("event"), record.get("reason")
+        if event == "damaged":
+            checkpoint = record.get("checkpoint") or 0
+            texts.append(f"The checkpoint of step {checkpoint:,} could not be used: {reason}")
+        elif event == "save_failed":
+            texts.append(f"The checkpoint of step {step:,} could not be saved: {reason}")
+        elif event == "passed_over":
+            texts.append(f"No checkpoint at step {step:,}: the one before was still being written.")
+        elif event == "skipped":
+            first, end = record.get("samples") or (0, 0)
+            texts.append(
+                f"Step {step:,} was not trained: training diverged there "
+                f"({plural(end - first, 'sample')})."
+            )
+    return texts
+
+
 def traceback_excerpt(data: RunData) -> str:
     """The end of the failing rank's traceback, which is where the reason stands."""
     lines = ((data.result or {}).get("traceback") or "").rstrip().splitlines()
     if len(lines) <= TRACEBACK_LINES:
         return "\n".join(lines)
     left_out = len(lines) - TRACEBACK_LINES
-    return "\n".join([f"... {left_out} lines before", *lines[-TRACEBACK_LINES:]])
+    before = f"... {plural(left_out, 'line')} before"
+    return "\n".join([before, *lines[-TRACEBACK_LINES:]])

@@ -1,7 +1,7 @@
-"""``inputs.json``: the exact identity of what a run reads, as only the ranks know it.
+"""``inputs.json`` and ``data.json``: what a run reads, as only the ranks know it.
 
 The data's fingerprint covers every byte of the sources and all that decides the samples; a
-reproduction compares it. ``cat RUN_DIR/inputs.json`` shows it.
+reproduction compares it. The report shows what became of the records. ``cat RUN_DIR/inputs.json``.
 """
 
 from __future__ import annotations
@@ -25,5 +25,28 @@ def write_inputs(
             "tokenizer": tokenizer_fingerprint(tokenizer),
             # Of a model from the Hub: the commit that was loaded.
             "model": getattr(model_config, "_commit_hash", None),
+        },
+    )
+
+
+PREPARATION = ("encoder", "time")
+"""Lines about how the data was prepared, which another run may have done."""
+
+
+def write_data(run_dir: RunDir, *, train_store: Any, eval_store: Any) -> None:
+    """Write ``data.json``: (name, value) lines of each split. Called by rank 0 alone."""
+    from llmx.data.summary import report
+
+    stores = {"train": train_store, "eval": eval_store}
+    write_json(
+        run_dir.data,
+        {
+            split: [
+                [name, value]
+                for name, value in report(store.meta, found=True)
+                if name not in PREPARATION
+            ]
+            for split, store in stores.items()
+            if store is not None
         },
     )

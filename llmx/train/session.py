@@ -17,7 +17,7 @@ from llmx.tasks import KINDS, Task
 from llmx.train.agreement import Agreement
 from llmx.train.batches import Layout
 from llmx.train.engine import Engine, build_engine
-from llmx.train.inputs import write_inputs
+from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, cut_back
 from llmx.train.place import find_place
 from llmx.train.resume import Start, begin, identity, restore_from
@@ -89,6 +89,7 @@ def open_session(
             eval_store=eval_store,
             model_config=engine.config,
         )
+        write_data(run_dir, train_store=train_store, eval_store=eval_store)
     saver = Saver(
         exp,
         plan,

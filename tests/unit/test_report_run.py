@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html.parser
 import math
 import re
@@ -150,8 +149,10 @@ def test_times_of_a_resumed_run_are_of_the_time_since(
     tracked_run.append(run, lines)
     write_json(run.result, {**tracked_run.result(), "started": later, "ended": later + 70})
     text = report(run, capsys, width=100)
-    assert "trained 44 steps, from step 40 on in 1 min 10 s" in text
-    assert "1 min 10 s, of it 2.0 s from first to last metric   (since it was resumed" in text
+    assert "trained 44 steps (resumed at step 40, 1 min 10 s since)" in text
+    assert (
+        "1 min 10 s, of which 2.0 s from the first to the last metric   (since the resume" in text
+    )
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(
@@ -164,8 +165,8 @@ def test_damaged_files_are_named_and_the_rest_is_shown(
     text = report(run, capsys, width=100)
     assert "trained 40 steps" in text
     assert "plan.json cannot be read" in text
-    assert "samples.json holds no mapping" in text
-    assert "metrics.jsonl: 1 lines cannot be read" in text
+    assert "samples.json is not a JSON object" in text
+    assert "metrics.jsonl: 1 unreadable line left out." in text
 
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +222,7 @@ def test_a_step_repeated_after_a_restart_counts_once(tmp_path: Path) -> None:
 class Balanced(html.parser.HTMLParser):
     """Raises where a tag is closed that is not open; keeps tags and text."""
 
-    VOID = frozenset({"meta", "img", "br"})
+    VOID = frozenset({"meta", "img", "br", "input", "wbr"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,12 +254,11 @@ def test_page_is_one_whole_escaped_file(run: RunDir, capsys: pytest.CaptureFixtu
     assert "script" not in page.tags
     assert "<script>alert(1)</script>" in page.text, "shown as text"
     assert "用英文说你好[/bold]" in page.text
-    (image,) = page.images
-    png = base64.b64decode(image.removeprefix("data:image/png;base64,"))
-    assert png == run.loss_curve.read_bytes()
+    assert "svg" in page.tags, "the curves are drawn in the page"
+    assert page.images == []
     for shown in ("hidden_size: 128", '"stage": 2', "abc123", "0.96875", "train/loss"):
         assert shown in page.text
-    assert not re.search(r'(?:src|href)="(?!data:)', text), "nothing is loaded from elsewhere"
+    assert not re.search(r"(?:src|href)=|url\(|@import", text), "nothing is loaded from elsewhere"
 
 
 def test_picture_shows_the_curve_in_any_language(run: RunDir) -> None:
