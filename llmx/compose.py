@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment, HardwareConfig, HostConfig, ModelConfig, experiment_from_dict
+from llmx.config import Experiment, ModelConfig, experiment_from_dict
 from llmx.config.model_rules import with_floats
 from llmx.config.validate import validate
-from llmx.doctor.detect import detect_hardware, local_names
+from llmx.doctor.detect import local_names
 from llmx.errors import ConfigError
+from llmx.hardware import resolve_hardware
 from llmx.local_paths import local_paths, missing_here
 from llmx.plan import Plan, ds_config, make_plan, model_geometry
 from llmx.plan.geometry import position_limit
@@ -102,51 +103,6 @@ def check_paths(exp: Experiment, plan: Plan) -> None:
     missing = list(missing_here(exp))
     if missing:
         raise ConfigError("\n".join(missing))
-
-
-def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
-    """``local`` and ``hostfile`` become a static list of hosts; ``slots`` is applied."""
-    if hardware.kind == "local":
-        hardware = detect_hardware(hardware)
-    elif hardware.kind == "hostfile":
-        hardware = _from_hostfile(hardware)
-    hosts = [
-        dataclasses.replace(host, device=host.device or hardware.device or "")
-        for host in hardware.hosts
-    ]
-    limit = hardware.slots
-    if limit is not None and hosts and all(1 <= limit <= host.slots for host in hosts):
-        hosts = [dataclasses.replace(host, slots=limit) for host in hosts]
-    return dataclasses.replace(hardware, hosts=hosts)
-
-
-def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:
-    from llmx.launch.hostfile import parse_hostfile
-
-    if not hardware.path:
-        raise ConfigError(
-            "hardware=hostfile needs hardware.path=/path/to/hostfile (lines: NAME slots=N)."
-        )
-    if not hardware.device:
-        raise ConfigError(
-            "hardware=hostfile needs hardware.device=NAME, the device type of its slots; known: "
-            f"{', '.join(hardware.devices)}."
-        )
-    path = Path(hardware.path).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"hardware.path={hardware.path}: no such file. Give a hostfile's path.")
-    hosts = [
-        HostConfig(
-            name=entry.name,
-            slots=entry.slots,
-            device=hardware.device,
-            ssh_port=hardware.ssh_port,
-            user=hardware.user,
-            interface=hardware.interface,
-        )
-        for entry in parse_hostfile(path.read_text(encoding="utf-8"), source=str(path))
-    ]
-    return dataclasses.replace(hardware, kind="static", hosts=hosts)
 
 
 def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str, Any], list[str]]:

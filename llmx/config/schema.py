@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmx.config.addresses import INTERFACE, PATH, USER
 from llmx.config.fields import (
     Range,
     Text,
@@ -38,6 +39,12 @@ MAX_SECONDS = 10**7
 _FILE_NAME = Text(
     100, pattern=r"[^/]*", rule="not contain a slash (it becomes part of a directory's name)"
 )
+
+_USER = Text(64, pattern=USER, rule="be the name of a user: letters, digits and . _ - + @")
+_INTERFACE = Text(
+    15, pattern=INTERFACE, rule="be one network interface, as `ip -brief address` lists them"
+)
+_IDENTITY_FILE = Text(pattern=PATH, rule="be a path without quotes and backslashes")
 
 
 @dataclass
@@ -262,8 +269,11 @@ class DeviceConfig:
     """What drives it: ``cuda``, or ``cpu`` for ranks without a GPU."""
     memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=80)
     """Memory of one device, GiB; the plan holds its prediction against it."""
-    precisions: list[str] = items(maximum=3, example="[fp32, bf16]")
-    """Of ``fp32``, ``bf16``, ``fp16``: what the device computes natively."""
+    precisions: list[str] = choices("fp32", "bf16", "fp16")
+    """What the device computes natively; default: what its ``compute_capability`` has."""
+    compute_capability: float = number(0.0, minimum=0, maximum=100, example=8.0)
+    """NVIDIA's number of the generation: 7.0 for a V100, 8.0 for an A100, 9.0 for an H100. 0 is not
+    known."""
     peak_tflops: dict[str, float] = mapping(
         maximum=10, example="{bf16: 312}", values=Range(above=0, maximum=10**6)
     )
@@ -276,21 +286,21 @@ class DeviceConfig:
 class HostConfig:
     """One machine."""
 
-    name: str = "localhost"
-    """What the hostfile calls it."""
+    name: str = ""
+    """What the hostfile calls it, one word; default: ``address``."""
     address: str | None = None
-    """Where the other hosts reach it; default: ``name``."""
+    """Where the other hosts reach it: a DNS name, IPv4 or IPv6; default: ``name``."""
     ssh_port: int = number(22, minimum=1, maximum=65535)
     """Where its sshd listens."""
-    user: str | None = None
+    user: str | None = text(None, _USER)
     """Who logs in there; default: whoever starts the run."""
-    identity_file: str | None = None
+    identity_file: str | None = text(None, _IDENTITY_FILE)
     """The private key for it, on this machine; default: what ssh takes."""
     slots: int = number(1, minimum=1, maximum=1024)
     """Ranks on this host, one a device."""
     device: str = ""
     """A key of ``hardware.devices``."""
-    interface: str | None = None
+    interface: str | None = text(None, _INTERFACE)
     """Network interface towards the other hosts (NCCL/GLOO_SOCKET_IFNAME)."""
     memory_gib: float | None = number(None, above=0, maximum=10**6, example=512)
     """Host RAM, for the offload plan."""
@@ -310,9 +320,9 @@ class HardwareConfig:
     """The device type of every host that does not name its own (needed with a hostfile)."""
     ssh_port: int = number(22, minimum=1, maximum=65535)
     """Default ssh port of hosts read from a hostfile."""
-    user: str | None = None
+    user: str | None = text(None, _USER)
     """Default ssh user of hosts read from a hostfile."""
-    interface: str | None = None
+    interface: str | None = text(None, _INTERFACE)
     """Default interface of hosts read from a hostfile."""
     slots: int | None = number(None, minimum=1, maximum=1024, example=4)
     """Use only so many devices of each host."""

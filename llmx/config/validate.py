@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from llmx.config.build import experiment_from_dict, to_dict
 from llmx.config.data_rules import data_problems
+from llmx.config.hardware_rules import hardware_problems, used_devices
 from llmx.config.model_rules import model_config_problems
 from llmx.config.schema import Experiment
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import ConfigError
 
 MAX_RANKS = 16384
 
@@ -29,7 +30,7 @@ def validate(
     exp = experiment_from_dict(to_dict(exp))
     problems = [
         *problems,
-        *_hardware(exp),
+        *hardware_problems(exp),
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
         *data_problems(exp),
@@ -43,40 +44,7 @@ def validate(
 
 
 def _accelerators(exp: Experiment) -> set[str]:
-    devices = exp.hardware.devices
-    return {devices[h.device].accelerator for h in exp.hardware.hosts if h.device in devices}
-
-
-def _hardware(exp: Experiment) -> Iterator[str]:
-    hardware = exp.hardware
-    if not hardware.hosts:
-        yield "hardware.hosts is empty: a run needs a host. Choose hardware=local or list hosts."
-    seen: set[str] = set()
-    for index, host in enumerate(hardware.hosts):
-        where = f"hardware.hosts[{index}] ({host.name})"
-        if host.name in seen:
-            yield f"{where}: listed twice. A host appears once, with all its slots."
-        seen.add(host.name)
-        if ":" in host.name or " " in host.name or not host.name:
-            yield f"{where}: a host name has no colon or space; the port goes into ssh_port."
-        if not host.device:
-            yield (
-                f"{where}: no device type. Set device, or hardware.device=NAME; known: "
-                f"{', '.join(hardware.devices)}."
-            )
-        elif host.device not in hardware.devices:
-            yield (
-                f"{where}: device {host.device!r} is not known."
-                f"{did_you_mean(host.device, hardware.devices)} Known: "
-                f"{', '.join(hardware.devices)}; or describe it under hardware.devices."
-            )
-        if hardware.slots is not None and hardware.slots > host.slots:
-            yield (
-                f"hardware.slots={hardware.slots}, but {host.name} has {host.slots} "
-                f"{host.device}. Use at most {host.slots}."
-            )
-    if len(_accelerators(exp)) > 1:
-        yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
+    return {device.accelerator for device in used_devices(exp).values()}
 
 
 def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str]:

@@ -60,6 +60,7 @@ _SECRET_VALUE = re.compile(
 )
 _NOT_SECRET = frozenset({"LLMX_RUN_TOKEN", "TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ONE_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*")
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 """What DeepSpeed passes on without adding double quotes."""
 
@@ -86,8 +87,11 @@ def check_config_env(env: Mapping[str, str], *, key: str) -> list[str]:
             )
         elif name in RESERVED:
             problems.append(f"{where}: set by the launch itself; remove it{_instead(name)}.")
-        elif "\n" in value or "\0" in value:
-            problems.append(f"{where}: has more than one line; one line is all that travels.")
+        elif not _ONE_LINE.fullmatch(value):
+            problems.append(
+                f"{where}: has a line break or another control character; one line of text is all "
+                "that travels to other hosts."
+            )
     return problems
 
 
@@ -113,7 +117,11 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
     env = {
         name: value
         for name, value in spec.environ.items()
-        if _is_copied(name) and value and "\n" not in value and not is_secret(name, value)
+        if _is_copied(name)
+        and value
+        and _NAME.fullmatch(name)
+        and _ONE_LINE.fullmatch(value)
+        and not is_secret(name, value)
     }
     env.setdefault("OMP_NUM_THREADS", str(_threads(spec)))
     env["PATH"] = _prepended(str(Path(spec.python).parent), env.get("PATH", "/usr/bin:/bin"))
@@ -152,6 +160,11 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool) -> str:
     """
     lines: list[str] = []
     for name, value in env.items():
+        if not _NAME.fullmatch(name) or not _ONE_LINE.fullmatch(value):
+            raise ConfigError(
+                f"{name[:60]!r}: its value has a line break or another control character, or its "
+                "name is not one; it cannot travel to other hosts. Unset it, or change it."
+            )
         if not _PLAIN.fullmatch(value):
             if not shell:
                 raise ConfigError(

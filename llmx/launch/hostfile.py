@@ -14,10 +14,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from llmx.config.addresses import alias, ipv6, name_problem
+from llmx.config.build import shown
 from llmx.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_IGNORED = re.compile(r"max[_-]slots=\d+")
+MAX_SLOTS = 1024
+"""Of one host, as in the schema."""
+MAX_PROBLEMS = 20
+"""Lines named in one message."""
+_IGNORED = re.compile(r"max[_-]slots=[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -26,26 +31,22 @@ class HostSlots:
 
     name: str
     slots: int
+    address: str | None = None
+    """Where the line has an IPv6 address instead of a name; ``name`` is made of it then."""
 
 
 def render_hostfile(hosts: Iterable[HostSlots]) -> str:
-    """The text of a hostfile that DeepSpeed and OpenMPI read alike."""
+    """The text of a hostfile that DeepSpeed and OpenMPI read alike.
+
+    Raises ConfigError for a name that would be read as something else.
+    """
+    hosts = tuple(hosts)
+    for host in hosts:
+        problem = name_problem(host.name)
+        if problem or host.slots < 1:
+            problem = problem or "a host has at least one slot"
+            raise ConfigError(f"host {shown(host.name)} slots={host.slots}: {problem}.")
     return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
-
-
-def check_host_name(name: str) -> str | None:
-    """Why ``name`` cannot stand in a hostfile, with the fix; None where it can."""
-    if "@" in name:
-        user, _, rest = name.partition("@")
-        return f'a user does not belong here; write "{rest}" and set hardware.user={user}'
-    if ":" in name and not name.startswith("["):
-        host, _, port = name.partition(":")
-        return f'a port does not belong here; write "{host}" and set hardware.ssh_port={port}'
-    if "[" in name or "," in name:
-        return "ranges and lists are not expanded; write one host a line"
-    if not _NAME.fullmatch(name):
-        return "a host name has letters, digits, dots, hyphens and underscores only"
-    return None
 
 
 def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostSlots, ...]:
@@ -53,23 +54,28 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostSlots, .
     hosts: list[HostSlots] = []
     first_line: dict[str, int] = {}
     problems: list[str] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         words = line.split("#", 1)[0].strip()
         if not words:
             continue
         entry, problem = _parse_line(words)
         if entry is not None and entry.name in first_line:
             problem = (
-                f'host "{entry.name}" stands already in line {first_line[entry.name]}; '
-                "write each host once, with all its slots"
+                f'host "{entry.address or entry.name}" stands already in line '
+                f"{first_line[entry.name]}; write each host once, with all its slots"
             )
         if problem is not None or entry is None:
-            problems.append(f"{source}:{number}: {line.strip()!r}: {problem}.")
+            problems.append(f"{source}:{number}: {shown(line.strip())}: {problem}.")
             continue
         first_line[entry.name] = number
         hosts.append(entry)
     if not hosts and not problems:
         problems.append(f"{source}: no host in it; write one line a host: worker-0 slots=2")
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS:] = [
+            f"{source}: and {len(problems) - MAX_PROBLEMS} more lines that are no host. Is it a "
+            "hostfile?"
+        ]
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(hosts)
@@ -80,19 +86,22 @@ def _parse_line(words: str) -> tuple[HostSlots | None, str | None]:
     if words.startswith(("//", ";", "--")):
         return None, "a comment begins with #"
     name, *rest = words.split()
-    name_problem = check_host_name(name)
-    if name_problem:
-        return None, name_problem
+    address = ipv6(name)
+    problem = None if address else name_problem(name)
+    if problem:
+        return None, problem
     joined = " ".join(part for part in rest if not _IGNORED.fullmatch(part))
     if not joined:
         return None, f'the number of ranks is missing; write "{name} slots=2"'
-    match = re.fullmatch(r"slots=(\d+)", joined)
+    match = re.fullmatch(r"slots=([0-9]+)", joined)
     if not match:
-        spaced = re.fullmatch(r"slots\s*=\s*(\d+)", joined)
+        spaced = re.fullmatch(r"slots\s*=\s*([0-9]+)", joined)
         if spaced:
             return None, f'no spaces around "="; write "{name} slots={spaced[1]}"'
         return None, f'expected "slots=N" after the name; write "{name} slots=2"'
-    slots = int(match[1])
-    if slots < 1:
+    digits = match[1].lstrip("0")
+    if not digits:
         return None, "a host has at least one slot; give it slots=1 or more, or remove the line"
-    return HostSlots(name, slots), None
+    if len(digits) > 9 or int(digits) > MAX_SLOTS:
+        return None, f"a host has at most {MAX_SLOTS} slots, one for each device"
+    return HostSlots(alias(name), int(digits), address), None

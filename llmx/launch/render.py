@@ -12,10 +12,11 @@ import shutil
 import sys
 from collections.abc import Mapping
 
+from llmx.config.addresses import name_problem
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.environment import check_config_env, launcher_env, rank_env
-from llmx.launch.hostfile import HostSlots, check_host_name, render_hostfile
+from llmx.launch.hostfile import HostSlots, render_hostfile
 from llmx.launch.record import run_id
 from llmx.launch.spec import LaunchSpec, make_spec
 from llmx.launch.ssh import render_ssh_config
@@ -37,7 +38,7 @@ def check(exp: Experiment, plan: Plan) -> None:
     problems += check_config_env(exp.launch.env, key="launch.env")
     seen: set[str] = set()
     for host in plan.hosts:
-        problem = check_host_name(host.name)
+        problem = name_problem(host.name)
         if problem:
             problems.append(f"host {host.name!r}: {problem}.")
         if host.slots < 1:

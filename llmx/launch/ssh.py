@@ -8,10 +8,14 @@ every ssh of a run (pdsh's, mpirun's, rsync's, the agents') reads ``RUN_DIR/ssh_
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from llmx.config.addresses import PATH, USER, address_problem, name_problem
+from llmx.config.build import shown
+from llmx.errors import ConfigError
 from llmx.plan.types import HostPlan
 
 CONNECT_TIMEOUT_S = 10
@@ -24,9 +28,13 @@ def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
 
     ssh takes the *first* value it finds for a key, so what stands here wins and a jump host
     or a cipher of ``~/.ssh/config`` still applies.
+
+    Raises ConfigError for a value that ssh would read as more than that value, whatever has
+    checked it before: a line break in an address would be a ``ProxyCommand`` of its own.
     """
     blocks = ["# Written by llmx for this run. Log in with: ssh -F THIS_FILE HOST\n"]
     for host in hosts:
+        _check(host)
         lines = [f"Host {host.name}"]
         # What the config leaves at its default is left to the user's own settings.
         if host.address != host.name:
@@ -36,7 +44,7 @@ def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
         if host.user:
             lines.append(f"    User {host.user}")
         if host.identity_file:
-            lines.append(f"    IdentityFile {_quoted(host.identity_file)}")
+            lines.append(f"    IdentityFile {_path(host.identity_file)}")
             lines.append("    IdentitiesOnly yes")
         blocks.append("\n".join(lines) + "\n")
     blocks.append(
@@ -68,5 +76,25 @@ def ssh_argv(ssh_config: Path, host: str, remote: list[str]) -> list[str]:
     return ["ssh", "-F", str(ssh_config), host, shlex.join(remote)]
 
 
-def _quoted(path: str) -> str:
-    return f'"{path}"' if " " in path else path
+def _check(host: HostPlan) -> None:
+    problems = [
+        ("name", host.name, name_problem(host.name)),
+        ("address", host.address, address_problem(host.address)),
+        ("user", host.user, None if re.fullmatch(USER, host.user or "x") else "it is no user"),
+        (
+            "identity_file",
+            host.identity_file,
+            None
+            if re.fullmatch(PATH, host.identity_file or "") and "${" not in str(host.identity_file)
+            else "it is no plain path",
+        ),
+    ]
+    for key, value, problem in problems:
+        if problem:
+            raise ConfigError(f"host {shown(host.name)}: {key}={shown(value)}: {problem}.")
+
+
+def _path(path: str) -> str:
+    """As one word that ssh reads as this path: it expands ``%h`` and takes ``#`` for a comment."""
+    path = path.replace("%", "%%")
+    return path if re.fullmatch(r"[\w@%+=:,./~-]+", path, re.ASCII) else f'"{path}"'

@@ -27,16 +27,28 @@ def choose_precision(
                 )
         return wanted, "set by precision="
     best = _best(hosts_by_device, devices)
-    if best == "fp32":
+    if any(devices[name].accelerator == "cpu" for name in hosts_by_device):
         return best, "CPU ranks compute fp32 fastest and exactly"
-    lacking = [
-        f"{name} ({', '.join(hosts)})"
-        for name, hosts in hosts_by_device.items()
-        if "bf16" not in devices[name].precisions
-    ]
+    if best == "fp32":
+        lacking = _without(("bf16", "fp16"), hosts_by_device, devices)
+        return best, f"{lacking} computes neither bf16 nor fp16"
     if best == "fp16":
-        return best, f"{' and '.join(lacking)} has no bf16"
+        return best, f"{_without(('bf16',), hosts_by_device, devices)} has no bf16"
     return best, "every device supports it"
+
+
+def _without(
+    precisions: tuple[str, ...],
+    hosts_by_device: Mapping[str, list[str]],
+    devices: Mapping[str, DeviceConfig],
+) -> str:
+    """The device types that have none of ``precisions``, with their hosts; where each has one, but
+    not the same one, all of them."""
+    named = {name: f"{name} ({', '.join(hosts)})" for name, hosts in hosts_by_device.items()}
+    lacking = [
+        text for name, text in named.items() if not set(precisions) & set(devices[name].precisions)
+    ]
+    return " and ".join(lacking or named.values())
 
 
 def _best(hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]) -> str:

@@ -7,9 +7,9 @@ import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from llmx.compose import resolve_hardware
 from llmx.config import Experiment, to_dict
 from llmx.errors import ConfigError
+from llmx.hardware import resolve_hardware
 from llmx.plan.types import Plan
 from llmx.recompose import Words, apply
 from llmx.resume.rules import Change, changes, shown

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from llmx.compose import Composed, plan_experiment, resolve_hardware
+from llmx.compose import Composed, plan_experiment
 from llmx.config import Experiment, to_dict
 from llmx.errors import ConfigError
+from llmx.hardware import resolve_hardware
 from llmx.plan.types import Plan
 from llmx.recompose import Words, apply, group_of
 from llmx.resume.rules import Change, changes, refuse

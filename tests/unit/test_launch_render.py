@@ -6,26 +6,30 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.config import experiment_from_dict
+from llmx.config.addresses import address_problem
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.environment import is_secret, launcher_env, rank_env, render_ds_env
 from llmx.launch.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.render import check, check_programs, render_argv, rendered_files, runner_env
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.ssh import render_ssh_config
 from llmx.launch.transports import TRANSPORTS, transport_of
 from llmx.plan import make_plan
-from llmx.plan.types import Plan
+from llmx.plan.types import HostPlan, Plan
 from llmx.rundir import RunDir
 
 ENVIRON = {
@@ -134,6 +138,66 @@ _NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
 def test_hostfile_round_trip(slots: dict[str, int]) -> None:
     hosts = tuple(HostSlots(name, count) for name, count in slots.items())
     assert parse_hostfile(render_hostfile(hosts)) == hosts
+
+
+def _plan_hosts() -> st.SearchStrategy[HostPlan]:
+    """Whatever the rules of the hardware let through."""
+    words = st.from_regex(r"[A-Za-z0-9_]([A-Za-z0-9_.@+-]{0,20})", fullmatch=True)
+    paths = st.text(
+        st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="\"'\\"),
+        min_size=1,
+        max_size=30,
+    ).map(lambda text: f"/keys/my {text}")
+    addresses = st.one_of(
+        st.ip_addresses(v=4).map(str), st.ip_addresses(v=6).map(str), _NAMES
+    ).filter(lambda text: address_problem(text) is None)
+    return st.builds(
+        HostPlan,
+        name=_NAMES,
+        address=addresses,
+        ssh_port=st.integers(1, 65535),
+        user=words.filter(lambda text: text.isascii()),
+        identity_file=paths.filter(lambda text: "${" not in text),
+        slots=st.integers(1, 8),
+        device=st.just("a100"),
+        interface=st.none(),
+        is_local=st.just(False),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(_plan_hosts())
+def test_ssh_reads_what_was_written(host: HostPlan) -> None:
+    """The real ssh says what it makes of the file: these values, and no command of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = Path(directory) / "config"
+        ours = render_ssh_config([host]).split("Include ")[0]
+        config.write_text(ours, encoding="utf-8")
+        done = subprocess.run(
+            ["ssh", "-G", "-F", config, host.name], capture_output=True, text=True, check=True
+        )
+    read = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert read["hostname"] == host.address.lower()
+    assert (read["port"], read["user"]) == (str(host.ssh_port), host.user)
+    assert read["identityfile"].replace("%%", "%") == host.identity_file
+    assert read.get("proxycommand", "none") == "none"
+
+
+@given(st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]*", fullmatch=True), st.text(max_size=30)))
+def test_what_ds_env_holds_is_one_line_a_variable(env: dict[str, str]) -> None:
+    """Read back as the shell of the other host does, or refused."""
+    try:
+        text = render_ds_env(env, shell=True)
+    except ConfigError:
+        return
+    lines = text.split("\n")[:-1]
+    assert [line.split("=", 1)[0] for line in lines] == list(env)
+    for line, value in zip(lines, env.values(), strict=True):
+        read = line.split("=", 1)[1].replace("%%", "%")
+        if re.fullmatch(r"[\w@%+=:,./-]*", value, re.ASCII) is None:
+            assert shlex.split(f'"{read}"') == [value] or "!" in value
+        else:
+            assert read == value
 
 
 def test_hostfile_of_a_user() -> None:

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import shlex
 
+from llmx.config.addresses import name_problem
+from llmx.config.build import shown
 from llmx.config.schema import Experiment
+from llmx.errors import ConfigError
 from llmx.launch.environment import render_ds_env
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports.base import deepspeed_argv
@@ -112,4 +115,8 @@ def _to_steps(spec: LaunchSpec, *words: str) -> list[str]:
 def render_slurm_hosts(spec: LaunchSpec) -> str:
     """One line a rank, in rank order: what ``--distribution=arbitrary`` reads."""
     hosts = spec.plan.hosts
+    for host in hosts:
+        problem = name_problem(host.name)
+        if problem:
+            raise ConfigError(f"host {shown(host.name)}: {problem}.")
     return "".join(f"{hosts[rank.host].name}\n" for rank in spec.plan.ranks)

@@ -1,0 +1,156 @@
+"""The rules of the hardware: hosts, their addresses, and what is in them. Pure.
+
+``python -m llmx plan hardware=...`` applies them. What a single field takes stands beside it in
+``llmx.config.schema``; here is what holds between fields and hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmx.config.addresses import (
+    address_problem,
+    canonical,
+    is_loopback,
+    name_problem,
+)
+from llmx.config.build import shown
+from llmx.config.schema import DeviceConfig, Experiment, HardwareConfig, HostConfig
+from llmx.errors import did_you_mean
+
+LEAST_BF16 = 8.0
+"""Compute capability from which an NVIDIA GPU computes bf16; older ones emulate it, slowly."""
+LEAST_FLASH = 8.0
+"""Compute capability from which flash-attention 2 has kernels."""
+
+
+def native_precisions(compute_capability: float) -> list[str]:
+    """What an NVIDIA GPU of this compute capability computes without emulation."""
+    bf16 = compute_capability >= LEAST_BF16
+    return ["fp32", "bf16", "fp16"] if bf16 else ["fp32", "fp16"]
+
+
+def hardware_problems(exp: Experiment) -> Iterator[str]:
+    """Every broken rule: value, rule and fix."""
+    hardware = exp.hardware
+    if not hardware.hosts:
+        yield "hardware.hosts is empty: a run needs a host. Choose hardware=local or list hosts."
+    yield from _hosts(hardware)
+    yield from _master(hardware)
+    for name in dict.fromkeys(host.device for host in hardware.hosts):
+        if name in hardware.devices:
+            yield from _device(name, hardware.devices[name])
+    if len({device.accelerator for device in used_devices(exp).values()}) > 1:
+        yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
+    yield from _kernels(exp)
+
+
+def used_devices(exp: Experiment) -> dict[str, DeviceConfig]:
+    """The device types of the hosts, by name, as far as they are described."""
+    hardware = exp.hardware
+    names = dict.fromkeys(host.device for host in hardware.hosts)
+    return {name: hardware.devices[name] for name in names if name in hardware.devices}
+
+
+def _hosts(hardware: HardwareConfig) -> Iterator[str]:
+    names: dict[str, str] = {}
+    addresses: dict[tuple[str, int], str] = {}
+    for index, host in enumerate(hardware.hosts):
+        where = f"hardware.hosts[{index}]" + (f" ({shown(host.name)})" if host.name else "")
+        yield from _names(host, where, several=len(hardware.hosts) > 1)
+        first = names.setdefault(host.name.lower(), where)
+        if host.name and first is not where:
+            yield f"{where}: {first} has this name, too. Name a host once, with all its slots."
+        place = (canonical(host.address or host.name), host.ssh_port)
+        before = addresses.setdefault(place, where)
+        if host.name and before is not where and first is where:
+            yield (
+                f"{where}: address={place[0]} with ssh_port={place[1]} is {before}. A host stands "
+                "in the list once, with all its slots."
+            )
+        yield from _slots_and_device(host, where, hardware)
+
+
+def _names(host: HostConfig, where: str, *, several: bool) -> Iterator[str]:
+    if not host.name:
+        yield f"{where}: no name and no address. Write e.g. {{name: node-a, address: 10.0.0.1}}."
+        return
+    problem = name_problem(host.name, keys="its ")
+    if problem:
+        yield f"{where}: name={shown(host.name)}: {problem}."
+    wrong = address_problem(host.address) if host.address is not None else None
+    if wrong:
+        yield f"{where}: address={shown(host.address)}: {wrong}."
+    if several and (is_loopback(host.name) or is_loopback(host.address or "")):
+        yield (
+            f"{where}: other hosts cannot reach this one as {shown(host.address or host.name)}. "
+            "Write the name and address by which they do, e.g. {name: gpu-1, address: 10.0.0.1}, "
+            "also for the machine where you type."
+        )
+
+
+def _slots_and_device(host: HostConfig, where: str, hardware: HardwareConfig) -> Iterator[str]:
+    known = ", ".join(hardware.devices)
+    if not host.device:
+        yield f"{where}: no device type. Set device, or hardware.device=NAME; known: {known}."
+    elif host.device not in hardware.devices:
+        yield (
+            f"{where}: device={shown(host.device)} is not known."
+            f"{did_you_mean(host.device[:100], hardware.devices)} Known: {known}; or describe it "
+            "under hardware.devices."
+        )
+    if hardware.slots is not None and hardware.slots > host.slots:
+        yield (
+            f"hardware.slots={hardware.slots}, but {shown(host.name)} has {host.slots} "
+            f"{shown(host.device)}. Use at most {host.slots}."
+        )
+
+
+def _master(hardware: HardwareConfig) -> Iterator[str]:
+    address = hardware.master_addr
+    if address is None:
+        return
+    problem = address_problem(address, port_key="launch.master_port")
+    if problem:
+        yield f"hardware.master_addr={shown(address)}: {problem}."
+    elif len(hardware.hosts) > 1 and is_loopback(address):
+        yield (
+            f"hardware.master_addr={shown(address)}: other hosts cannot reach rank 0 there. Set it "
+            "to the address of the first host in their network, or leave it out."
+        )
+
+
+def _device(name: str, device: DeviceConfig) -> Iterator[str]:
+    where = f"hardware.devices.{shown(name)}"
+    if not device.precisions:
+        yield (
+            f"{where}: precisions is empty, so nothing says what it can compute. Set "
+            "compute_capability (`nvidia-smi --query-gpu=compute_cap --format=csv` prints it), or "
+            "e.g. precisions: [fp32, bf16, fp16]."
+        )
+    old = 0 < device.compute_capability < LEAST_BF16
+    if old and "bf16" in device.precisions:
+        yield (
+            f"{where}: precisions has bf16, but compute_capability={device.compute_capability:g} "
+            f"emulates it; GPUs compute it from {LEAST_BF16:g} on. Write precisions: [fp32, fp16]."
+        )
+    if device.accelerator == "cpu" and device.compute_capability:
+        yield f"{where}: compute_capability is for accelerator: cuda. Leave it out."
+
+
+def _kernels(exp: Experiment) -> Iterator[str]:
+    """What needs kernels that a device lacks."""
+    used = used_devices(exp)
+    if exp.model.attention == "flash_attention_2":
+        for name, device in used.items():
+            if 0 < device.compute_capability < LEAST_FLASH:
+                yield (
+                    f"model.attention=flash_attention_2: {shown(name)} "
+                    f"({', '.join(_on(exp, name))}) has compute capability "
+                    f"{device.compute_capability:g}, and its kernels need {LEAST_FLASH:g}. Use "
+                    "model.attention=auto or sdpa."
+                )
+
+
+def _on(exp: Experiment, device: str) -> list[str]:
+    return [host.name for host in exp.hardware.hosts if host.device == device]

@@ -1,0 +1,283 @@
+"""Hardware files: what is understood, and what is refused with the value, the rule and the fix."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+
+from llmx.compose import Composed, compose
+from llmx.config.addresses import address_problem, alias, bare, canonical
+from llmx.errors import ConfigError
+from llmx.launch.render import rendered_files
+from llmx.launch.spec import make_spec
+from llmx.rundir import RunDir
+from tests.composing import composed, values
+
+
+@functools.cache
+def _composition(*overrides: str) -> dict[str, Any]:
+    return values(["hardware=a100x2_v100x2", *overrides])
+
+
+def composition(*overrides: str) -> dict[str, Any]:
+    """The values of a config on two hosts, to be changed."""
+    return copy.deepcopy(_composition(*overrides))
+
+
+A100 = {"device": "a100_80g", "slots": 2}
+
+
+def hardware(*hosts: dict[str, Any], overrides: list[str] | None = None, **more: Any) -> Composed:
+    """Composed on these hosts."""
+    given = composition(*(overrides or []))
+    given["hardware"] |= {"hosts": [{**A100, **host} for host in hosts], **more}
+    return compose(given)
+
+
+TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"})
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ({"address": "10.0.0.3:2222"}, r"write 10.0.0.3 and ssh_port: 2222"),
+        ({"address": "[fd00::3]:2222"}, r"write fd00::3 and ssh_port: 2222"),
+        ({"address": "gpu-3:2222"}, r"write gpu-3 and ssh_port: 2222"),
+        ({"address": "ada@10.0.0.3"}, r"write 10.0.0.3 and user: ada"),
+        ({"address": "10.0.0.3 10.0.0.4"}, "an address is one word"),
+        ({"address": "10.0.0.3\n    ProxyCommand x"}, r"hosts\[2\].address=.*must be text on one"),
+        ({"address": "ssh://10.0.0.3"}, "no URL"),
+        ({"address": "10.0.0.0/24"}, "no network"),
+        ({"address": "10.0.0.300"}, "no IPv4 address"),
+        ({"address": "fd00::x"}, "no IPv6 address"),
+        ({"address": "[fd00::3"}, "no IPv6 address"),
+        ({"address": "fe80::1%eth0"}, "a zone"),
+        ({"address": "0.0.0.0"}, "not the address of one host"),
+        ({"address": "::"}, "not the address of one host"),
+        ({"address": "-oProxyCommand=x"}, "a DNS name has letters"),
+        ({"address": ""}, "the address is empty"),
+        ({"name": "c:22"}, "ssh_port=22"),
+        ({"name": "ada@c"}, "its user=ada"),
+        ({"name": "c d"}, "letters, digits, dots"),
+        ({"name": "node[1-3]"}, "one host a line"),
+        ({"name": "", "address": None}, "no name and no address"),
+        ({"name": "b"}, r"hosts\[1\] \(b\) has this name, too"),
+        ({"name": "B"}, r"hosts\[1\] \(b\) has this name, too"),
+        ({"address": "10.0.0.2"}, r"address=10.0.0.2 with ssh_port=22 is hardware.hosts\[1\]"),
+        ({"name": "10.0.0.2", "address": None}, r"is hardware.hosts\[1\] \(b\)"),
+        ({"name": "localhost", "address": None}, "other hosts cannot reach this one as localhost"),
+        ({"address": "127.0.0.1"}, "other hosts cannot reach this one as 127.0.0.1"),
+        ({"address": "::1"}, "other hosts cannot reach this one as ::1"),
+        ({"user": "ada\nProxyCommand x"}, r"hosts\[2\].user=.*must"),
+        ({"user": "ada lovelace"}, "must be the name of a user"),
+        ({"user": "-l"}, "must be the name of a user"),
+        ({"identity_file": 'a"b'}, "a path without quotes"),
+        ({"interface": "eth0,eth1"}, "must be one network interface"),
+        ({"interface": "eth0 ib0"}, "must be one network interface"),
+        ({"device": "a100_80gb"}, 'Did you mean "a100_80g"'),
+        ({"device": ""}, "no device type"),
+    ],
+)
+def test_a_host_that_cannot_be(host: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        hardware(*TWO, {"name": "c", "address": "10.0.0.3", **host})
+    assert "\n    ProxyCommand" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("10.0.0.1:29500", "write 10.0.0.1 and launch.master_port: 29500"),
+        ("ada@10.0.0.1", "write 10.0.0.1 and user: ada"),
+        ("127.0.0.1", "other hosts cannot reach rank 0 there"),
+        ("a b", "one word"),
+    ],
+)
+def test_a_master_that_cannot_be(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hardware(*TWO, master_addr=given)
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "message"),
+    [
+        ("hosts", {"a": {"slots": 2}}, "hardware.hosts=.*must be a list"),
+        ("hosts", ["a"], r"hardware.hosts\[0\]=a: must be a mapping"),
+        ("env", ["A=1"], "hardware.env=.*must be a mapping"),
+        ("env", {"A": "1\nB=2"}, "hardware.env.A=.*must be text on one line"),
+        ("devices", ["a"], "hardware.devices=.*must be a mapping"),
+    ],
+)
+def test_a_value_of_another_type(key: str, given: Any, message: str) -> None:
+    changed = composition()
+    changed["hardware"][key] = given
+    with pytest.raises(ConfigError, match=message):
+        compose(changed)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        hardware({"name": "a:1"}, {"name": "b", "address": "x@y"}, {"name": "c", "device": "no"})
+    assert [line.split(" ")[0] for line in str(caught.value).splitlines()] == [
+        f"hardware.hosts[{index}]" for index in range(3)
+    ]
+
+
+def test_a_host_has_a_name_or_an_address() -> None:
+    hosts = hardware({"address": "gpu-1.lab"}, {"name": "b"}).experiment.hardware.hosts
+    assert [(host.name, host.address) for host in hosts] == [
+        ("gpu-1.lab", "gpu-1.lab"),
+        ("b", None),
+    ]
+
+
+def test_one_host_without_a_name_is_not_this_machine() -> None:
+    """Once it was: the name's default was localhost."""
+    (host,) = hardware({"address": "10.0.0.9"}).plan.hosts
+    assert (host.name, host.is_local) == ("10.0.0.9", False)
+
+
+def test_containers_behind_one_address() -> None:
+    """Hosts that differ in their ssh port alone are two: containers in their host's network."""
+    one = {"name": "a", "address": "10.0.0.1", "ssh_port": 2201}
+    assert len(hardware(one, {**one, "name": "b", "ssh_port": 2202}).plan.hosts) == 2
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "[fd00::1]", "FD00:0:0::1"])
+@pytest.mark.parametrize("key", ["address", "name"])
+def test_ipv6(address: str, key: str) -> None:
+    """Understood bare and in brackets, as an address and as a name; bare where it is rendered."""
+    names = {"name": "a", "address": address} if key == "address" else {"name": address}
+    done = hardware(names, {"name": "b", "address": "[fd00::2]"}, master_addr=None)
+    name = "a" if key == "address" else "ipv6-fd00--1"
+    assert [(host.name, host.address) for host in done.plan.hosts] == [
+        (name, "fd00::1"),
+        ("b", "fd00::2"),
+    ]
+    assert done.plan.master_addr == "fd00::1"
+    spec = make_spec(done.experiment, done.plan, RunDir("/runs/test"), port=29500, token="t")
+    files = rendered_files(spec)
+    assert files["hostfile"] == f"{name} slots=2\nb slots=2\n"
+    assert f"Host {name}\n    HostName fd00::1\n" in files["ssh_config"]
+    assert "MASTER_ADDR=fd00::1\n" in files["ds_env"]
+    assert "--master_addr=fd00::1 " in files["command.txt"]
+
+
+def test_ipv6_in_a_hostfile(tmp_path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("\ufefffd00::1 slots=2\n[fd00::2] slots=2\n", encoding="utf-8")
+    words = ["hardware=hostfile", f"hardware.path={path}", "hardware.device=a100_80g"]
+    hosts = composed(words).experiment.hardware.hosts
+    assert [(host.name, host.address) for host in hosts] == [
+        ("ipv6-fd00--1", "fd00::1"),
+        ("ipv6-fd00--2", "fd00::2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bytes(range(256)), "line 2 .*is no hostfile"),
+        (b"a slots=2\n\xff\xfe\n", "line 2 is not text"),
+        (b"a slots=2\n\0\0\n", "line 2 has a zero byte"),
+        ("a slots=2\n".encode("utf-16"), "UTF-16. Save it as UTF-8"),
+        (b"x" * 2_000_000, "over 1 MiB"),
+        (b"a slots=" + b"9" * 5000, "at most 1024 slots"),
+        ("a slots=٢".encode(), "expected \"slots=N\""),
+        (b"a slots=2\nfd00::1:22:33::1 slots=2", "a name has no colon"),
+        (b"[fd00::1] slots=2\nfd00:0::1 slots=2", "stands already in line 1"),
+        (b"? slots=2\n" * 5000, "and 4980 more lines that are no host"),
+        (b"", "no host in it"),
+    ],
+)  # fmt: skip
+def test_a_hostfile_that_is_none(content: bytes, message: str, tmp_path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_bytes(content)
+    words = ["hardware=hostfile", f"hardware.path={path}", "hardware.device=a100_80g"]
+    with pytest.raises(ConfigError, match=message) as caught:
+        composed(words)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 8000
+
+
+@pytest.mark.parametrize("path", ["/", "/dev/null/x", "/nowhere", "/dev/zero"])
+def test_a_hostfile_that_cannot_be_read(path: str) -> None:
+    words = ["hardware=hostfile", f"hardware.path={path}", "hardware.device=a100_80g"]
+    with pytest.raises(ConfigError, match=f"hardware.path={path}: no such file"):
+        composed(words)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ({"memory_gib": 16}, "precisions is empty, so nothing says what it can compute"),
+        ({"memory_gib": -16, "precisions": ["fp16"]}, r"memory_gib=-16.*must be from 0"),
+        ({"precisions": ["int8"]}, r"precisions\[0\]=int8: must be one of fp32, bf16, fp16"),
+        ({"precisions": ["fp16", "fp16"]}, "has fp16 twice"),
+        ({"precisions": ["bf16"], "compute_capability": 7.0}, "compute_capability=7 emulates it"),
+        ({"precisions": ["fp32"], "accelerator": "cpu", "compute_capability": 8}, "Leave it out"),
+    ],
+)
+def test_a_device_that_cannot_be(device: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hardware(*({**host, "device": "mine"} for host in TWO), devices={"mine": device})
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"), [(7.0, "fp16"), (8.0, "bf16"), (9.0, "bf16"), (12.0, "bf16")]
+)
+def test_precisions_follow_from_the_compute_capability(capability: float, precision: str) -> None:
+    devices = {"mine": {"memory_gib": 32, "compute_capability": capability}}
+    done = hardware(*({**host, "device": "mine"} for host in TWO), devices=devices)
+    assert done.plan.precision == precision
+    assert precision in done.experiment.hardware.devices["mine"].precisions
+
+
+def test_fp32_on_a_gpu_is_not_because_of_a_cpu() -> None:
+    devices = {"old": {"memory_gib": 12, "precisions": ["fp32"]}}
+    done = hardware(*({**host, "device": "old"} for host in TWO), devices=devices)
+    assert done.plan.precision_reason == "old (a, b) computes neither bf16 nor fp16"
+
+
+def test_flash_attention_on_a_device_without_its_kernels() -> None:
+    flash = ["model.attention=flash_attention_2"]
+    with pytest.raises(ConfigError, match=r"v100_32g \(b\) has compute capability 7, and its ker"):
+        hardware(TWO[0], {**TWO[1], "device": "v100_32g"}, overrides=flash)
+    assert hardware(*TWO, overrides=flash).plan.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[FD00:0::1]"), ("Node-A.lab.", "node-a.LAB")],
+)
+def test_one_address_in_two_spellings(one: str, other: str) -> None:
+    assert canonical(one) == canonical(other)
+    assert address_problem(one) is address_problem(other) is None
+
+
+def test_names_made_of_addresses() -> None:
+    assert alias("10.0.0.1") == "10.0.0.1"
+    assert alias("::1") == "ipv6---1"
+    assert bare("[::1]") == "::1"
+    assert bare("gpu-1") == "gpu-1"
+
+
+def test_a_plan_that_was_tampered_with_is_not_rendered() -> None:
+    """Rendering refuses by itself what would be read as more than a value."""
+    done = hardware(*TWO)
+    for key, value in {
+        "name": "a\nHost *",
+        "address": "10.0.0.1\n    ProxyCommand touch /tmp/x",
+        "user": "ada\n    ProxyCommand x",
+        "identity_file": 'k"\n    ProxyCommand x',
+    }.items():
+        bad = dataclasses.replace(done.plan.hosts[0], **{key: value})
+        plan = dataclasses.replace(done.plan, hosts=(bad, done.plan.hosts[1]))
+        spec = make_spec(done.experiment, plan, RunDir("/runs/test"), port=29500, token="t")
+        with pytest.raises(ConfigError):
+            rendered_files(spec)
