@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from llmx.config import Experiment
 from llmx.data.order import samples_of_step
@@ -75,21 +76,34 @@ def naive_loss(
     *,
     vocab_size: int = VOCABULARY,
 ) -> torch.Tensor:
-    """Mean cross entropy over all targets of ``samples``, each row run alone."""
-    total = torch.zeros((), dtype=torch.float64)
-    targets_seen = 0
+    """Mean cross entropy over all targets of ``samples``, each row run alone; and the weighted
+    auxiliary loss of a mixture of experts, by sample."""
+    total = auxiliary = torch.zeros((), dtype=torch.float64)
+    targets_seen = tokens_seen = 0
     for index in samples:
+        routed = []
         for tokens, targets in store[int(index)].rows():
             ids = torch.from_numpy(tokens.astype(np.int64))
             mask = torch.from_numpy(targets.copy())
-            if not mask.any():
-                continue
             # The head is padded to a round number of rows; only words take probability.
-            logits = model(input_ids=ids[None]).logits[0, :-1, :vocab_size]
+            output = model(input_ids=ids[None])
+            logits = output.logits[0, :-1, :vocab_size]
             losses = F.cross_entropy(logits, ids[1:], reduction="none")
             total = total + losses[mask[1:]].double().sum()
             targets_seen += int(mask.sum())
-    return total / targets_seen
+            routed.append(getattr(output, "router_logits", None))
+        if getattr(model.config, "output_router_logits", False):
+            # Over all rows of the sample, as transformers would see them in one batch.
+            of_layers = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
+            num_tokens = len(of_layers[0])
+            auxiliary = auxiliary + num_tokens * load_balancing_loss_func(
+                of_layers, model.num_experts, model.num_experts_per_tok
+            )
+            tokens_seen += num_tokens
+    loss = total / targets_seen
+    if tokens_seen:
+        loss = loss + model.router_aux_loss_coef * auxiliary / tokens_seen
+    return loss
 
 
 def naive_training(

@@ -168,6 +168,18 @@ PARITY_MODELS: dict[str, dict[str, Any]] = {
 }
 """A small network of each supported architecture, without dropout."""
 
+EXPERT_MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        **TINY_LLAMA,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_local_experts": 4,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
+}
+"""Mixtures of experts, with an auxiliary loss that is felt."""
+
 
 def parity_experiment(
     run_dir: Path,
@@ -179,16 +191,17 @@ def parity_experiment(
     attention: str = "auto",
 ) -> Experiment:
     """Plain SGD on a model of 32 dimensions: gradients can be read off the weights."""
-    return experiment(
+    exp = experiment(
         run_dir,
         ranks=ranks,
         seed=3,
         model={
             "name": kind,
-            "kind": kind,
+            "kind": kind if kind in PARITY_MODELS else "hf",
+            **({} if kind in PARITY_MODELS else {"path": str(run_dir)}),
             "init": "scratch",
             "tokenizer": "demo",
-            "config": PARITY_MODELS[kind],
+            "config": {**PARITY_MODELS, **EXPERT_MODELS}[kind],
             "attention": attention,
         },
         data={"seq_len": 48, "layout": layout},
@@ -196,3 +209,5 @@ def parity_experiment(
         batch={"micro_batch": 1},
         optim={"kind": "sgd", "lr": 0.5, "clip_norm": 0.0, "warmup_steps": 1},
     )
+    exp.model.kind = kind  # that of a config.json, without writing one
+    return exp

@@ -21,6 +21,7 @@ from llmx.config import Experiment, LaunchConfig, OptimConfig
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.train.attention import check_isolation
+from llmx.train.experts import Routing, gather_experts_together
 from llmx.train.model import (
     DTYPES,
     attention_implementation,
@@ -122,6 +123,7 @@ class Engine:
     device: torch.device
     stage: int
     precision: str
+    routing: Routing
     _norm: torch.Tensor | None = None
     _scale: float = 1.0
     """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""
@@ -198,6 +200,8 @@ def build_engine(
         implementation=implementation,
         ds_config=ds_config,
     )
+    if ds_config["zero_optimization"]["stage"] == 3:
+        gather_experts_together(model)
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
     load_muon_uncompiled()
@@ -217,6 +221,7 @@ def build_engine(
         device=device,
         stage=ds_config["zero_optimization"]["stage"],
         precision=plan.precision,
+        routing=Routing(model),
     )
 
 

@@ -168,6 +168,9 @@ def train_step(
     step's target tokens, however they lie.
     """
     factor = world * len(step.micro_batches) / max(step.target_tokens, 1)
+    auxiliary_factor = world * len(step.micro_batches) / max(step.tokens, 1)
+    routing = engine.routing
+    routing.begin_step()
     loss_sum = torch.zeros((), device=engine.device)
     for number, micro_batch in enumerate(step.micro_batches, start=1):
         inputs, labels = model_inputs(
@@ -176,8 +179,9 @@ def train_step(
             dtype=engine.dtype,
             device=engine.device,
         )
-        loss = micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
-        engine.backward(loss * factor)
+        with routing.watch(micro_batch["segment_ids"]):
+            loss = micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
+        engine.backward(routing.objective(loss * factor, factor=auxiliary_factor))
         engine.note_grad_norm()
         if number == len(step.micro_batches):
             before_update()

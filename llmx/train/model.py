@@ -17,6 +17,7 @@ from torch import nn
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.train.experts import accept_masks
 from llmx.train.generation_config import keep_generation_config
 from llmx.train.initialise import initialise
 from llmx.train.load import load_weights
@@ -113,6 +114,7 @@ def build_model(
     with _empty_model(stage=stage, device=device, ds_config=ds_config):
         model = _construct(exp, config, dtype=dtype, implementation=implementation)
     model.tie_weights()
+    accept_masks(model)
     if exp.model.init == "scratch":
         initialise(model, seed=exp.seed)
     else:

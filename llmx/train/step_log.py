@@ -106,6 +106,7 @@ class StepLog:
             mfu=flops / elapsed / peak if peak else None,
             memory_gib=[round(value, 3) for value in table[:, 2].tolist()],
             data_wait_s=float(table[:, 3].max()),
+            **engine.routing.measure(tokens=step.tokens),
             **({"extra": True} if extra else {}),
         )
         session.say(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")

@@ -50,7 +50,7 @@ def jobs(world: int) -> list[dict[str, Any]]:
                 "kind": kind,
             }
             for stage in (1, 3)
-            for kind in ("gpt2", "opt", "qwen3")
+            for kind in ("gpt2", "opt", "qwen3", "mixtral")
         ]
     return [{"name": f"job{number:02d}", **job} for number, job in enumerate(found)]
 

@@ -13,6 +13,7 @@ import torch
 
 from llmx.train import generate as generate_module
 from llmx.train.engine import Engine
+from llmx.train.experts import Routing
 from llmx.train.generate import generate, group
 from tests.small_models import KINDS, small_model
 
@@ -54,6 +55,7 @@ def engine_of(model: Any, attention: str, vocab_size: int | None = None) -> Engi
         device=torch.device("cpu"),
         stage=0,
         precision="fp32",
+        routing=Routing(model),
     )
 
 
