@@ -5,7 +5,7 @@
 Each rank gets other tokens, so other experts. Without leaf modules a rank waits for the gathering
 of an expert that the other one has no token for. Each rank writes ``OUT/rank<rank>.json``: what it
 did at stage 3, and at stage 0, where nothing is gathered. With
-``LLMX_TEST_NO_LEAVES=1`` the leaf modules are left out, to see the hang.
+``NO_LEAF_MODULES=1`` the leaf modules are left out, to see the hang.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
     # Under another name: DeepSpeed knows transformers' own Mixtral by its name.
     mixtral.MixtralSparseMoeBlock = type("ForeignBlock", (mixtral.MixtralSparseMoeBlock,), {})
     mixtral.MixtralPreTrainedModel._init_weights = initialise
-    if os.environ.get("LLMX_TEST_NO_LEAVES"):
+    if os.environ.get("NO_LEAF_MODULES"):
         building.gather_experts_together = lambda model: None
     join_process_group(make_plan(parity_experiment(out, ranks=2, kind="mixtral")))
     mine = {stage: train(out, stage=stage) for stage in (3, 0)}
