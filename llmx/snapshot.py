@@ -6,8 +6,11 @@ compared, so a value that YAML or the schema would change cannot slip through.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +44,30 @@ def write(
     run.root.mkdir(parents=True, exist_ok=True)
     write_config(run, exp, plan, ds_config)
     write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
-    write_json(run.provenance, record(exp, plan, overrides, parent=parent))
+    write_provenance(run, record(exp, plan, overrides, parent=parent))
     write_identity(run, parent=parent)
     return run
+
+
+def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:
+    """``provenance.json``, with the hash of ``config.yaml`` as it is now: an edit is noticed."""
+    config = config_values(run.config)
+    write_json(run.provenance, {**values, "config": None if config is None else hash_of(config)})
+
+
+def config_values(path: Path) -> dict[str, Any] | None:
+    """The mapping in a ``config.yaml``; None where it is missing or not one."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def hash_of(config: Mapping[str, Any]) -> str:
+    """32 hexadecimal digits of the values: comments, order and layout do not count."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def write_config(run: RunDir, exp: Experiment, plan: Plan, ds_config: dict[str, Any]) -> None:

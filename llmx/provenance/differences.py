@@ -64,6 +64,7 @@ def not_recorded(then: Mapping[str, Any]) -> list[str]:
         "fingerprints": "the content of data, tokenizer and model",
         "cpu": "the CPU",
         "environment": "the variables of the ranks",
+        "config": "whether config.yaml was edited since",
     }
     missing = [name for key, name in names.items() if not then.get(key)]
     prints = then.get("fingerprints") or {}

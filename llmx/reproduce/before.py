@@ -18,6 +18,7 @@ from llmx.provenance.differences import (
     plan_differences,
 )
 from llmx.provenance.hosts import hosts_then_and_now, of_this_machine
+from llmx.resume.edited import edited_config
 from llmx.resume.history import history
 from llmx.rundir import RunDir, read_json
 
@@ -32,6 +33,7 @@ def all_differences(
 ) -> list[Difference]:
     """Of provenance (``then``, ``now``), hosts, plan and the run's own past; the gravest first."""
     found = [
+        *edited_config(run, then),
         *of_this_machine(differences(then, now), composed.plan),
         *hosts_then_and_now(run, new, composed.plan),
         *plan_differences(

@@ -116,7 +116,7 @@ def reproduce(words: Words) -> int:
             "differences": [difference.to_dict() for difference in found],
         },
     )
-    print_outcome(outcome, other, stream=sys.stdout, where=str(target.root / FILE))
+    print_outcome(outcome, other, found, stream=sys.stdout, where=str(target.root / FILE))
     if strict and not outcome.identical:
         return exit_code or NotReproduced.exit_code
     return exit_code

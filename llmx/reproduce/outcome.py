@@ -81,26 +81,40 @@ class Outcome:
     """``equal``, ``differ`` or ``unknown``."""
     weights_at: int | None = None
     """The last step at which both runs have a hash of the weights; the first that differs."""
+    lines_then: int = 0
+    """Lines that the first run has."""
+    last_step_then: int = 0
+    """The last step that the first run logged."""
 
     @property
     def identical(self) -> bool:
         """Everything that both recorded is the same, and there is something."""
         return self.lines > 0 and self.first is None and not self.missing and self.weights != DIFFER
 
+    @property
+    def is_proven(self) -> bool:
+        """Equal down to the weights: equal losses alone do not say that the weights are."""
+        return self.identical and self.weights == EQUAL
+
     def verdict(self) -> str:
-        """One or two sentences."""
+        """One to three sentences, with what was compared and what was not."""
         if not self.lines:
             return "nothing to compare: the two runs have no logged step in common."
+        of = f" of {self.lines_then:,}" if self.lines_then > self.lines else ""
+        to = f"up to step {self.last_step:,}"
+        if self.last_step_then > self.last_step:
+            to += f" of {self.last_step_then:,}"
+        if self.is_proven:
+            words = f"bitwise identical: {self.lines:,}{of} {_lines(self.lines)} {to}, and the "
+            words += f"hash of the weights at step {self.weights_at:,}."
+            if self.weights_at is not None and self.weights_at < self.last_step:
+                words += " Later weights were not compared."
+            return words
         if self.identical:
-            logged = f"{self.lines} logged line{'s' if self.lines > 1 else ''}"
-            if self.weights == EQUAL:
-                return (
-                    f"bitwise identical for all {self.last_step} steps ({logged}, and the hash "
-                    f"of the weights at step {self.weights_at})."
-                )
             return (
-                f"bitwise identical for all {self.last_step} steps, as far as logged ({logged}; "
-                "the runs have no hash of weights at a common step)."
+                f"equal over the {self.lines:,}{of} {_lines(self.lines)} {to}. The weights were "
+                "not compared: the runs have no hash of them at the same step, so this is no "
+                "proof that they are equal."
             )
         parts = []
         if self.first is not None:
@@ -114,7 +128,8 @@ class Outcome:
             parts.append(f"Largest difference, at step {self.largest.step}: {self.largest}.")
         if self.missing:
             shown = ", ".join(map(str, self.missing[:5])) + (" ..." if self.missing[5:] else "")
-            parts.append(f"Lines of steps {shown} are missing in the second run.")
+            which = "step" if len(self.missing) == 1 else "steps"
+            parts.append(f"The second run logged nothing at {which} {shown}.")
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,6 +142,8 @@ class Outcome:
             "values_that_differ": self.gaps,
             "first_difference": self.first and self.first.to_dict(),
             "largest_difference": self.largest and self.largest.to_dict(),
+            "lines_of_the_first_run": self.lines_then,
+            "last_step_of_the_first_run": self.last_step_then,
             "weights": self.weights,
             "weights_at_step": self.weights_at,
         }
@@ -167,7 +184,13 @@ def compare(
         gaps=len(gaps),
         weights=weights,
         weights_at=min(other) if other else max(shared, default=None),
+        lines_then=len(old),
+        last_step_then=max((step for step, _ in old), default=0),
     )
+
+
+def _lines(count: int) -> str:
+    return "logged line" if count == 1 else "logged lines"
 
 
 def _by_place(lines: Iterable[Line]) -> dict[tuple[int, str], Line]:

@@ -21,7 +21,9 @@ def print_differences(
 
     console = open_console(stream)
     if not found:
-        console.print("  nothing differs from the recorded code, packages, devices and inputs")
+        console.print(
+            "  nothing differs from the recorded code, packages, devices, inputs and config"
+        )
     for severity in SEVERITIES:
         rows = [difference for difference in found if difference.severity == severity]
         if not rows:
@@ -40,19 +42,37 @@ def print_differences(
 
 
 def print_outcome(
-    outcome: Outcome, other_inputs: Sequence[str], *, stream: TextIO, where: str
+    outcome: Outcome,
+    other_inputs: Sequence[str],
+    found: Sequence[Difference] = (),
+    *,
+    stream: TextIO,
+    where: str,
 ) -> None:
-    """The verdict, what the ranks read otherwise than then, and where it is written."""
+    """The verdict, beside it what speaks against it, and where it is written.
+
+    ``found``: what differed before the start; the table of it is far up by now.
+    """
     from rich.text import Text
 
     console = open_console(stream)
-    style = "bold green" if outcome.identical else "bold yellow"
-    mark = "✓" if outcome.identical else "≠"
+    breaking = [difference for difference in found if difference.severity == BREAKS]
+    sure = outcome.is_proven and not other_inputs and not breaking
+    style = "bold green" if sure else "bold yellow"
+    mark = "✓" if sure else "=" if outcome.identical else "≠" if outcome.lines else "?"
     console.print(Text(f"\n{mark} reproduction: {outcome.verdict()}", style=style))
     if other_inputs:
         console.print(
-            f"  the ranks did not read the same {', '.join(other_inputs)} as then (exact "
-            "fingerprints)",
+            f"  The ranks read other inputs than then: {', '.join(other_inputs)} (by fingerprints "
+            "over every byte).",
             style="bold red",
         )
+    if breaking:
+        console.print("  It differs from then in what breaks bitwise equality:", style="bold red")
+        for row in breaking:
+            console.print(Text(f"    {row.what}: {row.then} then, {row.now} now", style="red"))
+        if outcome.identical:
+            console.print(
+                "  Equal values nevertheless: it had no effect on what was compared.", style="red"
+            )
     console.print(Text(f"  written to {where}"), soft_wrap=True)

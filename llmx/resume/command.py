@@ -18,10 +18,11 @@ from llmx.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
 from llmx.resume.choose import is_hashed, newest_usable, problems_of
+from llmx.resume.edited import edited_config
 from llmx.resume.history import keep_former, sent_back, set_aside
 from llmx.resume.rules import SAME, refuse_other_content, shown, table
 from llmx.resume.standing import Standing, standing
-from llmx.rundir import RunDir, read_json, write_json, write_text
+from llmx.rundir import RunDir, read_json, write_text
 
 OWN = ("step",)
 
@@ -67,6 +68,7 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
     refuse_other_content(goes_on.changes, then, now)
     found = of_this_machine(differences(then, now), new.plan) if then else []
     found += hosts_then_and_now(run, new.experiment, new.plan)
+    found += edited_config(run, then)
     if origin:
         refuse_other_data(found)
     _say(run, goes_on, stands, origin=origin, step=step, found=found)
@@ -236,7 +238,7 @@ def _rewrite(
     # Without a change worth keeping, a run that was only planned has dry_run=true in it.
     if keeps or snapshot.load(run) != new.experiment:
         snapshot.write_config(run, new.experiment, new.plan, new.ds_config)
-    write_json(run.provenance, {**now, "parent": then.get("parent")})
+    snapshot.write_provenance(run, {**now, "parent": then.get("parent")})
     snapshot.write_identity(run)
     _, skipped = read_resume(run)
     number = len(read_attempts(run)) + 1

@@ -30,6 +30,7 @@ THEN: dict[str, Any] = {
     "gpus": ["NVIDIA A100-SXM4-80GB"] * 2,
     "cpu": "Big avx2",
     "environment": {"OMP_NUM_THREADS": "8", "NCCL_DEBUG": "WARN"},
+    "config": "1",
     "fingerprints": {
         "data": {"path": "/d", "digest": "1", "bytes": 10, "exact": True},
         "eval_data": None,
@@ -113,7 +114,7 @@ def test_a_record_of_version_1_is_compared_by_what_it_has() -> None:
     assert found.then == "aaaaaaaaaa with changes"
     assert not_recorded(old) == [
         "the code by file", "the content of data, tokenizer and model", "the CPU",
-        "the variables of the ranks",
+        "the variables of the ranks", "whether config.yaml was edited since",
     ]  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.reproduce.outcome import DIFFER, EQUAL, UNKNOWN, compare
+from llmx.provenance.differences import BREAKS, MAY, Difference
+from llmx.reproduce.outcome import DIFFER, EQUAL, UNKNOWN, Outcome, compare
+from llmx.reproduce.show import print_outcome
 
 
 def lines(steps: int = 40, every: int = 10, **more: object) -> list[dict]:
@@ -30,10 +33,29 @@ def test_identical_up_to_times_and_speeds() -> None:
     outcome = compare(lines(), other)
     assert outcome.identical
     assert (outcome.lines, outcome.last_step, outcome.weights) == (6, 40, UNKNOWN)
-    assert "bitwise identical for all 40 steps, as far as logged" in outcome.verdict()
+    assert outcome.verdict().startswith("equal over the 6 logged lines up to step 40. The weights")
+    assert "no proof that they are equal" in outcome.verdict()
+    assert not outcome.is_proven
     outcome = compare(lines(), other, hashes_then={40: "a"}, hashes_now={40: "a"})
     assert outcome.weights == EQUAL
-    assert outcome.verdict().startswith("bitwise identical for all 40 steps (6 logged lines, and")
+    assert outcome.is_proven
+    assert outcome.verdict() == (
+        "bitwise identical: 6 logged lines up to step 40, and the hash of the weights at step 40."
+    )
+
+
+def test_the_verdict_says_over_how_much_of_the_first_run_it_holds() -> None:
+    short = [line for line in lines() if line.get("step", 0) <= 20]
+    outcome = compare(lines(), short)
+    assert outcome.verdict().startswith(
+        "equal over the 3 of 6 logged lines up to step 20 of 40. The weights were not compared"
+    )
+    weights = {10: "a"}
+    outcome = compare(lines(), short, hashes_then=weights, hashes_now=weights)
+    assert outcome.verdict() == (
+        "bitwise identical: 3 of 6 logged lines up to step 20 of 40, and the hash of the weights "
+        "at step 10. Later weights were not compared."
+    )
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "lr", "loss_scale", "samples", "tokens"])
@@ -75,7 +97,7 @@ def test_a_step_without_a_line_is_missing() -> None:
     outcome = compare(lines(), other)
     assert outcome.missing == (20,)
     assert not outcome.identical
-    assert "Lines of steps 20 are missing" in outcome.verdict()
+    assert "The second run logged nothing at step 20." in outcome.verdict()
 
 
 def test_weights_that_differ_count_although_all_losses_agree() -> None:
@@ -115,3 +137,32 @@ def test_identical_means_bit_for_bit(then: float, now: float) -> None:
     same = then.hex() == now.hex()
     one = [{"kind": "train", "step": 1, "loss": then}]
     assert compare(one, [{"kind": "train", "step": 1, "loss": now}]).identical is same
+
+
+def said(outcome: Outcome, other: list[str], found: list[Difference]) -> str:
+    stream = io.StringIO()
+    print_outcome(outcome, other, found, stream=stream, where="/runs/b/reproduction.json")
+    return stream.getvalue()
+
+
+def test_what_breaks_equality_is_repeated_beside_the_verdict() -> None:
+    """The table of what differs is hours up by then."""
+    weights = {40: "a"}
+    outcome = compare(lines(), lines(), hashes_then=weights, hashes_now=weights)
+    assert said(outcome, [], []).startswith("\n✓ reproduction: bitwise identical")
+    rows = [
+        Difference(BREAKS, "model", "1111", "2222", "restore /m"),
+        Difference(MAY, "Python", "3.10", "3.11"),
+    ]
+    text = said(outcome, [], rows)
+    assert text.startswith("\n= reproduction: bitwise identical")
+    assert "breaks bitwise equality:\n    model: 1111 then, 2222 now\n" in text
+    assert "no effect on what was compared" in text
+    assert "Python" not in text
+
+
+def test_marks() -> None:
+    assert said(compare(lines(), lines()), [], []).startswith("\n= ")
+    assert said(compare(lines(), lines(loss=1.0)), [], []).startswith("\n≠ ")
+    assert said(compare(lines(), []), [], []).startswith("\n? reproduction: nothing to compare")
+    assert "read other inputs than then: data" in said(compare(lines(), lines()), ["data"], [])
