@@ -1,0 +1,184 @@
+"""Every command in README.md and docs/ works: it composes, and its flags and keys are known.
+
+Commands that start a training are planned; those that read a run get one that was planned. Nothing
+is launched, nothing asks the network. Files that the reader is to have (``chats.jsonl``) are made.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmx.__main__ import main
+from llmx.arguments import split_own
+from llmx.commands import COMMANDS
+from llmx.compose import complete
+from llmx.config import experiment_from_dict
+from llmx.config.validate import validate
+from llmx.job import CONFIG_COMMANDS
+from llmx.plan.geometry import position_limit
+from tests.composing import values
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CHATS = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+STAND_FOR_A_RUN = re.compile(r"(user@host:)?(RUN\w*|outputs/\w+|/runs/demo|runs/demo)")
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """``(page, words)`` of each command, from code blocks and from between backquotes."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        blocks += re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
+        for block in blocks:
+            for line in re.sub(r"\\\n\s*", "", block).splitlines():
+                found = re.match(r"\s*(?:\$ )?(?:exec )?(python -m llmx|llmx)( .*|$)", line)
+                if found:
+                    yield page.name, shlex.split(found[2], comments=True)
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        for said in re.findall(r"`python -m llmx( [^`]+)?`", prose):
+            yield page.name, shlex.split(said)
+
+
+def concrete(words: list[str]) -> bool:
+    """Whether it can be typed as it stands: no ``...``, no word in capitals for a name."""
+    placeholders = {"KEY", "GROUP", "GROUP=OPTION", "COMMAND", "NAME", "$@", "[command]"}
+    return not any("..." in word or word in placeholders or word[:1] in "[$" for word in words)
+
+
+ALL = list(dict.fromkeys((page, tuple(words)) for page, words in commands()))
+TYPED = [(page, words) for page, words in ALL if concrete(list(words))]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what the reader is said to have: data, a cluster, a run."""
+    place = tmp_path_factory.mktemp("reader")
+    (place / "chats.jsonl").write_text(CHATS)
+    for name in ("a.jsonl", "b.parquet", "corpus.txt", "PATH"):
+        (place / name).write_text(CHATS)
+    (place / "corpus").mkdir()
+    (place / "corpus" / "one.txt").write_text("Some text.\n")
+    (place / "tokenizers" / "mine").mkdir(parents=True)
+    (place / "tokenizers" / "mine" / "tokenizer.json").write_text("{}")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (hardware,) = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    (place / "clusters" / "hardware").mkdir(parents=True)
+    (place / "clusters" / "hardware" / "mine.yaml").write_text(hardware)
+    (place / "run").mkdir()
+    return place
+
+
+@pytest.fixture
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.setenv("LLMX_OUTPUTS", str(place / "outputs"))
+    if not (place / "run" / "config.yaml").exists():
+        small = ["hardware=cpu2", f"run_dir={place / 'run'}"]
+        assert main(["plan", *small]) == 0
+    return place
+
+
+def test_commands_are_found() -> None:
+    assert len(TYPED) > 30
+    assert {page for page, _ in TYPED} >= {"README.md", "data.md", "reproduce.md", "reliability.md"}
+    left_out = [words for page, words in ALL if not concrete(list(words))]
+    assert len(left_out) < 15, left_out
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), TYPED, ids=[f"{page}:{' '.join(words)[:60]}" for page, words in TYPED]
+)
+def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys) -> None:
+    typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in words]
+    typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
+    command = typed[0] if typed and typed[0] in COMMANDS else "train"
+    rest = typed[1:] if typed and typed[0] in COMMANDS else typed
+    flags = {word.name for word in COMMANDS[command].words}
+    if command in ("train", "plan", "sweep"):
+        look = any(word in ("--help", "--version", "--cfg", "--info") for word in rest)
+        assert main([*typed, *([] if look else ["dry_run=true"])]) == 0, capsys.readouterr().err
+        return
+    if command in CONFIG_COMMANDS:
+        own, overrides = split_own(rest, CONFIG_COMMANDS[command].own_keys)
+        assert all(f"{word.split('=')[0]}=" in flags for word in own)
+        if "--help" in rest:
+            assert main(typed) == 0
+            return
+        exp, problems = complete(experiment_from_dict(values(overrides)))
+        assert not problems, problems
+        if CONFIG_COMMANDS[command].trains:
+            validate(exp, position_limit=position_limit(exp.model.config))
+        return
+    if command in ("help", "completion") or "--help" in rest:
+        assert command in COMMANDS
+        assert main(typed) == 0
+        return
+    for word in rest:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in flags | {"--config-dir"}, f"{page}: {word}"
+    if command in ("resume", "reproduce") and rest:  # else only its name is said
+        own = [word for word in rest if f"{word.split('=')[0]}=" in flags]
+        kept = [w for w in rest if w not in own or w.startswith(("dry_run", "to_step"))]
+        kept = [word for word in kept if word != "checkout=true"]
+        assert main([command, *kept, *["dry_run=true"] * ("dry_run=true" not in kept)]) == 0
+    elif command == "status":  # the others that read a run need one that was trained
+        assert main([command, *(word for word in rest if word != "--json")]) == 0
+
+
+def test_links_go_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_first_command_runs_anywhere() -> None:
+    """It needs no cluster, no model, no data: it is ``make demo``."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = re.findall(r"^```sh\n(\S.*?)\s*(?:#.*)?$", readme, re.MULTILINE)[0]
+    assert first == "make demo"
+
+
+def test_every_plan_in_the_readme_fits(here: Path, capsys) -> None:
+    for page, words in TYPED:
+        if page == "README.md" and words[:1] == ("plan",):
+            typed = [word.replace("~", str(here)) for word in words]
+            assert main(typed) == 0
+            assert "does not fit" not in capsys.readouterr().out, words
+
+
+def test_keys_that_are_named_exist() -> None:
+    """``optim.lr`` between backquotes in a guide is a key of the schema."""
+    from llmx.config.reference import keys, sections
+    from llmx.topics import ENVIRONMENT
+
+    names = {key.name for key in keys()} | set(sections())
+    mappings = tuple(f"{key.name}." for key in keys() if key.type.startswith("mapping"))
+    groups = {name.split(".")[0] for name in names if "." in name}
+    variables = {name for table in ENVIRONMENT.values() for name in table}
+    pattern = rf"`((?:{'|'.join(groups)})\.[a-z_.]+[a-z_])(?:=[^`]*)?`"
+    for page in [p for p in PAGES if p.name not in ("contracts.md", "config.md")]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for name in re.findall(pattern, text):
+            if name.endswith((".json", ".yaml", ".py", ".md", ".png", ".html", ".jsonl", ".gz")):
+                continue
+            assert name in names or name.startswith(mappings), f"{page.name}: {name}"
+        for name in re.findall(r"\bLLMX_[A-Z_]+\b", text):
+            assert name in variables, f"{page.name}: {name}"
+
+
+def test_the_schedule_in_the_guide_is_the_one_that_trains() -> None:
+    from llmx.config import OptimConfig
+    from llmx.train.schedule import lr_at
+
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| llmx \| (.*) \|$", text, re.MULTILINE)
+    optim = OptimConfig(lr=1.0, warmup_steps=4, schedule="linear")
+    rates = [f"{lr_at(step, optim=optim, total=12):.3g}" for step in range(12)]
+    assert row.split(" | ") == rates
