@@ -10,11 +10,51 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config.schema import Experiment
+from llmx.plan import cuda_builds
 from llmx.plan.types import Plan
 
 MIB, GIB = 1024**2, 1024**3
 BUILT = ("cpu_adam", "fused_adam")
 """Optimizers that DeepSpeed compiles on each host."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What DeepSpeed compiles on each host for a setting of the config."""
+
+    setting: str
+    instead: str
+    """What to set where it cannot be compiled."""
+    cuda: bool = False
+    """Needs NVIDIA's compiler, of the CUDA that torch is built for."""
+    libaio: bool = False
+
+
+def extensions(exp: Experiment) -> tuple[Extension, ...]:
+    """Those of an experiment, none of which a rank can do without."""
+    zero, found = exp.zero, []
+    if exp.optim.kind in BUILT:
+        kind = exp.optim.kind
+        found.append(Extension(f"optim.kind={kind}", "optim.kind=adamw", cuda=kind == "fused_adam"))
+    for key in ("quantized_weights", "quantized_gradients"):
+        if getattr(zero, key):
+            found.append(Extension(f"zero.{key}=true", f"zero.{key}=false", cuda=True))
+    if "nvme" in (zero.offload_optimizer, zero.offload_param):
+        key = "offload_optimizer" if zero.offload_optimizer == "nvme" else "offload_param"
+        found.append(Extension(f"zero.{key}=nvme", f"zero.{key}=cpu", libaio=True))
+    return tuple(found)
+
+
+def asked_of_hosts(exp: Experiment, plan: Plan) -> dict[str, Any]:
+    """What a survey of this experiment looks at besides (``llmx/doctor/survey.py``)."""
+    nvme = any(extension.libaio for extension in extensions(exp))
+    return {
+        "torch": plan.accelerator == "cuda",
+        "aio": nvme,
+        "nvme": exp.zero.nvme_path if nvme else None,
+    }
+
+
 CLOCK_S = 5.0
 """A difference of clocks that makes logs of hosts hard to read side by side."""
 
@@ -46,6 +86,9 @@ def compare_hosts(
             f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same on all "
             "of them, or set launch.sync=rsync, which brings it."
         )
+    if plan.accelerator == "cuda":
+        errors += _builds(surveys)
+        errors += _devices(exp, plan, surveys)
     for name, facts in surveys.items():
         more_errors, more_warnings = _host(exp, plan, name, facts)
         errors += more_errors
@@ -72,13 +115,36 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
                 "everywhere (pip install -c constraints.txt ...)."
             )
             (errors if package in ("torch", "deepspeed") else warnings).append(line)
-    nccl = {name: ", ".join(facts["nccl"]) or "none" for name, facts in surveys.items()}
+    # What torch has loaded counts; the names of packages only where it could not be asked.
+    loaded = {name: _torch(facts).get("nccl") for name, facts in surveys.items()}
+    named = {name: ", ".join(facts["nccl"]) or "none" for name, facts in surveys.items()}
+    nccl = loaded if all(loaded.values()) else named
     if len(set(nccl.values())) > 1:
         errors.append(
             f"NCCL differs between hosts: {_by_value(nccl)}. Ranks with different NCCL fail at the "
             "first collective; install the same torch everywhere."
         )
     return errors, warnings
+
+
+def _torch(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the build of torch; empty in a survey of an older llmx."""
+    return facts.get("torch_build") or {}
+
+
+def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
+    """GPUs and drivers that the installed torch does not run on."""
+    return cuda_builds.problems(
+        {
+            name: {
+                "capabilities": facts.get("capabilities"),
+                "driver": facts.get("driver"),
+                "torch": facts["packages"].get("torch"),
+                **_torch(facts),
+            }
+            for name, facts in surveys.items()
+        }
+    )
 
 
 def _host(
@@ -96,12 +162,15 @@ def _host(
             f"{name}: several NCCL builds are installed ({', '.join(facts['nccl'])}); torch loads "
             "one of them by chance. Uninstall the one that is not torch's (pip uninstall)."
         )
-    needs_build = exp.optim.kind in BUILT
-    if needs_build and not (facts["ninja"] and facts["compiler"]):
-        missing = "ninja (pip install ninja)" if not facts["ninja"] else "g++ (apt install g++)"
+    needed = extensions(exp)
+    errors += [line for each in needed for line in _cannot_build(each, plan, name, facts)]
+    needs_build = bool(needed)
+    errors += _nvme(exp, plan, name, facts)
+    if exp.model.attention == "flash_attention_2" and facts.get("flash_attention") is False:
         errors.append(
-            f"{name}: optim.kind={exp.optim.kind} is compiled on each host, and this one lacks "
-            f"{missing}. Install it, or set optim.kind=adamw."
+            f"{name}: model.attention=flash_attention_2 needs the package flash-attn, which its "
+            "Python has not. Install it on every host (pip install flash-attn --no-build-"
+            "isolation), or set model.attention=auto."
         )
     if facts["stale_locks"]:
         line = (
@@ -124,6 +193,72 @@ def _host(
             'workers may fail with "Too many open files". Raise it to 65536.'
         )
     return errors, warnings
+
+
+def _cannot_build(
+    extension: Extension, plan: Plan, name: str, facts: Mapping[str, Any]
+) -> list[str]:
+    """Why a host cannot compile what DeepSpeed compiles there, if it cannot."""
+    missing = []
+    if not facts["compiler"]:
+        missing.append("a C++ compiler (apt-get install g++)")
+    if not facts["ninja"]:
+        missing.append("ninja (pip install ninja)")
+    if extension.libaio and facts.get("libaio") is False and facts["compiler"]:
+        missing.append("libaio with its header (apt-get install libaio-dev)")
+    cuda = _torch(facts).get("cuda")
+    if extension.cuda and plan.accelerator == "cuda" and "nvcc" in facts:
+        nvcc = facts["nvcc"]
+        if not nvcc:
+            missing.append(f"the CUDA toolkit {cuda or ''}".rstrip() + " (nvcc; set CUDA_HOME)")
+        elif cuda and nvcc.split(".")[0] != cuda.split(".")[0]:
+            missing.append(f"the CUDA toolkit {cuda} of torch (nvcc there is of {nvcc})")
+    if not missing:
+        return []
+    return [
+        f"{name}: {extension.setting} is an extension that DeepSpeed compiles on each host, and "
+        f"this one lacks {' and '.join(missing)}. Install it, or set {extension.instead}."
+    ]
+
+
+def _nvme(exp: Experiment, plan: Plan, name: str, facts: Mapping[str, Any]) -> list[str]:
+    """The disk that states are offloaded to."""
+    found = facts.get("nvme")
+    if not found:
+        return []
+    path = exp.zero.nvme_path
+    if not found["writable"]:
+        return [
+            f"{name}: zero.nvme_path={path} is not writable there. Give a directory of a fast disk "
+            "that exists on every host."
+        ]
+    # fp32 weights and AdamW's two moments; parameters and gradients in 16 bits.
+    bytes_each = 12 * (exp.zero.offload_optimizer == "nvme") + 2 * (
+        exp.zero.offload_param == "nvme"
+    )
+    ranks = sum(host.slots for host in plan.hosts if host.name == name)
+    need = plan.num_parameters * bytes_each * ranks // plan.world_size
+    if found["free_bytes"] >= need:
+        return []
+    return [
+        f"{name}: zero.nvme_path={path} has {found['free_bytes'] / GIB:.0f} GiB free, and the "
+        f"states of its ranks take {need / GIB:.0f} GiB. Free some space, or give another disk."
+    ]
+
+
+def _devices(exp: Experiment, plan: Plan, surveys: Mapping[str, dict[str, Any]]) -> list[str]:
+    """GPUs that are not those that the hardware file describes."""
+    found = []
+    for host in plan.hosts:
+        there = (surveys.get(host.name) or {}).get("capabilities") or []
+        said = exp.hardware.devices[host.device].compute_capability
+        if said and there and said not in there:
+            listed = ", ".join(sorted({f"{each:g}" for each in there}))
+            found.append(
+                f"{host.name}: device={host.device} has compute capability {said:g}, but its GPUs "
+                f"have {listed}. Name the true device in the hardware file."
+            )
+    return found
 
 
 def _by_value(values: Mapping[str, Any]) -> str:

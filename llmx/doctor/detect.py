@@ -5,17 +5,22 @@ No torch: the control process asks the driver. ``hardware=local`` uses it.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmx.config.hardware_rules import native_precisions
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
+from llmx.errors import ConfigError
 
 _QUERY = (
     "nvidia-smi",
-    "--query-gpu=name,memory.total,compute_cap",
+    "--query-gpu=name,memory.total,compute_cap,index,uuid",
     "--format=csv,noheader,nounits",
 )
 
@@ -27,6 +32,8 @@ class Gpu:
     name: str
     memory_gib: float
     compute_capability: float
+    index: int = 0
+    uuid: str = ""
 
 
 def detect_gpus() -> list[Gpu]:
@@ -40,14 +47,43 @@ def detect_gpus() -> list[Gpu]:
 
 
 def parse_gpus(csv: str) -> list[Gpu]:
-    """Read ``name, MiB, capability`` lines as nvidia-smi prints them."""
+    """Read ``name, MiB, capability, index, uuid`` lines as nvidia-smi prints them."""
     gpus = []
     for line in csv.strip().splitlines():
-        parts = [part.strip() for part in line.rsplit(",", 2)]
-        if len(parts) == 3 and parts[1].replace(".", "").isdigit():
-            capability = float(parts[2]) if parts[2].replace(".", "").isdigit() else 0.0
-            gpus.append(Gpu(parts[0], float(parts[1]) / 1024, capability))
+        parts = [part.strip() for part in line.rsplit(",", 4)]
+        if len(parts) == 5 and _number(parts[1]) and parts[3].isdecimal():
+            capability = _number(parts[2])
+            gpus.append(
+                Gpu(parts[0], _number(parts[1]) / 1024, capability, int(parts[3]), parts[4])
+            )
     return gpus
+
+
+def _number(text: str) -> float:
+    """0 for what is none, such as ``[N/A]``."""
+    return float(text) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else 0.0
+
+
+def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves to this process, in its order.
+
+    As CUDA reads it: numbers or (the beginning of) UUIDs; the first that is no GPU ends the list.
+    None where it is not set: all of them.
+    """
+    if visible is None:
+        return gpus
+    found: list[Gpu] = []
+    for word in (part.strip() for part in visible.split(",")):
+        chosen = [
+            gpu
+            for gpu in gpus
+            if (word.isdecimal() and gpu.index == int(word))
+            or (word.startswith("GPU-") and gpu.uuid.startswith(word))
+        ]
+        if len(chosen) != 1 or chosen[0] in found:
+            break
+        found += chosen
+    return found
 
 
 def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, DeviceConfig]:
@@ -62,17 +98,30 @@ def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, Devic
     made = DeviceConfig(
         accelerator="cuda",
         memory_gib=round(gpu.memory_gib, 1),
-        precisions=["fp32", "bf16", "fp16"] if gpu.compute_capability >= 8 else ["fp32", "fp16"],
+        compute_capability=gpu.compute_capability,
+        precisions=native_precisions(gpu.compute_capability),
     )
     return "_".join(words), made
 
 
-def detect_hardware(hardware: HardwareConfig) -> HardwareConfig:
-    """``kind: local`` made explicit: this machine's GPUs, else two CPU ranks."""
+def detect_hardware(
+    hardware: HardwareConfig, *, environ: Mapping[str, str] = os.environ
+) -> HardwareConfig:
+    """``kind: local`` made explicit: the GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` shows,
+    else two CPU ranks."""
     devices = dict(hardware.devices)
-    gpus = detect_gpus()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible_gpus(detect_gpus(), visible)
     if gpus:
-        name, device = match_device(gpus[0], devices)
+        name, device = match_device(max(gpus, key=lambda gpu: gpu.memory_gib), devices)
+        others = [gpu for gpu in gpus if match_device(gpu, devices)[0] != name]
+        if others:
+            listed = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus)
+            alike = ",".join(str(gpu.index) for gpu in gpus if gpu not in others)
+            raise ConfigError(
+                f"hardware=local: the GPUs of this machine differ ({listed}), and the ranks of a "
+                f"host have one type. Choose those of one, e.g. export CUDA_VISIBLE_DEVICES={alike}"
+            )
         devices[name] = device
         host = HostConfig(name="localhost", slots=len(gpus), device=name)
     else:

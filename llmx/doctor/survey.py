@@ -3,7 +3,11 @@
 Standard library only, one file: the supervisor sends its text to every host, where the
 environment's own Python runs it, so that a host needs neither llmx nor the code.
 
-    python llmx/doctor/survey.py /path/of/the/run [/path/of/the/package/llmx]
+    python llmx/doctor/survey.py /path/of/the/run [/path/of/the/package/llmx] ['{"torch": true}']
+
+The third argument asks for what takes time: ``torch`` imports it, in a process of its own,
+``aio`` compiles a line against libaio, ``nvme`` names a directory to look at; ``env`` has variables
+of the ranks.
 """
 
 from __future__ import annotations
@@ -15,16 +19,32 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from importlib import metadata
+from importlib import metadata, util
 
 COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")
 STALE_LOCK_S = 600
+TORCH = """
+import json, torch
+print(json.dumps({
+    "cuda": torch.version.cuda,
+    "arch_list": torch.cuda.get_arch_list() or torch._C._cuda_getArchFlags().split()
+    if torch.version.cuda else [],
+    "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if torch.version.cuda else "",
+}))
+"""
+"""``get_arch_list`` is empty where no GPU can be used, as with a driver that is too old."""
+TORCH_S = 90
 
 
-def survey(run_dir: str, package: str = "") -> dict:
-    """The facts, as plain values. ``package``: the directory of llmx's code."""
+def survey(run_dir: str, package: str = "", asked: dict | None = None) -> dict:
+    """The facts, as plain values. ``package``: the directory of llmx's code; ``asked``: what is
+    looked at besides."""
+    asked = asked or {}
+    os.environ.update(asked.get("env") or {})  # compilers are looked for where ranks look
     return {
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "packages": {name: version(name) for name in COMPARED},
@@ -35,6 +55,8 @@ def survey(run_dir: str, package: str = "") -> dict:
         ),
         "gpus": count_gpus(),
         "gpu_names": gpu_names(),
+        "capabilities": compute_capabilities(),
+        "torch_build": torch_build() if asked.get("torch") else {"cuda": cuda_of_torch()},
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
         "free_bytes": free_bytes(run_dir),
@@ -42,6 +64,10 @@ def survey(run_dir: str, package: str = "") -> dict:
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
+        "nvcc": nvcc(),
+        "libaio": has_libaio() if asked.get("aio") else None,
+        "nvme": directory_facts(asked["nvme"]) if asked.get("nvme") else None,
+        "flash_attention": any(has_module(name) for name in ("flash_attn", "kernels")),
         "stale_locks": stale_locks(),
         "code": code_hash(package),
     }
@@ -73,6 +99,102 @@ def version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def has_module(name: str) -> bool:
+    """Whether it could be imported; it is not."""
+    try:
+        return util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def compute_capabilities() -> list[float]:
+    """Of each GPU, as the driver's own program says; empty without it."""
+    if count_gpus() is None:
+        return []
+    words = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    lines = said_by(words, timeout_s=30).split("\n")
+    return [float(line) for line in lines if re.fullmatch(r"\s*[0-9]+\.[0-9]+\s*", line)]
+
+
+def said_by(words: list[str], *, timeout_s: float) -> str:
+    """What a program prints; empty where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def torch_build() -> dict:
+    """What torch itself says of its build: CUDA, the GPUs it has code for, the NCCL it loads."""
+    said = said_by([sys.executable, "-c", TORCH], timeout_s=TORCH_S)
+    try:
+        return dict(json.loads(said.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        return {"cuda": cuda_of_torch()}
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA that torch is built for, without importing it; None where it has none."""
+    try:
+        found = util.find_spec("torch")
+    except (ImportError, ValueError):
+        found = None
+    if found is None or not found.origin:
+        return None
+    text = _text(os.path.join(os.path.dirname(found.origin), "version.py"))  # noqa: PTH118, PTH120
+    match = re.search(r"""^cuda[^=\n]*= *['"]([0-9.]+)['"]""", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def nvcc() -> str | None:
+    """Version of the CUDA compiler where torch looks for it; None without one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")  # noqa: PTH118
+    said = said_by([found or "/usr/local/cuda/bin/nvcc", "-V"], timeout_s=30)
+    match = re.search(r"release ([0-9]+\.[0-9]+)", said)
+    return match.group(1) if match else None
+
+
+def has_libaio() -> bool:
+    """Whether a program can be compiled and linked against libaio, as DeepSpeed does."""
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if compiler is None:
+        return False
+    flags = (os.environ.get("CFLAGS", "") + " " + os.environ.get("LDFLAGS", "")).split()
+    with tempfile.TemporaryDirectory(prefix="llmx-survey-") as directory:
+        source = os.path.join(directory, "aio.cpp")  # noqa: PTH118
+        with open(source, "w") as stream:  # noqa: PTH123
+            stream.write("#include <libaio.h>\nint main() { return io_submit(0, 0, nullptr); }\n")
+        words = [compiler, source, *flags, "-laio", "-o", os.path.join(directory, "aio")]  # noqa: PTH118
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+            )
+        except (OSError, subprocess.SubprocessError):
+            return False
+    return done.returncode == 0
+
+
+def directory_facts(path: str) -> dict:
+    """Of the directory, or of the nearest one above it that exists: writable, free bytes."""
+    there = path
+    while there and not os.path.isdir(there):  # noqa: PTH112
+        there = os.path.dirname(there)  # noqa: PTH120
+    return {
+        "writable": os.access(there or "/", os.W_OK | os.X_OK),
+        "free_bytes": shutil.disk_usage(there or "/").free,
+    }
 
 
 def count_gpus() -> int | None:
@@ -149,4 +271,5 @@ def stale_locks() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(survey(*(sys.argv[1:3] or ["/"]))))
+    run_directory, code, request = (sys.argv[1:] + ["/", "", "{}"][len(sys.argv) - 1 :])[:3]
+    print(json.dumps(survey(run_directory, code, json.loads(request))))

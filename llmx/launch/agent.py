@@ -322,7 +322,7 @@ class Agent:
             [message["python"], "-c", message["program"], *message["arguments"]],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=60,
+            timeout=150,
             check=True,
         )
         # The last line: an environment may greet whoever starts its Python.

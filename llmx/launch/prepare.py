@@ -6,18 +6,20 @@ Each step that fails raises LaunchError with the host, what is wrong there and t
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import queue
 import secrets
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from llmx.doctor import survey as survey_program
-from llmx.doctor.compare import BUILT, compare_hosts
+from llmx.doctor.compare import asked_of_hosts, compare_hosts, extensions
 from llmx.doctor.diagnose import Failure, diagnose
 from llmx.errors import LaunchError
 from llmx.launch import sync
-from llmx.launch.environment import is_secret
+from llmx.launch.environment import is_secret, rank_env
 from llmx.launch.fleet import AgentError, Channel, Message, local_channel, remote_channel
 from llmx.launch.render import write_rendered
 from llmx.launch.spec import LaunchSpec
@@ -35,6 +37,8 @@ class Unreachable(LaunchError):
 
 
 HELLO_TIMEOUT_S = 60.0
+SURVEY_TIMEOUT_S = 180.0
+"""Torch is imported in it, which takes a minute from a busy network disk."""
 MODULES = ("torch", "deepspeed", "transformers", "numpy", "yaml")
 """What a rank imports; looked for on every other host without importing them."""
 
@@ -199,23 +203,31 @@ def _host_problems(spec: LaunchSpec, channel: Channel) -> list[str]:
 def survey(spec: LaunchSpec, channels: list[Channel]) -> tuple[str, ...]:
     """Compare the hosts of a run over several; LaunchError with all that cannot work together.
 
-    Returns warnings. A run on this machine alone has nothing to compare, and starts at once.
+    Returns warnings. A run on this machine alone is looked at only where something can be missing
+    (GPUs, extensions that DeepSpeed compiles), and without importing torch: it starts at once.
     """
+    asked = asked_of_hosts(spec.exp, spec.plan)
+    ranks = rank_env(spec)
+    names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR")
+    asked["env"] = {name: ranks[name] for name in names if name in ranks}
     if not any(channel.is_remote for channel in channels):
-        _no_stale_lock(spec)
-        return ()
+        return _survey_here(spec, asked)
     program = Path(survey_program.__file__).read_text(encoding="utf-8")
     request = {
         "python": spec.python,
         "program": program,
-        "arguments": [str(spec.run_dir.root), str(Path(spec.worker_path).parent)],
+        "arguments": [
+            str(spec.run_dir.root),
+            str(Path(spec.worker_path).parent),
+            json.dumps(asked),
+        ],
     }
     used = [channel for channel in channels if channel.hosts]
     pending = [(channel, channel.post("survey", **request)) for channel in used]
     surveys = {}
     for channel, replies in pending:
         try:
-            surveys[channel.name] = channel.wait(replies, timeout_s=HELLO_TIMEOUT_S)["facts"]
+            surveys[channel.name] = channel.wait(replies, timeout_s=SURVEY_TIMEOUT_S)["facts"]
         except AgentError as error:
             raise LaunchError(
                 f"{channel.name}: {spec.python} cannot tell what is installed there: {error}"
@@ -232,14 +244,28 @@ def survey(spec: LaunchSpec, channels: list[Channel]) -> tuple[str, ...]:
     return findings.warnings
 
 
-def _no_stale_lock(spec: LaunchSpec) -> None:
-    """LaunchError where ranks of this machine would wait for ever for a build that nobody does."""
-    locks = survey_program.stale_locks() if spec.exp.optim.kind in BUILT else []
-    if locks:
-        raise LaunchError(
-            f"optim.kind={spec.exp.optim.kind}: a build of an extension was left unfinished; ranks "
-            f'would wait for it at "Loading extension module". Remove the lock: rm {locks[0]}'
+def _survey_here(spec: LaunchSpec, asked: Message) -> tuple[str, ...]:
+    """The same for a run on this machine; the ranks themselves ask torch what it was built for."""
+    host, *others = spec.plan.hosts
+    needed = extensions(spec.exp) or spec.plan.accelerator == "cuda"
+    if others or not host.is_local or not needed:
+        return ()  # Slurm's hosts are out of reach
+    arguments = [str(spec.run_dir.root), "", json.dumps({**asked, "torch": False})]
+    try:
+        done = subprocess.run(
+            [spec.python, survey_program.__file__, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SURVEY_TIMEOUT_S,
+            check=True,
         )
+        facts = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        return (f"this machine could not be looked at before the start: {error}",)
+    findings = compare_hosts(spec.exp, spec.plan, {host.name: facts})
+    if findings.errors:
+        raise LaunchError("\n".join(findings.errors))
+    return findings.warnings
 
 
 def settle(spec: LaunchSpec, channels: list[Channel]) -> LaunchSpec:

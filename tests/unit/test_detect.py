@@ -7,7 +7,9 @@ import yaml
 
 from llmx.catalogue import conf_dir
 from llmx.config import DeviceConfig, HardwareConfig
+from llmx.config.hardware_rules import native_precisions
 from llmx.doctor import detect
+from llmx.errors import ConfigError
 
 
 @pytest.fixture
@@ -19,17 +21,17 @@ def catalogue() -> dict[str, DeviceConfig]:
 @pytest.mark.parametrize(
     ("line", "device"),
     [
-        ("NVIDIA A100-SXM4-40GB, 40960, 8.0", "a100_40g"),
-        ("NVIDIA A100-SXM4-80GB, 81920, 8.0", "a100_80g"),
-        ("NVIDIA A100 80GB PCIe, 81920, 8.0", "a100_80g"),
-        ("NVIDIA A800 80GB PCIe, 81920, 8.0", "a800_80g"),
-        ("Tesla V100-SXM2-32GB, 32768, 7.0", "v100_32g"),
-        ("Tesla V100-PCIE-16GB, 16384, 7.0", "v100_16g"),
-        ("NVIDIA H200, 143771, 9.0", "h200_141g"),
-        ("NVIDIA H100 80GB HBM3, 81559, 9.0", "h100_80g"),
-        ("NVIDIA GeForce RTX 4090, 24564, 8.9", "rtx4090"),
-        ("NVIDIA RTX A6000, 49140, 8.6", "a6000"),
-        ("Tesla T4, 15360, 7.5", "t4"),
+        ("NVIDIA A100-SXM4-40GB, 40960, 8.0, 0, GPU-1", "a100_40g"),
+        ("NVIDIA A100-SXM4-80GB, 81920, 8.0, 0, GPU-1", "a100_80g"),
+        ("NVIDIA A100 80GB PCIe, 81920, 8.0, 0, GPU-1", "a100_80g"),
+        ("NVIDIA A800 80GB PCIe, 81920, 8.0, 0, GPU-1", "a800_80g"),
+        ("Tesla V100-SXM2-32GB, 32768, 7.0, 0, GPU-1", "v100_32g"),
+        ("Tesla V100-PCIE-16GB, 16384, 7.0, 0, GPU-1", "v100_16g"),
+        ("NVIDIA H200, 143771, 9.0, 0, GPU-1", "h200_141g"),
+        ("NVIDIA H100 80GB HBM3, 81559, 9.0, 0, GPU-1", "h100_80g"),
+        ("NVIDIA GeForce RTX 4090, 24564, 8.9, 0, GPU-1", "rtx4090"),
+        ("NVIDIA RTX A6000, 49140, 8.6, 0, GPU-1", "a6000"),
+        ("Tesla T4, 15360, 7.5, 0, GPU-1", "t4"),
     ],
 )
 def test_the_catalogue_is_matched_by_what_the_driver_says(line, device, catalogue) -> None:
@@ -38,17 +40,63 @@ def test_the_catalogue_is_matched_by_what_the_driver_says(line, device, catalogu
 
 
 def test_an_unknown_gpu_gets_an_entry_of_its_own(catalogue) -> None:
-    (gpu,) = detect.parse_gpus("NVIDIA Future X1, 65536, 12.0\n")
+    (gpu,) = detect.parse_gpus("NVIDIA Future X1, 65536, 12.0, 0, GPU-1\n")
     name, device = detect.match_device(gpu, catalogue)
     assert name not in catalogue
     assert device.memory_gib == 64
     assert "bf16" in device.precisions
-    (old,) = detect.parse_gpus("Tesla P40, 23040, 6.1")
+    assert device.compute_capability == 12
+    (old,) = detect.parse_gpus("Tesla P40, 23040, 6.1, 0, GPU-1")
     assert "bf16" not in detect.match_device(old, catalogue)[1].precisions
 
 
 def test_noise_is_no_gpu() -> None:
     assert detect.parse_gpus("No devices were found\n") == []
+
+
+EIGHT = "".join(f"NVIDIA H100 80GB HBM3, 81559, 9.0, {i}, GPU-{i}f3a\n" for i in range(8))
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, list(range(8))),
+        ("0", [0]),
+        ("3,1", [3, 1]),
+        (" 2 , 5 ", [2, 5]),
+        ("GPU-4f", [4]),
+        ("1,9,2", [1]),
+        ("1,1,2", [1]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_the_gpus_that_are_visible(visible, indices, catalogue, monkeypatch) -> None:
+    """As CUDA reads the variable; hardware=local plans for those, and for CPU ranks without one."""
+    gpus = detect.parse_gpus(EIGHT)
+    assert [gpu.index for gpu in detect.visible_gpus(gpus, visible)] == indices
+    monkeypatch.setattr(detect, "detect_gpus", lambda: gpus)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    hardware = HardwareConfig(kind="local", devices=catalogue)
+    (host,) = detect.detect_hardware(hardware, environ=environ).hosts
+    assert (host.slots, host.device) == ((len(indices), "h100_80g") if indices else (2, "cpu"))
+
+
+def test_gpus_of_two_kinds_in_this_machine(catalogue, monkeypatch) -> None:
+    text = "NVIDIA T400 4GB, 4096, 7.5, 0, GPU-0\nNVIDIA GeForce RTX 4090, 24564, 8.9, 1, GPU-1\n"
+    monkeypatch.setattr(detect, "detect_gpus", lambda: detect.parse_gpus(text))
+    hardware = HardwareConfig(kind="local", devices=catalogue)
+    with pytest.raises(ConfigError, match="1: NVIDIA GeForce RTX 4090.*CUDA_VISIBLE_DEVICES=1"):
+        detect.detect_hardware(hardware, environ={})
+    found = detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": "1"})
+    assert found.hosts[0].device == "rtx4090"
+
+
+def test_the_catalogue_says_what_computes_bf16(catalogue) -> None:
+    for name, device in catalogue.items():
+        if device.accelerator == "cuda":
+            assert device.precisions == native_precisions(device.compute_capability), name
 
 
 def test_without_gpus_two_cpu_ranks(monkeypatch, catalogue) -> None:
