@@ -13,6 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("llmx", deadline=None)
+settings.load_profile("llmx")
 
 GOLDEN = Path(__file__).parent / "golden"
 REPOSITORY = Path(__file__).resolve().parents[1]
