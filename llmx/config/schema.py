@@ -133,6 +133,9 @@ class DataConfig:
     each paragraph (between empty lines)."""
     columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
     """Other column names, e.g. ``{instruction: question, output: answer}``."""
+    ignore_columns: list[str] = items(maximum=100, example="[score]")
+    """Columns that may be ignored although they change what a row means (``label``, ``images``,
+    ``weight``, ...; docs/data.md); otherwise such rows are rejected. E.g. ``[score]``."""
     seq_len: int = number(512, minimum=2, maximum=2**24)
     """Tokens of one sample. The one sequence length of the whole run."""
     packing: str = choice("best_fit", "concat", "none")
@@ -152,6 +155,13 @@ class DataConfig:
     tokens, prompts included."""
     over_long: str = choice("truncate", "drop", "error")
     """A row with more tokens than ``seq_len``. Counts are reported."""
+    truncate_prompt: str = choice("left", "right")
+    """Labelled rows over ``seq_len`` with ``over_long=truncate``: the label is never cut; the
+    prompt loses its beginning (``left``) or its end (``right``)."""
+    last_batch: str = choice("wrap", "drop", "short")
+    """With ``task.epochs``, where the samples do not fill the last batch: ``wrap`` fills it with
+    the first samples of a further epoch, ``drop`` leaves its samples out, ``short`` trains on
+    fewer. The loss stays the mean over the target tokens of the step."""
     eval_path: str | None = None
     """A source for evaluation; without it, ``eval_samples`` rows are held out."""
     eval_samples: int = number(0, minimum=0, maximum=MAX_SAMPLES)

@@ -7,17 +7,19 @@ for encoded in tokens.blocks(source.rows()): ...
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, groupby
 from typing import Any
 
 from llmx.data.encode import Batch, DocumentEncoder, TokenBlock
-from llmx.data.fit import joined
+from llmx.data.fit import CUT_OFF, joined
 from llmx.data.forms import Document
 from llmx.data.part import Row
+from llmx.data.prompts import PromptCutter
 from llmx.data.rejects import Rejects
 from llmx.data.render import Renderer, TokenRow
 from llmx.data.rows import RowError
@@ -28,8 +30,20 @@ from llmx.errors import DataError
 BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
 """Rows, and bytes of text, that are tokenized at once."""
+WITHOUT_ANSWER = "without an answer"
+ANSWER_TOO_LONG = "answer longer than seq_len"
+"""Reasons for which rows are dropped."""
 FAST_FROM_BYTES = 2 << 20
 """With less text, a faster encoder is not worth its proof."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The tokens of conversations, None in the place of those that are not used, and how many
+    were cut or dropped."""
+
+    rows: list[TokenRow | None]
+    counts: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -39,9 +53,8 @@ class Encoded:
     rows: list[Row]
     block: TokenBlock
     """Of these rows, in their order."""
-    read: int
-    """Rows read for it; those that are not among ``rows`` hold no answer or were refused."""
-    without_answer: int
+    counts: Counter[str]
+    """``rows`` that were read for it, and what became of those that are not as they were."""
     size: int
     """Bytes of the text that was read, as UTF-8."""
 
@@ -94,7 +107,7 @@ class RowEncoder:
             batches = _chosen(documents, batches, self._fast_from_bytes)
             self._documents = documents
         for batch, block in self._documents.blocks(batches, begins=begins):
-            yield Encoded(batch.rows, block, batch.read, 0, batch.size)
+            yield Encoded(batch.rows, block, Counter(rows=batch.read), batch.size)
 
     def _rendered(self, batches: Iterator[Batch]) -> Iterator[Encoded]:
         if self._chats is None:
@@ -102,11 +115,11 @@ class RowEncoder:
             head, batches = _head(batches, self._fast_from_bytes)
             if sum(batch.size for batch in head) >= self._fast_from_bytes:
                 self._prove(chats, head)
-        waiting: deque[tuple[Batch, Future[list[TokenRow]]]] = deque()
+        waiting: deque[tuple[Batch, Future[Fitted]]] = deque()
         with ThreadPoolExecutor(self._workers, thread_name_prefix="render") as pool:
             try:
                 for batch in batches:
-                    waiting.append((batch, pool.submit(self._chats.rows, batch.rows)))
+                    waiting.append((batch, pool.submit(self._fitted, batch.rows)))
                     if len(waiting) > 2 * self._workers:
                         yield self._taken(*waiting.popleft())
                 while waiting:
@@ -121,25 +134,51 @@ class RowEncoder:
         with contextlib.suppress(DataError):
             chats.choose(rows)
 
-    def _taken(self, batch: Batch, future: Future[list[TokenRow]]) -> Encoded:
-        """A batch's rows; where the template refuses one, they are taken one by one."""
-        found: list[TokenRow | None]
-        try:
-            found = [*future.result()]
-        except DataError:
-            found = self._accepted(batch.rows)
-        kept = [tokens for tokens in found if tokens is not None]
-        pairs = zip(batch.rows, found, strict=True)
-        rows = [row for row, tokens in pairs if tokens is not None]
-        silent = batch.read - len(batch.rows)
-        return Encoded(rows, joined(kept), batch.read, silent, batch.size)
+    def _fitted(self, rows: list[Any]) -> Fitted:
+        """The tokens of conversations; where one of them is too long and its answer must not be
+        cut, of a shorter prompt. For several threads."""
+        assert self._chats is not None
+        data = self._source.data
+        found, counts = self._chats.rows(rows), Counter[str]()
+        if data.over_long != "truncate" or data.packing == "concat":
+            return Fitted([*found], counts)
+        fitted: list[TokenRow | None] = []
+        for row, tokens in zip(rows, found, strict=True):
+            if not row.keeps_answer or len(tokens.tokens) <= data.seq_len:
+                fitted.append(tokens)
+                continue
+            short = self._shortener.shortened(row)
+            if short is None:
+                counts[ANSWER_TOO_LONG] += 1
+            else:
+                counts["truncated"] += 1
+                counts[CUT_OFF] += len(tokens.tokens) - len(short.tokens)
+            fitted.append(short)
+        return Fitted(fitted, counts)
 
-    def _accepted(self, rows: list[Any]) -> list[TokenRow | None]:
+    @cached_property
+    def _shortener(self) -> PromptCutter:
+        data = self._source.data
+        return PromptCutter(self._renderer, limit=data.seq_len, side=data.truncate_prompt)
+
+    def _taken(self, batch: Batch, future: Future[Fitted]) -> Encoded:
+        """A batch's rows; where the template refuses one, they are taken one by one."""
+        try:
+            fitted = future.result()
+        except DataError:
+            fitted = self._accepted(batch.rows)
+        kept = [tokens for tokens in fitted.rows if tokens is not None]
+        pairs = zip(batch.rows, fitted.rows, strict=True)
+        rows = [row for row, tokens in pairs if tokens is not None]
+        counts = Counter({"rows": batch.read, WITHOUT_ANSWER: batch.read - len(batch.rows)})
+        counts.update(fitted.counts)
+        return Encoded(rows, joined(kept), counts, batch.size)
+
+    def _accepted(self, rows: list[Any]) -> Fitted:
         """The tokens of conversations. One that the template refuses is rejected
         (``data.on_bad_row=skip``) and has None in its place."""
-        assert self._chats is not None
         try:
-            return [*self._chats.rows(rows)]
+            return self._fitted(rows)
         except DataError as error:
             if self._source.data.on_bad_row != "skip":
                 raise
@@ -148,9 +187,10 @@ class RowEncoder:
                     reason = "the template refuses it"
                     error = RowError(str(error), where=rows[0].where, reason=reason)
                 self.refused.add(error)
-                return [None]
+                return Fitted([None], Counter())
         middle = len(rows) // 2
-        return [*self._accepted(rows[:middle]), *self._accepted(rows[middle:])]
+        first, second = self._accepted(rows[:middle]), self._accepted(rows[middle:])
+        return Fitted([*first.rows, *second.rows], first.counts + second.counts)
 
 
 def batches_of(rows: Iterable[Row | None]) -> Iterator[Batch]:

@@ -11,11 +11,12 @@ import numpy as np
 
 from llmx.data.fit import CUT_OFF
 from llmx.data.pack import PACKERS
-from llmx.data.rejects import Rejects, write_rejects
+from llmx.data.rejects import Rejects, counted, write_rejects
 from llmx.data.spool import Spool
 from llmx.data.store import SampleStore, publish
 from llmx.data.wanted import Wanted
 from llmx.errors import DataError
+from llmx.text import plural, printable
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Tally:
     """Good rows that were not wanted, by reason."""
     rejects: Sequence[Rejects] = ()
     """Rows that are wrong."""
+    ignored_columns: Sequence[str] = ()
+    """Columns that were read and not used."""
 
 
 def finish(
@@ -49,12 +52,8 @@ def finish(
         rejected.update(group.counts)
     rejected_file = write_rejects(path.with_name(f"{path.name}.rejected.jsonl"), tally.rejects)
     if not spool.lengths:
-        lost = {**dropped, **rejected}
-        reasons = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-        raise DataError(
-            f"{source.path}: none of {rows_read} rows is left ({reasons or 'all are empty'}). "
-            "Check data.seq_len, data.over_long and the columns."
-        )
+        rows_read += tally.left_out.total() + sum(g.counts.total() for g in tally.rejects[:1])
+        raise nothing_left(printable(source.path), rows_read, dropped, tally.rejects)
     lengths = np.frombuffer(spool.lengths, np.int64)
     packing = PACKERS[data.packing](lengths, capacity=data.seq_len)
     return publish(
@@ -74,6 +73,7 @@ def finish(
             "truncated_tokens": cut_off,
             "dropped": dropped,
             "rejected": dict(rejected),
+            "ignored_columns": list(tally.ignored_columns),
             "rejected_file": rejected_file and str(rejected_file),
             "row_tokens": int(lengths.sum()),
             "row_length_percentiles": _percentiles(lengths),
@@ -81,6 +81,22 @@ def finish(
             **how,
         },
     )
+
+
+def nothing_left(
+    path: str, rows_read: int, dropped: dict[str, int], rejects: Sequence[Rejects]
+) -> DataError:
+    """For sources of which no row is left to train on: what became of the rows, and why."""
+    rejected: Counter[str] = Counter()
+    for group in rejects:
+        rejected.update(group.counts)
+    parts = [f"{plural(rows_read, 'row')} read"]
+    for what, reasons in (("left out", dropped), ("rejected", rejected)):
+        if reasons:
+            parts.append(f"{what}: {counted(reasons)}")
+    first = next((group.first for group in rejects if group.first), "")
+    fix = f"The first: {first}" if first else "Check data.seq_len, data.over_long and the columns."
+    return DataError(f"{path}: no row is left to train on ({'; '.join(parts)}). {fix}")
 
 
 def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:

@@ -9,10 +9,10 @@ Alpaca (``instruction``, ``input``, ``output``, ``history``), ShareGPT (``conver
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from llmx.data.rows import Record, RowError, Where, excerpt
+from llmx.data.rows import Record, Where, excerpt, names, wrong_record
 from llmx.data.turns import Message, labelled_history, pairs, turns
 from llmx.errors import DataError
 
@@ -24,7 +24,6 @@ __all__ = [
     "detect_form",
     "to_conversation",
     "to_document",
-    "wrong_record",
 ]
 
 KEYS = {
@@ -32,7 +31,7 @@ KEYS = {
     "sharegpt": ("conversations",),
     "messages": ("messages",),
     "alpaca": ("instruction", "output"),
-    "prompt_response": ("prompt", "response"),
+    "prompt_response": ("prompt", "response"),  # or TRL's prompt and completion
     "text": ("text",),
 }
 """The keys by which a form is recognised, in the order in which they are tried."""
@@ -41,11 +40,15 @@ KEYS = {
 @dataclass(frozen=True)
 class Conversation:
     """Turns that end with an assistant's. ``tools`` is the JSON text of a list of tool
-    definitions, empty where there are none."""
+    definitions, empty where there are none.
+
+    ``keeps_answer``: of a row that is too long the prompt is cut, never the answer (a label).
+    """
 
     messages: tuple[Message, ...]
     where: Where
     tools: str = ""
+    keeps_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,17 @@ def detect_form(record: Record, *, text_key: str, columns: dict[str, str]) -> st
         return "labelled"
     if found and (len(found) == 1 or found[0] == "preference"):
         return found[0]  # a pair has its prompt beside it, which is a form of its own
-    keys = ", ".join(record.value)
+    keys = names(record.value)
     if found:
         raise DataError(
-            f"{record.where}: the keys ({keys}) fit {' and '.join(found)}. "
-            f"Say which with data.form={found[0]}."
+            f"{record.where}: the columns ({keys}) fit the formats {' and '.join(found)}. "
+            f"Choose one, e.g. data.form={found[0]}."
         )
     if text_key == "text" and columns.get("content", "content") in record.value:
         return "text"
-    known = "; ".join(f"{form}: {', '.join(names)}" for form, names in KEYS.items())
+    known = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in KEYS.items())
     raise DataError(
-        f"{record.where}: the keys ({keys}) fit none of the known forms ({known}). Map your "
+        f"{record.where}: the columns ({keys or 'none'}) fit no known format ({known}). Map your "
         "names, e.g. data.form=alpaca data.columns.instruction=question "
         "data.columns.output=answer, or for text data.form=text data.text_key=body."
     )
@@ -123,7 +126,10 @@ def to_conversation(
     else:
         key = column("conversations" if form == "sharegpt" else "messages")
         messages = turns(record.value.get(key), key, record.where)
-    return conversation_of(record, messages, columns=columns, system=system)
+    found = conversation_of(record, messages, columns=columns, system=system)
+    if found is not None and form == "labelled":
+        return replace(found, keeps_answer=True)
+    return found
 
 
 def conversation_of(
@@ -131,49 +137,84 @@ def conversation_of(
 ) -> Conversation | None:
     """Messages with the record's system message and tools, up to the last answer; None where
     there is none."""
-    own_system = record.value.get(columns.get("system", "system"))
-    if messages and messages[0].role != "system":
-        if isinstance(own_system, str) and own_system.strip():
-            messages = [Message("system", own_system), *messages]
-        elif system:
-            messages = [Message("system", system), *messages]
+    messages = _with_system(record, messages, columns.get("system", "system"), system)
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
     if not any(message.role == "assistant" and message.content.strip() for message in messages):
         return None
     for message in messages:
         _check_characters(record, message.content)
-    tools = record.value.get(columns.get("tools", "tools")) or ""
-    if isinstance(tools, str) and tools.strip():
-        try:
-            json.loads(tools)
-        except (ValueError, RecursionError) as error:
+    tools = _tools(record, columns.get("tools", "tools"))
+    return Conversation(tuple(messages), record.where, tools)
+
+
+def _with_system(
+    record: Record, messages: list[Message], key: str, default: str | None
+) -> list[Message]:
+    """Messages with the record's own system message first, else with the default one."""
+    own = record.value.get(key)
+    if own is not None and not isinstance(own, str):
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(own)}, not text.')
+    if messages and messages[0].role == "system":
+        if own and own.strip() and own.strip() != messages[0].content.strip():
             raise wrong_record(
-                record, "wrong tools", f"tools are not JSON ({error}).", tools
-            ) from error
-    if not isinstance(tools, str):
-        tools = json.dumps(tools, ensure_ascii=False)
-    _check_characters(record, tools)
-    return Conversation(tuple(messages), record.where, tools if tools.strip() != "[]" else "")
+                record,
+                "two system messages",
+                f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
+                own,
+            )
+        return messages
+    text = own if own and own.strip() else default
+    return [Message("system", text), *messages] if messages and text else messages
+
+
+def _tools(record: Record, key: str) -> str:
+    """The definitions of tools as the JSON text of a list, as it stands where it is text; empty
+    where there are none."""
+    value = record.value.get(key)
+    text = value if isinstance(value, str) else ""
+    if text.strip():
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            problem = f"tools are not JSON ({error})."
+            raise wrong_record(record, "wrong tools", problem, text) from error
+    if not value:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        problem = "tools must be a list of objects, each the definition of a tool:"
+        raise wrong_record(record, "wrong tools", problem, value)
+    text = text or json.dumps(value, ensure_ascii=False)
+    _check_characters(record, text)
+    return text
 
 
 def _has(record: Record, keys: tuple[str, ...], text_key: str, columns: dict[str, str]) -> bool:
-    names = (text_key if key == "text" else columns.get(key, key) for key in keys)
-    return all(name in record.value for name in names)
+    wanted = [text_key if key == "text" else columns.get(key, key) for key in keys]
+    if "response" in wanted and _is_completed(record, columns):
+        wanted = ["completion" if name == "response" else name for name in wanted]
+    return all(name in record.value for name in wanted)
+
+
+def _is_completed(record: Record, columns: dict[str, str]) -> bool:
+    """Whether the answer is called as TRL calls it: ``completion``."""
+    value = record.value
+    return "response" not in columns and "response" not in value and "completion" in value
 
 
 def _text(record: Record, key: str) -> str:
     if key not in record.value:
         raise wrong_record(
             record,
-            "a missing key",
-            f'no key "{key}"; there is {", ".join(record.value) or "nothing"}. '
+            "a missing column",
+            f'no column "{excerpt(key)}"; the row has {names(record.value) or "none"}. '
             "Map your names with data.columns, or set data.text_key.",
         )
     value = record.value[key]
     if not isinstance(value, str):
-        what = "null" if value is None else f"{type(value).__name__} ({excerpt(value)})"
-        raise wrong_record(record, "a value of a wrong type", f'"{key}" is {what}, not text.')
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(value)}, not text.')
     return value
 
 
@@ -195,31 +236,27 @@ def _check_characters(record: Record, text: str) -> None:
         ) from error
 
 
-def wrong_record(record: Record, reason: str, problem: str, shown: Any = None) -> RowError:
-    """A RowError with the record's place and content."""
-    what = f" {excerpt(shown)}" if shown else ""
-    return RowError(
-        f"{record.where}: {problem}{what}",
-        where=record.where,
-        reason=reason,
-        content=json.dumps(record.value, ensure_ascii=False, default=str),
-    )
-
-
 def _single(record: Record, form: str, column: Any) -> list[Message]:
     if form == "prompt_response":
-        prompt = _text(record, column("prompt"))
-        answer = _text(record, column("response"))
+        prompt_key, key = column("prompt"), column("response")
+        if key == "response" and _is_completed(record, {}):
+            key = "completion"
+        if isinstance(record.value.get(prompt_key), list):  # TRL's conversational layout
+            before = turns(record.value[prompt_key], prompt_key, record.where)
+            if isinstance(record.value.get(key), list):
+                return turns(record.value[key], key, record.where, before=before)
+            return [*before, Message("assistant", _text(record, key))]
+        prompt, answer = _text(record, prompt_key), _text(record, key)
     else:
         prompt = _text(record, column("instruction"))
         answer = _text(record, column("output"))
-        if record.value.get(column("input")):
+        if record.value.get(column("input")) not in (None, ""):
             prompt = f"{prompt}\n{_text(record, column('input'))}"
     history = pairs(record.value.get(column("history")), column("history"), record.where)
     return [*history, Message("user", prompt), Message("assistant", answer)]
 
 
-def _labelled(record: Record, column: Any, names: dict[str, str]) -> list[Message]:
+def _labelled(record: Record, column: Any, known: dict[str, str]) -> list[Message]:
     """The label is the answer, by its name where it has one."""
     key = column("label")
     label = record.value.get(key)
@@ -227,18 +264,18 @@ def _labelled(record: Record, column: Any, names: dict[str, str]) -> list[Messag
         raise wrong_record(
             record,
             "a missing label",
-            f'"{key}" is {type(label).__name__} ({excerpt(label)}); a label is text or a whole '
-            "number. Map it with data.data_map.",
+            f'"{excerpt(key)}" is {excerpt(label)}; a label is text or a whole number. Map it with '
+            "data.data_map.label=COLUMN.",
         )
-    if names and str(label) not in names:
+    if known and str(label) not in known:
         raise wrong_record(
             record,
             "a label without a name",
-            f"the label {label} has no name; data.label_names has {', '.join(names)}.",
+            f"the label {excerpt(label)} has no name; data.label_names names {', '.join(known)}.",
         )
     history_key = column("history")
     context, history = labelled_history(record.value.get(history_key), history_key, record.where)
     prompt = _text(record, column("prompt"))
     question = f"{context}\n{prompt}" if context else prompt
-    answer = names.get(str(label), str(label))
+    answer = known.get(str(label), str(label))
     return [*history, Message("user", question), Message("assistant", answer)]

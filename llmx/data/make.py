@@ -58,7 +58,7 @@ def _filled(wanted: Wanted, spool: Spool, progress: Progress) -> SampleStore:
     workers = worker_count(wanted.data.num_workers)
     with parallel_tokenizers(workers), progress:
         encoder = _encode(wanted, spool, progress, counts, refused, workers=workers)
-    tally = Tally(counts, source.left_out, (source.rejects, refused))
+    tally = Tally(counts, source.left_out, (source.rejects, refused), source.ignored_columns)
     how = {
         "encoder": encoder,
         "workers": workers,
@@ -95,8 +95,7 @@ def _encode(
         next(islice(rows, counts["rows"], counts["rows"]), None)
         progress.begin_here()
     for encoded in encoder.blocks(rows, begins=not fit.state[0]):
-        counts["rows"] += encoded.read
-        counts["without an answer"] += encoded.without_answer
+        counts.update(encoded.counts)
         block, joins = fit(encoded.rows, encoded.block)
         spool.append(block, joins=joins)
         progress.add(size=encoded.size, tokens=len(encoded.block.tokens))

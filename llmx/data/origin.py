@@ -12,7 +12,8 @@ from llmx.data.part import Part
 from llmx.errors import ConfigError
 
 FORMS_VERSION = 3
-"""Raised when a record becomes another row than before."""
+"""Raised when a text becomes another row than before; for rows with columns it is enough to
+raise ``part.COLUMNS_VERSION``, which leaves prepared text as it is."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Origin:
         """Rows of these sources that belong to the evaluation; 0 where it has its own."""
         own = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
         return 0 if own else self.data.eval_samples
+
+    @property
+    def ignored_columns(self) -> list[str]:
+        """Columns that were read up to now and not used, sorted."""
+        return sorted(set().union(*(part.ignored for part in self.parts)))
 
     @cached_property
     def files(self) -> list[Path]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from llmx.config import DataConfig, SourceConfig
+from llmx.data.columns import ColumnCheck
 from llmx.data.digests import digest_of
 from llmx.data.forms import Conversation, Document, detect_form, to_conversation, to_document
 from llmx.data.hub import PREFIX, hub_id, hub_rows, revision_of
@@ -17,8 +19,13 @@ from llmx.data.read import read_file, source_files
 from llmx.data.rows import Meter, OnBad, Record, RowError, Stretch, TextPiece, refuse
 from llmx.data.tokenizer import DEMO_DIRECTORY
 from llmx.errors import DataError
+from llmx.text import plural, printable
 
 Row = Conversation | Document
+COLUMNS_VERSION = 1
+"""Raised when a record with columns, beside plain documents, becomes another row than before."""
+LOOKED_AT = 100
+"""First rows of a source that tell its form where bad ones are skipped."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,11 @@ class Part:
     skips_bad: bool
     weight: float = 1.0
     text_unit: str = "file"
+    truncate_prompt: str = "left"
+    ignore: tuple[str, ...] = ()
+    """Columns that may be ignored whatever they hold (``data.ignore_columns``)."""
+    ignored: set[str] = field(default_factory=set, compare=False)
+    """Names of the columns that were read and not used."""
 
     @classmethod
     def of(cls, data: DataConfig, source: SourceConfig, *, split: str) -> Part:
@@ -57,6 +69,8 @@ class Part:
             skips_bad=data.on_bad_row == "skip",
             weight=source.weight,
             text_unit=data.text_unit,
+            truncate_prompt=data.truncate_prompt,
+            ignore=tuple(data.ignore_columns),
         )
 
     @cached_property
@@ -71,15 +85,45 @@ class Part:
 
     @cached_property
     def form(self) -> str:
-        """The wanted form, or what the first good row shows."""
+        """The wanted form, or what the first row shows. Where bad rows are skipped, the first of
+        them decides nothing: it is the form of most of the first rows."""
         if self.form_wanted != "auto":
             return self.form_wanted
-        first = next(self.raw(self._ignore if self.skips_bad else refuse), None)
+        rejected: list[RowError] = []
+        rows = self.raw(rejected.append if self.skips_bad else refuse)
+        first = next(rows, None)
         if first is None:
-            raise self.empty()
+            raise self.empty(rejected)
         if isinstance(first, TextPiece):
             return "text"
-        return detect_form(first, text_key=self.text_key, columns=self.columns)
+        if not self.skips_bad:
+            return self._detected(first)
+        found: Counter[str] = Counter()
+        problem: DataError | None = None
+        for row in chain([first], islice(rows, LOOKED_AT - 1)):
+            try:
+                found[self._detected(row)] += 1
+            except DataError as error:
+                problem = problem or error
+        if not found:
+            assert problem is not None
+            raise problem
+        return found.most_common(1)[0][0]
+
+    def _detected(self, row: Record | TextPiece) -> str:
+        if isinstance(row, TextPiece):
+            return "text"
+        return detect_form(row, text_key=self.text_key, columns=self.columns)
+
+    @cached_property
+    def _check(self) -> ColumnCheck:
+        return ColumnCheck(
+            self.form,
+            text_key=self.text_key,
+            columns=self.columns,
+            ignore=self.ignore,
+            ignored=self.ignored,
+        )
 
     @cached_property
     def _revision(self) -> str:
@@ -100,9 +144,17 @@ class Part:
 
     def identity(self) -> dict[str, object]:
         """What decides which rows there are, beside the bytes."""
-        unit = {} if self.text_unit == "file" else {"text_unit": self.text_unit}
+        also: dict[str, object] = {}
+        if self.text_unit != "file":
+            also["text_unit"] = self.text_unit
+        if self.form != "text":
+            also["columns_version"] = COLUMNS_VERSION
+        if self.form == "labelled":
+            also["truncate_prompt"] = self.truncate_prompt
+        if self.ignore:
+            also["ignore_columns"] = sorted(self.ignore)
         return {
-            **unit,
+            **also,
             "form": self.form,
             "text_key": self.text_key,
             "columns": dict(sorted(self.columns.items())),
@@ -113,8 +165,9 @@ class Part:
             "weight": self.weight,
         }
 
-    def empty(self) -> DataError:
-        return DataError(f"{self.path}: there is no row in it. Check data.path.")
+    def empty(self, rejected: Sequence[RowError] = ()) -> DataError:
+        """For a source without a row that can be used."""
+        return no_rows(self.path, rejected)
 
     def raw(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Record | TextPiece]:
         """Records and pieces of text as they are read."""
@@ -152,7 +205,8 @@ class Part:
         for raw in self.raw(bad):
             try:
                 if not isinstance(raw, Record):
-                    raise self._no_keys(raw)
+                    raise self._no_columns(raw)
+                self._check(raw)
                 pair = to_preference(raw, columns=self.columns, system=self.system)
             except RowError as error:
                 bad(error)
@@ -162,8 +216,9 @@ class Part:
     def _row(self, raw: Record | TextPiece) -> Row | None:
         if isinstance(raw, TextPiece):
             if self.form != "text":
-                raise self._no_keys(raw)
+                raise self._no_columns(raw)
             return Document(raw.text, raw.where, raw.last)
+        self._check(raw)
         if self.form == "text":
             return to_document(raw, text_key=self.text_key, columns=self.columns)
         if self.form == "preference":
@@ -176,12 +231,18 @@ class Part:
             label_names=self.label_names,
         )
 
-    def _no_keys(self, raw: TextPiece) -> DataError:
+    def _no_columns(self, raw: TextPiece) -> DataError:
         return DataError(
-            f"{raw.where}: a text file has no keys; data.form={self.form} needs rows "
-            "with keys. Give a JSON, TSV or CSV file, or data.form=text."
+            f"{raw.where}: a text file has no columns, and data.form={self.form} needs them. Give "
+            "a JSON, TSV or CSV file, or set data.form=text."
         )
 
-    @staticmethod
-    def _ignore(error: RowError) -> None:
-        """While the form is looked for, bad rows are passed over; they are counted later."""
+
+def no_rows(path: str, rejected: Sequence[RowError] = ()) -> DataError:
+    """For sources in which no row can be used, with what is wrong with the first."""
+    if not rejected:
+        return DataError(f"{printable(path)}: there is no row in it. Check data.path.")
+    return DataError(
+        f"{printable(path)}: no row of it can be used; {plural(len(rejected), 'row')} rejected "
+        f"(data.on_bad_row=skip). The first: {rejected[0]}"
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.data.forms import Conversation, conversation_of, wrong_record
-from llmx.data.rows import Record
-from llmx.data.turns import Message, turns
+from llmx.data.forms import Conversation, conversation_of
+from llmx.data.rows import Record, excerpt, wrong_record
+from llmx.data.turns import Message, pairs, turns
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,13 @@ def _before_the_answers(record: Record, column: Any) -> list[Message]:
         return turns(prompt, column("prompt"), record.where)
     if not isinstance(prompt, str):
         return []
-    extra = record.value.get(column("input"))
-    return [Message("user", f"{prompt}\n{extra}" if isinstance(extra, str) and extra else prompt)]
+    key = column("input")
+    extra = record.value.get(key)
+    if extra is not None and not isinstance(extra, str):
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(extra)}, not text.')
+    history = pairs(record.value.get(column("history")), column("history"), record.where)
+    return [*history, Message("user", f"{prompt}\n{extra}" if extra else prompt)]
 
 
 def _is_answer(value: Any) -> bool:

@@ -8,12 +8,13 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from llmx.data.rows import RowError
 from llmx.errors import DataError
+from llmx.text import printable
 
 MEMORY_BYTES = 1 << 20
 CONTENT_CHARS = 100_000
@@ -79,6 +80,14 @@ class Rejects:
         self._lines.seek(0)
         return self._lines.read()
 
+    @property
+    def first(self) -> str:
+        """What is wrong with the first one; empty where there is none."""
+        self._lines.seek(0)
+        line = self._lines.readline()
+        self._lines.seek(0, os.SEEK_END)
+        return str(json.loads(line)["message"]) if line else ""
+
     def copy_to(self, stream: IO[bytes]) -> None:
         """Write all lines."""
         self._lines.seek(0)
@@ -86,6 +95,11 @@ class Rejects:
 
     def close(self) -> None:
         self._lines.close()
+
+
+def counted(reasons: Mapping[str, int]) -> str:
+    """``2 × no turns, 1,200 × not JSON``: how many rows by the reason."""
+    return ", ".join(f"{count:,} × {reason}" for reason, count in reasons.items())
 
 
 def write_rejects(path: Path, groups: Sequence[Rejects]) -> Path | None:
@@ -102,8 +116,8 @@ def write_rejects(path: Path, groups: Sequence[Rejects]) -> Path | None:
         os.replace(temporary, path)
     except OSError as error:
         raise RejectsUnwritten(
-            f"Cannot write the rejected rows to {path}: {error}. Free some space, or set "
-            "data.cache_dir to another disk."
+            f"Cannot write the rejected rows to {printable(str(path))}: {error}. Free some space, "
+            "or set data.cache_dir to another disk."
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

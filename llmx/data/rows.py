@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmx.errors import DataError
+from llmx.text import printable
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Where:
     """``line``, or ``row`` where a file has no lines (an array, a table), counted from 1."""
 
     def __str__(self) -> str:
-        return f"{self.file}, {self.unit} {self.number}"
+        return f"{printable(str(self.file), keep='')}, {self.unit} {self.number}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,26 @@ def refuse(error: RowError) -> None:
 
 
 def excerpt(value: Any, *, limit: int = 80) -> str:
-    """The beginning of a value on one line, for a message."""
+    """The beginning of a value on one line, for a message; it cannot steer a terminal."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = text[: 20 * limit].encode("utf-8", "backslashreplace").decode()  # half a character
-    text = " ".join(text.split())
+    text = printable(" ".join(text.split()), keep="")
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def names(found: Iterable[Any], *, limit: int = 12) -> str:
+    """Names of columns for a message, not too many: ``id, source and 3 more``."""
+    shown = [excerpt(str(name), limit=40) for name in found]
+    more = f" and {len(shown) - limit:,} more" if len(shown) > limit else ""
+    return ", ".join(shown[:limit]) + more
+
+
+def wrong_record(record: Record, reason: str, problem: str, shown: Any = None) -> RowError:
+    """A RowError with the record's place and content; ``shown`` is added to the message."""
+    what = f" {excerpt(shown)}" if shown else ""
+    return RowError(
+        f"{record.where}: {problem}{what}",
+        where=record.where,
+        reason=reason,
+        content=json.dumps(record.value, ensure_ascii=False, default=str),
+    )

@@ -81,6 +81,7 @@ def assemble(wanted: Wanted, directory: Path, *, units: int, how: dict[str, Any]
     tally = Tally(rejects=(wanted.source.rejects, refused))
     wanted.source.rejects.clear()
     text = 0
+    ignored: set[str] = set()
     encoders: list[str] = []
     spool = Spool(wanted.path.with_name(f"{wanted.path.name}.assembled"))
     try:
@@ -99,12 +100,14 @@ def assemble(wanted: Wanted, directory: Path, *, units: int, how: dict[str, Any]
             for group, noted in zip(tally.rejects, note["rejects"], strict=True):
                 group.extend(noted["counts"], noted["lines"].encode("latin-1"))
             text += note["text_bytes"]
+            ignored.update(note.get("ignored_columns", ()))
             encoders.append(note["encoder"])
         nothing = not (tally.counts["rows"] or tally.left_out)
         if nothing and not any(group.counts for group in tally.rejects):
             raise wanted.source.empty()
         # Each host proved its encoder on other texts: the kind is what counts.
         kinds = ", ".join(sorted({re.split(r", equal| \(", encoder)[0] for encoder in encoders}))
+        tally.ignored_columns = sorted(ignored)
         how = {"encoder": encoders[0] if len(set(encoders)) == 1 else kinds, **how}
         return finish(
             wanted, spool, tally, how={**how, "text_bytes": text}, split=wanted.source.split
@@ -121,8 +124,7 @@ def _write_unit(
     writer = _Segments(directory, unit.number)
     text = 0
     for encoded in encoder.blocks(unit.rows(), begins=unit.begins):
-        counts["rows"] += encoded.read
-        counts["without an answer"] += encoded.without_answer
+        counts.update(encoded.counts)
         block, joins = fit(encoded.rows, encoded.block)
         writer.add(block, joins=joins)
         progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
@@ -132,6 +134,7 @@ def _write_unit(
         "files": writer.close(),
         "counts": dict(counts),
         "left_out": dict(source.left_out),
+        "ignored_columns": source.ignored_columns,
         "rejects": [
             {"counts": dict(group.counts), "lines": group.lines().decode("latin-1")}
             for group in (source.rejects, encoder.refused)

@@ -16,7 +16,7 @@ from pathlib import Path
 from llmx.config import Experiment
 from llmx.data.forms import Document
 from llmx.data.origin import Origin
-from llmx.data.part import Part, Row
+from llmx.data.part import Part, Row, no_rows
 from llmx.data.progress import Progress
 from llmx.data.rejects import Rejects
 from llmx.data.rows import Meter, OnBad, RowError, Stretch, refuse
@@ -115,7 +115,7 @@ class Source(Origin):
 
     def empty(self) -> DataError:
         """For sources in which there is no row at all."""
-        return DataError(f"{self.path}: there is no row in it. Check data.path.")
+        return no_rows(self.path)
 
     def _numbered(self, part: Part, start: int, bad: OnBad) -> Iterator[tuple[int, Row | None]]:
         """(number, row) of one source; the pieces of one text have one number."""

@@ -5,26 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from llmx.data.progress import MIB, clock, size_text
+from llmx.data.rejects import counted
+from llmx.data.rows import names
 from llmx.data.store import SampleStore
+from llmx.text import plural
 
 
 def summary(store: SampleStore) -> str:
     """One paragraph about a store: rows, tokens, what was dropped and how full samples are."""
     meta = store.meta
     lengths = meta["row_length_percentiles"]
-    lost = [f"{count:,} {reason}" for reason, count in meta["dropped"].items()]
+    lost = []
+    if meta["dropped"]:
+        lost.append(f"left out: {counted(meta['dropped'])}")
     if meta["rejected"]:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in meta["rejected"].items())
-        lost.append(f"rejected, see {meta['rejected_file']}: {reasons}")
+        lost.append(f"rejected (see {meta['rejected_file']}): {counted(meta['rejected'])}")
     if meta["truncated"]:
-        lost.append(f"{meta['truncated']:,} truncated to {meta['seq_len']} tokens")
+        lost.append(f"{plural(meta['truncated'], 'row')} truncated to {meta['seq_len']} tokens")
     fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
-    fate = ", ".join(lost) or "no row dropped or truncated"
+    fate = "; ".join(lost) or "no row left out or truncated"
+    if ignored := meta.get("ignored_columns"):
+        fate += f"; ignored columns: {names(ignored)}"
     return (
-        f"{_rows(meta)} in {meta['num_samples']:,} samples of up to "
-        f"{meta['seq_len']} tokens ({fill:.1%} full); {meta['num_tokens']:,} tokens, "
-        f"{meta['num_target_tokens']:,} of them learned; row length median {lengths['50']}, "
-        f"90 % {lengths['90']}, longest {lengths['100']}; form {meta['form']}, template "
+        f"{_rows(meta)} in {plural(meta['num_samples'], 'sample')} of up to "
+        f"{meta['seq_len']} tokens ({fill:.1%} full); {plural(meta['num_tokens'], 'token')}, "
+        f"of which {plural(meta['num_target_tokens'], 'target token')}; row length median {lengths['50']}, "
+        f"90 % up to {lengths['90']}, longest {lengths['100']}; format {meta['form']}, template "
         f"{meta['template'] or 'none'}; {fate}."
     )
 
@@ -36,14 +42,15 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     names = {"0": "shortest", "50": "median", "100": "longest"}
     lines = [
         ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
-        ("form", _form(meta)),
+        ("format", _form(meta)),
         ("rows", _rows_read(meta)),
-        ("left out", _reasons(meta)),
+        ("left out", counted({**meta["dropped"], **meta.get("left_out", {})}) or "none"),
+        ("rejected", _rejected(meta)),
         ("truncated", _truncated(meta)),
-        ("tokens", f"{tokens:,}, of which {meta['num_target_tokens']:,} are learned"),
+        ("tokens", f"{tokens:,}, of which {plural(meta['num_target_tokens'], 'target token')}"),
         (
             "samples",
-            f"{samples:,} of up to {meta['seq_len']:,} tokens, "
+            f"{samples:,}, each of up to {meta['seq_len']:,} tokens, "
             f"{tokens / max(1, samples * meta['seq_len']):.1%} full",
         ),
         (
@@ -52,20 +59,22 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
             + (" (as cut)" if meta["truncated"] else ""),
         ),
     ]
+    if ignored := meta.get("ignored_columns"):
+        lines.insert(3, ("ignored columns", names(ignored)))
     if "encoder" not in meta:  # prepared by an earlier llmx
         return lines
     seconds = meta["tokenize_seconds"]
     took = "less than a second" if seconds < 1 else clock(seconds)
     rate = f" ({meta['text_bytes'] / MIB / seconds:,.1f} MiB/s)" if seconds >= 1 else ""
     hosts = meta.get("hosts", 1)
-    workers = f"{meta['workers']} cores" + (f" on {hosts} hosts" if hosts > 1 else "")
+    workers = plural(meta["workers"], "core") + (f" on {hosts} hosts" if hosts > 1 else "")
     lines.append(("encoder", f"{meta['encoder']}, {workers}"))
     lines.append(
         (
             "time",
-            f"{'found again; it took' if found else 'took'} {took} for "
+            f"{'found prepared; preparing took' if found else 'preparing took'} {took} for "
             f"{size_text(meta['text_bytes'])} of text{rate}"
-            + (f", from row {meta['resumed_at_row']:,} on" if meta["resumed_at_row"] else ""),
+            + (f", resumed at row {meta['resumed_at_row']:,}" if meta["resumed_at_row"] else ""),
         )
     )
     return lines
@@ -79,34 +88,30 @@ def _form(meta: dict[str, Any]) -> str:
 
 
 def _truncated(meta: dict[str, Any]) -> str:
-    """What ``seq_len`` costs; rows are cut at their end."""
+    """What ``seq_len`` costs."""
     if not meta["truncated"]:
-        return "nothing"
+        return "none"
     cut_off = meta.get("truncated_tokens", 0)
     part = cut_off / (cut_off + meta["num_tokens"])
-    lost = f"; {cut_off:,} tokens ({part:.1%} of all) are cut off" if cut_off else ""
-    rows = "1 row" if meta["truncated"] == 1 else f"{meta['truncated']:,} rows"
-    return f"{rows} to {meta['seq_len']:,} tokens{lost}"
+    lost = f"; {plural(cut_off, 'token')} ({part:.1%} of all) cut off" if cut_off else ""
+    return f"{plural(meta['truncated'], 'row')} to {meta['seq_len']:,} tokens{lost}"
 
 
-def _reasons(meta: dict[str, Any]) -> str:
-    """How many rows are not in the store, by reason."""
-    groups = (meta["dropped"], meta.get("left_out", {}), meta.get("rejected", {}))
-    parts = [f"{count:,} {reason}" for group in groups for reason, count in group.items()]
-    if meta.get("rejected_file"):
-        parts.append(f"rejected rows are in {meta['rejected_file']}")
-    return "; ".join(parts) or "nothing"
+def _rejected(meta: dict[str, Any]) -> str:
+    if not meta.get("rejected"):
+        return "none"
+    return f"{counted(meta['rejected'])}; listed with the reasons in {meta['rejected_file']}"
 
 
 def _rows(meta: dict[str, Any]) -> str:
     """``12 rows``; ``12 rows, cut into 30 pieces`` where samples cut them."""
     count = meta["num_rows"]
     if meta["identity"]["packing"] != "concat":
-        return f"{count:,} rows"
-    return f"{meta['rows_read']:,} rows, cut into {count:,} pieces,"
+        return plural(count, "row")
+    return f"{plural(meta['rows_read'], 'row')}, cut into {plural(count, 'piece')},"
 
 
 def _rows_read(meta: dict[str, Any]) -> str:
     if meta["identity"]["packing"] != "concat":
         return f"{meta['rows_read']:,} read, {meta['num_rows']:,} in samples"
-    return f"{meta['rows_read']:,} read; samples cut them into {meta['num_rows']:,} pieces"
+    return f"{meta['rows_read']:,} read; cut into {plural(meta['num_rows'], 'piece')}"

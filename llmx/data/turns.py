@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.data.rows import RowError, Where, excerpt
+from llmx.text import plural
 
 ROLES = {
     "human": "user",
@@ -25,6 +26,12 @@ ROLES = {
     "function": "tool",
     "tool_response": "tool",
 }
+CALLS = ("function_call", "tool_call")
+"""Roles of turns that hold nothing but calls of tools."""
+RESULTS = ("observation", "tool_response")
+"""Roles of turns of which one may hold the results of several calls, as a JSON list."""
+TEXT_PARTS = (None, "text", "input_text", "output_text")
+"""Types of a content's parts that are text."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +56,17 @@ def turns(
 
     Raises RowError for what is no list of turns, and for turns out of order.
     """
-    if isinstance(value, dict):  # a table of turns by columns, as older data sets are stored
-        value = _by_rows(value)
+    value = by_rows(value)
     if not isinstance(value, list) or not value:
         raise _wrong(
             where,
             "no turns",
-            f'"{key}" is {excerpt(value)}; it must be a list of turns, none of them empty.',
+            f'"{excerpt(key)}" is {excerpt(value)}; it must be a list with at least one turn.',
             value,
         )
     messages = list(before or [])
     for number, turn in enumerate(value, start=1):
-        place = f'turn {number} of "{key}"'
+        place = f'turn {number} of "{excerpt(key)}"'
         message = _turn(turn, where, place)
         problem = _out_of_order(message, messages)
         if problem:
@@ -70,16 +76,24 @@ def turns(
                 f"{place} {problem}: {excerpt(message.content)}",
                 value,
             )
+        if messages and _role_name(turn) in CALLS and messages[-1].role == "assistant":
+            messages[-1] = _with_calls(messages[-1], message)  # words and calls of one answer
+            continue
         # One turn may call several tools; any other role speaks once.
         if messages and message.role == messages[-1].role != "tool":
             raise _wrong(
                 where,
                 "turns out of order",
-                f'turns {number - 1} and {number} of "{key}" are both of the {message.role}: '
-                f"{excerpt(message.content)}",
+                f'turns {number - 1} and {number} of "{excerpt(key)}" both have the role '
+                f"{message.role}: {excerpt(message.content)}",
                 value,
             )
-        messages.append(message)
+        after = value[number] if number < len(value) else None
+        alone = messages and messages[-1].role != "tool" and ROLES.get(_role_name(after)) != "tool"
+        if alone and _role_name(turn) in RESULTS:
+            messages += _results(message, calls=messages[-1].calls)
+        else:
+            messages.append(message)
     return messages
 
 
@@ -93,7 +107,7 @@ def pairs(value: Any, key: str, where: Where) -> list[Message]:
             raise _wrong(
                 where,
                 "a wrong history",
-                f'"{key}" holds {excerpt(turn)}; every turn must be [question, answer].',
+                f'"{excerpt(key)}" holds {excerpt(turn)}; every turn must be [question, answer].',
                 value,
             )
         messages += [Message("user", turn[0]), Message("assistant", turn[1])]
@@ -110,8 +124,8 @@ def labelled_history(value: Any, key: str, where: Where) -> tuple[str, list[Mess
             raise _wrong(
                 where,
                 "a wrong history",
-                f'"{key}" has {len(value)} texts; questions and answers in turn are even in '
-                "number.",
+                f'"{excerpt(key)}" has {plural(len(value), "text")}; questions and answers take '
+                "turns, so their number must be even.",
                 value,
             )
         value = [value[i : i + 2] for i in range(0, len(value), 2)]
@@ -120,16 +134,17 @@ def labelled_history(value: Any, key: str, where: Where) -> tuple[str, list[Mess
 
 def _out_of_order(message: Message, before: list[Message]) -> str:
     if message.role == "system" and before:
-        return "is a system message; only the first turn may be one"
+        return "has the role system, which only the first turn may have"
     if message.role == "assistant" and (not before or before[-1].role == "system"):
-        return "is the assistant's, and nothing was asked before it"
+        return "has the role assistant, and no user turn precedes it"
     if message.role == "tool" and (not before or before[-1].role not in ("assistant", "tool")):
-        return "is a tool's result, and no tool was called before it"
+        return "is the result of a tool, and no call of a tool precedes it"
     return ""
 
 
-def _by_rows(value: dict[str, Any]) -> Any:
-    columns = list(value.values())
+def by_rows(value: Any) -> Any:
+    """A table of turns by columns, as older data sets are stored, as a list of turns."""
+    columns = list(value.values()) if isinstance(value, dict) else []
     if columns and all(isinstance(column, list) for column in columns):
         return [dict(zip(value, cells, strict=False)) for cells in zip(*columns, strict=False)]
     return value
@@ -147,24 +162,33 @@ def _turn(turn: Any, where: Where, place: str) -> Message:
             f"{place} is {excerpt(turn)}, not an object with a role and a content.",
             turn,
         )
-    name = turn.get("role", turn.get("from"))
-    role = ROLES.get(name) if isinstance(name, str) else None
+    name = _role_name(turn)
+    role = ROLES.get(name)
     if role is None:
         raise _wrong(
             where,
             "an unknown role",
-            f"{place} has the role {excerpt(name)}; known are {', '.join(ROLES)} (under "
-            '"role" or "from").',
+            f"{place} has the role {excerpt(turn.get('role', turn.get('from')))}; known roles are "
+            f'{", ".join(ROLES)} (under "role" or "from").',
             turn,
         )
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
+    content = _content(turn, role, where, place)
     calls = turn.get("tool_calls")
-    if role == "assistant" and calls:
-        return _calling(content, calls, where, place)
+    if not calls and isinstance(turn.get("function_call"), dict):  # OpenAI's former way
+        calls = [{"function": turn["function_call"]}]
+    if calls:
+        if role != "assistant":
+            raise _wrong(
+                where,
+                "wrong tool_calls",
+                f"{place} has the role {role}, and only the assistant calls tools.",
+                turn,
+            )
+        return _calling(content if isinstance(content, str) else "", calls, where, place)
+    if name in CALLS:
+        return _called(content, where, place)
+    if role == "tool" and isinstance(content, list | dict):
+        content = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
         raise _wrong(
             where,
@@ -173,44 +197,123 @@ def _turn(turn: Any, where: Where, place: str) -> Message:
             '"value").',
             turn,
         )
-    if name in ("function_call", "tool_call"):
-        return Message(role, f"<tool_call>\n{content}\n</tool_call>", calls=_calls_of(content))
     return Message(role, content)
 
 
-def _calling(content: Any, calls: Any, where: Where, place: str) -> Message:
+def _role_name(turn: Any) -> str:
+    name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
+    """What a turn holds; the text of a list of parts."""
+    content = turn.get("content", turn.get("value"))
+    parts = content if isinstance(content, list) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        return "" if content == [] and role != "tool" else content
+    kinds = [part.get("type") for part in parts]
+    if all(kind in TEXT_PARTS for kind in kinds) and _are_text([p.get("text") for p in parts]):
+        return "".join(part["text"] for part in parts)
+    other = next((kind for kind in kinds if kind not in TEXT_PARTS), None)
+    if isinstance(other, str):
+        raise _wrong(
+            where,
+            "content that is not text",
+            f"{place} has a part of the type {excerpt(other)}, and only text is trained. Filter "
+            "such rows out (data.on_bad_row=skip does it, and counts them).",
+            turn,
+        )
+    return content
+
+
+def _calling(said: str, calls: Any, where: Where, place: str) -> Message:
     """A turn with OpenAI ``tool_calls``."""
-    said = content if isinstance(content, str) else ""
     try:
         found = [_call(call.get("function", call)) for call in calls]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _wrong(
-            where,
-            "wrong tool_calls",
-            f'{place}: tool_calls {excerpt(calls)} need "function" with "name" and '
-            f'"arguments" ({type(error).__name__}: {error}).',
-            calls,
-        ) from error
-    texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in found]
+        raise _wrong_calls(calls, error, where, place) from error
+    return _message_of(found, said)
+
+
+def _called(content: Any, where: Where, place: str) -> Message:
+    """A turn of ShareGPT's ``function_call``: a call or a list of calls, as JSON or its text.
+    Text that is no JSON is a call in a language of its own, and stays as it is."""
+    value = content
+    if isinstance(content, str):
+        try:
+            value = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            if content.lstrip()[:1] in ("{", "["):
+                raise _wrong_calls(content, error, where, place) from error
+            return Message("assistant", _block(content))
+    try:
+        return _message_of([_call(call) for call in (value if _is_filled(value) else [value])], "")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(content, str) and isinstance(value, dict) and "name" not in value:
+            return Message("assistant", _block(content))
+        raise _wrong_calls(content, error, where, place) from error
+
+
+def _is_filled(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _message_of(calls: list[dict[str, Any]], said: str) -> Message:
+    texts = [_block(json.dumps(call, ensure_ascii=False)) for call in calls]
     text = "\n".join([said, *texts] if said else texts)
-    return Message("assistant", text, calls=json.dumps(found, ensure_ascii=False), said=said)
+    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=said)
+
+
+def _with_calls(before: Message, message: Message) -> Message:
+    """One answer of two turns: words or calls, and further calls."""
+    text = f"{before.content}\n{message.content}" if before.content else message.content
+    if not message.calls or ("<tool_call>" in before.content and not before.calls):
+        return Message("assistant", text)
+    calls = [*json.loads(before.calls or "[]"), *json.loads(message.calls)]
+    said = before.said if before.calls else before.content
+    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=said)
+
+
+def _results(message: Message, *, calls: str) -> list[Message]:
+    """The results of several calls, which stand in one turn as a JSON list, each in its own."""
+    count = len(json.loads(calls)) if calls else 0
+    if count < 2 or message.content.lstrip()[:1] != "[":
+        return [message]
+    try:
+        found = json.loads(message.content)
+    except (ValueError, RecursionError):
+        return [message]
+    if not isinstance(found, list) or len(found) != count:
+        return [message]
+    texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in found]
+    return [Message("tool", text) for text in texts]
+
+
+def _block(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _call(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
+    name, arguments = function["name"], function["arguments"]
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    return {"name": function["name"], "arguments": arguments}
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name is {excerpt(name)}")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments are {excerpt(arguments)}, not an object")
+    json.dumps(arguments, allow_nan=False)
+    return {"name": name, "arguments": arguments}
 
 
-def _calls_of(content: str) -> str:
-    """The calls in the text of a ShareGPT ``function_call``; empty where it is none."""
-    try:
-        value = json.loads(content)
-        found = [_call(call) for call in (value if isinstance(value, list) else [value])]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return ""
-    return json.dumps(found, ensure_ascii=False)
+def _wrong_calls(calls: Any, error: Exception, where: Where, place: str) -> RowError:
+    problem = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return _wrong(
+        where,
+        "wrong tool_calls",
+        f'{place}: every call needs a "name" and "arguments", which are an object ({problem}): '
+        f"{excerpt(calls)}",
+        calls,
+    )
 
 
 def _wrong(where: Where, reason: str, problem: str, value: Any) -> RowError:

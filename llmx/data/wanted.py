@@ -17,13 +17,14 @@ from typing import Any
 
 from llmx.config import DataConfig, Experiment
 from llmx.data.origin import FORMS_VERSION
+from llmx.data.part import COLUMNS_VERSION
 from llmx.data.render import Renderer
 from llmx.data.source import Source
 from llmx.data.store import FORMAT_VERSION
 from llmx.data.tokenizer import tokenizer_fingerprint
 from llmx.errors import ConfigError
 
-PREPARATION = f"{FORMAT_VERSION}.{FORMS_VERSION}"
+PREPARATION = f"{FORMAT_VERSION}.{FORMS_VERSION}.{COLUMNS_VERSION}"
 """Another one makes other samples of the same files and options."""
 
 
