@@ -194,8 +194,9 @@ class ColumnCheck:
         if form == "prompt_response" and "response" not in columns:
             names.add("completion")
         self._used = names | ({text_key} if form == "text" else set())
-        turns = ("conversations", "messages", "chosen", "rejected", "prompt")
+        turns = ("conversations", "messages", "chosen", "rejected", "prompt", "response")
         self._turns = [columns.get(name, name) for name in turns if name in READ[form]]
+        self._turns += ["completion"] * ("completion" in names)
         self._layouts: dict[tuple[str, ...], list[tuple[str, list[Rule]]]] = {}
 
     def __call__(self, record: Record) -> None:
@@ -222,7 +223,7 @@ class ColumnCheck:
 
     def _rules(self, layout: tuple[str, ...]) -> Iterator[tuple[str, list[Rule]]]:
         for name in layout:
-            if name in self._used:
+            if name in self._used and not (name == "completion" and "response" in layout):
                 continue
             lower = name.strip().lower()
             rules = [rule for rule in RULES if lower in rule.names and self._form in rule.forms]

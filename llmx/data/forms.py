@@ -241,8 +241,9 @@ def _single(record: Record, form: str, column: Any) -> list[Message]:
         prompt_key, key = column("prompt"), column("response")
         if key == "response" and _is_completed(record, {}):
             key = "completion"
-        if isinstance(record.value.get(prompt_key), list):  # TRL's conversational layout
-            before = turns(record.value[prompt_key], prompt_key, record.where)
+        asked = record.value.get(prompt_key)
+        if isinstance(asked, list) and any(isinstance(turn, dict) for turn in asked):
+            before = turns(asked, prompt_key, record.where)  # TRL's conversational layout
             if isinstance(record.value.get(key), list):
                 return turns(record.value[key], key, record.where, before=before)
             return [*before, Message("assistant", _text(record, key))]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.data.rows import RowError, Where, excerpt
+from llmx.data.rows import OnBad, RowDecoder, RowError, Where, excerpt, key_twice, refuse
 
 CHUNK_BYTES = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -21,14 +21,18 @@ _CUT = 16
 """An error in the last so many characters of the input may only be its end (``tru``, ``\\u12``)."""
 
 
-def array_elements(file: Path, stream: IO[bytes]) -> Iterator[tuple[Any, Where]]:
-    """(element, its place) in order; raises RowError where it is not JSON: an array cannot be
-    read beyond that."""
-    return _Elements(file, stream).each()
+def array_elements(
+    file: Path, stream: IO[bytes], bad: OnBad = refuse
+) -> Iterator[tuple[Any, Where]]:
+    """(element, its place) in order. ``bad`` gets those that have a key twice. Raises RowError
+    where it is not JSON: an array cannot be read beyond that."""
+    return _Elements(file, stream, bad).each()
 
 
 class _Elements:
-    def __init__(self, file: Path, stream: IO[bytes]) -> None:
+    def __init__(self, file: Path, stream: IO[bytes], bad: OnBad) -> None:
+        self._bad = bad
+        self._rows = RowDecoder()
         self._file = file
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -40,7 +44,6 @@ class _Elements:
         self._ended = False
 
     def each(self) -> Iterator[tuple[Any, Where]]:
-        decode = json.JSONDecoder().raw_decode
         self._expect("[")
         number = 0
         if self._next() == "]":
@@ -49,19 +52,24 @@ class _Elements:
             return
         while True:
             self._next()
-            value, self._at = self._decoded(decode)
+            value, self._at = self._decoded()
             number += 1
-            yield value, Where(self._file, number, "row")
+            where = Where(self._file, number, "row")
+            if self._rows.twice is None:
+                yield value, where
+            else:
+                self._bad(key_twice(self._rows.twice, value, where))
             if self._next() == "]":
                 self._at += 1
                 self._nothing_more()
                 return
             self._expect(",")
 
-    def _decoded(self, decode: Any) -> tuple[Any, int]:
+    def _decoded(self) -> tuple[Any, int]:
         while True:
+            self._rows.twice = None
             try:
-                value, stop = decode(self._text, self._at)
+                value, stop = self._rows.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 cut = error.msg.startswith("Unterminated string") or (
                     error.pos >= len(self._text) - _CUT

@@ -13,7 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.data.rows import OnBad, Record, RowError, Stretch, TextPiece, Where, excerpt
+from llmx.data.rows import (
+    OnBad,
+    Record,
+    RowDecoder,
+    RowError,
+    Stretch,
+    TextPiece,
+    Where,
+    excerpt,
+    key_twice,
+    names,
+)
+from llmx.errors import DataError
+from llmx.text import plural
 
 PIECE_CHARS = 4 << 20
 """A text file is tokenized in pieces of about this many characters."""
@@ -92,15 +105,19 @@ def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[TextPiece]:
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:
     """The object on each line that is not empty."""
+    decoder = RowDecoder()
     for line, where in lines:
         if not line.strip():
             continue
         try:
-            value = json.loads(line.rstrip())
+            decoder.twice = None
+            value = decoder.decode(line.rstrip())
         except (ValueError, RecursionError) as error:
             bad(_not_json(line.rstrip(), where, error))
             continue
-        if isinstance(value, dict):
+        if decoder.twice is not None:
+            bad(key_twice(decoder.twice, value, where))
+        elif isinstance(value, dict):
             yield Record(value, where)
         else:
             bad(no_object(value, where))
@@ -123,7 +140,7 @@ def table_lines(
             yield line
 
     reader = csv.reader(texts(), delimiter=delimiter, quoting=quoting, strict=True)
-    names: list[str] | None = None
+    columns: list[str] | None = None
     while True:
         try:
             cells = next(reader)
@@ -135,20 +152,31 @@ def table_lines(
             bad(RowError(f"{where}: {problem}", where=where, reason="not a table's row"))
             continue
         where = Where(file, line_number, "line")
-        if names is None:
-            names = cells
-        elif len(cells) == len(names):
-            yield Record(dict(zip(names, cells, strict=True)), where)
+        if columns is None:
+            columns = cells
+            _check_header(columns, where)
+        elif len(cells) == len(columns):
+            yield Record(dict(zip(columns, cells, strict=True)), where)
         elif cells:
             bad(
                 RowError(
-                    f"{where}: {len(cells)} cells, the header names {len(names)} "
-                    f"({', '.join(names)}): {excerpt(delimiter.join(cells))}.",
+                    f"{where}: {plural(len(cells), 'cell')}, but the header names "
+                    f"{plural(len(columns), 'column')} ({names(columns)}): "
+                    f"{excerpt(delimiter.join(cells))}.",
                     where=where,
                     reason="another number of cells than the header",
                     content=delimiter.join(cells),
                 )
             )
+
+
+def _check_header(columns: list[str], where: Where) -> None:
+    twice = [name for name in columns if columns.count(name) > 1]
+    if twice:
+        raise DataError(
+            f'{where}: the header names the column "{excerpt(twice[0])}" twice, and which of the '
+            "two counts is not defined. Rename one."
+        )
 
 
 def _not_json(line: str, where: Where, error: Exception) -> RowError:
@@ -170,8 +198,8 @@ def _not_json(line: str, where: Where, error: Exception) -> RowError:
 def no_object(value: Any, where: Where) -> RowError:
     """For a row that is JSON, but no object."""
     return RowError(
-        f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object with "
-        'keys, e.g. {"text": "..."}.',
+        f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
+        '{"text": "..."}.',
         where=where,
         reason="not an object",
         content=json.dumps(value, ensure_ascii=False),

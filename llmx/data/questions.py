@@ -14,6 +14,7 @@ import numpy as np
 
 from llmx.config import Experiment
 from llmx.data.forms import Conversation
+from llmx.data.prompts import PromptCutter
 from llmx.data.render import Renderer
 from llmx.data.source import Source
 from llmx.errors import ConfigError, LlmxError
@@ -39,6 +40,7 @@ def held_out_questions(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Q
             f"task.eval_generate asks questions, {source.path} holds plain text. Set it to 0."
         )
     renderer = Renderer(tokenizer, template=exp.data.template)
+    cutter = PromptCutter(renderer, limit=exp.data.seq_len, side=exp.data.truncate_prompt)
     questions: list[Question] = []
     rows = source.rows()
     while len(questions) < limit:
@@ -47,6 +49,8 @@ def held_out_questions(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Q
             break
         if not isinstance(row, Conversation):
             continue
+        if row.keeps_answer and exp.data.over_long == "truncate":
+            row = cutter.conversation(row) or row
         prompt, expected = renderer.prompt(row)
         if len(prompt) < exp.data.seq_len:
             questions.append(Question(row.messages[-2].content, prompt, expected.strip()))

@@ -178,7 +178,7 @@ def _first_character(stream: IO[bytes]) -> bytes:
 
 def _json_array(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record]:
     try:
-        for value, where in array_elements(file, stream):
+        for value, where in array_elements(file, stream, bad):
             if isinstance(value, dict):
                 yield Record(value, where)
             else:

@@ -98,8 +98,8 @@ class Rejects:
 
 
 def counted(reasons: Mapping[str, int]) -> str:
-    """``2 × no turns, 1,200 × not JSON``: how many rows by the reason."""
-    return ", ".join(f"{count:,} × {reason}" for reason, count in reasons.items())
+    """``no turns (2), not JSON (1,200)``: how many rows by the reason."""
+    return ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
 
 
 def write_rejects(path: Path, groups: Sequence[Rejects]) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,34 @@ OnBad = Callable[[RowError], None]
 def refuse(error: RowError) -> None:
     """Stop at the first bad row."""
     raise error
+
+
+class RowDecoder(json.JSONDecoder):
+    """Python's decoder, which also tells of a key that an object has twice: it keeps the last
+    value, where another reader would keep the first."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self.twice: str | None = None
+        """Such a key of what was decoded since this was set to None."""
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            self.twice = next(key for key, count in counts.items() if count > 1)
+        return value
+
+
+def key_twice(key: str, value: Any, where: Where) -> RowError:
+    """For a row that has a key twice."""
+    return RowError(
+        f'{where}: the key "{excerpt(key)}" is there twice, and which of the two counts is not '
+        "defined. Write it once.",
+        where=where,
+        reason="a key that is there twice",
+        content=json.dumps(value, ensure_ascii=False),
+    )
 
 
 def excerpt(value: Any, *, limit: int = 80) -> str:

@@ -29,9 +29,9 @@ def summary(store: SampleStore) -> str:
     return (
         f"{_rows(meta)} in {plural(meta['num_samples'], 'sample')} of up to "
         f"{meta['seq_len']} tokens ({fill:.1%} full); {plural(meta['num_tokens'], 'token')}, "
-        f"of which {plural(meta['num_target_tokens'], 'target token')}; row length median {lengths['50']}, "
-        f"90 % up to {lengths['90']}, longest {lengths['100']}; format {meta['form']}, template "
-        f"{meta['template'] or 'none'}; {fate}."
+        f"of which {plural(meta['num_target_tokens'], 'target token')}; row length median "
+        f"{lengths['50']}, 90 % up to {lengths['90']}, longest {lengths['100']}; format "
+        f"{meta['form']}, template {meta['template'] or 'none'}; {fate}."
     )
 
 
@@ -39,7 +39,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     """(name, value) lines about a store, from its meta.json."""
     tokens, samples = meta["num_tokens"], meta["num_samples"]
     lengths = meta["row_length_percentiles"]
-    names = {"0": "shortest", "50": "median", "100": "longest"}
+    ranks = {"0": "shortest", "50": "median", "100": "longest"}
     lines = [
         ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
         ("format", _form(meta)),
@@ -55,7 +55,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         ),
         (
             "row length",
-            ", ".join(f"{names.get(rank, rank + ' % up to')} {n:,}" for rank, n in lengths.items())
+            ", ".join(f"{ranks.get(rank, rank + ' % up to')} {n:,}" for rank, n in lengths.items())
             + (" (as cut)" if meta["truncated"] else ""),
         ),
     ]

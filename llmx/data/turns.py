@@ -249,7 +249,8 @@ def _called(content: Any, where: Where, place: str) -> Message:
     try:
         return _message_of([_call(call) for call in (value if _is_filled(value) else [value])], "")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(content, str) and isinstance(value, dict) and "name" not in value:
+        # An object of other keys is a call in a form of its own.
+        if isinstance(content, str) and isinstance(value, dict) and isinstance(error, KeyError):
             return Message("assistant", _block(content))
         raise _wrong_calls(content, error, where, place) from error
 
@@ -306,11 +307,15 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrong_calls(calls: Any, error: Exception, where: Where, place: str) -> RowError:
-    problem = f"no {error}" if isinstance(error, KeyError) else str(error)
+    problem = str(error)
+    if isinstance(error, KeyError):
+        problem = f"no {error}"
+    elif isinstance(error, TypeError | AttributeError):
+        problem = "it is no object"
     return _wrong(
         where,
         "wrong tool_calls",
-        f'{place}: every call needs a "name" and "arguments", which are an object ({problem}): '
+        f'{place}: every tool call needs a "name" and an object "arguments" ({problem}): '
         f"{excerpt(calls)}",
         calls,
     )

@@ -52,11 +52,11 @@ BAD_LINES = [
     (b'{"prompt": "q", "resp', "not JSON", "line 2, column 17: not JSON"),
     (b'{"prompt": "\xff"}', "not UTF-8", "line 2: byte 13 is not UTF-8"),
     (b"[1, 2]", "not an object", r"line 2: \[1, 2\] is not an object"),
-    (row(prompt="q"), "a missing key", 'line 2: no key "response"; there is prompt'),
+    (row(prompt="q"), "a missing column", 'line 2: no column "response"; the row has prompt'),
     (
         row(prompt=["q"], response="a"),
         "a value of a wrong type",
-        r'line 2: "prompt" is list \(\["q"\]\), not text',
+        r'line 2: "prompt" is \["q"\], not text',
     ),
     (
         row(prompt="refuse me", response="a"),
@@ -92,18 +92,18 @@ def test_a_bad_line(tmp_path: Path, tokenizer, line: bytes, reason: str, message
     found = json.loads(rejected)
     assert (found["line"], found["reason"]) == (2, reason)
     assert found["file"] == str(tmp_path / "rows.jsonl")
-    assert f"1 {reason}" in summary(store)
+    assert f"{reason} (1)" in summary(store)
     with pytest.raises(DataError, match=rf"rows\.jsonl, {message}"):
         prepare(experiment(tmp_path, "rows.jsonl", content, on_bad_row="fail"), tokenizer)
     assert store.path.is_dir()  # what was prepared before is still there
 
 
 BAD_TURNS = [
-    ([USER, USER], "turns out of order", "turns 1 and 2 .* both of the user"),
-    ([{"role": "assistant", "content": "a"}], "turns out of order", "nothing was asked"),
-    ([USER, {"role": "tool", "content": "1"}], "turns out of order", "no tool was called"),
+    ([USER, USER], "turns out of order", "turns 1 and 2 .* both have the role user"),
+    ([{"role": "assistant", "content": "a"}], "turns out of order", "no user turn precedes"),
+    ([USER, {"role": "tool", "content": "1"}], "turns out of order", "no call of a tool precedes"),
     ([USER, {"role": "system", "content": "s"}], "turns out of order", "only the first turn"),
-    ([], "no turns", "must be a list of turns"),
+    ([], "no turns", "must be a list with at least one turn"),
     ([{"role": "users", "content": "x"}], "an unknown role", "has the role users"),
     ([{"role": "user", "content": 1}], "a wrong content", "has the content 1"),
     ([USER, "a"], "a wrong turn", "is a, not an object"),
@@ -166,7 +166,7 @@ def test_empty_rows_are_counted_and_no_error(tmp_path: Path, tokenizer):
 
 def test_a_source_of_nothing_but_bad_rows_is_an_error(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, "a.jsonl", b'{"prompt"\n{"prompt": "q"}\n', form="prompt_response")
-    with pytest.raises(DataError, match=r"none of .* rows is left .*1 not JSON, 1 a missing key"):
+    with pytest.raises(DataError, match="not JSON .1., a missing column .1.. The first:"):
         prepare(exp, tokenizer)
     exp = experiment(tmp_path, "a.jsonl", b"")
     with pytest.raises(DataError, match=r"a\.jsonl: there is no row in it"):

@@ -42,8 +42,8 @@ def test_prepares_and_says_what_became_of_the_rows(tmp_path: Path):
     done = llmx(*words, "preview=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "22 read, 20 in samples" in done.stdout
-    assert "1 without an answer; 1 without an answer in the first seq_len tokens" in done.stdout
-    assert "form prompt_response" in " ".join(done.stdout.replace("│", " ").split())
+    assert "without an answer (1), without an answer in the first seq_len tokens (1)" in done.stdout
+    assert "format prompt_response" in " ".join(done.stdout.replace("│", " ").split())
     (picture,) = (tmp_path / "cache" / "data").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "── row 1" in done.stdout

@@ -105,27 +105,27 @@ def test_text():
     record = Record({"body": "T"}, WHERE)
     assert detect_form(record, text_key="body", columns={}) == "text"
     assert to_document(record, text_key="body").text == "T"
-    with pytest.raises(DataError, match=r'no key "text"; there is body'):
+    with pytest.raises(DataError, match=r'no column "text"; the row has body'):
         to_document(record, text_key="text")
-    with pytest.raises(DataError, match=r'"text" is int \(7\), not text'):
+    with pytest.raises(DataError, match=r'"text" is 7, not text'):
         to_document(Record({"text": 7}, WHERE), text_key="text")
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": 1}, r"the keys \(a\) fit none"),
-        ({"text": "T", "prompt": "Q", "response": "A"}, "fit prompt_response and text"),
+        ({"a": 1}, r"the columns \(a\) fit no known format"),
+        ({"text": "T", "prompt": "Q", "response": "A"}, "fit the formats prompt_response and text"),
         ({"instruction": "Q", "output": None}, r'"output" is null, not text'),
         ({"instruction": "Q", "output": "A", "history": ["q"]}, r"must be \[question, answer\]"),
-        ({"conversations": []}, "must be a list of turns"),
+        ({"conversations": []}, "must be a list with at least one turn"),
         ({"conversations": ["Q"]}, r'turn 1 of "conversations" is Q, not an object'),
         ({"conversations": [{"from": "humans", "value": "Q"}]}, "has the role humans"),
         ({"messages": [{"role": "user", "content": 3}]}, "has the content 3"),
-        ({"messages": [{"role": "assistant", "content": "A"}]}, "nothing was asked before"),
+        ({"messages": [{"role": "assistant", "content": "A"}]}, "no user turn precedes it"),
         (
             {"messages": [{"role": "user", "content": c} for c in "ab"]},
-            "turns 1 and 2 of .* are both of the user: b",
+            "turns 1 and 2 of .* both have the role user: b",
         ),
         (
             {
@@ -134,7 +134,7 @@ def test_text():
                     {"role": "system", "content": "S"},
                 ]
             },
-            "only the first turn may be one",
+            "only the first turn may have",
         ),
         (
             {
@@ -143,7 +143,7 @@ def test_text():
                     {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
                 ]
             },
-            "tool_calls",
+            "tool call",
         ),
     ],
 )

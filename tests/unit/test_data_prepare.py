@@ -251,7 +251,7 @@ def test_a_killed_preparation_goes_on(tmp_path: Path, packing: str):
     store.verify()
     left = {child.suffix for child in store.path.parent.iterdir() if child != store.path}
     if chats:
-        assert store.meta["rejected"] == {"a missing key": 4, "the template refuses it": 8}
+        assert store.meta["rejected"] == {"a missing column": 4, "the template refuses it": 8}
         assert store.meta["dropped"] == {"without an answer": 6}
         files = [Path(one.meta["rejected_file"]).read_bytes() for one in (store, whole)]
         assert files[0] == files[1]
@@ -316,11 +316,13 @@ def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
     store = prepare(experiment(tmp_path, LONG), tokenizer)
     assert (store.meta["truncated"], store.meta["truncated_tokens"]) == (1, 33)
     assert dict(report(store.meta, found=False))["truncated"] == (
-        "1 row to 32 tokens; 33 tokens (46.5% of all) are cut off"
+        "1 row to 32 tokens; 33 tokens (46.5% of all) cut off"
     )
     assert store.meta["dropped"] == {"without an answer in the first seq_len tokens": 1}
     assert texts(store, tokenizer)[0] == "Qq<|end|>A" + "a" * 28
-    assert "1 without an answer in the first seq_len tokens, 1 truncated to 32" in summary(store)
+    assert "without an answer in the first seq_len tokens (1); 1 row truncated to 32" in summary(
+        store
+    )
 
     dropped = prepare(experiment(tmp_path, LONG, over_long="drop"), tokenizer)
     assert (dropped.num_rows, dropped.meta["dropped"]) == (1, {"too long": 2})
@@ -329,7 +331,7 @@ def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
 
 
 def test_nothing_left_is_an_error_and_leaves_nothing(tmp_path: Path, tokenizer):
-    with pytest.raises(DataError, match="none of 2 rows is left .2 too long"):
+    with pytest.raises(DataError, match="no row is left .* left out: too long .2."):
         prepare(experiment(tmp_path, LONG[1:], over_long="drop"), tokenizer)
     with pytest.raises(DataError, match="no row in it"):
         prepare(experiment(tmp_path, []), tokenizer)
@@ -344,7 +346,7 @@ def test_task_and_form_must_go_together(tmp_path: Path, tokenizer):
     with pytest.raises(ConfigError, match=r"data\.packing=concat cuts rows"):
         prepare(experiment(tmp_path, numbered(3), packing="concat"), tokenizer)
     exp = experiment(tmp_path, "some text", form="alpaca")
-    with pytest.raises(DataError, match=r"corpus\.txt, line 1: a text file has no keys"):
+    with pytest.raises(DataError, match=r"corpus\.txt, line 1: a text file has no columns"):
         prepare(exp, tokenizer)
     # Pretraining on conversations learns all of them.
     exp = experiment(tmp_path, [("q", "a")])

@@ -82,7 +82,7 @@ def test_text_is_one_document_in_pieces(tmp_path: Path, monkeypatch):
         ("a.jsonl.zst", b"not zstandard", "damaged or cut off"),
         ("a.jsonl.xz", b"not xz", "damaged or cut off"),
         ("a.jsonl.bz2", b"not bzip2", "damaged or cut off"),
-        ("a.tsv", b"a\tb\n1\t2\n1\n", r"line 3: 1 cells, the header names 2 \(a, b\)"),
+        ("a.tsv", b"a\tb\n1\t2\n1\n", r"line 3: 1 cell, but the header names 2 columns"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: bytes, message: str):

@@ -200,9 +200,9 @@ def test_labelled_rows(context, expected: list[str]):
     assert [message.content for message in found.messages] == expected
     plain = conversation(value, "labelled", columns=columns)
     assert plain.messages[-1].content == "0"
-    with pytest.raises(DataError, match=r"label 7 has no name; data\.label_names has 0, 1"):
+    with pytest.raises(DataError, match=r"label 7 has no name; data\.label_names names 0, 1"):
         conversation({**value, "label_id": 7}, "labelled", columns=columns, label_names=names)
-    with pytest.raises(DataError, match='"label_id" is NoneType'):
+    with pytest.raises(DataError, match='"label_id" is null; a label is text'):
         conversation({"prompt": "Q"}, "labelled", columns=columns)
 
 
@@ -238,3 +238,124 @@ def test_turns_by_columns():
 def test_wrong_tools_are_said():
     with pytest.raises(RowError, match="line 7: tools are not JSON"):
         conversation({**CHAT, "tools": "[{"})
+
+
+# One rendering for the calls of ShareGPT and of OpenAI
+
+
+COLD = {"name": "cold", "arguments": {"where": "Köln", "depth": {"of": [1, 2.5, None]}}}
+WARM = {"name": "warm", "arguments": {"where": "Köln"}}
+
+
+def both_ways(calls: list[dict], value, results: list[str], observation, *, said: str = ""):
+    """The same chat as OpenAI and as ShareGPT write it."""
+    words = [{"from": "gpt", "value": said}] if said else []
+    openai = [
+        {"role": "user", "content": "How?"},
+        {"role": "assistant", "content": said or None, "tool_calls": [
+            {"type": "function", "function": call} for call in calls]},
+        *({"role": "tool", "content": result} for result in results),
+        {"role": "assistant", "content": "So."},
+    ]  # fmt: skip
+    sharegpt = [
+        {"from": "human", "value": "How?"},
+        *words,
+        {"from": "function_call", "value": value},
+        {"from": "observation", "value": observation},
+        {"from": "gpt", "value": "So."},
+    ]
+    return {"messages": openai}, {"conversations": sharegpt}
+
+
+@pytest.mark.parametrize("template", [OWN, WITHOUT])
+@pytest.mark.parametrize(
+    ("calls", "value", "results", "observation"),
+    [
+        ([WARM], json.dumps(WARM), ["21"], "21"),
+        ([WARM], json.dumps([WARM], indent=2), ["21"], "21"),
+        ([WARM], WARM, ["21"], "21"),
+        ([WARM, COLD], json.dumps([WARM, COLD]), ["21", "5"], '["21", "5"]'),
+        ([WARM, COLD], [WARM, COLD], ['{"at": 1}', "5"], [{"at": 1}, "5"]),
+        ([WARM, COLD], json.dumps([WARM, COLD], ensure_ascii=False), ["[1, 2, 3]"], "[1, 2, 3]"),
+        ([WARM], json.dumps(WARM), ['["a", "b"]'], '["a", "b"]'),
+        ([WARM], json.dumps({**WARM, "arguments": json.dumps(WARM["arguments"])}), ["21"], "21"),
+        ([{"name": "now", "arguments": {}}], '{"name": "now", "arguments": ""}', ["9"], "9"),
+    ],
+)
+@pytest.mark.parametrize("said", ["", "I look."])
+def test_a_list_of_calls_is_rendered_as_tool_calls(
+    template: str, calls: list[dict], value, results: list[str], observation, said: str
+):
+    openai, sharegpt = both_ways(calls, value, results, observation, said=said)
+    assert rendered(template, openai) == rendered(template, sharegpt, "sharegpt")
+
+
+def test_calls_in_turns_of_their_own_are_one_answer():
+    openai, sharegpt = both_ways([WARM, COLD], [], ["1", "2"], "")
+    turns = sharegpt["conversations"]
+    turns[1:3] = [
+        {"from": "function_call", "value": json.dumps(WARM)},
+        {"from": "function_call", "value": json.dumps(COLD)},
+        {"from": "observation", "value": "1"},
+        {"from": "observation", "value": "2"},
+    ]
+    for template in (OWN, WITHOUT):
+        assert rendered(template, openai) == rendered(template, sharegpt, "sharegpt")
+
+
+def test_results_in_turns_of_their_own_are_not_divided():
+    """A tool's result may itself be a list of as many values as there were calls."""
+    _, value = both_ways([WARM, COLD], [WARM, COLD], [], "[1, 2]")
+    value["conversations"].insert(3, {"from": "observation", "value": "[3, 4]"})
+    found = conversation(value, "sharegpt")
+    assert [m.content for m in found.messages if m.role == "tool"] == ["[1, 2]", "[3, 4]"]
+
+
+def test_words_in_parts_beside_a_call_are_kept():
+    value = json.loads(json.dumps(CHAT))
+    value["messages"][1] |= {"content": [{"type": "text", "text": "I look."}]}
+    _, spans = rendered(OWN, value)
+    assert spans[0].startswith("I look.<|call|>warm")
+
+
+def test_the_former_function_call_of_openai_is_a_call():
+    value = json.loads(json.dumps(CHAT))
+    value["messages"][1:3] = [
+        {"role": "assistant", "content": "", "function_call": CALL["function"]},
+        {"role": "function", "name": "warm", "content": "21"},
+    ]
+    del value["messages"][3]
+    _, spans = rendered(OWN, value)
+    assert spans[0] == '<|call|>warm{"where": "Köln"}<|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('{"name": "warm", "arguments": {"where": "K"', "delimiter"),
+        ('[{"name": "warm", "arguments": {}}, {"tool": "x"}]', "no 'name'"),
+        ('{"name": 5, "arguments": {}}', "the name is 5"),
+        ('{"name": "warm", "arguments": ["K"]}', "not an object"),
+        ('{"name": "warm", "arguments": {"t": NaN}}', "Out of range float"),
+        ("[]", "it is no object"),
+        (5, "it is no object"),
+    ],
+)
+def test_calls_that_are_none(value, message: str):
+    _, chat = both_ways([], value, [], "21")
+    with pytest.raises(RowError, match=f'turn 2 of "conversations": every tool call .*{message}'):
+        conversation(chat, "sharegpt")
+
+
+def test_real_calls_in_lists(real_data: Path):
+    """Every call of the real set, as it is and as a list, is the same row."""
+    rows = json.loads((real_data / "sharegpt_toolcall_zh_demo.json").read_text())
+    calls = 0
+    for value in rows:
+        listed = json.loads(json.dumps(value))
+        for turn in listed["conversations"]:
+            if turn["from"] == "function_call":
+                calls += 1
+                turn["value"] = f"[{turn['value']}]"
+        assert conversation(listed, "sharegpt") == conversation(value, "sharegpt")
+    assert calls == 216
