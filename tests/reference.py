@@ -107,9 +107,16 @@ def naive_loss(
 
 
 def naive_training(
-    exp: Experiment, store: SampleStore, tokenizer: Any, *, steps: int, global_batch: int
+    exp: Experiment,
+    store: SampleStore,
+    tokenizer: Any,
+    *,
+    steps: int,
+    global_batch: int,
+    stop: int | None = None,
 ) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses of ``steps`` steps of SGD, and the gradients of each, by name of parameter."""
+    """Losses of ``steps`` steps of SGD, and the gradients of each, by name of parameter.
+    ``stop``: samples of all steps, of which the last may have fewer."""
     model = build_model(
         exp,
         model_config(exp, tokenizer=tokenizer),
@@ -122,7 +129,7 @@ def naive_training(
     losses, gradients = [], []
     for step in range(steps):
         samples = samples_of_step(
-            step, global_batch=global_batch, num_samples=len(store), seed=exp.seed
+            step, global_batch=global_batch, num_samples=len(store), seed=exp.seed, stop=stop
         )
         loss = naive_loss(model, store, samples)
         model.zero_grad()

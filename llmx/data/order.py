@@ -31,12 +31,16 @@ def permutation(epoch: int, *, num_samples: int, seed: int) -> np.ndarray:
     return order
 
 
-def samples_of_step(step: int, *, global_batch: int, num_samples: int, seed: int) -> np.ndarray:
+def samples_of_step(
+    step: int, *, global_batch: int, num_samples: int, seed: int, stop: int | None = None
+) -> np.ndarray:
     """Indices of the samples of optimizer step ``step`` (from 0), int64 [global_batch].
 
     Sample ``i = step * global_batch + j`` of the run is position ``i % num_samples`` of epoch
     ``i // num_samples``: every epoch sees every sample once, and a step may lie across two
-    epochs (or more, when there are fewer samples than the batch takes).
+    epochs (or more, when there are fewer samples than the batch takes). ``stop``: samples of the
+    whole run, of which the last step takes what is left (``data.last_batch=short``); then the
+    result may be shorter.
     """
     if step < 0 or global_batch < 1:
         raise ValueError(f"step {step} must be >= 0 and global_batch {global_batch} >= 1")
@@ -44,7 +48,7 @@ def samples_of_step(step: int, *, global_batch: int, num_samples: int, seed: int
         raise DataError("The data has no samples: nothing to train on. Check data.path.")
     first = step * global_batch
     parts: list[np.ndarray] = []
-    missing = global_batch
+    missing = global_batch if stop is None else max(0, min(global_batch, stop - first))
     while missing:
         epoch, position = divmod(first, num_samples)
         order = permutation(epoch, num_samples=num_samples, seed=seed)
@@ -52,7 +56,7 @@ def samples_of_step(step: int, *, global_batch: int, num_samples: int, seed: int
         parts.append(part)
         first += len(part)
         missing -= len(part)
-    return np.concatenate(parts)
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def rank_slice(
@@ -68,12 +72,13 @@ def rank_slice(
     ``micro_batches`` are samples a rank takes in one micro step, one entry a rank, not
     necessarily equal. Micro step a takes the samples ``[a*S, (a+1)*S)`` with S their sum, and
     the ranks take consecutive parts of those. Over all ranks and micro steps the slices cover
-    the step exactly once.
+    the step exactly once. A step with fewer samples (the last one, with ``data.last_batch=short``)
+    fills the first slices, and the others are empty.
     """
     together = sum(micro_batches)
-    if len(samples) != together * accumulation:
+    if len(samples) > together * accumulation:
         raise ValueError(
-            f"{len(samples)} samples of a step are not sum(micro_batches) x accumulation "
+            f"{len(samples)} samples of a step are more than sum(micro_batches) x accumulation "
             f"= {together} x {accumulation}"
         )
     if not 0 <= micro_step < accumulation:

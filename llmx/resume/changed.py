@@ -128,7 +128,10 @@ def _total(exp: Experiment, plan: Plan, stands: Standing) -> int | None:
     if stands.num_samples is None:
         return None
     return total_steps(
-        exp.task, num_samples=stands.num_samples, global_batch=plan.batch.global_batch
+        exp.task,
+        num_samples=stands.num_samples,
+        global_batch=plan.batch.global_batch,
+        last_batch=exp.data.last_batch,
     )
 
 

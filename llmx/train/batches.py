@@ -46,11 +46,19 @@ class Step:
 
 
 def make_step(
-    store: Any, step: int, *, batch: BatchPlan, rank: int, seed: int, layout: Layout
+    store: Any,
+    step: int,
+    *,
+    batch: BatchPlan,
+    rank: int,
+    seed: int,
+    layout: Layout,
+    stop: int | None = None,
 ) -> Step:
-    """The micro batches of ``rank`` at ``step``. Pure but for reading the store."""
+    """The micro batches of ``rank`` at ``step``. Pure but for reading the store. ``stop``: the
+    end of the samples, where the last step has fewer; a micro batch may then be empty."""
     samples = samples_of_step(
-        step, global_batch=batch.global_batch, num_samples=len(store), seed=seed
+        step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
     micro_batches = tuple(
         collate(

@@ -15,6 +15,7 @@ import torch
 from llmx.config import Experiment
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
+from llmx.text import plural
 from llmx.train.answers import answer_questions
 from llmx.train.attention import model_inputs
 from llmx.train.batches import Prefetch, Step, make_step
@@ -27,7 +28,7 @@ from llmx.train.loss import micro_batch_loss
 from llmx.train.model import num_parameters
 from llmx.train.random import seed_step
 from llmx.train.resume import Start
-from llmx.train.schedule import lr_at, total_steps
+from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
 from llmx.train.signals import StopRequest, leave
 from llmx.train.status import RankStatus
@@ -70,9 +71,7 @@ def run(
 def train(session: Session) -> None:
     """All steps from where the run stands, with evaluation and checkpoints at theirs."""
     exp, engine, start, saver = session.exp, session.engine, session.start, session.saver
-    total = total_steps(
-        exp.task, num_samples=len(session.train_store), global_batch=session.plan.batch.global_batch
-    )
+    total = session.length.steps
     last = max(start.step, min(total, exp.task.stop_at_step or total))
     write_beginning(session, total=total)
     # From here on all ranks leave together, whichever of them is asked to.
@@ -147,9 +146,10 @@ def write_beginning(session: Session, *, total: int) -> None:
 
 def skip(session: Session, step: int) -> None:
     """Pass over the samples of a step at which training diverged."""
-    batch = session.plan.batch.global_batch
-    session.metrics.event("skipped", step=step, samples=[(step - 1) * batch, step * batch])
-    session.say(f"step {step} is passed over, as resume.json says: {batch} samples not trained")
+    samples = [session.length.samples_at(step - 1), session.length.samples_at(step)]
+    session.metrics.event("skipped", step=step, samples=samples)
+    count = plural(samples[1] - samples[0], "sample")
+    session.say(f"step {step} is passed over, as resume.json says: {count} not trained")
 
 
 def train_step(
@@ -236,6 +236,7 @@ def prefetch(session: Session, start: Start, last: int) -> Iterator[Prefetch]:
             rank=session.rank,
             seed=session.exp.seed,
             layout=session.layout,
+            stop=session.length.stop,
         )
         for step in range(start.step, last)
         if step + 1 not in start.skip_steps

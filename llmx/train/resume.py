@@ -22,10 +22,12 @@ from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
+from llmx.text import plural
 from llmx.train.divergence import SPIKE_WINDOW
 from llmx.train.engine import Engine
 from llmx.train.metrics import lines_until, read_lines
 from llmx.train.place import Place, exchange
+from llmx.train.schedule import RunLength
 from llmx.train.state_exchange import bring_missing
 
 PREPARED = "preparation"
@@ -238,6 +240,20 @@ def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
         f"The checkpoint of step {state['step']} is of another run: {'; '.join(different)}. "
         "Resume with the values it was made with, or begin a new run directory."
     )
+
+
+def check_samples(state: dict[str, Any], length: RunLength) -> None:
+    """Raise ConfigError where the checkpoint's last step was the short one of a shorter run
+    (``data.last_batch=short``): a longer run has a whole batch there."""
+    step = int(state.get("step", 0))
+    seen, wanted = int(state.get("samples", 0)), length.samples_at(step)
+    if state and step <= length.steps and seen != wanted:
+        raise ConfigError(
+            f"The checkpoint of step {step} has seen {plural(seen, 'sample')}: its last step was "
+            f"the short one of a run that ended there (data.last_batch=short). With {length.steps} "
+            f"steps the same step ends at sample {wanted:,}. Resume from an earlier checkpoint "
+            f"(step=N, N below {step}), or leave the length of the run as it was."
+        )
 
 
 def restore_from(start: Start, engine: Engine) -> None:

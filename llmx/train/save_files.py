@@ -15,6 +15,7 @@ from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine
 from llmx.train.engine_state import state_values
 from llmx.train.export import vocabulary_names, write_description
+from llmx.train.schedule import RunLength
 
 
 class Progress(Protocol):
@@ -23,6 +24,7 @@ class Progress(Protocol):
     tokens_seen: int
     target_tokens_seen: int
     total: int
+    length: RunLength
     watch: NonFiniteWatch
 
 
@@ -40,7 +42,7 @@ def state_of(
     return {
         "format": FORMAT,
         "step": step,
-        "samples": step * plan.batch.global_batch,
+        "samples": progress.length.samples_at(step),
         "tokens_seen": progress.tokens_seen,
         "target_tokens_seen": progress.target_tokens_seen,
         **identity,

@@ -7,21 +7,72 @@ Shown by ``python -m pytest tests/unit/test_train_schedule.py``.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from llmx.config import OptimConfig, TaskConfig
 from llmx.errors import ConfigError
+from llmx.text import plural
 
 
-def total_steps(task: TaskConfig, *, num_samples: int, global_batch: int) -> int:
-    """Optimizer steps of the whole run: ``task.steps``, else enough to cover ``task.epochs``."""
+@dataclass(frozen=True)
+class RunLength:
+    """How many optimizer steps a run has, and over how many samples they go."""
+
+    steps: int
+    samples: int
+    """Of all steps together, a sample counted in each epoch anew."""
+    global_batch: int
+
+    def samples_at(self, step: int) -> int:
+        """Samples of the first ``step`` steps."""
+        return min(step * self.global_batch, self.samples)
+
+    @property
+    def stop(self) -> int | None:
+        """The end of the samples, where the last step has fewer than the others."""
+        return self.samples if self.samples < self.steps * self.global_batch else None
+
+
+def run_length(
+    task: TaskConfig, *, num_samples: int, global_batch: int, last_batch: str = "wrap"
+) -> RunLength:
+    """``task.steps``, else what covers ``task.epochs``; there, ``last_batch``
+    (``data.last_batch``) decides on a last step that is not filled.
+
+    Raises ConfigError where neither is set, or where ``drop`` leaves no step.
+    """
     if task.steps is not None:
-        return task.steps
-    if task.epochs is not None:
-        return max(1, math.ceil(task.epochs * num_samples / global_batch))
-    raise ConfigError(
-        "task.steps and task.epochs are both null: the length of the run is unknown. "
-        "Set one of them, e.g. task.epochs=3."
-    )
+        return RunLength(task.steps, task.steps * global_batch, global_batch)
+    if task.epochs is None:
+        raise ConfigError(
+            "task.steps and task.epochs are both null: the length of the run is unknown. "
+            "Set one of them, e.g. task.epochs=3."
+        )
+    wanted = task.epochs * num_samples
+    if last_batch == "drop":
+        steps = math.floor(wanted / global_batch)
+        if steps < 1:
+            raise ConfigError(
+                f"data.last_batch=drop: {plural(task.epochs, 'epoch')} of "
+                f"{plural(num_samples, 'sample')} do not fill one batch of {global_batch:,}, so no "
+                "step is left. Use data.last_batch=short, more epochs or a smaller batch."
+            )
+        return RunLength(steps, steps * global_batch, global_batch)
+    steps = max(1, math.ceil(wanted / global_batch))
+    if last_batch == "short":
+        # Rounded first: 0.1 epochs of 70 samples are 7, not 7.000000000000001.
+        samples = max(1, math.ceil(round(wanted, 6)))
+        return RunLength(math.ceil(samples / global_batch), samples, global_batch)
+    return RunLength(steps, steps * global_batch, global_batch)
+
+
+def total_steps(
+    task: TaskConfig, *, num_samples: int, global_batch: int, last_batch: str = "wrap"
+) -> int:
+    """Optimizer steps of the whole run; see ``run_length``."""
+    return run_length(
+        task, num_samples=num_samples, global_batch=global_batch, last_batch=last_batch
+    ).steps
 
 
 def warmup_steps(optim: OptimConfig, *, total: int) -> int:

@@ -20,8 +20,9 @@ from llmx.train.engine import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, cut_back
 from llmx.train.place import find_place
-from llmx.train.resume import Start, begin, identity, restore_from
+from llmx.train.resume import Start, begin, check_samples, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
+from llmx.train.schedule import RunLength, run_length
 from llmx.train.signals import StopRequest
 from llmx.train.status import RankStatus
 
@@ -50,6 +51,11 @@ class Session:
     def rank(self) -> int:
         return torch.distributed.get_rank()
 
+    @property
+    def length(self) -> RunLength:
+        """Of the whole run."""
+        return length_of(self.exp, self.plan, self.train_store)
+
     def say(self, text: str) -> None:
         """One line of rank 0's log."""
         say(text)
@@ -74,7 +80,9 @@ def open_session(
     # Before the model is built: what cannot be resumed says so at once.
     ours = identity(exp, plan, train_store)
     stage = ds_config["zero_optimization"]["stage"]
+    length = length_of(exp, plan, train_store)
     start = begin(run_dir, ours, place=place, stage=stage, group=agreement.group)
+    check_samples(start.state, length)
     engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer)
     if start.state:
         restore_from(start, engine)
@@ -121,6 +129,16 @@ def open_session(
         stop=stop,
         start=start,
         saver=saver,
+    )
+
+
+def length_of(exp: Experiment, plan: Plan, train_store: Any) -> RunLength:
+    """Steps and samples of the run."""
+    return run_length(
+        exp.task,
+        num_samples=len(train_store),
+        global_batch=plan.batch.global_batch,
+        last_batch=exp.data.last_batch,
     )
 
 

@@ -20,6 +20,7 @@ class StepLog:
     def __init__(self, session: Session, *, total: int) -> None:
         self.session = session
         self.total = total
+        self.length = session.length
         start = session.start
         self.tokens_seen = start.tokens_seen
         self.target_tokens_seen = start.target_tokens_seen
@@ -85,17 +86,18 @@ class StepLog:
             **self.flops, tokens=self.tokens, target_tokens=self.targets, square_tokens=squares
         )
         peak = session.plan.peak_tflops * 1e12
-        done, batch = step.step + 1, session.plan.batch
+        done = step.step + 1
+        samples = self.length.samples_at(done)
         loss = loss_sum / max(step.target_tokens, 1)
         tokens_per_s = self.tokens / elapsed
         norm = engine.grad_norm()
         session.metrics.write(
             "train",
             step=done,
-            samples=done * batch.global_batch,
+            samples=samples,
             tokens=self.tokens_seen,
             target_tokens=self.target_tokens_seen,
-            epoch=done * batch.global_batch / len(session.train_store),
+            epoch=samples / len(session.train_store),
             loss=loss,
             lr=lr_at(step.step, optim=session.exp.optim, total=self.total),
             grad_norm=norm,

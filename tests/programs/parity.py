@@ -2,7 +2,8 @@
 
 ``deepspeed --num_gpus 2 --module --no_local_rank tests.programs.parity JOBS.json OUT``
 
-Every job is ``{"name", "stage", "micro_batches", "accumulation", "layout", "kind"}``. Rank 0
+Every job is ``{"name", "stage", "micro_batches", "accumulation", "layout", "kind"}``, and
+``"stop"`` where the last step has fewer samples than the others (``data.last_batch=short``). Rank 0
 writes ``OUT/<name>.pt`` with the losses, the reported norms and the gradient of step 0.
 """
 
@@ -45,7 +46,15 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
     start = snapshot(engine)
     gradient: dict[str, torch.Tensor] = {}
     for number in range(STEPS):
-        step = make_step(store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
+        step = make_step(
+            store,
+            number,
+            batch=plan.batch,
+            rank=rank,
+            seed=exp.seed,
+            layout=layout,
+            stop=job.get("stop"),
+        )
         lr = lr_at(number, optim=exp.optim, total=STEPS)
         engine.set_lr(lr)
         loss = train_step(engine, step, world=world).double()

@@ -81,7 +81,7 @@ def test_epochs_and_seeds_differ_and_the_permutation_cannot_be_changed():
 def test_wrong_use_is_refused():
     with pytest.raises(DataError, match="no samples"):
         samples_of_step(0, global_batch=1, num_samples=0, seed=0)
-    with pytest.raises(ValueError, match="3 samples of a step are not"):
-        rank_slice(np.arange(3), micro_batches=(2,), accumulation=2, rank=0, micro_step=0)
+    with pytest.raises(ValueError, match="are more than sum"):
+        rank_slice(np.arange(5), micro_batches=(2,), accumulation=2, rank=0, micro_step=0)
     with pytest.raises(ValueError, match="micro_step 2"):
         rank_slice(np.arange(4), micro_batches=(2,), accumulation=2, rank=0, micro_step=2)

@@ -56,6 +56,34 @@ def test_ranks_share_a_step_without_gap_or_overlap(
         assert [sum(step.square_tokens for step in steps)] == wanted
 
 
+@pytest.mark.parametrize(("micro", "accumulation"), [((6, 6), 1), ((3, 1), 3), ((1, 1, 2), 3)])
+@pytest.mark.parametrize("left", [1, 3, 4, 7, 11, 12])
+def test_a_short_last_step_is_covered_once(
+    micro: tuple[int, ...], accumulation: int, left: int, tmp_path: Path
+) -> None:
+    store = synthetic_store(tmp_path / "store")
+    batch = BatchPlan(12, accumulation, micro, SEQ_LEN)
+    steps = [
+        make_step(store, 3, batch=batch, rank=rank, seed=5, layout=LAYOUT, stop=36 + left)
+        for rank in range(len(micro))
+    ]
+    samples = samples_of_step(3, global_batch=12, num_samples=len(store), seed=5)[:left]
+    lines = [
+        line[segments > 0].tolist()
+        for a in range(accumulation)
+        for step in steps
+        for line, segments in zip(
+            step.micro_batches[a]["input_ids"], step.micro_batches[a]["segment_ids"], strict=True
+        )
+        if segments.any()
+    ]
+    assert lines == [store[int(index)].tokens.tolist() for index in samples]
+    targets = [(m["labels"] != IGNORE).sum() for step in steps for m in step.micro_batches]
+    assert {step.target_tokens for step in steps} == {int(sum(targets))}
+    # As many micro batches as ever, on every rank: the collectives of ZeRO match.
+    assert {len(step.micro_batches) for step in steps} == {accumulation}
+
+
 def test_square_tokens_ignores_padding() -> None:
     batch = {
         "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0]]),

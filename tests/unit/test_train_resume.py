@@ -13,7 +13,8 @@ from llmx.checkpoint.commit import begin
 from llmx.errors import ConfigError
 from llmx.train.metrics import MetricsWriter, cut_back, lines_until, read_lines
 from llmx.train.place import Place
-from llmx.train.resume import check_identity
+from llmx.train.resume import check_identity, check_samples
+from llmx.train.schedule import RunLength
 from llmx.train.state_exchange import _publish, own_files_suffice
 
 
@@ -144,3 +145,13 @@ def test_a_host_that_cannot_take_what_it_lacks_says_so_to_the_others(tmp_path: P
     begin(tmp_path, 4)
     assert _publish(place, 4) is None
     assert (tmp_path / "step-00000004").is_dir()
+
+
+def test_a_checkpoint_behind_a_short_last_step_does_not_go_on_longer() -> None:
+    short, longer = RunLength(25, 249, 10), RunLength(50, 498, 10)
+    check_samples({}, short)
+    check_samples({"step": 25, "samples": 249}, short)
+    check_samples({"step": 24, "samples": 240}, longer)
+    check_samples({"step": 20, "samples": 200}, RunLength(30, 300, 10))
+    with pytest.raises(ConfigError, match="step 25 has seen 249 samples.*ends at sample 250"):
+        check_samples({"step": 25, "samples": 249}, longer)

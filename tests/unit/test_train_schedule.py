@@ -9,7 +9,7 @@ import pytest
 
 from llmx.config import OptimConfig, TaskConfig
 from llmx.errors import ConfigError
-from llmx.train.schedule import lr_at, total_steps, warmup_steps
+from llmx.train.schedule import RunLength, lr_at, run_length, total_steps, warmup_steps
 
 
 def rates(total: int, **values: Any) -> list[float]:
@@ -76,3 +76,32 @@ def test_total_steps_from_steps_or_epochs() -> None:
     assert total(epochs=0.01, global_batch=1000) == 1
     with pytest.raises(ConfigError, match="task.epochs=3"):
         total()
+
+
+def length(last_batch: str, epochs: float, *, num_samples: int = 249, batch: int = 10):
+    task = TaskConfig(kind="sft", epochs=epochs)
+    return run_length(task, num_samples=num_samples, global_batch=batch, last_batch=last_batch)
+
+
+def test_the_last_batch_wraps_is_dropped_or_is_short() -> None:
+    wrap, drop, short = (length(kind, 1.0) for kind in ("wrap", "drop", "short"))
+    assert (wrap.steps, wrap.samples, wrap.stop) == (25, 250, None)
+    assert (drop.steps, drop.samples, drop.stop) == (24, 240, None)
+    assert (short.steps, short.samples, short.stop) == (25, 249, 249)
+    assert [short.samples_at(step) for step in (0, 1, 24, 25)] == [0, 10, 240, 249]
+    # Only the last batch of the run: those before go on into the next epoch.
+    assert (length("short", 2.0).steps, length("short", 2.0).samples) == (50, 498)
+    assert (length("drop", 2.0).steps, length("drop", 2.0).samples) == (49, 490)
+    for kind in ("wrap", "drop", "short"):
+        assert length(kind, 1.0, num_samples=250) == RunLength(25, 250, 10)
+    assert length("short", 0.1, num_samples=70).samples == 7
+    assert length("short", 0.001).samples == 1
+    with pytest.raises(ConfigError, match=r"last_batch=drop: 1 epoch of 9 samples do not fill"):
+        length("drop", 1.0, num_samples=9)
+
+
+def test_steps_that_were_asked_for_are_whole() -> None:
+    task = TaskConfig(kind="sft", steps=30, epochs=1.0)
+    for kind in ("wrap", "drop", "short"):
+        found = run_length(task, num_samples=249, global_batch=10, last_batch=kind)
+        assert found == RunLength(30, 300, 10)
