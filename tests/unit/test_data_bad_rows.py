@@ -166,7 +166,7 @@ def test_empty_rows_are_counted_and_no_error(tmp_path: Path, tokenizer):
 
 def test_a_source_of_nothing_but_bad_rows_is_an_error(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, "a.jsonl", b'{"prompt"\n{"prompt": "q"}\n', form="prompt_response")
-    with pytest.raises(DataError, match="not JSON .1., a missing column .1.. The first:"):
+    with pytest.raises(DataError, match="not JSON .1., a missing column .1... The first:"):
         prepare(exp, tokenizer)
     exp = experiment(tmp_path, "a.jsonl", b"")
     with pytest.raises(DataError, match=r"a\.jsonl: there is no row in it"):

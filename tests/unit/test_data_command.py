@@ -52,7 +52,7 @@ def test_prepares_and_says_what_became_of_the_rows(tmp_path: Path):
     # Nothing but the store: preparing is no run.
     assert not list(tmp_path.rglob("plan.json"))
     again = llmx(*words, cwd=tmp_path)
-    assert "found again; it took" in again.stdout
+    assert "found prepared; preparing took" in again.stdout
 
 
 def test_unknown_words_are_errors(capsys):
