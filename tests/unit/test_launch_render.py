@@ -195,7 +195,8 @@ def test_what_ds_env_holds_is_one_line_a_variable(env: dict[str, str]) -> None:
     for line, value in zip(lines, env.values(), strict=True):
         read = line.split("=", 1)[1].replace("%%", "%")
         if re.fullmatch(r"[\w@%+=:,./-]*", value, re.ASCII) is None:
-            assert shlex.split(f'"{read}"') == [value] or "!" in value
+            # In double quotes a shell takes the backslash off these; shlex off two of them alone.
+            assert re.sub(r'\\([$`"\\])', r"\1", read) == value or "!" in value
         else:
             assert read == value
 
