@@ -22,6 +22,7 @@ from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.train.attention import check_isolation
 from llmx.train.experts import Routing, gather_experts_together
+from llmx.train.loss_scale import grow_after_step
 from llmx.train.model import (
     DTYPES,
     attention_implementation,
@@ -212,6 +213,7 @@ def build_engine(
         dist_init_required=False,
     )
     forget_dummy_step(engine)
+    grow_after_step(engine)
     return Engine(
         engine=engine,
         config=config,

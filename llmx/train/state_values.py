@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from llmx.errors import ConfigError
+from llmx.train.loss_scale import loss_scaler
 from llmx.train.state_layout import persistent_buffers
 from llmx.train.state_pieces import Owner, is_scalar
 
@@ -156,7 +157,7 @@ def replay_cpu_adam(owners: list[Owner], scalars: dict[str, float]) -> None:
 
 def read_loss_scaler(engine: Any) -> dict[str, float] | None:
     """The dynamic loss scale of fp16 and what it goes by; None at the other precisions."""
-    scaler = _loss_scaler(engine)
+    scaler = loss_scaler(engine)
     if scaler is None:
         return None
     return {key: getattr(scaler, key) for key in SCALER_VALUES if hasattr(scaler, key)}
@@ -164,20 +165,12 @@ def read_loss_scaler(engine: Any) -> dict[str, float] | None:
 
 def write_loss_scaler(engine: Any, values: dict[str, float] | None) -> None:
     """What this engine's scaler knows of ``values``; from another wrapper it may be less."""
-    scaler = _loss_scaler(engine)
+    scaler = loss_scaler(engine)
     if scaler is None or values is None:
         return
     for key in SCALER_VALUES:
         if key in values and hasattr(scaler, key):
             setattr(scaler, key, values[key])
-
-
-def _loss_scaler(engine: Any) -> Any | None:
-    """DeepSpeed's: ``loss_scaler`` under ZeRO, ``loss_scale_config`` at stage 0."""
-    if not engine.fp16_enabled():
-        return None
-    optimizer = engine.optimizer
-    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
 def read_counters(engine: Any) -> dict[str, int]:
