@@ -236,6 +236,8 @@ def _scalar(
             return float(number)
         problems.append(_wrong(where, value, f"a number{_limits(rules)}", rules))
         return 0.0
+    if isinstance(value, bool) and "flags" in rules:
+        return rules["flags"][value]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         problems.append(
             _wrong(where, value, "text (in quotes where YAML reads it as another type)", rules)

@@ -103,6 +103,14 @@ def choice(default: str, *options: str) -> Any:
     return field(default=default, metadata={"choices": (default, *options)})
 
 
+def choice_or_flag(default: str, *options: str, true: str, false: str) -> Any:
+    """A closed set that was once a flag: ``true`` and ``false`` still say one of its values."""
+    return field(
+        default=default,
+        metadata={"choices": (default, *options), "flags": {True: true, False: false}},
+    )
+
+
 def choice_or_null(*options: str) -> Any:
     """A string field with a closed set of values that is null where it is not set."""
     return field(default=None, metadata={"choices": (None, *options)})

@@ -19,6 +19,7 @@ from llmx.config.fields import (
     Range,
     Text,
     choice,
+    choice_or_flag,
     choice_or_null,
     choices,
     items,
@@ -75,8 +76,15 @@ class ModelConfig:
     attention: str = choice("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
     """``auto`` takes the fastest that the devices and the packing allow; the others are what
     ``transformers`` calls ``attn_implementation``."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: str = choice_or_flag(
+        "none", "selective", "full", true="full", false="none"
+    )
+    """What the backward pass computes again instead of keeping it: with ``selective`` all but the
+    results of matrix products and attention (little time); with ``full`` whole blocks (least
+    memory, about a third more time). ``true`` is ``full``, ``false`` is ``none``."""
+    fused_loss: bool | None = None
+    """Compute the output head and the cross entropy together, a chunk of target positions at a
+    time, so that the logits are never whole in memory. None: on for CUDA, off for CPU."""
     pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
     """Rows of the embedding when from scratch; the export is cut back to the true size."""
 
@@ -247,6 +255,11 @@ class ZeroConfig:
     """ZeRO++ qgZ (no effect on one node)."""
     overlap_comm: bool | None = None
     """None: on for CUDA, off for CPU."""
+    grad_accum_dtype: str = choice("auto", "fp32", "bf16", "fp16")
+    """In what gradients are summed over micro steps. ``auto``: fp32 where it costs no memory, or
+    where there is memory for it and more than one micro step; else the run's precision. Over 64
+    micro steps a gradient summed in bf16 is 0.7 % off, in fp32 0.1 %. Stage 0 sums in the
+    run's precision only."""
     reduce_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
     """Elements. None: from the model's width and the free memory."""
     allgather_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
@@ -353,8 +366,8 @@ class OptimConfig:
     """Optimizer, learning rate and its schedule: pure functions of the step."""
 
     kind: str = choice("adamw", "cpu_adam", "fused_adam", "sgd")
-    """``adamw`` is PyTorch's (fused on CUDA) and needs no compiler; ``cpu_adam`` and
-    ``fused_adam`` are DeepSpeed's extensions."""
+    """``adamw`` is PyTorch's, as one fused kernel on CUDA and for an offloaded optimizer; it needs
+    no compiler. ``cpu_adam`` and ``fused_adam`` are DeepSpeed's extensions."""
     lr: float = number(2e-5, above=0, maximum=1000)
     """The peak learning rate: reached at the end of the warm-up."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)

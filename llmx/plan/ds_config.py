@@ -57,9 +57,13 @@ def ds_config(exp: Experiment, plan: Plan, geometry: Geometry | None = None) -> 
         # Its own throughput lines would be a second, wrong truth.
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
+        # Waits for the device twice in every micro step.
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
+        "data_types": {"grad_accum_dtype": plan.grad_accum_dtype},
         "bf16": {"enabled": plan.precision == "bf16"},
         "fp16": _fp16(plan.precision),
-        # The optimizer is PyTorch's unless asked for: no compiler needed on any host.
+        # The optimizer is PyTorch's unless asked for: no compiler needed on any host. DeepSpeed
+        # would refuse it for an offload, where it expects its own; PyTorch's is fused there, too.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(exp, plan, geometry),

@@ -59,6 +59,7 @@ OWNED = {
     "optimizer": "optim.kind",
     "scheduler": "optim.schedule",
     "wandb": "tracking=wandb",
+    "data_types": "zero.grad_accum_dtype",
 }
 """Computed by llmx from one source of truth: key -> the setting to use."""
 

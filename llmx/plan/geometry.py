@@ -22,6 +22,16 @@ class Geometry:
     """Width of keys (and of values): heads of K x head width."""
     vocab_size: int
     max_positions: int | None
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    query_size: int = 0
+    """Width of queries: heads x head width. Not always ``hidden_size`` (Qwen3)."""
+    block: str = "llama"
+    """How a layer is built: ``llama`` (RMSNorm, gated), ``gpt2`` or ``opt`` (LayerNorm)."""
+    qk_norm: bool = False
+    """Queries and keys are normalised (Qwen3)."""
+    dropout: bool = False
+    """Of what attention and the feed-forward network add to the stream."""
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs a token: 6 N plus attention (12 L h s, halved: causal).
@@ -72,6 +82,7 @@ def _llama(config: dict[str, Any], multiple: int, *, qk_norm: bool = False) -> G
     return Geometry(
         embeddings + layers * layer + hidden,
         hidden, ffn, layers, kv, vocab, position_limit(config),
+        num_heads=heads, num_kv_heads=kv // head, query_size=query, qk_norm=qk_norm,
     )  # fmt: skip
 
 
@@ -86,7 +97,11 @@ def _gpt2(config: dict[str, Any], multiple: int) -> Geometry:
     ffn = int(config.get("n_inner") or 4 * hidden)
     layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
     total = vocab * hidden + positions * hidden + layers * layer + 2 * hidden
-    return Geometry(total, hidden, ffn, layers, hidden, vocab, positions)
+    heads, dropout = int(config.get("n_head") or 12), float(config.get("resid_pdrop", 0.1)) > 0
+    return Geometry(
+        total, hidden, ffn, layers, hidden, vocab, positions,
+        num_heads=heads, num_kv_heads=heads, query_size=hidden, block="gpt2", dropout=dropout,
+    )  # fmt: skip
 
 
 def _opt(config: dict[str, Any], multiple: int) -> Geometry:
@@ -96,7 +111,12 @@ def _opt(config: dict[str, Any], multiple: int) -> Geometry:
     layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
     # OPT's position table has two rows more than positions.
     total = vocab * hidden + (positions + 2) * hidden + layers * layer + 2 * hidden
-    return Geometry(total, hidden, ffn, layers, hidden, vocab, positions)
+    heads = int(config.get("num_attention_heads") or 12)
+    dropout = float(config.get("dropout", 0.1)) > 0
+    return Geometry(
+        total, hidden, ffn, layers, hidden, vocab, positions,
+        num_heads=heads, num_kv_heads=heads, query_size=hidden, block="opt", dropout=dropout,
+    )  # fmt: skip
 
 
 _COUNTERS = {

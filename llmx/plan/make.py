@@ -10,7 +10,7 @@ from llmx.plan.batch import solve_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, geometry
 from llmx.plan.memory import cheapest_fit, predict_memory
-from llmx.plan.precision import choose_precision
+from llmx.plan.precision import choose_grad_accum, choose_precision
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -51,7 +51,17 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
     )
     accelerator = hardware.devices[hosts[0].device].accelerator
     shape = model_geometry(exp)
-    memory = _memory(exp, shape, hosts, ranks, precision, accelerator)
+
+    def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
+        return _memory(exp, shape, hosts, ranks, precision, accelerator, sums)
+
+    grad_accum = choose_grad_accum(
+        exp,
+        precision,
+        accumulation=batch.accumulation,
+        fits=lambda sums: all(part.fits for part in memory_with(sums)),
+    )
+    memory = memory_with(grad_accum)
     peaks = [hardware.devices[rank.device].peak_tflops.get(precision, 0.0) for rank in ranks]
     return Plan(
         hosts=hosts,
@@ -68,6 +78,7 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         total_steps=exp.task.steps,
         step_time_s=_step_time_s(shape, batch, ranks, peaks),
         warnings=_warnings(exp, hosts, ranks, precision, memory),
+        grad_accum_dtype=grad_accum,
     )
 
 
@@ -107,6 +118,7 @@ def _memory(
     ranks: tuple[RankPlan, ...],
     precision: str,
     accelerator: str,
+    grad_accum: str,
 ) -> tuple[MemoryPlan, ...]:
     if shape is None:
         return ()
@@ -123,6 +135,7 @@ def _memory(
                 slots=max(host.slots for host in hosts if host.device == name),
                 precision=precision,
                 buckets=bucket_sizes(exp, shape, accelerator),
+                grad_accum_dtype=grad_accum,
             )
         )
     return tuple(plans)

@@ -2,10 +2,15 @@
 
 States: parameters, gradients and optimizer (fp32 master, two moments) as ZeRO shards or
 offloads them. Beside them what published estimates leave out: activations, logits of the
-target positions, communication buckets, the CUDA context.
+target positions, communication buckets, temporaries of the update, the CUDA context. What
+DeepSpeed 0.19.8 keeps at each stage was measured tensor by tensor
+(``tests/integration/test_train_engines.py``), activations operator by operator
+(``tests/unit/test_plan_memory.py``).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from llmx.config.schema import DeviceConfig, Experiment
 from llmx.plan.geometry import Geometry
@@ -13,6 +18,20 @@ from llmx.plan.types import MemoryPlan
 
 GIB = 1024.0**3
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+FUSED_LOSS_CHUNK_BYTES = 512 * 2**20
+"""Logits that a fused loss has in memory at a time (``llmx.train.loss``)."""
+LOSS_CHUNK_BYTES = {"cuda": 128 * 2**20, "cpu": 4 * 2**20}
+"""Logits in fp32 at a time."""
+ALLREDUCE_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's, where it does not shard gradients (stage 0, and stage 1 with fp32 sums of bf16
+gradients); it has no setting."""
+
+
+def fused_loss(exp: Experiment, accelerator: str) -> bool:
+    """Whether the head and the cross entropy are computed together."""
+    wanted = exp.model.fused_loss
+    return accelerator == "cuda" if wanted is None else wanted
 
 
 def predict_memory(
@@ -26,48 +45,69 @@ def predict_memory(
     slots: int,
     precision: str,
     buckets: dict[str, int],
+    grad_accum_dtype: str = "",
 ) -> MemoryPlan:
-    """Predict the peak of one rank on ``device`` and of the RAM of its host (GiB)."""
+    """Predict the peak of one rank on ``device`` and of the RAM of its host (GiB).
+
+    The peak is the larger of the last backward pass (with activations, logits and buckets) and of
+    the update (with its temporaries).
+    """
     zero, n = exp.zero, geometry.num_parameters
     width = BYTES[precision]
-    optimizer_width = _optimizer_bytes(exp.optim.kind, precision)
-
+    shard = n / world_size if zero.stage >= 1 else n
+    optimizer = _optimizer_bytes(exp.optim.kind, precision) * shard
     parameters = width * n / (world_size if zero.stage >= 3 else 1)
-    gradients = width * n / (world_size if zero.stage >= 2 else 1)
-    optimizer = optimizer_width * n / (world_size if zero.stage >= 1 else 1)
+    step = step_bytes(
+        exp,
+        n,
+        shard,
+        width=width,
+        accum=BYTES[grad_accum_dtype or precision],
+        bf16=precision == "bf16",
+        cuda=device.accelerator == "cuda",
+    )
     host = 0.0
     if zero.offload_param != "none":
         host += parameters if zero.offload_param == "cpu" else 0.0
         parameters = 0.0
     if zero.offload_optimizer != "none":
-        # Gradients of a partition live beside the optimizer that reads them.
-        host += (optimizer if zero.offload_optimizer == "cpu" else 0.0) + gradients
-        optimizer = gradients = 0.0
+        # Gradients of a partition live beside the optimizer that reads them: in fp32, and summed
+        # over micro steps.
+        host += (optimizer if zero.offload_optimizer == "cpu" else 0.0) + 4 * shard
+        host += step.gradients if zero.stage >= 2 else 0.0
+        optimizer, step = 0.0, StepBytes(0.0, 0.0, step.buffers)
     if zero.stage >= 3:
-        # The working set: gathered layers (two: this one and the prefetched one).
+        # The working set: gathered layers (two: this one and the prefetched one), and those that
+        # DeepSpeed does not release where the backward pass begins, since it needs them again
+        # within max_reuse_distance.
         layer = (n - 2 * geometry.vocab_size * geometry.hidden_size) / max(1, geometry.num_layers)
         largest = max(layer, geometry.vocab_size * geometry.hidden_size)
-        parameters += width * min(2 * largest, zero.max_live_parameters, n)
+        gathered = min(2 * largest + zero.max_reuse_distance / 2, zero.max_live_parameters, n)
+        parameters += width * gathered
         if zero.hpz_partition_size > 1:
             parameters += width * n / zero.hpz_partition_size
 
     tokens = micro_batch * exp.data.seq_len
     buffers: float = width * buckets["reduce"] * (2 if buckets["overlap"] else 1)
     buffers += width * buckets["allgather" if zero.stage < 3 else "prefetch"]
+    buffers += step.buffers
     if world_size == 1:
         buffers = 0.0
+    activations = _activation_bytes(exp, geometry, tokens, width, device.accelerator)
+    logits = _logits_bytes(exp, geometry, tokens, width, device.accelerator)
     return MemoryPlan(
         device=device_name,
         parameters_gib=parameters / GIB,
-        gradients_gib=gradients / GIB,
+        gradients_gib=step.gradients / GIB,
         optimizer_gib=optimizer / GIB,
-        activations_gib=_activation_bytes(exp, geometry, tokens, width) / GIB,
-        # Logits in fp32, their gradient, and the 16-bit copy the head wrote.
-        logits_gib=tokens * geometry.vocab_size * (8 + width) / GIB,
+        activations_gib=activations / GIB,
+        logits_gib=logits / GIB,
         buffers_gib=buffers / GIB,
         context_gib=1.0 if device.accelerator == "cuda" else 0.4,
         host_gib=host * slots / GIB,
         capacity_gib=device.memory_gib,
+        update_gib=max(0.0, step.update - step.gradients - activations - logits - buffers) / GIB,
+        saves_host_gib=_save_bytes(exp, shard, precision) * slots / GIB,
     )
 
 
@@ -76,13 +116,149 @@ def _optimizer_bytes(kind: str, precision: str) -> int:
     return moments + (0 if precision == "fp32" else 4)
 
 
-def _activation_bytes(exp: Experiment, geometry: Geometry, tokens: int, width: int) -> float:
-    """Saved for the backward pass, with fused attention (no seq_len^2 scores)."""
-    hidden, ffn = geometry.hidden_size, geometry.intermediate_size
-    layer = tokens * width * (10 * hidden + 2 * geometry.kv_size + 4 * ffn)
-    if exp.model.activation_checkpointing:
-        return geometry.num_layers * tokens * width * hidden + layer
-    return float(geometry.num_layers * layer)
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of what one optimizer step takes beside parameters, optimizer and activations."""
+
+    gradients: float
+    """There when the last backward pass ends."""
+    update: float
+    """At most during the update, gradients included."""
+    buffers: float = 0.0
+    """Of reductions that DeepSpeed's bucket sizes do not bound."""
+
+
+def step_bytes(
+    exp: Experiment, n: float, shard: float, *, width: int, accum: int, bf16: bool, cuda: bool
+) -> StepBytes:
+    """As DeepSpeed 0.19.8 does it; ``accum`` is the width of the sums over micro steps."""
+    stage, offload = exp.zero.stage, exp.zero.offload_optimizer != "none"
+    # PyTorch's AdamW without its fused kernel makes the denominator twice.
+    adam = 8 if exp.optim.kind == "adamw" and not (cuda or offload) else 0
+    half = width < 4
+    if stage == 0:
+        bucket = width * min(n, ALLREDUCE_BUCKET_ELEMENTS)
+        return StepBytes(width * n, (width + (4 if half else 0)) * n, bucket)
+    if stage == 1 and half and accum == 4:
+        if bf16 and not offload:
+            # BF16_Optimizer: fp32 sums whole on every rank, beside the gradients; a bucket is
+            # flattened in fp32 and reduced in bf16.
+            whole = (4 + width) * n
+            return StepBytes(whole, whole + adam * shard, 6 * min(n, ALLREDUCE_BUCKET_ELEMENTS))
+        return StepBytes((4 + width) * n, 4 * n + (4 + adam) * shard)
+    if stage == 1:
+        return StepBytes(width * n + width * shard, _flat_update(width, adam) * shard)
+    if stage == 2:
+        # fp32 sums of half-precision gradients lie flat already, ready for the optimizer.
+        flat = 4 + adam if half and accum == 4 else _flat_update(width, adam)
+        return StepBytes(accum * shard, flat * shard)
+    group = min(shard, exp.zero.sub_group_size)
+    flat = max(width + 4, 4 + adam) if half else 4 + adam
+    return StepBytes(accum * shard, accum * shard + flat * group)
+
+
+def _flat_update(width: int, adam: int) -> int:
+    """Bytes an element of a partition at stages 1 and 2: the gradients, a flat copy of them, that
+    in fp32, temporaries of the optimizer."""
+    return width + (max(width + 4, 4 + adam) if width < 4 else 4 + adam)
+
+
+def _save_bytes(exp: Experiment, shard: float, precision: str) -> float:
+    """Copies in host memory of what a checkpoint saved in the background holds."""
+    wanted = exp.checkpoint
+    if wanted.background == "never" or not (wanted.every_steps or wanted.every_minutes):
+        return 0.0
+    return (_optimizer_bytes(exp.optim.kind, precision) + (4 if precision == "fp32" else 0)) * shard
+
+
+def _logits_bytes(
+    exp: Experiment, geometry: Geometry, tokens: int, width: int, accelerator: str
+) -> float:
+    """Logits and their gradient, every position a target; the chunk that is in fp32; and the
+    hidden states that were picked, with their gradient."""
+    whole = float(tokens * geometry.vocab_size * width)
+    chunk = min(LOSS_CHUNK_BYTES[accelerator], whole * 4 / width)
+    picked = 2 * tokens * geometry.hidden_size * width
+    if not fused_loss(exp, accelerator):
+        return 2 * whole + chunk + picked
+    head = geometry.vocab_size * geometry.hidden_size
+    # The head's gradient is there from the forward pass on, summed over chunks in fp32.
+    gradient = head * (width if whole <= FUSED_LOSS_CHUNK_BYTES else 4 + width)
+    return 2 * min(whole, FUSED_LOSS_CHUNK_BYTES) + chunk + picked + gradient
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes a token that one layer keeps for the backward pass."""
+
+    all: int
+    selective: int
+    """Inputs and the results of matrix products and attention only."""
+    full: int
+    """The layer's input."""
+
+
+def layer_activations(geometry: Geometry, width: int, *, mask_width: int = 1) -> LayerActivations:
+    """What the operators of one layer save, in training, without a dense attention mask.
+
+    ``mask_width``: bytes of an element of a dropout mask (CUDA 1; a CPU keeps it in the
+    activations' dtype).
+    """
+    g, hidden = geometry, geometry.hidden_size
+    attention = width * (2 * g.query_size + 2 * g.kv_size) + 4 * g.num_heads
+    dropout = 2 * hidden * mask_width if g.dropout else 0
+    if g.block == "llama":
+        # RMSNorm: its input in fp32, the normalised input, one number; and its output.
+        norms = 2 * (hidden * (4 + 2 * width) + 4)
+        if g.qk_norm:
+            norms += (g.query_size + g.kv_size) * (4 + width)
+            norms += 4 * (g.num_heads + g.num_kv_heads)
+        all_ = norms + attention + 4 * width * g.intermediate_size
+        products = g.query_size + 2 * g.kv_size + 2 * hidden + 2 * g.intermediate_size
+    else:
+        # LayerNorm: input, output, two numbers; ReLU needs its result only, GPT-2's GELU five.
+        many = 5 if g.block == "gpt2" else 1
+        norms = 2 * (2 * hidden * width + 2 * width)
+        all_ = norms + attention + many * width * g.intermediate_size + dropout
+        products = g.query_size + 2 * g.kv_size + 2 * hidden + g.intermediate_size
+    selective = width * (hidden + products + g.query_size) + 4 * g.num_heads
+    return LayerActivations(all_, min(all_, selective), width * hidden)
+
+
+def _activation_bytes(
+    exp: Experiment, geometry: Geometry, tokens: int, width: int, accelerator: str
+) -> float:
+    """Saved for the backward pass, with attention that keeps no ``seq_len``^2 scores."""
+    mask_width = 1 if accelerator == "cuda" else width
+    layer = layer_activations(geometry, width, mask_width=mask_width)
+    kept = {
+        "none": layer.all,
+        "selective": layer.selective,
+        "full": layer.full,
+    }[exp.model.activation_checkpointing]
+    total = geometry.num_layers * kept
+    if exp.model.activation_checkpointing != "none":
+        total += layer.all  # the one that is computed again
+    # The last norm, and what the backward pass of one layer has in flight.
+    total += geometry.hidden_size * (4 + 2 * width)
+    total += width * (3 * geometry.intermediate_size + 2 * geometry.hidden_size)
+    return float(tokens * total) + _dense_mask_bytes(exp, geometry, tokens, width, accelerator)
+
+
+def _dense_mask_bytes(
+    exp: Experiment, geometry: Geometry, tokens: int, width: int, accelerator: str
+) -> float:
+    """Masks of packed rows, [B, 1, T, T]: one as it is made, and one in the dtype of the
+    activations that each layer keeps."""
+    wanted = exp.model.attention
+    dense = wanted in ("sdpa", "eager") or (wanted == "auto" and accelerator == "cpu")
+    if not dense or exp.data.layout != "packed" or exp.data.packing == "none":
+        return 0.0
+    squares = float(tokens) * exp.data.seq_len
+    if wanted == "eager":  # scores of all heads, twice, and one mask for all layers
+        return squares * (width + 2 * width * geometry.num_heads * geometry.num_layers)
+    layers = geometry.num_layers if exp.model.activation_checkpointing == "none" else 1
+    return squares * (1 + width * layers)
 
 
 def cheapest_fit(exp: Experiment) -> str:
@@ -90,8 +266,12 @@ def cheapest_fit(exp: Experiment) -> str:
     zero = exp.zero
     if exp.batch.micro_batch > 1:
         return "batch.micro_batch=1 (accumulation rises by itself)"
-    if not exp.model.activation_checkpointing:
-        return "model.activation_checkpointing=true"
+    if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
+        return "zero.grad_accum_dtype=auto"
+    if exp.model.activation_checkpointing == "none":
+        return "model.activation_checkpointing=selective"
+    if exp.model.activation_checkpointing == "selective":
+        return "model.activation_checkpointing=full"
     if zero.stage < 2:
         return "zero=stage2"
     if zero.stage == 2 and zero.offload_optimizer == "none":

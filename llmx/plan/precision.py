@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from llmx.config.schema import DeviceConfig
+from llmx.config.schema import DeviceConfig, Experiment
 from llmx.errors import ConfigError
 
 
@@ -49,6 +49,35 @@ def _without(
         text for name, text in named.items() if not set(precisions) & set(devices[name].precisions)
     ]
     return " and ".join(lacking or named.values())
+
+
+def choose_grad_accum(
+    exp: Experiment, precision: str, *, accumulation: int, fits: Callable[[str], bool]
+) -> str:
+    """In what gradients are summed over micro steps: ``fp32`` or ``precision``.
+
+    ``fits``: whether the run fits its devices with that. Raises ConfigError for what DeepSpeed
+    cannot do.
+    """
+    wanted, stage = exp.zero.grad_accum_dtype, exp.zero.stage
+    if wanted == "auto":
+        if precision == "fp32" or stage == 0:
+            return precision
+        # A single micro step sums nothing; at stage 2 it takes no more memory all the same, since
+        # the update needs fp32 anyway.
+        useful = accumulation > 1 or stage == 2
+        return "fp32" if useful and fits("fp32") else precision
+    if wanted == "fp32" and precision != "fp32" and stage == 0:
+        raise ConfigError(
+            f"zero.grad_accum_dtype=fp32 with zero.stage=0 and precision={precision}: DeepSpeed "
+            f"sums in {precision} at stage 0. Set zero=stage1, or zero.grad_accum_dtype=auto."
+        )
+    if wanted not in ("fp32", precision):
+        raise ConfigError(
+            f"zero.grad_accum_dtype={wanted} with precision={precision}: gradients are summed in "
+            f"fp32 or in the run's precision. Set zero.grad_accum_dtype=fp32 or =auto."
+        )
+    return wanted
 
 
 def _best(hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]) -> str:

@@ -74,6 +74,10 @@ class MemoryPlan:
     """RAM of one host for offloaded states."""
     capacity_gib: float
     """0 when the device's memory is not known."""
+    update_gib: float = 0.0
+    """What the update needs beyond what the last backward pass has held."""
+    saves_host_gib: float = 0.0
+    """RAM of one host for the copies that are written in the background."""
 
     @property
     def total_gib(self) -> float:
@@ -85,6 +89,7 @@ class MemoryPlan:
             + self.logits_gib
             + self.buffers_gib
             + self.context_gib
+            + self.update_gib
         )
 
     @property
@@ -117,6 +122,9 @@ class Plan:
     step_time_s: float = 0.0
     """Predicted computing time of a step on the slowest rank, without the network; 0 unknown."""
     warnings: tuple[str, ...] = ()
+    grad_accum_dtype: str = ""
+    """In what gradients are summed over micro steps; empty in a plan of an older version, which
+    left it at ``precision``."""
 
     @property
     def world_size(self) -> int:

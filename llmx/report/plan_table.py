@@ -25,6 +25,7 @@ MEMORY_PARTS = (
     ("activations", "activations_gib"),
     ("logits", "logits_gib"),
     ("buffers", "buffers_gib"),
+    ("update", "update_gib"),
     ("context", "context_gib"),
 )
 
@@ -104,6 +105,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         ("steps", _steps_line(plan, exp)),
         ("model", _model_line(plan, exp)),
         ("zero", _zero_line(exp)),
+        *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
         ("launch", f"{plan.transport}, rank 0 is reached at {plan.master_addr}"),
     ]
     for name, text in rows:
@@ -168,9 +170,13 @@ def _zero_line(exp: Experiment) -> str:
         words.append("qwZ")
     if zero.quantized_gradients:
         words.append("qgZ")
-    if exp.model.activation_checkpointing:
-        words.append("activation checkpointing")
+    if exp.model.activation_checkpointing != "none":
+        words.append(f"{exp.model.activation_checkpointing} activation checkpointing")
     return ", ".join(words)
+
+
+def _sum_line(plan: Plan) -> str:
+    return f"summed over micro steps in {plan.grad_accum_dtype}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -189,6 +195,9 @@ def _memory(plan: Plan) -> Table:
     table.add_row("", *(_verdict(memory) for memory in plan.memory))
     if any(memory.host_gib for memory in plan.memory):
         table.add_row("host RAM", *(human.gib(memory.host_gib) for memory in plan.memory))
+    if any(memory.saves_host_gib for memory in plan.memory):
+        copies = (human.gib(memory.saves_host_gib) for memory in plan.memory)
+        table.add_row("host RAM of saves", *copies)
     return table
 
 

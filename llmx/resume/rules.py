@@ -60,7 +60,7 @@ RULES = (
     ),
     Rule(("zero.*",), ROUNDING, "a checkpoint fits every ZeRO stage and offload"),
     Rule(
-        ("model.attention", "model.activation_checkpointing"),
+        ("model.attention", "model.activation_checkpointing", "model.fused_loss"),
         ROUNDING,
         "the same network, computed in another way",
     ),

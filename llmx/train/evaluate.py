@@ -68,7 +68,13 @@ def evaluate_loss(
             device=engine.device,
         )
         total[0] += float(
-            micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
+            micro_batch_loss(
+                engine.engine,
+                inputs,
+                labels,
+                vocab_size=engine.vocab_size,
+                fused=engine.fused_loss,
+            )
         )
         total[1] += int((labels != IGNORE).sum())
     engine.engine.train()

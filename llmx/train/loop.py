@@ -180,7 +180,14 @@ def train_step(
             device=engine.device,
         )
         with routing.watch(micro_batch["segment_ids"]):
-            loss = micro_batch_loss(engine.engine, inputs, labels, vocab_size=engine.vocab_size)
+            loss = micro_batch_loss(
+                engine.engine,
+                inputs,
+                labels,
+                vocab_size=engine.vocab_size,
+                fused=engine.fused_loss,
+                scale=factor / len(step.micro_batches) * engine.loss_scale(),
+            )
         engine.backward(routing.objective(loss * factor, factor=auxiliary_factor))
         engine.note_grad_norm()
         if number == len(step.micro_batches):

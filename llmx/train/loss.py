@@ -8,12 +8,14 @@ Shown by ``python -m pytest tests/unit/test_train_loss.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from llmx.plan.memory import FUSED_LOSS_CHUNK_BYTES
 
 IGNORE = -100
 """A label that is no target (the convention of ``llmx.data.collate``)."""
@@ -64,6 +66,115 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return result, None, None
 
 
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    """The output head and the summed cross entropy in one: no logits outlive their chunk.
+
+    A chunk's gradients are computed while its logits are there, in the forward pass, so nothing
+    is computed twice. They are those of ``scale`` times the loss; the backward pass multiplies
+    them by what the loss is really multiplied by, divided by ``scale``. In fp16 ``scale`` has the
+    loss scale in it, so that small gradients are not rounded to zero on the way. The head's
+    gradient is summed over chunks in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        vocab_size: int,
+        scale: float,
+    ) -> torch.Tensor:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = max(1, FUSED_LOSS_CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+        one = len(targets) <= rows
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        weight_gradient = bias_gradient = None
+        for start in range(0, len(targets), rows):
+            part, wanted = hidden[start : start + rows], targets[start : start + rows]
+            logits = torch.nn.functional.linear(part, weight, bias)
+            total += _cross_entropy_(logits, wanted, vocab_size=vocab_size, scale=scale)
+            # From here on the chunk holds the gradient of its logits.
+            if hidden_gradient is not None:
+                torch.mm(logits, weight, out=hidden_gradient[start : start + rows])
+            if needs_weight:
+                product = logits.t() @ part
+                if one:
+                    weight_gradient = product
+                elif weight_gradient is None:
+                    weight_gradient = product.float()
+                else:
+                    weight_gradient += product
+            if needs_bias:
+                summed = logits.sum(dim=0, dtype=torch.float32)
+                bias_gradient = summed if bias_gradient is None else bias_gradient + summed
+        ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
+        ctx.scale, ctx.dtypes = scale, (weight.dtype, None if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        ratio = gradients[0] / ctx.scale
+
+        def scaled(values: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+            return None if values is None else values.mul_(ratio).to(dtype)
+
+        dtype, bias_dtype = ctx.dtypes
+        return (
+            scaled(hidden, dtype),
+            scaled(weight, dtype),
+            scaled(bias, bias_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _cross_entropy_(
+    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, scale: float
+) -> torch.Tensor:
+    """The summed loss in fp32; ``logits`` are replaced by ``scale`` times their gradient."""
+    rows = _rows_at_a_time(logits)
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    logits[:, vocab_size:] = 0
+    for start in range(0, len(targets), rows):
+        part = logits[start : start + rows, :vocab_size].float()
+        wanted = targets[start : start + rows, None]
+        log_normaliser = part.logsumexp(dim=-1, keepdim=True)
+        total += (log_normaliser - part.gather(1, wanted)).sum()
+        part.sub_(log_normaliser).exp_()
+        part.scatter_add_(1, wanted, part.new_full((len(part), 1), -1.0))
+        logits[start : start + rows, :vocab_size] = part.mul_(scale)
+    return total
+
+
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    vocab_size: int | None = None,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Scalar fp32 sum over ``hidden`` [n, H], ``weight`` [V, H] and ``targets`` [n].
+
+    Args:
+        vocab_size: see ``summed_cross_entropy``.
+        scale: what the loss will be multiplied by, as far as it is known: gradients are kept in
+            the dtype of ``hidden`` at that scale.
+    """
+    if not torch.is_grad_enabled():  # else gradients would be computed for nobody
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
+    return _FusedLinearCrossEntropy.apply(
+        hidden, weight, bias, targets, vocab_size or weight.shape[0], scale
+    )
+
+
 def _rows_at_a_time(logits: torch.Tensor) -> int:
     elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
     return max(1, elements // logits.shape[-1])
@@ -103,12 +214,62 @@ def head_at(model: nn.Module, rows: torch.Tensor, columns: torch.Tensor) -> Iter
         handle.remove()
 
 
+@contextmanager
+def head_answers(
+    head: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Inside, the output embedding computes ``forward`` of its hidden states in place of logits.
+
+    It stays the module that it is, so ZeRO-3 gathers its weight as ever.
+    """
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+@torch.no_grad()
+def fused_loss_problem(
+    engine: nn.Module, inputs: dict[str, Any], labels: torch.Tensor
+) -> str | None:
+    """Why head and loss cannot be computed together for this model; None where they can.
+
+    The head must be a plain linear layer, and the model must return what its head answers: some
+    scale logits, or cap them. Collective under ZeRO-3; ``inputs`` and ``labels`` as in training.
+    """
+    model = getattr(engine, "module", engine)
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        return f"its output embedding is a {type(head).__name__}"
+    was_training = model.training
+    engine.eval()
+    try:
+        for value in (1024.0, -3.25):  # exact in every dtype; a cap or a factor changes one
+            answer = torch.full((1, 1, 1), value, device=inputs["input_ids"].device)
+            with head_answers(head, lambda _hidden, answer=answer: answer):
+                got = engine(**inputs, use_cache=False).logits
+            if got.numel() != 1 or float(got) != value:
+                return "it changes the logits after its output embedding"
+        plain = float(micro_batch_loss(engine, inputs, labels))
+        fused = float(micro_batch_loss(engine, inputs, labels, fused=True))
+        if not abs(plain - fused) <= 0.02 * abs(plain):
+            return f"its loss would be {fused:.4f} instead of {plain:.4f}"
+    except (RuntimeError, TypeError, IndexError, AttributeError, ValueError) as error:
+        return f"its forward pass does not go with it: {str(error).splitlines()[0]}"
+    finally:
+        engine.train(was_training)
+    return None
+
+
 def micro_batch_loss(
     engine: nn.Module,
     inputs: dict[str, Any],
     labels: torch.Tensor,
     *,
     vocab_size: int | None = None,
+    fused: bool = False,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Summed cross entropy of one micro batch, fp32 scalar with a graph.
 
@@ -118,6 +279,8 @@ def micro_batch_loss(
         labels: int64 [B, T], best on the CPU; ``labels[b, t]`` is predicted at position t, or
             ``IGNORE``.
         vocab_size: see ``summed_cross_entropy``.
+        fused: compute head and loss together (``fused_linear_cross_entropy``), at this ``scale``.
+            Only for a model without a ``fused_loss_problem``.
 
     A micro batch without targets still runs forward and backward, so that the collectives of
     ZeRO match on every rank; its loss is 0.
@@ -130,6 +293,23 @@ def micro_batch_loss(
         rows, columns = labels.new_zeros(1), labels.new_zeros(1)
     rows, columns = rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
     model = getattr(engine, "module", engine)
+    if fused:
+        head: Any = model.get_output_embeddings()
+        wanted = targets.new_zeros(1) if empty else targets
+
+        def summed_loss(hidden: torch.Tensor) -> torch.Tensor:
+            return fused_linear_cross_entropy(
+                hidden[rows, columns],
+                head.weight,
+                wanted,
+                bias=head.bias,
+                vocab_size=vocab_size,
+                scale=scale,
+            ).view(1, 1, 1)
+
+        with head_answers(head, summed_loss):
+            loss: torch.Tensor = engine(**inputs, use_cache=False).logits.view(())
+        return loss * 0.0 if empty else loss
     with head_at(model, rows, columns):
         logits = engine(**inputs, use_cache=False).logits[0]
     if empty:

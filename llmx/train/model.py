@@ -21,6 +21,7 @@ from llmx.train.experts import accept_masks
 from llmx.train.generation_config import keep_generation_config
 from llmx.train.initialise import initialise
 from llmx.train.load import load_weights
+from llmx.train.recompute import recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -120,12 +121,8 @@ def build_model(
     else:
         load_weights(model, exp.model)
         keep_generation_config(model, exp.model)
-    if exp.model.activation_checkpointing:
-        # Transformers 5.23 renamed it; the older name warns there.
-        enable = getattr(
-            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+    if exp.model.activation_checkpointing != "none":
+        recompute(model, exp.model.activation_checkpointing)
     return model
 
 

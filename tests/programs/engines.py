@@ -20,10 +20,17 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 from llmx.plan import make_plan
+from llmx.plan.memory import step_bytes
+from llmx.train.attention import model_inputs
+from llmx.train.batches import Layout, make_step
 from llmx.train.engine import Engine, join_process_group
 from llmx.train.engine_state import capture
+from llmx.train.loop import train_step
+from llmx.train.loss import micro_batch_loss
+from llmx.train.model import build_model, model_config, num_parameters
+from tests.live_memory import LiveMemory
 from tests.programs.state import build, fp16_allowed, job_experiment, train
-from tests.reference import synthetic_store
+from tests.reference import SEQ_LEN, VOCABULARY, synthetic_store, word_tokenizer
 from tests.rundirs import experiment, free_port
 
 WORLD = 2
@@ -70,6 +77,209 @@ def growing_loss_scale(out: Path) -> Any:
             "scales": [scale, grown],
         }
     return answer
+
+
+MEMORY_JOBS = [
+    (0, "bf16", "bf16"),
+    (1, "bf16", "bf16"),
+    (1, "bf16", "fp32"),
+    (2, "fp32", "fp32"),
+    (2, "bf16", "bf16"),
+    (2, "bf16", "fp32"),
+    (2, "fp16", "fp32"),
+    (3, "bf16", "bf16"),
+    (3, "bf16", "fp32"),
+]
+
+
+REDUCE = {"use_multi_rank_bucket_allreduce": False}
+
+
+@check
+def same_training(out: Path) -> Any:
+    """Three steps the plain way and in ways that must compute the same, by stage."""
+    recipes: dict[str, dict[str, Any]] = {
+        "fused loss": {"model": {"fused_loss": True}},
+        "selective": {"activation_checkpointing": "selective"},
+        "full": {"activation_checkpointing": "full"},
+        # Each gradient to the rank that owns it, in place of an all-reduce.
+        "reduce to owner": {"zero": {"extra": {"zero_optimization": REDUCE}}},
+    }
+    answer: dict[str, Any] = {}
+    for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "fp16")):
+        base = {
+            "stage": stage,
+            "precision": precision,
+            "clip_norm": 0.5,
+            "accumulation": 2,
+            "micro_batches": [2, 1],
+            "config": {"tie_word_embeddings": stage == 1},
+            "zero": {"param_persistence_threshold": 0},
+        }
+        plain, numbers = trained(base, out, steps=3)
+        wanted = masters(plain)
+        plain.engine.destroy()
+        for name, change in recipes.items():
+            if name == "reduce to owner" and stage not in (1, 2):
+                continue
+            job = {**base, **change, "zero": {**base["zero"], **change.get("zero", {})}}
+            engine, others = trained(job, out, steps=3)
+            answer[f"{stage}-{precision}-{name}"] = {
+                "numbers": [numbers, others],
+                "apart": float((masters(engine) - wanted).abs().max()),
+                "fused": engine.fused_loss,
+            }
+            engine.engine.destroy()
+    return answer
+
+
+@check
+def gradient_sums(out: Path) -> Any:
+    """How far the gradient of 64 micro steps is from that of bf16 passes summed in fp64: read off
+    one SGD step, by stage and by the precision of the sums."""
+    answer: dict[str, float] = {}
+    offload = {"offload_optimizer": "cpu"}
+    for name, stage, zero in (
+        ("1", 1, {}),
+        ("2", 2, {}),
+        ("3", 3, {}),
+        ("2-offload", 2, offload),
+        ("3-offload", 3, offload),
+    ):
+        for accum in ("bf16", "fp32"):
+            job = {
+                "stage": stage,
+                "precision": "bf16",
+                "optim": "sgd",
+                "zero": {**zero, "grad_accum_dtype": accum},
+                "accumulation": 64,
+                "micro_batches": [1, 1],
+            }
+            answer[f"{name}-{accum}"] = distance_from_exact(job, out)
+    return answer
+
+
+def distance_from_exact(job: dict[str, Any], out: Path) -> float:
+    job = {"name": "x", "world": WORLD, **job}
+    exp, plan = job_experiment(job, out)
+    engine = build(job, exp, plan, first_weights=exp.seed)
+    rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
+    layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
+    step = make_step(store, 0, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
+    exact = exact_gradient(exp, step)
+    before = captured(engine)
+    engine.set_lr(1.0)
+    train_step(engine, step, world=WORLD)
+    after = captured(engine)
+    engine.engine.destroy()
+    wrong = total = 0.0
+    for (name, start), values in after.items():
+        update = (before[name, start] - values).double()
+        wanted = exact[name].view(-1)[start : start + len(values)]
+        # Weight decay is a part of the step, not of the gradient.
+        if update.numel() and exp.optim.weight_decay and exact[name].dim() > 1:
+            update -= exp.optim.weight_decay * before[name, start].double()
+        wrong += float((update - wanted).square().sum())
+        total += float(wanted.square().sum())
+    both = torch.tensor([wrong, total], dtype=torch.float64)
+    torch.distributed.all_reduce(both)
+    return float((both[0] / both[1]).sqrt())
+
+
+def captured(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
+    found = [each for each in capture(engine, world=WORLD) if each.state == "master"]
+    return {(each.name, each.start): each.tensor.float().clone() for each in found}
+
+
+def exact_gradient(exp: Any, step: Any) -> dict[str, torch.Tensor]:
+    """Each micro step's gradient in bf16, as the engines compute it; their sum in fp64."""
+    config = model_config(exp, tokenizer=word_tokenizer())
+    cpu, stage0 = torch.device("cpu"), {"zero_optimization": {"stage": 0}}
+    model = build_model(
+        exp, config, precision="bf16", device=cpu, implementation="sdpa", ds_config=stage0
+    )
+    factor = 1 / step.target_tokens
+    sums = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
+    for micro_batch in step.micro_batches:
+        inputs, labels = model_inputs(
+            micro_batch, implementation="sdpa", dtype=torch.bfloat16, device=cpu
+        )
+        model.zero_grad()
+        loss = micro_batch_loss(model, inputs, labels, vocab_size=VOCABULARY)
+        (loss * factor).backward()
+        for name, parameter in model.named_parameters():
+            sums[name] += parameter.grad
+    for values in sums.values():
+        torch.distributed.all_reduce(values)
+    return sums
+
+
+@check
+def step_memory(out: Path) -> Any:
+    """Bytes a parameter of the last backward pass and of the update: measured and predicted."""
+    answer = {}
+    for stage, precision, accum in MEMORY_JOBS:
+        job = {
+            "name": "x",
+            "world": WORLD,
+            "stage": stage,
+            "precision": precision,
+            "zero": {
+                "grad_accum_dtype": accum,
+                # So that gradients are all there is: buckets and gathered layers are small.
+                "reduce_bucket_size": 1000,
+                "allgather_bucket_size": 1000,
+                "prefetch_bucket_size": 0,
+                "param_persistence_threshold": 0,
+                "extra": {"fp16": {"initial_scale_power": 8}},
+            },
+            "config": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8},
+            "accumulation": 2,
+            "micro_batches": [1, 1],
+        }
+        answer[f"{stage}-{precision}-{accum}"] = memory_of(job, out)
+    return answer
+
+
+def memory_of(job: dict[str, Any], out: Path) -> dict[str, Any]:
+    exp, plan = job_experiment(job, out)
+    with LiveMemory() as before:
+        before.everything()
+    engine, _ = trained(job, out, steps=2)
+    size = num_parameters(engine.module)
+    layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
+    rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
+    step = make_step(store, 2, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
+    marks = {}
+    with fp16_allowed(job), LiveMemory() as memory:
+        memory.everything()
+
+        def before_update() -> None:
+            marks["backward"] = memory.peak
+            memory.restart()
+
+        train_step(engine, step, world=WORLD, before_update=before_update)
+        marks["update"] = memory.peak
+    engine.engine.destroy()
+    shard = size / WORLD if job["stage"] else size
+    width = 4 if exp.precision == "fp32" else 2
+    foreseen = step_bytes(
+        exp,
+        size,
+        shard,
+        width=width,
+        accum=4 if exp.zero.grad_accum_dtype == "fp32" else 2,
+        bf16=exp.precision == "bf16",
+        cuda=False,
+    )
+    resting = width * (size if job["stage"] < 3 else shard) + (12 if width == 2 else 8) * shard
+    return {
+        "measured": {key: (value - before.live) / size for key, value in marks.items()},
+        "predicted": {
+            "backward": (resting + foreseen.gradients + foreseen.buffers) / size,
+            "update": (resting + foreseen.update) / size,
+        },
+    }
 
 
 def run_rank(rank: int, port: int, out: Path, names: list[str]) -> None:

@@ -122,3 +122,132 @@ def test_a_model_without_a_head_is_refused() -> None:
         head_at(body, torch.zeros(1), torch.zeros(1)),
     ):
         pass
+
+
+def linear_reference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    columns: int,
+    factor: float,
+) -> tuple[float, list[torch.Tensor]]:
+    """Sum and gradients in float64."""
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    offset = None if bias is None else bias.detach().double().requires_grad_()
+    logits = F.linear(exact[0], exact[1], offset)[:, :columns]
+    total = F.cross_entropy(logits, targets, reduction="sum")
+    (total * factor).backward()
+    return total.item(), [x.grad for x in (*exact, *([] if offset is None else [offset]))]
+
+
+@pytest.mark.parametrize("rows", [100, 5, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_head_and_loss_together(
+    dtype: torch.dtype, rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows at once, or in chunks; a factor that only a scaled fp16 gradient survives."""
+    draw = torch.Generator().manual_seed(2)
+    hidden = torch.randn(17, 32, generator=draw).to(dtype).requires_grad_()
+    weight = (torch.randn(64, 32, generator=draw) / 6).to(dtype).requires_grad_()
+    bias = torch.randn(64, generator=draw).to(dtype).requires_grad_() if with_bias else None
+    targets = torch.randint(0, 61, (17,), generator=draw)
+    monkeypatch.setattr(loss_module, "FUSED_LOSS_CHUNK_BYTES", rows * 64 * dtype.itemsize)
+    factor = 2.0**10 / 3
+    wanted, gradients = linear_reference(hidden, weight, bias, targets, columns=61, factor=factor)
+    # What is known beforehand of the factor is a little off, as with other precisions of it.
+    total = loss_module.fused_linear_cross_entropy(
+        hidden, weight, targets, bias=bias, vocab_size=61, scale=factor * 1.0000001
+    )
+    assert total.item() == pytest.approx(wanted, rel=4 * torch.finfo(dtype).eps)
+    (total * factor).backward()
+    inputs = [hidden, weight, *([] if bias is None else [bias])]
+    for given, exact in zip(inputs, gradients, strict=True):
+        assert given.grad.dtype == dtype
+        error = (given.grad.double() - exact).norm() / exact.norm()
+        assert error < 2 * torch.finfo(dtype).eps + 1e-6
+    assert not weight.grad[61:].any()
+
+
+def test_without_gradients_none_are_computed() -> None:
+    weight = torch.randn(8, 4, requires_grad=True)
+    with torch.no_grad():
+        found = loss_module.fused_linear_cross_entropy(
+            torch.randn(3, 4), weight, torch.tensor([1, 2, 3])
+        )
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fused_loss_of_a_model_is_its_loss(kind: str) -> None:
+    model = small_model(kind)
+    ids = torch.arange(2, 14).view(2, 6)
+    labels = ids.roll(-1, dims=1)
+    labels[0, :3] = IGNORE
+    inputs = {"input_ids": ids, "position_ids": torch.arange(6)[None].expand(2, 6)}
+    assert loss_module.fused_loss_problem(model, inputs, labels) is None
+    found = []
+    for fused in (False, True):
+        model.zero_grad(set_to_none=True)
+        loss = micro_batch_loss(model, inputs, labels, vocab_size=20, fused=fused, scale=0.3)
+        (loss * 0.25).backward()
+        found.append((loss.item(), [p.grad.clone() for p in model.parameters()]))
+    (loss, expected), (fused_loss, got) = found
+    assert fused_loss == pytest.approx(loss, rel=1e-6)
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+
+
+def test_a_batch_without_targets_runs_and_moves_nothing() -> None:
+    model = small_model("llama")
+    ids = torch.arange(6)[None]
+    inputs = {"input_ids": ids, "position_ids": ids}
+    labels = torch.full_like(ids, IGNORE)
+    loss = micro_batch_loss(model, inputs, labels, fused=True)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "problem"),
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0, "head_dim": 8}, "changes the logits"),
+        ("cohere", {"logit_scale": 0.5}, "changes the logits"),
+        ("granite", {"logits_scaling": 2.0}, "changes the logits"),
+    ],
+)
+def test_what_happens_after_the_head_is_seen(
+    kind: str, config: dict[str, object], problem: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **config}))
+    ids = torch.arange(6)[None]
+    inputs = {"input_ids": ids, "position_ids": ids}
+    found = loss_module.fused_loss_problem(model, inputs, ids)
+    assert found is not None
+    assert problem in found
+
+
+def test_a_head_that_is_no_linear_layer_is_seen() -> None:
+    model = small_model("llama")
+
+    class Head(torch.nn.Linear):
+        pass
+
+    model.lm_head = Head(model.config.hidden_size, model.config.vocab_size, bias=False)
+    ids = torch.arange(6)[None]
+    found = loss_module.fused_loss_problem(model, {"input_ids": ids, "position_ids": ids}, ids)
+    assert found == "its output embedding is a Head"

@@ -1,0 +1,51 @@
+"""Activation checkpointing: what the backward pass computes again instead of keeping it.
+
+Shown by ``python -m pytest tests/unit/test_train_recompute.py``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Operators whose results are kept: nearly all of a block's time. What is left to compute again
+(norms, rotations, activation functions, additions) only moves memory."""
+KEPT_NAMES = ("flash_attn", "varlen_attn", "flex_attention")
+"""The same of kernels that are registered by packages, or only while a model runs."""
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if operator in KEPT or any(name in str(operator) for name in KEPT_NAMES):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(model: nn.Module, kind: str) -> None:
+    """Switch on activation checkpointing of a Transformers model's blocks.
+
+    Args:
+        kind: ``full`` keeps a block's input only, ``selective`` also what ``KEPT`` names.
+    """
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    # Transformers 5.23 renamed it; the older name warns there.
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)(arguments)  # type: ignore[operator]

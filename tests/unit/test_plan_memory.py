@@ -1,0 +1,62 @@
+"""Predicted memory against what PyTorch really keeps, operator by operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmx.plan.geometry import Geometry, geometry
+from llmx.plan.memory import layer_activations
+from llmx.train.recompute import recompute
+from tests.saved_activations import SMALL, VOCABULARY, saved_bytes, small_inputs, small_model
+
+BATCH, LENGTH = 2, 128
+MIDDLE: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8},
+    "qwen3": {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8},
+    "gpt2": {"n_embd": 256, "n_head": 8},
+    "opt": {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024, "dropout": 0.0},
+}
+
+
+def shape(kind: str, config: dict[str, Any]) -> Geometry:
+    found = geometry(kind, {"vocab_size": VOCABULARY, **SMALL[kind], **config})
+    assert found is not None
+    return found
+
+
+def bytes_of_a_layer(kind: str, config: dict[str, Any], *, dtype: torch.dtype, how: str) -> float:
+    """A token: what three layers keep more than two."""
+    kept = []
+    for layers in (2, 3):
+        model = small_model(kind, dtype=dtype, **config, **{layers_key(kind): layers})
+        if how != "none":
+            recompute(model, how)
+        size, output = saved_bytes(model, small_inputs(batch=BATCH, length=LENGTH))
+        kept.append(size)
+        del output
+    return (kept[1] - kept[0]) / (BATCH * LENGTH)
+
+
+def layers_key(kind: str) -> str:
+    return "n_layer" if kind == "gpt2" else "num_hidden_layers"
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [{}, MIDDLE], ids=["tiny", "middle"])
+def test_activations_of_a_layer(kind: str, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    config = config.get(kind, {})
+    found = bytes_of_a_layer(kind, config, dtype=dtype, how="none")
+    predicted = layer_activations(shape(kind, config), dtype.itemsize, mask_width=dtype.itemsize)
+    assert predicted.all == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_activations_with_checkpointing(kind: str) -> None:
+    predicted = layer_activations(shape(kind, {}), 2, mask_width=2)
+    for how, expected in (("selective", predicted.selective), ("full", predicted.full)):
+        found = bytes_of_a_layer(kind, {}, dtype=torch.bfloat16, how=how)
+        assert expected == pytest.approx(found, rel=0.05), how

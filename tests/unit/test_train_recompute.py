@@ -1,0 +1,53 @@
+"""Activation checkpointing changes what is kept, and no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmx.train.recompute import recompute
+from tests.saved_activations import saved_bytes, small_inputs, small_model
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_gradients_are_the_same_and_less_is_kept(kind: str, how: str) -> None:
+    model = small_model(kind, dtype=torch.float32)
+    before, expected = gradients(model)
+    recompute(model, how)
+    after, found = gradients(model)
+    assert after < 0.75 * before
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_selective_computes_no_matrix_product_again() -> None:
+    counts = {}
+    for how in ("none", "selective", "full"):
+        model = small_model("llama", dtype=torch.float32)
+        if how != "none":
+            recompute(model, how)
+        with Count(torch.ops.aten.mm.default) as products:
+            gradients(model)
+        counts[how] = products.number
+    assert counts["none"] == counts["selective"] < counts["full"]
+
+
+class Count(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.operator, self.number = operator, 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None):
+        self.number += function is self.operator
+        return function(*args, **(kwargs or {}))
+
+
+def gradients(model: Any) -> tuple[int, list[torch.Tensor]]:
+    """Bytes kept by the forward pass, and all gradients."""
+    model.zero_grad(set_to_none=True)
+    kept, output = saved_bytes(model, small_inputs(batch=2, length=64))
+    output.float().square().mean().backward()
+    return kept, [p.grad.clone() for p in model.parameters() if p.grad is not None]
