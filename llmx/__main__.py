@@ -6,6 +6,7 @@ Light on purpose: the control process imports neither torch nor deepspeed, and s
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -62,6 +63,11 @@ def _dispatch(words: list[str]) -> int:
         from llmx import __version__
 
         print(f"llmx {__version__}")
+        return 0
+    if words == ["--hydra-help"]:
+        from llmx.arguments import OPTIONS_HELP
+
+        print(OPTIONS_HELP, end="")
         return 0
     from llmx.arguments import split_command, split_own
     from llmx.help import COMMANDS
@@ -121,25 +127,35 @@ def _module(command: str, words: list[str]) -> int:
 
 
 def _hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
-    """Hand the overrides to Hydra; its launcher plugin takes over in a multirun.
+    """Compose the config and start what it describes; a sweep goes through the launcher plugin.
 
     ``command``: hand the composed config to this command, with its ``own`` words, instead of
     starting a run.
     """
-    from llmx.arguments import options_last, resolve_alias, with_demo
+    from llmx.arguments import read_line, with_demo
+    from llmx.overrides import check_overrides
 
-    overrides = [resolve_alias(word) for word in words]
-    # Completion hands over half-typed words: they are nobody's overrides yet.
-    if not any(word.startswith(("-sc", "--shell-completion")) for word in words):
-        overrides = options_last(overrides)
-        plain = [word for word in overrides if not word.startswith("-")]
-        if len(with_demo(plain)) > len(plain):
-            overrides.insert(0, "experiment=demo")
-        if any(word in ("-m", "--multirun") for word in overrides):
-            if command:
-                raise ConfigError(f"{command} takes one config; a sweep (-m) is for training.")
-            overrides.insert(0, _name_cells_by_axes(overrides))
+    line = read_line(words)
+    if command and line.multirun:
+        raise ConfigError(f"{command}: takes one config; a sweep (-m) is for training.")
+    checked = check_overrides(
+        with_demo(line.overrides),
+        multirun=line.multirun,
+        config_dirs=[line.config_dir] if line.config_dir else [],
+    )
+    argv = list(checked.words)
+    if line.multirun:
+        # A sweep's directories are named after what differs between its jobs.
+        fixed = ",".join(checked.fixed)
+        argv = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", *argv, "--multirun"]
+    if line.config_dir:
+        argv += ["--config-dir", str(Path(line.config_dir).expanduser())]
+    return _compose([*argv, *line.show], checked.words, command=command, own=own)
 
+
+def _compose(
+    argv: list[str], overrides: list[str], *, command: str | None, own: Sequence[str]
+) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
@@ -154,40 +170,56 @@ def _hydra(words: list[str], *, command: str | None = None, own: Sequence[str] =
 
     register_defaults()
     ended: list[int | LlmxError] = []
+    inside = False
 
     def job(cfg: DictConfig) -> int:
+        nonlocal inside
+        inside = True
         hydra_config = HydraConfig.get()
+        made = Path(hydra_config.runtime.output_dir)
         try:
             values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(values, dict)
             values = {str(key): value for key, value in values.items()}
+            if command or values.get("run_dir") != str(made):
+                _remove_if_empty(made)
             if command:
                 code = run_command(command, values, own=own)
-                _remove_if_empty(Path(hydra_config.runtime.output_dir))
             else:
                 code = run_job(values, overrides=list(hydra_config.overrides.task))
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:
             # Hydra made the directory; one that nothing was written to is not a run.
-            _remove_if_empty(Path(hydra_config.runtime.output_dir))
-            problem = error if isinstance(error, LlmxError) else ConfigError(explain_hydra(error))
+            _remove_if_empty(made)
+            problem = error
+            if not isinstance(error, LlmxError):
+                problem = ConfigError(explain_hydra(error, overrides))
             if hydra_config.mode == RunMode.MULTIRUN:
                 raise problem from error
             # Raised inside, Hydra would print its own words around ours.
             ended.append(problem)
             return problem.exit_code
+        finally:
+            inside = False
         ended.append(code)
         return code
 
     # Without it Hydra prints its own traceback and exits before our message can be made.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     decorated = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
-    saved, sys.argv = sys.argv, ["llmx", *overrides]
+    saved, sys.argv = sys.argv, ["llmx", *argv]
     try:
         decorated(job)()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain_hydra(error)) from error
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(explain_hydra(error, overrides)) from error
+    except OSError as error:
+        if inside:
+            raise
+        raise ConfigError(
+            f"{error.filename}: the run directory cannot be made ({error.strerror}). Set "
+            "run_dir=DIR, or LLMX_OUTPUTS=DIR for all runs."
+        ) from error
     finally:
         sys.argv = saved
     for end in ended:
@@ -196,28 +228,11 @@ def _hydra(words: list[str], *, command: str | None = None, own: Sequence[str] =
     return next((end for end in ended if isinstance(end, int) and end), 0)
 
 
-def _name_cells_by_axes(words: list[str]) -> str:
-    """The override by which a sweep's directories are named after what differs between them."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    from llmx.explain import explain_hydra
-
-    plain = [word for word in words if not word.startswith("-")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(plain)
-    except HydraException as error:
-        raise ConfigError(explain_hydra(error)) from error
-    fixed = [word.key_or_group for word in parsed if not word.is_sweep_override()]
-    return f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"
-
-
 def _remove_if_empty(directory: Path) -> None:
     """Remove a directory that Hydra made for nothing, and ``outputs`` if it held only that."""
-    for path in (directory, directory.parent):
-        if not path.is_dir() or any(path.iterdir()):
-            return
-        path.rmdir()
+    with contextlib.suppress(OSError):
+        for path in (directory, directory.parent):
+            path.rmdir()
 
 
 if __name__ == "__main__":

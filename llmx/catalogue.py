@@ -6,6 +6,8 @@ from those lines, so it cannot fall behind.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 GROUPS = (
@@ -38,9 +40,29 @@ def options(group: str, *, directory: Path | None = None) -> dict[str, str]:
     return {path.stem: first_comment(path) for path in sorted(folder.glob("*.yaml"))}
 
 
+def find_option(group: str, name: str, directories: Sequence[Path] = ()) -> Path | None:
+    """The file of an option, the user's own before ours; None where there is none."""
+    if not re.fullmatch(r"[\w./+ -]+", name) or ".." in name or name.startswith("/"):
+        return None
+    file = name if name.endswith(".yaml") else f"{name}.yaml"
+    for directory in (*directories, conf_dir()):
+        path = directory / group / file
+        if path.is_file():
+            return path
+    return None
+
+
+def option_names(group: str, directories: Sequence[Path] = ()) -> list[str]:
+    """The options of a group, the user's own with them."""
+    found = {
+        path.stem for each in (*directories, conf_dir()) for path in (each / group).glob("*.yaml")
+    }
+    return sorted(found)
+
+
 def first_comment(path: Path) -> str:
     """The first comment line of a YAML file that is not a Hydra directive."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
     return ""

@@ -1,40 +1,79 @@
-"""What Hydra says of an override, in words that help: the nearest key, the options of a group."""
+"""What composing a config has refused, in words of the config: the key, what is wrong, the fix.
+
+Overrides and the user's files are checked before (``llmx.overrides``, ``llmx.user_files``), so
+what is left is mostly ``${...}`` and values that a choice leaves open. Nothing of the libraries'
+own text is passed on.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from llmx.catalogue import GROUPS, options
-from llmx.config import known_keys
-from llmx.errors import did_you_mean
+from llmx.config.keys import key_problem, shown
 
 
-def explain_hydra(error: Exception) -> str:
-    """Hydra's message with the nearest known key or option, and without its advice to add a +."""
-    text = str(error).strip()
-    if "override_grammar" in text:
-        return (
-            f"an override cannot be read: {text.splitlines()[0]}. It is key=value; brackets and "
-            "quotes must be closed, and a value with spaces or commas is quoted: 'key=\"a, b\"'; "
-            "in brackets also one with letters beyond ASCII: 'key={0: \"é\"}'."
-        )
-    missing = re.search(r"Could not override '([^']+)'", text)
-    if missing:
-        key = missing.group(1)
-        homes = [known for known in known_keys() if known.split(".")[-1] == key.split(".")[-1]]
-        words = f" It exists as {', '.join(homes)}." if homes else ""
-        words = words or did_you_mean(key, [*known_keys(), *GROUPS])
-        return f"{key}: no such key.{words} See python -m llmx --help and --cfg job."
-    option = re.search(r"Could not find '([a-z_]+)/([^']+)'", text)
-    if option and option.group(1) in GROUPS:
-        group, name = option.group(1), option.group(2)
-        known = list(options(group))
-        return (
-            f"{group}={name}: no such option.{did_you_mean(name, known)} "
-            f"Options of {group}: {', '.join(known)}; your own: --config-dir DIR."
-        )
-    wanted = re.search(r"Missing mandatory value: .*full_key: ([\w.]+)", text, re.DOTALL)
-    if wanted:
-        key = wanted.group(1)
+def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
+    """One line on an exception of Hydra or OmegaConf. ``overrides``: what was typed."""
+    text = str(error)
+    chain = [error, *filter(None, (error.__cause__, error.__context__))]
+    key = next((str(k) for each in chain if (k := getattr(each, "full_key", None))), "")
+    name = " ".join(type(each).__name__ for each in chain)
+    if "MissingMandatory" in name or "Missing mandatory value" in text:
+        found = re.search(r"full_key: ([\w.\[\]]+)", text)
+        key = key or (found[1] if found else "")
         return f"{key} has no value yet, and this choice needs one: set {key}=..."
-    return text
+    missing = re.search(r"Could not (?:override|delete|append|add) [^']*'([^']+)'", text)
+    if missing:
+        wanted = missing[1].lstrip("+~").split("=", 1)[0]
+        if problem := key_problem(wanted):
+            return problem
+        return f"{_typed(wanted, overrides)}: cannot be set here. Leave out + and ~."
+    option = re.search(r"Could not find '([\w/]+)/([^']+)'", text)
+    if option:
+        return (
+            f"{option[1]}={shown(option[2])}: no such option. See python -m llmx --help; your "
+            "own options: --config-dir DIR."
+        )
+    if "nterpolation" in name or "Grammar" in name or "nterpolation" in text:
+        return _interpolation(key, text, name)
+    if key:
+        problem = key_problem(key)
+        return problem or f"{_typed(key, overrides)}: the value does not fit here."
+    named = [word for word in overrides if word.split("=", 1)[0].lstrip("+~") in text]
+    words = ", ".join(shown(word) for word in named or overrides[:5])
+    return f"{words}: cannot be composed together. Leave out one after the other to find which."
+
+
+def _interpolation(key: str, text: str, name: str) -> str:
+    """``${...}`` in a value: what it asks for, and is not there."""
+    where = key or "a value"
+    variable = re.search(r"[Ee]nvironment variable '([^']*)' not found", text)
+    if variable:
+        return (
+            f"{where}: asks for the environment variable {variable[1]}, which is not set. Set it, "
+            f"or set {key or 'the key'}=..."
+        )
+    resolver = re.search(r"Unsupported interpolation type (\S+)", text)
+    if resolver:
+        return (
+            f"{where}: there is no ${{{resolver[1]}:...}}. ${{oc.env:NAME}} is an environment "
+            "variable, ${optim.lr} another key."
+        )
+    other = re.search(r"Interpolation key '([^']*)' not found", text)
+    if other:
+        return f"{where}: ${{{other[1]}}} names no key of the config. Correct the name."
+    if "ecursi" in text or "RecursionError" in name:
+        return f"{where}: ${{...}} leads back to the key itself. Write the value."
+    return (
+        f"{where}: the ${{...}} in it cannot be read. Write ${{optim.lr}} for another key, "
+        "${oc.env:NAME} for an environment variable, \\${ for the text itself."
+    )
+
+
+def _typed(key: str, overrides: Sequence[str]) -> str:
+    """The override that sets a key, as it was typed; else the key."""
+    for word in overrides:
+        if word.lstrip("+~").split("=", 1)[0] == key:
+            return shown(word)
+    return shown(key)

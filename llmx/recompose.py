@@ -16,8 +16,10 @@ from typing import Any
 from llmx.arguments import resolve_alias
 from llmx.catalogue import GROUPS, conf_dir
 from llmx.config import Experiment, experiment_from_dict, to_dict
+from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.explain import explain_hydra
+from llmx.overrides import check_overrides
 
 _SNAPSHOT = "llmx_snapshot"
 
@@ -116,6 +118,12 @@ def _compose(
 
     from llmx.defaults import free_mappings
 
+    for word in overrides:
+        if group_of(word) == "experiment":
+            raise ConfigError(
+                f"{shown(word)}: a run keeps its experiment. Change its groups and keys: "
+                "zero=stage3, optim.lr=1e-4."
+            )
     chosen = {group for word in overrides if (group := group_of(word))}
     fresh = to_dict(Experiment())
     base = {key: fresh[key] if key in chosen else value for key, value in values.items()}
@@ -127,7 +135,7 @@ def _compose(
     store = ConfigStore.instance()
     store.store(name=f"{_SNAPSHOT}_values", node=node)
     store.store(name=_SNAPSHOT, node={"defaults": [*defaults, "_self_"]})
-    words = list(overrides)
+    words = check_overrides(overrides, config_dirs=config_dirs).words
     if "hardware" in chosen:
         words.insert(0, "hardware/devices=catalogue")
     if config_dirs:
@@ -140,7 +148,7 @@ def _compose(
             cfg = compose(_SNAPSHOT, overrides=words)
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain_hydra(error)) from error
+        raise ConfigError(explain_hydra(error, overrides)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

@@ -55,8 +55,8 @@ def known_keys(cls: type = Experiment, prefix: str = "") -> list[str]:
 def _dataclass(cls: type[T], values: Any, path: str, problems: list[str]) -> T:
     if not isinstance(values, dict):
         problems.append(
-            f"{_said(path or 'the config', values)}: must be a mapping with the keys of "
-            f"{cls.__name__}: {', '.join(_names(cls))}."
+            f"{_said(path or 'the config', values)}: must be a mapping with the keys "
+            f"{', '.join(_names(cls))}."
         )
         return cls()
     hints = typing.get_type_hints(cls)
@@ -168,6 +168,8 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int) and value.bit_length() > 200:
         return f"(a whole number of about {int(value.bit_length() * 0.30103) + 1} digits)"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
     if isinstance(value, str) and value and value.isprintable() and value == value.strip():
         text = value
     else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llmx.arguments import (
-    options_last,
+    Line,
+    read_line,
     resolve_alias,
     split_command,
     sweep_overrides,
@@ -20,6 +21,11 @@ from llmx.errors import ConfigError
         ("zero_stage=stage3", "zero=stage3"),
         ("zero_stage=stage1,stage2", "zero=stage1,stage2"),
         ("+zero_stage=stage1", "+zero=stage1"),
+        ("zero=3", "zero=stage3"),
+        ("zero_stage=0", "zero=stage0"),
+        ("-m zero=1,2,infinity", "-m zero=1,2,infinity"),
+        ("zero=1,2,infinity", "zero=stage1,stage2,infinity"),
+        ("zero=4", "zero=4"),
         ("~zero_stage", "~zero"),
         ("zero_stages=stage3", "zero_stages=stage3"),
         ("zero.stage=3", "zero.stage=3"),
@@ -77,15 +83,45 @@ def test_sweep_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "handed_over"),
+    ("typed", "line"),
     [
-        ("--config-dir D a=1 -m b=2", "a=1 b=2 --config-dir D -m"),
-        ("--config-dir=D a=1", "a=1 --config-dir=D"),
-        ("--cfg job -p zero a=1", "a=1 --cfg job -p zero"),
-        ("--info plugins a=1", "a=1 --info plugins"),
-        ("--info a=1", "a=1 --info"),
-        ("a=1 ~b", "a=1 ~b"),
+        ("--config-dir . a=1 -m b=2", Line(("a=1", "b=2"), multirun=True, config_dir=".")),
+        ("-cd=. a=1", Line(("a=1",), config_dir=".")),
+        ("--cfg job -p zero a=1", Line(("a=1",), show=("--cfg", "job", "--package", "zero"))),
+        ("--cfg job --resolve", Line((), show=("--cfg", "job", "--resolve"))),
+        ("--info plugins a=1", Line(("a=1",), show=("--info", "plugins"))),
+        ("-i a=1", Line(("a=1",), show=("--info", "all"))),
+        ("a=1 ~b --run", Line(("a=1", "~b"))),
     ],
 )
-def test_options_and_overrides_in_any_order(typed: str, handed_over: str) -> None:
-    assert options_last(typed.split()) == handed_over.split()
+def test_options_and_overrides_in_any_order(typed: str, line: Line) -> None:
+    assert read_line(typed.split()) == line
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("--cfg jbo", "--cfg jbo: must be one of job, hydra, all. Did you mean"),
+        ("--info foo", "--info foo: must be one of all, config"),
+        ("--resolve", "--resolve: only together with --cfg job"),
+        ("--package optim", "--package: only together with --cfg job"),
+        ("--cfg job --package", "--package: names a part of the config"),
+        ("--cfg job -m", "--multirun and --cfg: do not go together"),
+        ("--run -m", "--run and --multirun: do not go together"),
+        ("--cfg job --cfg all", "--cfg: is given twice"),
+        ("--experimental-rerun X", "reproduce RUN_DIR"),
+        ("-sc install=bash", "completion bash|zsh|fish"),
+        ("--config-name mine", "--config-dir DIR experiment=NAME"),
+        ("-cp x", "-cp: has no use here"),
+        ("--config-dir nowhere", "--config-dir nowhere: no such directory in "),
+        ("--config-dir", "--config-dir: needs a directory"),
+        ("--multi", '--multi: no such option. Did you mean "--multirun"?'),
+        ("--multirun=yes", "--multirun takes no value"),
+        ("a=1 --version", "it stands alone"),
+    ],
+)
+def test_options_that_make_no_sense(typed: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_line(typed.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

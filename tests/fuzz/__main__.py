@@ -1,0 +1,69 @@
+"""``python -m tests.fuzz --count 2000 --seed 7``: the counts, and every case that fails."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fuzz.cases import Case, make_case
+from tests.fuzz.check import Outcome, run_case
+
+
+def base_run(directory: Path) -> Path:
+    """A planned run, for ``resume`` and ``reproduce``."""
+    case = Case(0, 0, ["plan", "hardware=cpu2", "run_dir=base"])
+    outcome = run_case(case, directory / "made")
+    assert outcome.accepted, outcome
+    base = directory / "base"
+    (directory / "made" / "base").rename(base)
+    return base
+
+
+def campaign(seed: int, first: int, count: int) -> list[Outcome]:
+    """Run cases ``first`` to ``first + count`` of a seed; all outcomes, in order."""
+    with tempfile.TemporaryDirectory(prefix="llmx-fuzz-") as name:
+        directory = Path(name)
+        base = base_run(directory)
+        return [
+            run_case(make_case(seed, number), directory / "case", base=base)
+            for number in range(first, first + count)
+        ]
+
+
+def main() -> int:
+    """0 when no case had a fault."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--case", help="one case again: SEED:NUMBER")
+    parser.add_argument("--messages", type=Path, help="write every different message here")
+    options = parser.parse_args()
+    if options.case:
+        seed, number = (int(part) for part in options.case.split(":"))
+        outcomes = campaign(seed, number, 1)
+        print(outcomes[0].case, outcomes[0].code, outcomes[0].message, sep="\n")
+    else:
+        outcomes = campaign(options.seed, options.first, options.count)
+    faults: collections.Counter[str] = collections.Counter()
+    for outcome in outcomes:
+        for fault in outcome.faults:
+            faults[fault.split(":")[0]] += 1
+            argv = [word if len(word) < 80 else f"{word[:77]}..." for word in outcome.case.argv]
+            print(f"{outcome.case.seed}:{outcome.case.number} {argv!r}\n  {fault[-1500:]}")
+            print(f"  message: {outcome.message[:400]!r}\n")
+    if options.messages:
+        kinds = sorted({outcome.message for outcome in outcomes if outcome.message})
+        options.messages.write_text("\n".join(kinds), encoding="utf-8", errors="replace")
+    accepted = sum(outcome.accepted for outcome in outcomes)
+    slowest = max(outcome.cpu_s for outcome in outcomes)
+    print(f"{len(outcomes)} cases: {accepted} accepted, {len(outcomes) - accepted} refused; "
+          f"slowest {slowest:.2f} s of CPU; faults: {dict(faults) or 'none'}")  # fmt: skip
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
