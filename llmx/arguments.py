@@ -193,12 +193,27 @@ def sweep_overrides(path: Path) -> list[str]:
         raise ConfigError(f"{path}: a sweep has a grid, e.g. grid: {{zero: [stage1, stage2]}}.")
     unknown = set(values) - {"grid", "overrides"}
     if unknown:
-        raise ConfigError(f"{path}: unknown key {sorted(unknown)[0]}; a sweep has grid, overrides.")
-    fixed = [str(item) for item in values.get("overrides") or []]
+        raise ConfigError(
+            f"{path}: {shown(sorted(map(str, unknown))[0])}: no such key. A sweep has grid and "
+            "overrides."
+        )
+    fixed = values.get("overrides") or []
+    if not isinstance(fixed, list) or not all(isinstance(item, str) for item in fixed):
+        raise ConfigError(
+            f"{path}: overrides={shown(fixed)}: must be a list of words, e.g. "
+            "[experiment=demo, task.steps=20]."
+        )
     axes = []
     for key, choices in values["grid"].items():
         if not isinstance(choices, list) or not choices:
-            raise ConfigError(f"{path}: grid.{key} is {choices!r}; an axis is a list of values.")
+            raise ConfigError(
+                f"{path}: grid.{key}={shown(choices)}: an axis is a list of values, e.g. [1, 2]."
+            )
+        if any(isinstance(choice, list | dict) for choice in choices):
+            raise ConfigError(
+                f"{path}: grid.{key}={shown(choices)}: the values of an axis are single ones. Make "
+                "an option of each, in a group of your own (--config-dir)."
+            )
         axes.append(f"{key}={','.join(_literal(choice) for choice in choices)}")
     return [*fixed, *axes]
 

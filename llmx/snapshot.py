@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from llmx.config import Experiment, Migrated, experiment_from_dict, migrate, to_dict
+from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.provenance import record
@@ -36,17 +37,32 @@ def write(
     ``parent``: the run that this one repeats.
     """
     run = RunDir(Path(exp.run_dir))
-    if run.config.exists():
+    try:
+        held = run.config.exists()
+        if not held:
+            run.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    if held:
         raise ConfigError(
             f"run_dir={run.root} holds a run already; a run is never overwritten. Choose another "
             "directory, or move that one away."
         )
-    run.root.mkdir(parents=True, exist_ok=True)
-    write_config(run, exp, plan, ds_config)
-    write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
-    write_provenance(run, record(exp, plan, overrides, parent=parent))
-    write_identity(run, parent=parent)
+    try:
+        write_config(run, exp, plan, ds_config)
+        write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
+        write_provenance(run, record(exp, plan, overrides, parent=parent))
+        write_identity(run, parent=parent)
+    except OSError as error:
+        raise _unwritable(run, error) from error
     return run
+
+
+def _unwritable(run: RunDir, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run_dir={shown(str(run.root))}: cannot be written ({error.strerror or error}). Set "
+        "run_dir to a directory where you may write."
+    )
 
 
 def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:
