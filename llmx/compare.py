@@ -7,7 +7,6 @@ Reads the two run directories; works for runs that still train, and for those th
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llmx.config import migrate, to_dict
 from llmx.config.build import experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
+from llmx.flags import Parser, whole_number
 from llmx.provenance.differences import MEANING, Difference, not_recorded
 from llmx.report.compare_figure import draw_both
 from llmx.report.comparison import ConfigRow, config_rows, environment_rows, outcome_rows
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (0 also where the runs differ: it is reported)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m llmx compare",
         description="What differs between two runs: config, environment, outcome, every logged "
         "loss; and both loss curves in one picture. Also of runs that still train, or failed.",
@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", metavar="FILE.png", type=Path, help="the picture; default: in RUN_B"
     )
-    parser.add_argument("--width", metavar="N", type=int, help="columns of the tables")
+    parser.add_argument(
+        "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
+    )
     options = parser.parse_args(argv)
     try:
         return compare(options.run_a, options.run_b, out=options.out, width=options.width)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
+from llmx.config import experiment_from_dict
 from llmx.config.keys import key_problem, shown
+from llmx.errors import ConfigError
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -39,7 +42,7 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
         return _interpolation(key, text, name)
     if key:
         problem = key_problem(key)
-        return problem or f"{_typed(key, overrides)}: the value does not fit here."
+        return problem or _unfit(key, overrides)
     named = [word for word in overrides if word.split("=", 1)[0].lstrip("+~") in text]
     words = ", ".join(shown(word) for word in named or overrides[:5])
     return f"{words}: cannot be composed together. Leave out one after the other to find which."
@@ -69,6 +72,23 @@ def _interpolation(key: str, text: str, name: str) -> str:
         f"{where}: the ${{...}} in it cannot be read. Write ${{optim.lr}} for another key, "
         "${oc.env:NAME} for an environment variable, \\${ for the text itself."
     )
+
+
+def _unfit(key: str, overrides: Sequence[str]) -> str:
+    """A list where a mapping must be, or the like: what the key takes instead."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for word in overrides:
+        typed, _, _ = word.partition("=")
+        if typed == key or key.startswith(f"{typed}."):
+            value: Any = OverridesParser.create().parse_override(word).value()
+            for part in reversed(typed.split(".")):
+                value = {part: value}
+            try:
+                experiment_from_dict(value)
+            except ConfigError as error:
+                return str(error).splitlines()[0]
+    return f"{_typed(key, overrides)}: the value does not fit here. See python -m llmx help {key}."
 
 
 def _typed(key: str, overrides: Sequence[str]) -> str:

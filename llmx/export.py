@@ -7,7 +7,6 @@ read, put together and written a piece at a time. The directory has its name onl
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import os
@@ -31,12 +30,13 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.errors import ConfigError, LlmxError
+from llmx.flags import Parser, positive_number, whole_number
 from llmx.rundir import RunDir, no_run, read_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, export; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m llmx export",
         description="Write a checkpoint as a Hugging Face model directory.",
     )
@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "run", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints"
     )
     parser.add_argument(
-        "--step", metavar="N", type=int, help="which checkpoint; default: the newest usable"
+        "--step",
+        metavar="N",
+        type=whole_number(0),
+        help="which checkpoint; default: the newest usable",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="default: RUN/export/step-N; must not exist"
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard-gib",
         metavar="X",
-        type=float,
+        type=positive_number(),
         default=SHARD_BYTES / 2**30,
         help="largest file, in GiB (default 2)",
     )

@@ -18,19 +18,20 @@ from llmx.data.forms import Conversation, Message
 from llmx.data.read import Where
 from llmx.data.render import Renderer
 from llmx.errors import ConfigError, LlmxError
+from llmx.flags import Parser, whole_number
 from llmx.rundir import RunDir
 from llmx.text import plural, printable
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, load, answer; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m llmx generate", description=__doc__)
+    parser = Parser(prog="python -m llmx generate", description=__doc__)
     parser.add_argument("run", type=Path, help="a run directory whose model/ was written")
     parser.add_argument("prompt", nargs="*", help="prompts; none reads the terminal")
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",
-        type=_at_least_one,
+        type=whole_number(1),
         default=64,
         help="where an answer that does not stop by itself is cut (default 64; the evaluation of "
         "a run has task.eval_max_new_tokens)",
@@ -41,12 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     except LlmxError as error:
         print(f"llmx: {error}", file=sys.stderr)
         return error.exit_code
-
-
-def _at_least_one(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word} is no number of tokens; give at least 1")
-    return int(word)
 
 
 def _answer(options: argparse.Namespace) -> int:

@@ -79,14 +79,14 @@ def _parsed(word: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    key, equal, _ = word.partition("=")
+    key, equal, value = word.partition("=")
     try:
         word.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"{shown(word)}: is not valid UTF-8 text. Type it again.") from error
     if len(word) > MAX_WORD:
         raise ConfigError(
-            f"{shown(key)}: the value has {len(word)} characters, at most {MAX_WORD} are read. "
+            f"{shown(key)}: the value has {len(value)} characters, at most {MAX_WORD} are read. "
             "Put it into a YAML file: --config-dir DIR."
         )
     if not equal and not word.startswith("~"):

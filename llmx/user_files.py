@@ -40,9 +40,8 @@ def check_user_files(choices: Sequence[tuple[str, str]], directories: Sequence[P
 def read_yaml(path: Path) -> yaml.Node | None:
     """The nodes of a YAML file; ConfigError with file and line for one that cannot be read."""
     text = read_text(path)
-    loader = yaml.SafeLoader(text)
     try:
-        node = loader.get_single_node()
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_problem(path, error, text)) from error
     except yaml.reader.ReaderError as error:
@@ -53,8 +52,6 @@ def read_yaml(path: Path) -> yaml.Node | None:
         ) from error
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML. Is it nested too deeply?") from error
-    finally:
-        loader.dispose()
     if node is not None:
         _refuse_twice(path, node)
     return node
@@ -85,13 +82,13 @@ def _yaml_problem(path: Path, error: yaml.MarkedYAMLError, text: str) -> str:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     said = f"{error.context or ''} {error.problem or ''}"
-    lines = text.splitlines()
+    lines = text.split("\n")
     at = lines[line - 1] if line <= len(lines) else ""
     if "'\\t'" in said or at.lstrip(" ").startswith("\t"):
         return f"{path}, line {line}: a tab. YAML is indented with spaces."
     if "flow" in said and error.context_mark is not None:
         opened = error.context_mark
-        sign = opened.buffer[opened.pointer] if opened.buffer else "{"
+        sign = "[" if "sequence" in said else "{"
         return f"{path}, line {opened.line + 1}: the {sign} is not closed. Close it."
     if "quoted scalar" in said and error.context_mark is not None:
         return f"{path}, line {error.context_mark.line + 1}: the quote is not closed. Close it."

@@ -22,6 +22,7 @@ from llmx.bench.context import Context
 from llmx.bench.measure import Measure, Outcome, mark, markdown
 from llmx.bench.part import PARTS
 from llmx.errors import ConfigError, LlmxError, did_you_mean
+from llmx.flags import Parser
 
 END_S = 45.0
 """What a part that is told to end is given for ending its own ranks."""
@@ -29,7 +30,7 @@ END_S = 45.0
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, report; 0 when nothing failed and every number is as expected."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m llmx bench",
         description="What this machine does: kernels, training runs, memory against the plan, "
         "against peers. Each part is a process of its own; one that fails never stops the next.",

@@ -167,7 +167,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and value.bit_length() > 200:
-        return f"(a whole number of about {int(value.bit_length() * 0.30103) + 1} digits)"
+        return f"(a whole number of about {round(value.bit_length() * 0.30103)} digits)"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     if isinstance(value, str) and value and value.isprintable() and value == value.strip():

@@ -13,7 +13,7 @@ from llmx.config.build import experiment_from_dict, to_dict
 from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
 from llmx.config.model_rules import model_config_problems
-from llmx.config.schema import Experiment
+from llmx.config.schema import SCHEMA_VERSION, Experiment
 from llmx.errors import ConfigError
 
 MAX_RANKS = 16384
@@ -29,6 +29,7 @@ def validate(
     # Hosts of a hostfile, or of this machine, have come in after the config was read.
     exp = experiment_from_dict(to_dict(exp))
     problems = [
+        *_version(exp),
         *problems,
         *hardware_problems(exp),
         *_model_and_data(exp, position_limit),
@@ -41,6 +42,14 @@ def validate(
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _version(exp: Experiment) -> Iterator[str]:
+    if exp.schema_version != SCHEMA_VERSION:
+        yield (
+            f"schema_version={exp.schema_version}: is set by llmx ({SCHEMA_VERSION} now), not by "
+            "you. Leave it out."
+        )
 
 
 def _accelerators(exp: Experiment) -> set[str]:

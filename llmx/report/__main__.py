@@ -7,11 +7,11 @@ Reads the run directory only; works for a run that still trains, and for one tha
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from llmx.errors import LlmxError
+from llmx.flags import Parser, whole_number
 from llmx.report.figure import draw_loss
 from llmx.report.page import page
 from llmx.report.run_data import RunData, load_run
@@ -21,13 +21,15 @@ from llmx.rundir import write_text
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (0 also for a run that failed: it is reported)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m llmx report",
         description="How a run went: tables here, loss.png and report.html in its directory. "
         "Also of a run that still trains, or failed.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory")
-    parser.add_argument("--width", metavar="N", type=int, help="columns of the tables")
+    parser.add_argument(
+        "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
+    )
     options = parser.parse_args(argv)
     try:
         data = load_run(options.run_dir)

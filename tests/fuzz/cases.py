@@ -320,4 +320,4 @@ def _other_command(rng: random.Random) -> Made:
         words = [*words, "nowhere"] if command == "watch" else words
     if command in ("resume", "reproduce"):
         words = ["base", *[override(rng) for _ in range(rng.randrange(1, 3))], "dry_run=true"]
-    return [command, *words] if command else words, {}, "command"
+    return [command, *words] if command else [*words, "dry_run=true"], {}, "command"

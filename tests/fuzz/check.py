@@ -38,7 +38,7 @@ FOREIGN = re.compile(
     r"|ANTLR|antlr|mismatched input|extraneous input|no viable|token recognition|Traceback|LexerNoViable"
     r"|[Ii]nterpolation|\w+(Error|Exception)\b|\bNoneType\b|<class |<object|0x[0-9a-f]{6,}|dataclass|[a-z]Config\b"
     r"|yaml\.|while (scanning|parsing|constructing)|codec can't|\[Errno|HYDRA_FULL_ERROR|append to config|defaults list of"
-    r"|\bint\(\)|invalid literal|\bstr\b|\bdict\b"
+    r"|Error executing|\bint\(\)|invalid literal|\bstr\b|\bdict\b"
 )  # fmt: skip
 """Words of libraries, and of Python, that no user should have to know."""
 
@@ -96,13 +96,13 @@ def _faults(outcome: Outcome, made: set[str]) -> Iterator[str]:
     case, message = outcome.case, outcome.message
     if outcome.code not in CODES:
         yield f"exit code {outcome.code}"
-    if outcome.cpu_s > MAX_CPU_S:
+    sweep = any(word in ("-m", "--multirun", "sweep", "hydra.mode=MULTIRUN") for word in case.argv)
+    if outcome.cpu_s > MAX_CPU_S * (4 if sweep else 1):
         yield f"slow: {outcome.cpu_s:.1f} s of CPU"
     if outcome.accepted and message:
         yield f"accepted, but said on stderr: {message[:200]}"
     if outcome.accepted:
         return
-    sweep = any(word in ("-m", "--multirun", "sweep", "hydra.mode=MULTIRUN") for word in case.argv)
     lines = [line for line in message.splitlines() if not (sweep and line.startswith("["))]
     if not message and "status" not in case.argv[:1]:
         yield "refused without a word"

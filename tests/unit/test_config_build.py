@@ -79,7 +79,7 @@ def test_every_problem_is_listed_at_once() -> None:
         ("data__seq_len", 10.5, "=10.5: must be a whole number from 2 to 16777216. Set e.g."),
         ("data__seq_len", True, "=true: must be a whole number"),
         ("data__seq_len", "nan", "=nan: must be a whole number"),
-        ("data__seq_len", 10**400, "=(a whole number of about 401 digits): must be a whole number"),
+        ("data__seq_len", 10**400, "=(a whole number of about 400 digits): must be a whole number"),
         (
             "data__max_rows",
             "x",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.singleton import Singleton
 from hydra.core.utils import (
@@ -29,6 +30,15 @@ from llmx.report.sweep_table import Trial, print_sweep, read_trial, write_sweep
 
 if TYPE_CHECKING:
     from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
+
+
+class Refused(JobReturn):
+    """A job that ended with a message for the user, which has been printed. Hydra's own raises
+    the error, too, but first prints a line on overrides."""
+
+    @property
+    def return_value(self) -> Any:
+        raise self._return_value
 
 
 def launch(
@@ -66,6 +76,9 @@ def launch(
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
         if outcome.status is JobStatus.FAILED:
             print(f"[{index}] failed: {outcome._return_value}", file=sys.stderr, flush=True)
+            if isinstance(outcome._return_value, LlmxError):
+                values = {each.name: getattr(outcome, each.name) for each in fields(outcome)}
+                outcome = Refused(**values)
         outcomes.append(outcome)
         trial = _trial(index, filter_overrides(overrides), outcome)
         if trial is not None:

@@ -1,0 +1,207 @@
+"""Mistakes at the command line, in process: one line each, in our words, nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmx.__main__ import main
+from tests.fuzz.check import FOREIGN
+
+OPTIM = "# Mine.\nlr: 1e-3\nbetas: [0.9, 0.95]\n"
+
+
+@pytest.fixture
+def llmx(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMX_OUTPUTS", "outputs")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def refused(llmx, *words: str, code: int = 2) -> str:
+    before = sorted(Path().iterdir())
+    found, _, err = llmx(*words)
+    assert found == code, err
+    assert err.startswith("llmx: ")
+    assert err.count("\n") == 1, err
+    assert not FOREIGN.search(err), err
+    assert sorted(Path().iterdir()) == before, "a mistake leaves nothing behind"
+    return err.removeprefix("llmx: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["seq_len=3"], "seq_len: no such key. It exists as data.seq_len."),
+        (["zero=stage4"], 'zero=stage4: no such option. Did you mean "stage3"? Options of zero'),
+        (["zreo=stage3"], 'zreo: no such key. Did you mean "zero"?'),
+        (["data=file"], "data.path has no value yet, and this choice needs one: set data.path=..."),
+        (["trian"], 'Did you mean "train"?'),
+        (["plan", "status"], "status: is not key=value. A command stands first"),
+        (["sweep", "zero_x"], 'Did you mean "zero_x_micro_batch"?'),
+        (["reproduce", "nowhere"], "no run directory"),
+        (["optim.lr=[1"], "optim.lr=[1: cannot be read. A [ has no ];"),
+        (["-m", "zero=stage1,[a"], "zero=stage1,[a: cannot be read. A [ has no ]"),
+        (["name='a"], "name='a: cannot be read. A quote (') is not closed."),
+        (["optim.lr=1,2"], "several values are for a sweep: add -m."),
+        (["+task.foo=1"], "task.foo: no such key."),
+        (["launch.envv.A=1"], 'launch.envv.A: no such key. Did you mean "launch.env"?'),
+        (["optim.lr.x=1"], "optim.lr.x: optim.lr is one value, without keys of its own."),
+        (["optim.betas.x=1"], "optim.betas is a list. Set it whole: optim.betas=[...]."),
+        (["model=null"], "model=null: no such option."),
+        (["model=[a]"], "model takes one option"),
+        (["models/x=1"], "models/x: no such group."),
+        (["model@x=tiny"], "an @ has no use here"),
+        (["hydra.job.chdir=true"], "cannot be set: relative paths start where you are"),
+        (["hydra.mode=x"], "hydra.mode=x: must be RUN or MULTIRUN"),
+        (["hydra.searchpath=[file:///nowhere]"], "must be a list of directories that exist"),
+        (["name=${nope}"], "name: ${nope} names no key of the config."),
+        (["name=${oc.env:LLMX_NOT_SET}"], "environment variable LLMX_NOT_SET, which is not set"),
+        (["name=${a:b}"], "there is no ${a:...}"),
+        (["name=${name}"], "leads back to the key itself"),
+        (["name=\ud800"], "is not valid UTF-8 text"),
+        (["seed=" + "9" * 400], "seed=(a whole number of about 400 digits): must be a whole"),
+        (["seed=" + "9" * 5000], "A number has more than 4000 digits."),
+        (["name=" + "x" * 70000], "the value has 70000 characters, at most 65536 are read"),
+        (["name=" + "[" * 3000 + "]" * 3000], "cannot be read"),
+        (["model.config.hidden_size=a"], "model.config.hidden_size=a: must be a whole number"),
+        (["model.config.num_attention_heads=0"], "num_attention_heads=0: must be a whole number"),
+        (["hardware.hosts={a: 1}"], "hardware.hosts={'a': 1}: must be a list."),
+        (["launch.env=[a]"], "launch.env=['a']: must be a mapping."),
+        (["batch.global_batch=1e9"], "batch.global_batch=1000000000: must be a whole number from"),
+        (["schema_version=3"], "schema_version=3: is set by llmx"),
+        (["run_dir=/dev/null/x"], "run_dir=/dev/null/x: cannot be written (Not a directory)."),
+        (["hydra.run.dir=/dev/null/x"], "/dev/null/x: the run directory cannot be made (Not a d"),
+        (["-m", "seed=range(0,1e9)"], "must give 1 to 10000 values"),
+        (["-m", "seed=range(0,5,0)"], "must give 1 to 10000 values"),
+        (["-m", "seed=range(0,9000)", "optim.lr=1,2"], "the sweep has 18000 jobs, at most 10000"),
+        (["-m", "seed=1,2", "run_dir=x"], "every job of a sweep has its own run directory"),
+        (["-m", "experiment=demo,null"], "null is no option of a sweep"),
+        (["data", "-m", "seed=1,2"], "data: takes one config"),
+        (["-sc", "install=bash"], "completion bash|zsh|fish"),
+        (["--experimental-rerun", "X"], "reproduce RUN_DIR"),
+        (["--cfg", "job", "-m"], "do not go together"),
+        (["--resolve"], "only together with --cfg job"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(llmx, words, message) -> None:
+    plan = [] if words[0] in ("trian", "sweep", "reproduce", "plan", "data") else ["plan"]
+    assert message in refused(llmx, *plan, *words, *(["hardware=cpu2"] if plan else []))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["zero=3"], ["zero_stage=3"], ["experiment=null"], ["~experiment"], ["+optim.lr=1e-3"],
+     ["~optim.lr"], ["zero=1", "zero=2"], ["optim.betas.0=0.5"], ["++launch.env.NCCL_DEBUG=INFO"],
+     ["hydra.verbose=false"], ["hydra.run.dir=elsewhere"]],
+)  # fmt: skip
+def test_what_is_meant_is_done(llmx, words) -> None:
+    code, out, err = llmx("plan", "hardware=cpu2", *words)
+    assert (code, err) == (0, "")
+    if words[0].startswith("zero"):
+        assert f"stage {words[-1][-1]}" in out
+
+
+def test_no_experiment_is_no_demo(llmx) -> None:
+    code, out, _ = llmx("experiment=null", "--cfg", "job")
+    assert code == 0
+    assert "steps: null" in out
+
+
+def test_options_are_printed(llmx) -> None:
+    code, out, _ = llmx("--hydra-help")
+    assert code == 0
+    assert "--config-dir DIR" in out
+
+
+def test_an_own_run_dir_leaves_no_other_directory(llmx) -> None:
+    assert llmx("plan", "hardware=cpu2", "run_dir=mine")[0] == 0
+    assert [path.name for path in Path().iterdir()] == ["mine"]
+
+
+def write(name: str, content: bytes | str) -> Path:
+    path = Path("own") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path.absolute()
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "message"),
+    [
+        (OPTIM + "\tkind: sgd\n", 4, "a tab. YAML is indented with spaces."),
+        ("lr: 1\nbetas: [0.9, 0.95\n", 2, "the [ is not closed. Close it."),
+        ("lr: {a\nbetas: []\n", 1, "the { is not closed. Close it."),
+        (OPTIM + "lr: 1\n", 4, "lr is set twice (first in line 2). Leave one."),
+        (OPTIM + "kind: 'sgd\n", 4, "the quote is not closed. Close it."),
+        (OPTIM + "kind: a: b\n", 4, "a colon where none may be. Quote text that has ': ' in it."),
+        (OPTIM + "kind: *sgd\n", 4, "* and & have a meaning in YAML."),
+        (OPTIM + "- a\n", 4, "is not valid YAML."),
+        (OPTIM + "kidn: sgd\n", 4, 'optim.kidn: no such key. Did you mean "optim.kind"?'),
+        (OPTIM.encode() + b"kind: caf\xe9\n", 4, "is not UTF-8 (byte 0xe9). Save it as UTF-8."),
+        (OPTIM.encode("utf-16"), 1, "is UTF-16. Save it as UTF-8."),
+        (b"\xef\xbb\xbf" + OPTIM.encode(), 1, "begins with a byte order mark (BOM)."),
+        (OPTIM.encode() + b"kind: a\x00b\n", 4, "the character #x0000 is not allowed in YAML."),
+        ("- a\n- b\n", 1, "must be lines of key: value."),
+        ("defaults:\n  - nope\n" + OPTIM, 2, "optim=nope: no such option."),
+        (
+            "defaults:\n  - /zero: stage1\n",
+            2,
+            "the config has a zero already. Write - override /zero: stage1.",
+        ),
+        ("defaults: adamw\n", 1, "defaults is a list"),
+    ],
+)
+def test_a_file_of_ones_own_is_named_with_its_line(llmx, content, line, message) -> None:
+    path = write("optim/mine.yaml", content)
+    said = refused(llmx, "plan", "hardware=cpu2", "--config-dir", "own", "optim=mine")
+    assert said.startswith(f"{path}, line {line}: {message}")
+
+
+def test_files_that_a_file_chooses_are_checked(llmx) -> None:
+    write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /optim: mine\n")
+    path = write("optim/mine.yaml", OPTIM + "lr: 1\n")
+    said = refused(llmx, "plan", "--config-dir", "own", "experiment=mine")
+    assert said.startswith(f"{path}, line 4: lr is set twice")
+    path = write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - zero: stage1\n")
+    said = refused(llmx, "plan", "--config-dir", "own", "experiment=mine")
+    assert said.startswith(f"{path}, line 3: experiment/zero=stage1: no such option. Write - over")
+
+
+def test_files_that_nobody_chose_do_not_matter(llmx) -> None:
+    write("optim/broken.yaml", "a: [\n")
+    write("optim/mine.yaml", OPTIM)
+    assert llmx("plan", "hardware=cpu2", "--config-dir", "own", "optim=mine")[0] == 0
+
+
+def test_ones_own_options_are_listed(llmx) -> None:
+    write("optim/mine.yaml", OPTIM)
+    said = refused(llmx, "plan", "--config-dir", "own", "optim=mime")
+    assert 'Did you mean "mine"? Options of optim: adamw, demo, mine, pretrain, sgd;' in said
+    path = Path("own").absolute()
+    said = refused(llmx, "plan", f"hydra.searchpath=[file://{path}]", "optim=mime")
+    assert "mine" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("grid:\n\tzero: [stage1]\n", "line 2: a tab."),
+        ("grid: {zero: [stage1]\n", "line 1: the { is not closed."),
+        ("grid: 3\n", "a sweep has a grid"),
+        ("grid: {zero: stage1}\n", "grid.zero=stage1: an axis is a list"),
+        ("grid: {zero: [[stage1]]}\n", "the values of an axis are single ones"),
+        ("grid: {zero: [stage1]}\noverrides: 3\n", "overrides=3: must be a list of words"),
+        ("grid: {zero: [stage1]}\noverride: []\n", "override: no such key."),
+    ],
+)
+def test_a_sweep_file(llmx, content, message) -> None:
+    Path("mine.yaml").write_text(content)
+    assert message in refused(llmx, "sweep", "mine.yaml", "dry_run=true")
