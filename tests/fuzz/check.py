@@ -134,7 +134,7 @@ _KEYS = re.compile(
 
 def names_something(line: str, case: Case) -> bool:
     """Whether a line of a message names a key, an option, a command, a word or a file of the case."""
-    if any(name in line for name in case.files) or _KEYS.search(line):
+    if any(name in line for name in (*case.files, "outputs")) or _KEYS.search(line):
         return True
     return any(word and (word in line or ascii(word)[1:40] in line) for word in case.argv)
 
