@@ -188,7 +188,7 @@ def _ranks(model: dict[str, Any], *, added: set[int]) -> tuple[dict[bytes, int],
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise NotConvertible("its tokens carry word marks")
     vocab: dict[str, int] = model["vocab"]
-    byte_of = _Bytes(_byte_of_character())
+    byte_of = _Bytes(byte_of_character())
     try:
         ids = [vocab[chr(character)] for character in sorted(byte_of, key=byte_of.__getitem__)]
     except KeyError as error:
@@ -246,7 +246,7 @@ class _Bytes(dict[int, int]):
         raise _NoByte(chr(character))
 
 
-def _byte_of_character() -> dict[int, int]:
+def byte_of_character() -> dict[int, int]:
     """The characters (code points) by which byte-level tokenizers write bytes."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]

@@ -24,6 +24,7 @@ from llmx.data.preview import print_samples
 from llmx.data.summary import report
 from llmx.errors import ConfigError, LlmxError
 from llmx.offline import stay_offline_if_unreachable
+from llmx.text import printable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(Path(argv[0]), dict(_pair(word) for word in argv[1:]))
     except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
+        print(f"llmx: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("llmx: stopped; the next preparation goes on from here.", file=sys.stderr)
+        print("llmx: interrupted; the next preparation resumes from here.", file=sys.stderr)
         return 130
 
 
@@ -45,7 +46,13 @@ def _run(config: Path, own: dict[str, str]) -> int:
     splits = ["train", "eval"] if has_eval(exp) else ["train"]
     wanted = own.get("split")
     if wanted is not None and wanted not in splits:
-        raise ConfigError(f"split={wanted}: there is {' and '.join(splits)}.")
+        if wanted == "eval":
+            raise ConfigError(
+                "split=eval: there is no evaluation data. Set data.eval_path, or data.eval_samples "
+                "to hold out so many rows of data.path."
+            )
+        known = " or ".join(f"split={split}" for split in splits)
+        raise ConfigError(f"split={printable(wanted)}: no such split. Use {known}.")
     preview = _count(own.get("preview", "0"))
     if offline := stay_offline_if_unreachable(exp.model, os.environ):
         print(offline, flush=True)
@@ -61,6 +68,7 @@ def _run(config: Path, own: dict[str, str]) -> int:
 def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     before = time.time()
     store = prepare(exp, tokenizer, split=split)
@@ -71,9 +79,9 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     table.add_column(style="bold")
     table.add_column()
     for name, value in report(store.meta, found=found):
-        table.add_row(name, value)
-    table.add_row("store", str(store.path))
-    table.add_row("lengths", str(picture))
+        table.add_row(name, Text(printable(value)))
+    table.add_row("store", Text(printable(str(store.path))))
+    table.add_row("lengths", Text(printable(str(picture))))
     console = Console(highlight=False)
     console.print(table, soft_wrap=not console.is_terminal)
     return store
@@ -86,7 +94,9 @@ def _pair(word: str) -> tuple[str, str]:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"preview={text}: it is the number of samples to show, e.g. preview=3.")
+        raise ConfigError(
+            f"preview={printable(text)}: not a number of samples. Use e.g. preview=3."
+        )
     return int(text)
 
 

@@ -1,8 +1,8 @@
-"""Samples token by token: what is learned, what steers the model, where rows meet.
+"""Samples token by token: which are target tokens, which are special, where rows meet.
 
-On a terminal, learned tokens are green, control tokens have a background, and neighbours differ
-in shade; elsewhere learned runs stand between « and », control tokens between ⟨ and ⟩, and a |
-between tokens.
+On a terminal, target tokens are green, special tokens have a background, and neighbours differ
+in shade; elsewhere runs of target tokens stand between « and », special tokens between ⟨ and ⟩,
+and a | between tokens. What the data holds cannot steer the terminal.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from llmx.data.store import Sample, SampleStore
 from llmx.data.templates import control_tokens
+from llmx.text import plural, printable
 
 LEARNED, LEARNED_ODD = "bold green", "green"
 PLAIN, PLAIN_ODD = "", "dim"
@@ -28,17 +29,17 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
     colour = console.is_terminal
     legend = Text("Tokens: ")
     if colour:
-        for name, style in (("learned", LEARNED), ("control", CONTROL), ("both", LEARNED_CONTROL)):
+        for name, style in (("target", LEARNED), ("special", CONTROL), ("both", LEARNED_CONTROL)):
             legend.append(name, style=style).append(" ")
     else:
-        legend.append("«learned», ⟨control⟩, a|b are two")
+        legend.append("«target», ⟨special⟩, a|b are two")
     console.print(legend)
     for index in range(min(count, len(store))):
         sample = store[index]
         rows = len(sample.row_starts)
         console.print(
-            f"\nsample {index}: {len(sample.tokens)} tokens, {int(sample.targets.sum())} learned, "
-            f"{rows} row{'s' if rows > 1 else ''}"
+            f"\nsample {index}: {plural(len(sample.tokens), 'token')}, "
+            f"{plural(int(sample.targets.sum()), 'target token')}, {plural(rows, 'row')}"
         )
         for line in sample_lines(sample, tokenizer, colour=colour):
             text = Text()
@@ -52,7 +53,8 @@ def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[t
     control = set(control_tokens(tokenizer).values())
     lines: list[list[tuple[str, str]]] = []
     for number, (tokens, targets) in enumerate(sample.rows(), start=1):
-        lines.append([(f"── row {number}, {len(tokens)} tokens ──", "dim" if colour else "")])
+        title = f"── row {number}, {plural(len(tokens), 'token')} ──"
+        lines.append([(title, "dim" if colour else "")])
         line: list[tuple[str, str]] = []
         learned_before = False
         ids = tokens.tolist()
@@ -95,7 +97,7 @@ def _shown(ids: list[int], tokenizer: Any) -> list[tuple[str, int, int]]:
         text = decoded(before, stop)
         if text.endswith("\ufffd") and stop - start < BYTES_OF_A_CHARACTER and stop < len(ids):
             continue
-        text = text[len(decoded(before, start)) :].replace("\n", "↵\n")
+        text = printable(text[len(decoded(before, start)) :]).replace("\n", "↵\n")
         shown.append((text, start, stop))
         before, start = start, stop
     return shown

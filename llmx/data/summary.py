@@ -8,7 +8,7 @@ from llmx.data.progress import MIB, clock, size_text
 from llmx.data.rejects import counted
 from llmx.data.rows import names
 from llmx.data.store import SampleStore
-from llmx.text import plural
+from llmx.text import plural, printable
 
 
 def summary(store: SampleStore) -> str:
@@ -19,7 +19,8 @@ def summary(store: SampleStore) -> str:
     if meta["dropped"]:
         lost.append(f"left out: {counted(meta['dropped'])}")
     if meta["rejected"]:
-        lost.append(f"rejected (see {meta['rejected_file']}): {counted(meta['rejected'])}")
+        listed = printable(str(meta["rejected_file"]))
+        lost.append(f"rejected (see {listed}): {counted(meta['rejected'])}")
     if meta["truncated"]:
         lost.append(f"{plural(meta['truncated'], 'row')} truncated to {meta['seq_len']} tokens")
     fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])

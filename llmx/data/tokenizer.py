@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment
 from llmx.data.templates import choose_template
+from llmx.data.vocabulary import HOW, vocabulary_tokenizer, what_is_there
 from llmx.errors import ConfigError
+from llmx.text import printable
 
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "assets" / "demo"
 """The bundled set: train.jsonl, eval.jsonl, tokenizer/ (made by scripts/make_demo_data.py)."""
 
 
+HOW_NAMED = "tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
+_NOTED: set[str] = set()
 _FINGERPRINTS: dict[str, str] = {}
 """Digest of a tokenizer as it is -> its fingerprint; of this process."""
 
@@ -24,8 +29,6 @@ def load_tokenizer(exp: Experiment) -> Any:
     bundled one), with the chat template that ``data.template`` chooses, so that an exported
     tokenizer renders what was trained. Raises ConfigError when it cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
     name = exp.model.tokenizer or exp.model.path
     if not name:
         raise ConfigError(
@@ -33,24 +36,56 @@ def load_tokenizer(exp: Experiment) -> Any:
             "Set model.tokenizer to a Hub id or a directory, or to demo for the bundled one."
         )
     source = str(DEMO_DIRECTORY / "tokenizer") if name == "demo" else str(Path(name).expanduser())
-    if not Path(source).is_dir() and Path(source).is_absolute():
-        raise ConfigError(f"model.tokenizer={name!r}: there is no such directory.")
+    place, shown = Path(source), printable(name, keep="")
+    key = "model.tokenizer" if exp.model.tokenizer else "model.path"
+    if place.is_file():
+        raise ConfigError(
+            f"{key}={shown} is a file. Give the directory that it lies in, with {HOW_NAMED}."
+        )
+    if not place.is_dir() and place.is_absolute():
+        raise ConfigError(f"{key}={shown}: there is no such directory.")
+    alone = vocabulary_tokenizer(place) if place.is_dir() else None
+    if alone is not None:
+        tokenizer, how = alone
+        tokenizer.name_or_path = source
+        _note(f"{key}={shown}: {how}")
+    else:
+        tokenizer = _loaded(exp, source, key=key)
+    if exp.task.kind == "sft" or exp.data.template != "auto":
+        tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
+    return tokenizer
+
+
+def _loaded(exp: Experiment, source: str, *, key: str) -> Any:
+    """By ``transformers``, from a directory or the Hub."""
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             source,
             revision=exp.model.revision,
             trust_remote_code=exp.model.trust_remote_code,
         )
     except Exception as error:  # the Hub client's errors have no common base
+        shown = printable(source, keep="")
+        if Path(source).is_dir():
+            raise ConfigError(
+                f"{key}={shown} is a directory, but no tokenizer can be loaded from it: "
+                f"{what_is_there(Path(source))}. {HOW}."
+            ) from error
         raise ConfigError(
-            f"The tokenizer {name!r} cannot be loaded: {_first_line(error)} It is neither a "
+            f"The tokenizer {shown!r} cannot be loaded: {_first_line(error)} It is neither a "
             "directory here nor reachable on the Hugging Face Hub. Check the spelling and the "
             "network; without network, download it elsewhere (`hf download "
-            f"{name} --local-dir DIR`) and set model.tokenizer=DIR."
+            f"{shown} --local-dir DIR`) and set model.tokenizer=DIR."
         ) from error
-    if exp.task.kind == "sft" or exp.data.template != "auto":
-        tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
-    return tokenizer
+
+
+def _note(text: str) -> None:
+    """A line on stderr, once in a process."""
+    if text not in _NOTED:
+        _NOTED.add(text)
+        print(text, file=sys.stderr, flush=True)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -77,4 +112,6 @@ def _digest(text: str) -> str:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}." if lines else type(error).__name__
+    if not lines:
+        return f"{type(error).__name__}."
+    return f"{type(error).__name__}: {printable(lines[0]).rstrip('.: ')}."

@@ -29,6 +29,7 @@ from llmx.data.source import Source
 from llmx.data.templates import TEMPLATES, choose_template
 from llmx.data.text_sample import TextSample, texts_of
 from llmx.errors import ConfigError, DataError, LlmxError
+from llmx.text import printable
 
 PAD_TO = 64
 OWN_KEYS = ("vocab_size", "kind", "output")
@@ -236,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             values["tokenizer"][key] = value
         print(train_tokenizer(experiment_from_dict(values)))
     except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
+        print(f"llmx: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from llmx.text import printable
+
 TIMES = " \N{MULTIPLICATION SIGN} "
 
 
@@ -49,6 +51,7 @@ def gib(value: float) -> str:
 
 
 def one_line(text: str, *, limit: int) -> str:
-    """``text`` on one line, cut at ``limit`` characters with an ellipsis."""
-    flat = re.sub(r"\s+", " ", text).strip()
+    """``text`` on one line, cut at ``limit`` characters with an ellipsis; what a model answered
+    cannot steer the terminal."""
+    flat = printable(re.sub(r"\s+", " ", text).strip(), keep="")
     return flat if len(flat) <= limit else flat[: limit - 1].rstrip() + "…"

@@ -71,6 +71,7 @@ def answers_table(data: RunData, *, width: int) -> Table:
     """A few held-out questions: expected, before training, after it."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", width=width)
     table.add_column("question", ratio=5, overflow="fold")
@@ -81,8 +82,8 @@ def answers_table(data: RunData, *, width: int) -> Table:
     question, answer = 3 * width * 5 // 13, 3 * width * 2 // 13
     for row in wording.answers(data, limit=wording.SHOWN_ANSWERS):
         table.add_row(
-            human.one_line(row.prompt, limit=question),
-            human.one_line(row.expected, limit=answer),
+            Text(human.one_line(row.prompt, limit=question)),
+            Text(human.one_line(row.expected, limit=answer)),
             _marked(row.before, row.right_before, limit=answer),
             _marked(row.after, row.right_after, limit=answer),
         )

@@ -11,6 +11,7 @@ import pytest
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data import prepare, summary
 from llmx.data.part import Part
+from llmx.data.preview import print_samples
 from llmx.data.rows import RowError, refuse
 from llmx.data.summary import report
 from llmx.errors import DataError
@@ -244,3 +245,14 @@ def test_no_message_steers_a_terminal(tmp_path: Path):
     with pytest.raises(DataError) as caught:
         _ = Part.of(DataConfig(), SourceConfig(path=str(path)), split="train").form
     assert "\x1b" not in str(caught.value)
+
+
+def test_no_preview_steers_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tokenizer = byte_tokenizer(*CHATML)
+    answer = "\x1b[2J\x1b]0;title\x07a\rb\u202ec\nd"
+    store = prepare(experiment(tmp_path, [{"prompt": "q", "response": answer}]), tokenizer)
+    print_samples(store, tokenizer, count=1)
+    shown = capsys.readouterr().out
+    assert not set(shown) & set("\x1b\x07\r\u202e")
+    assert r"\x1b" in shown
+    assert r"\u202e" in shown

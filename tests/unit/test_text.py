@@ -31,3 +31,9 @@ def test_writing_of_the_world_stays() -> None:
     text = "中文\n\t\u05d9\u05d5\u05dd العربية 👩\u200d🚀 naïve\u00a0é"
     assert printable(text) == text
     assert printable("a\nb", keep="") == r"a\x0ab"
+
+
+def test_answers_in_a_table_steer_nothing() -> None:
+    from llmx.report.format import one_line
+
+    assert one_line("a\x1b[2J\n b\u202e", limit=40) == r"a\x1b[2J b\u202e"
