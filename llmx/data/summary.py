@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.data.progress import MIB, clock, size_text
+from llmx.data.progress import clock, size_text
 from llmx.data.rejects import counted
 from llmx.data.rows import names
 from llmx.data.store import SampleStore
@@ -66,7 +66,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         return lines
     seconds = meta["tokenize_seconds"]
     took = "less than a second" if seconds < 1 else clock(seconds)
-    rate = f" ({meta['text_bytes'] / MIB / seconds:,.1f} MiB/s)" if seconds >= 1 else ""
+    rate = f" ({size_text(meta['text_bytes'] / seconds)}/s)" if seconds >= 1 else ""
     hosts = meta.get("hosts", 1)
     workers = plural(meta["workers"], "core") + (f" on {hosts} hosts" if hosts > 1 else "")
     lines.append(("encoder", f"{meta['encoder']}, {workers}"))
