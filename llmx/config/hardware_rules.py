@@ -43,6 +43,7 @@ def hardware_problems(exp: Experiment) -> Iterator[str]:
     if len({device.accelerator for device in used_devices(exp).values()}) > 1:
         yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
     yield from _kernels(exp)
+    yield from _zeropp(exp)
 
 
 def used_devices(exp: Experiment) -> dict[str, DeviceConfig]:
@@ -150,6 +151,30 @@ def _kernels(exp: Experiment) -> Iterator[str]:
                     f"{device.compute_capability:g}, and its kernels need {LEAST_FLASH:g}. Use "
                     "model.attention=auto or sdpa."
                 )
+
+
+def _zeropp(exp: Experiment) -> Iterator[str]:
+    """What ZeRO++ cannot do on these hosts, or together with other settings."""
+    zero, hosts = exp.zero, exp.hardware.hosts
+    offloaded = [
+        f"zero.{key}={getattr(zero, key)}"
+        for key in ("offload_optimizer", "offload_param")
+        if getattr(zero, key) != "none"
+    ]
+    if zero.hpz_partition_size > 1 and offloaded:
+        yield (
+            f"zero.hpz_partition_size={zero.hpz_partition_size} with {' and '.join(offloaded)}: "
+            "DeepSpeed trains with a loss or gradients of zero then (its issue 6926). Set "
+            "zero.hpz_partition_size=1, or do not offload."
+        )
+    slots = {host.slots for host in hosts}
+    if zero.quantized_gradients and len(slots) > 1:
+        listed = ", ".join(f"{host.name} {host.slots}" for host in hosts[:8])
+        yield (
+            "zero.quantized_gradients=true (qgZ) reduces within hosts first and takes all of them "
+            f"to have the same number of ranks (they have: {listed}). Use "
+            f"hardware.slots={min(slots)}, or zero.quantized_gradients=false."
+        )
 
 
 def _on(exp: Experiment, device: str) -> list[str]:

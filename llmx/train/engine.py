@@ -22,6 +22,7 @@ from llmx.errors import ConfigError
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.attention import check_isolation, model_inputs
+from llmx.train.devices import check_quantized_gradients, choose_gpu
 from llmx.train.experts import Routing, gather_experts_together
 from llmx.train.loss import fused_loss_problem
 from llmx.train.loss_scale import grow_after_step
@@ -65,6 +66,10 @@ def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeo
             f"(DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR', '')!r}). Check the driver and "
             "CUDA_VISIBLE_DEVICES there, or choose another hardware group."
         )
+    if plan.accelerator == "cuda":
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        # DeepSpeed reads the variable, too.
+        os.environ["LOCAL_RANK"] = str(choose_gpu(plan, rank=rank, local_rank=local_rank))
     _need_precision(plan.precision)
     if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
         deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
@@ -193,6 +198,8 @@ def build_engine(
     import deepspeed
 
     device = device_of(plan)
+    if plan.accelerator == "cuda":
+        check_quantized_gradients(exp, plan, visible=torch.cuda.device_count())
     seed_everything(exp, accelerator=plan.accelerator)
     config = model_config(exp, tokenizer=tokenizer)
     check_isolation(config, seq_len=exp.data.seq_len, layout=exp.data.layout)

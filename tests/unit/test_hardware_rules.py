@@ -252,6 +252,26 @@ def test_flash_attention_on_a_device_without_its_kernels() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["zero=stage3_offload", "zero.hpz_partition_size=2"], "gradients of zero"),
+        (["zero=stage3", "zero.hpz_partition_size=2", "zero.offload_optimizer=cpu"], "=cpu: Deep"),
+        (["zero=infinity", "zero.nvme_path=/nvme", "zero.hpz_partition_size=2"], "do not offload"),
+    ],
+)
+def test_hpz_with_offload(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hardware(*TWO, overrides=overrides)
+
+
+def test_quantized_gradients_on_unequal_hosts() -> None:
+    zero = ["zero=stage3", "zero.quantized_gradients=true"]
+    assert hardware(*TWO, overrides=zero).plan.world_size == 4
+    with pytest.raises(ConfigError, match=r"they have: a 2, b 1\). Use hardware.slots=1"):
+        hardware(TWO[0], {**TWO[1], "slots": 1}, overrides=zero)
+
+
+@pytest.mark.parametrize(
     ("one", "other"),
     [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[FD00:0::1]"), ("Node-A.lab.", "node-a.LAB")],
 )

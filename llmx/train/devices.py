@@ -1,0 +1,128 @@
+"""The GPU of a rank: which one it is, and whether the run can work on it. Before anything is built.
+
+The launch has surveyed hosts that it reaches over ssh; Slurm's and this machine are looked at here,
+by torch itself. ``choose_gpu`` is called once by ``join_process_group``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmx.config import Experiment
+from llmx.config.hardware_rules import LEAST_BF16
+from llmx.errors import ConfigError
+from llmx.plan import cuda_builds
+from llmx.plan.types import Plan
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What torch and the driver say on this host."""
+
+    visible: int
+    """To this process."""
+    installed: int | None
+    """In the host; None where the driver does not say."""
+    names: tuple[str, ...] = ()
+    capabilities: tuple[float, ...] = ()
+    torch: str = ""
+    cuda: str | None = None
+    driver: str | None = None
+    arch_list: tuple[str, ...] = ()
+
+
+def choose_gpu(plan: Plan, *, rank: int, local_rank: int) -> int:
+    """The number of this rank's GPU among those that it sees; ConfigError where none can do."""
+    gpus = gpus_here()
+    host = socket.gethostname()
+    facts = {
+        "capabilities": list(gpus.capabilities),
+        "driver": gpus.driver,
+        "torch": gpus.torch,
+        "cuda": gpus.cuda,
+        "arch_list": list(gpus.arch_list),
+    }
+    if problems := cuda_builds.problems({host: facts}):
+        raise ConfigError("\n".join(problems))
+    slots = plan.hosts[plan.ranks[rank].host].slots
+    index = gpu_index(gpus, local_rank=local_rank, slots=slots, host=host)
+    check_precision(plan.precision, gpus, index, host=host)
+    return index
+
+
+def gpu_index(gpus: Gpus, *, local_rank: int, slots: int, host: str) -> int:
+    """Among the visible ones. A scheduler that binds GPUs shows each rank its own alone
+    (``--gpus-per-task``, ``--gpu-bind`` of Slurm): number 0 there, whatever ``LOCAL_RANK`` is."""
+    if local_rank < slots <= gpus.visible:
+        return local_rank
+    if gpus.visible == 1 and (gpus.installed is None or gpus.installed >= slots):
+        return 0
+    there = "" if gpus.installed is None else f" of {gpus.installed} in it"
+    raise ConfigError(
+        f"{host}: {slots} ranks are planned there, and local rank {local_rank} sees {gpus.visible} "
+        f"GPUs{there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
+        "Each rank must see all GPUs of its host, or one of its own. Set slots of the host to what "
+        "is there; under Slurm look at --gpus-per-task and --gpu-bind in launch.slurm.extra_args."
+    )
+
+
+def check_precision(precision: str, gpus: Gpus, index: int, *, host: str) -> None:
+    """bf16 only where the GPU computes it: torch says yes on a V100, too, which emulates it."""
+    capability = gpus.capabilities[index] if index < len(gpus.capabilities) else 0.0
+    if precision == "bf16" and 0 < capability < LEAST_BF16:
+        raise ConfigError(
+            f"precision=bf16: the {gpus.names[index]} of {host} has compute capability "
+            f"{capability:g} and emulates bf16, many times slower than fp16. Set precision=fp16, "
+            "or precision=auto with the true device of that host in the hardware file."
+        )
+
+
+def check_quantized_gradients(exp: Experiment, plan: Plan, *, visible: int) -> None:
+    """qgZ takes the GPUs that a rank sees for the ranks of its host
+    (``_get_local_all_to_all_group`` in ``deepspeed/utils/groups.py``)."""
+    slots = {host.slots for host in plan.hosts}
+    if exp.zero.quantized_gradients and len(plan.hosts) > 1 and slots != {visible}:
+        raise ConfigError(
+            f"zero.quantized_gradients=true: DeepSpeed takes the {visible} GPUs that a rank sees "
+            f"for the ranks of its host, and the plan has {max(slots)} a host. Show each rank all "
+            "GPUs of its host and use all of them, or set zero.quantized_gradients=false."
+        )
+
+
+def gpus_here() -> Gpus:
+    """Asks torch; a driver that is too old, or none, is no error here."""
+    try:
+        visible = torch.cuda.device_count()
+        properties = [torch.cuda.get_device_properties(index) for index in range(visible)]
+    except (RuntimeError, AssertionError):
+        visible, properties = 0, []
+    return Gpus(
+        visible=visible,
+        installed=_installed(),
+        names=tuple(each.name for each in properties),
+        capabilities=tuple(float(f"{each.major}.{each.minor}") for each in properties),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda,
+        driver=_driver(),
+        arch_list=tuple(torch.cuda.get_arch_list()),
+    )
+
+
+def _installed() -> int | None:
+    try:
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return None
+
+
+def _driver() -> str | None:
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text(errors="replace").split()
+    except OSError:
+        return None
+    return next((word for word in words if cuda_builds.driver_branch(word)), None)

@@ -1,0 +1,100 @@
+"""Which GPU a rank takes, and what a GPU cannot do: by facts of GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from llmx.errors import ConfigError
+from llmx.train import devices
+from llmx.train.devices import Gpus, check_quantized_gradients, choose_gpu, gpu_index
+from tests.composing import composed
+
+CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+A100 = Gpus(
+    visible=2,
+    installed=2,
+    names=("NVIDIA A100-SXM4-40GB",) * 2,
+    capabilities=(8.0,) * 2,
+    torch="2.13.0",
+    cuda="12.6",
+    driver="570.86.15",
+    arch_list=CU126,
+)
+V100 = dataclasses.replace(A100, names=("Tesla V100-SXM2-32GB",) * 2, capabilities=(7.0,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "installed", "slots", "local_rank", "index"),
+    [
+        (8, 8, 8, 5, 5),
+        (8, 8, 4, 3, 3),  # more GPUs than ranks
+        (1, 8, 8, 5, 0),  # bound: --gpus-per-task
+        (1, None, 4, 3, 0),
+        (1, 8, 1, 0, 0),
+    ],
+)
+def test_the_gpu_of_a_rank(visible, installed, slots, local_rank, index) -> None:
+    gpus = Gpus(visible=visible, installed=installed)
+    assert gpu_index(gpus, local_rank=local_rank, slots=slots, host="a") == index
+
+
+@pytest.mark.parametrize(
+    ("visible", "installed", "slots", "local_rank"),
+    [(2, 8, 4, 3), (2, 8, 4, 0), (1, 1, 2, 1), (1, 1, 2, 0), (0, 0, 1, 0)],
+)
+def test_gpus_that_are_too_few(visible, installed, slots, local_rank) -> None:
+    gpus = Gpus(visible=visible, installed=installed)
+    message = f"a: {slots} ranks are planned there, and local rank {local_rank} sees {visible} GPUs"
+    with pytest.raises(ConfigError, match=message):
+        gpu_index(gpus, local_rank=local_rank, slots=slots, host="a")
+
+
+def chosen(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, *overrides: str, rank: int = 2) -> int:
+    monkeypatch.setattr(devices, "gpus_here", lambda: gpus)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-b")
+    plan = composed(["hardware=a100x2_v100x2", *overrides]).plan
+    return choose_gpu(plan, rank=rank, local_rank=rank % 2)
+
+
+def test_precision_is_what_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that a V100 supports bf16, which it emulates."""
+    assert chosen(V100, monkeypatch, rank=3) == 1
+    done = composed(["hardware=a100x8", "precision=bf16"])
+    monkeypatch.setattr(devices, "gpus_here", lambda: dataclasses.replace(V100, visible=8))
+    with pytest.raises(
+        ConfigError, match="Tesla V100-SXM2-32GB of node-b has compute cap"
+    ):
+        choose_gpu(done.plan, rank=1, local_rank=1)
+    monkeypatch.setattr(devices, "gpus_here", lambda: dataclasses.replace(A100, visible=8))
+    assert choose_gpu(done.plan, rank=1, local_rank=1) == 1
+
+
+def test_a_torch_without_code_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a kernel is started: "no kernel image is available" says nothing of the fix."""
+    newest = dataclasses.replace(V100, cuda="13.0", driver="580.1", arch_list=("sm_75", "sm_80"))
+    with pytest.raises(ConfigError, match="no code for its GPUs.*index-url .*/cu126"):
+        chosen(newest, monkeypatch)
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sees no GPU then."""
+    old = Gpus(visible=0, installed=2, torch="2.13.0", cuda="13.0", driver="535.161.07")
+    with pytest.raises(ConfigError, match=r"driver 535.161.07 is too old .* needs driver 580"):
+        chosen(old, monkeypatch)
+
+
+def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
+    done = composed(["hardware=a800x2_n7", "zero=stage3_zeropp"])
+    exp = dataclasses.replace(
+        done.experiment, zero=dataclasses.replace(done.experiment.zero, quantized_gradients=True)
+    )
+    check_quantized_gradients(exp, done.plan, visible=2)
+    for visible in (1, 8):
+        with pytest.raises(ConfigError, match=f"takes the {visible} GPUs that a rank sees"):
+            check_quantized_gradients(exp, done.plan, visible=visible)
+
+
+def test_here_without_a_gpu() -> None:
+    assert devices.gpus_here().capabilities == ()
