@@ -468,6 +468,9 @@ class SlurmConfig:
         example="1-12:00:00",
     )
     """As Slurm writes it, e.g. ``1-12:00:00``."""
+    cpus_per_task: int | None = number(None, minimum=1, maximum=4096, example=8)
+    """``srun --cpus-per-task``: cores of a rank; null: those of the allocation, or of the smallest
+    host, shared out among its ranks."""
     extra_args: list[str] = items(maximum=100, example="[--qos=high]")
     """Further arguments of ``srun``."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,9 @@ class LaunchSpec:
     environ: Mapping[str, str] = field(default_factory=dict)
     """The environment of the supervisor; rendering copies allow-listed names from it."""
     cores: int = 1
-    """Of this machine."""
+    """Of this machine; under Slurm those of the smallest host."""
+    cpus_per_task: int | None = None
+    """Under Slurm: cores of a rank; None where Slurm did not say how many a host has."""
     interfaces: tuple[str | None, ...] = ()
     """Network interface of each host, where it is known."""
 
@@ -71,6 +74,14 @@ def make_spec(
     interfaces: tuple[str | None, ...] = (),
 ) -> LaunchSpec:
     """The spec of a launch from this machine, as it is now."""
+    cores, cpus_per_task = len(os.sched_getaffinity(0)), None
+    if plan.transport == "slurm":
+        names = [host.name for host in plan.hosts]
+        slots = max(host.slots for host in plan.hosts)
+        cpus_per_task = exp.launch.slurm.cpus_per_task or share_of_cores(
+            slurm_cores(os.environ, names), slots
+        )
+        cores = cpus_per_task * slots if cpus_per_task else cores
     return LaunchSpec(
         exp=exp,
         plan=plan,
@@ -81,9 +92,40 @@ def make_spec(
         code_root=code_root(),
         worker=worker,
         environ=dict(os.environ),
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores,
+        cpus_per_task=cpus_per_task,
         interfaces=interfaces or tuple(host.interface for host in plan.hosts),
     )
+
+
+def share_of_cores(cores: int | None, slots: int) -> int | None:
+    """Of one rank. Even, since Slurm gives away both threads of a core: seven times 13 of 96 would
+    be more than there are."""
+    if cores is None:
+        return None
+    share = max(1, cores // slots)
+    return share if share == 1 else share - share % 2
+
+
+def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
+    """Cores that every host has for the run: of this allocation, else as Slurm lists the hosts;
+    None where it does not say."""
+    given = environ.get("SLURM_JOB_CPUS_PER_NODE")
+    if given:  # 16(x2),8
+        counts = [part.split("(")[0] for part in given.split(",")]
+        return min((int(count) for count in counts if count.isdecimal()), default=None)
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%c"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return min((int(word) for word in done.stdout.split() if word.isdecimal()), default=None)
 
 
 def new_token() -> str:

@@ -25,7 +25,7 @@ from llmx.errors import ConfigError, LaunchError
 from llmx.launch.environment import is_secret, launcher_env, rank_env, render_ds_env
 from llmx.launch.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.render import check, check_programs, render_argv, rendered_files, runner_env
-from llmx.launch.spec import LaunchSpec
+from llmx.launch.spec import LaunchSpec, share_of_cores, slurm_cores
 from llmx.launch.ssh import render_ssh_config
 from llmx.launch.transports import TRANSPORTS, transport_of
 from llmx.plan import make_plan
@@ -107,7 +107,8 @@ SLOTS = {"local": (2,), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2)}
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_rendered_files(transport: str, golden: Callable[[str, str], None]) -> None:
-    files = rendered_files(spec_of(experiment(transport, SLOTS[transport])))
+    more = {"cpus_per_task": 8} if transport == "slurm" else {}
+    files = rendered_files(spec_of(experiment(transport, SLOTS[transport]), **more))
     text = "".join(f"===== {name}\n{content}" for name, content in files.items())
     golden(f"launch/{transport}.txt", text)
 
@@ -408,6 +409,43 @@ def test_slurm_asks_for_gpus_only_where_there_are_some() -> None:
     for device, wanted in (("a100", True), ("cpu", False)):
         argv = transport_of("slurm").argv(spec_of(experiment("slurm", (2, 2), device)))
         assert any("--gpus-per-node=2" in part for part in argv) == wanted
+
+
+def test_slurm_gives_each_rank_its_cores() -> None:
+    """Its default is one core for a rank with eight threads; GPUs that are bound one to a rank
+    would make LOCAL_RANK a number that is not there."""
+    spec = spec_of(experiment("slurm", (2, 2)), cpus_per_task=24, cores=48)
+    (words,) = [part for part in transport_of("slurm").argv(spec) if "launcher_args" in part]
+    assert "--cpus-per-task=24 --cpu-bind=cores --gpus-per-node=2 --gpu-bind=none" in words
+    assert rank_env(spec)["OMP_NUM_THREADS"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said", "cores"),
+    [
+        ({"SLURM_JOB_CPUS_PER_NODE": "16"}, None, 16),
+        ({"SLURM_JOB_CPUS_PER_NODE": "64(x2),32"}, None, 32),
+        ({}, "64\\n48\\n", 48),
+        ({}, "", None),
+        ({}, None, None),
+    ],
+)
+def test_the_cores_of_slurm_hosts(environ, said, cores, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if said is not None:
+        program = tmp_path / "sinfo"
+        program.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+        program.chmod(0o755)
+    assert slurm_cores(environ, ["a", "b"]) == cores
+
+
+def test_shares_of_cores_fit_on_the_host() -> None:
+    for cores in range(1, 300):
+        for slots in range(1, 17):
+            share = share_of_cores(cores, slots)
+            assert share == 1 or (share % 2 == 0 and share * slots <= cores)
+    assert share_of_cores(96, 8) == 12
+    assert share_of_cores(None, 8) is None
 
 
 def test_launcher_only_variables_stay_here() -> None:

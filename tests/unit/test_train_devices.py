@@ -63,9 +63,7 @@ def test_precision_is_what_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> 
     assert chosen(V100, monkeypatch, rank=3) == 1
     done = composed(["hardware=a100x8", "precision=bf16"])
     monkeypatch.setattr(devices, "gpus_here", lambda: dataclasses.replace(V100, visible=8))
-    with pytest.raises(
-        ConfigError, match="Tesla V100-SXM2-32GB of node-b has compute cap"
-    ):
+    with pytest.raises(ConfigError, match="Tesla V100-SXM2-32GB of node-b has compute cap"):
         choose_gpu(done.plan, rank=1, local_rank=1)
     monkeypatch.setattr(devices, "gpus_here", lambda: dataclasses.replace(A100, visible=8))
     assert choose_gpu(done.plan, rank=1, local_rank=1) == 1

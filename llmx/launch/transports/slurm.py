@@ -69,8 +69,12 @@ class SlurmTransport:
             "--label",
             "--mpi=none",
         ]
+        if spec.cpus_per_task:
+            # Slurm's own default is one core, for all threads of a rank.
+            args += [f"--cpus-per-task={spec.cpus_per_task}", "--cpu-bind=cores"]
         if spec.plan.accelerator == "cuda":
-            args.append(f"--gpus-per-node={hosts[0].slots}")
+            # Each rank sees all GPUs of its host, and takes the one of its local rank.
+            args += [f"--gpus-per-node={hosts[0].slots}", "--gpu-bind=none"]
         if slurm.partition:
             args.append(f"--partition={slurm.partition}")
         if slurm.account:
