@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         prog="python -m llmx compare",
         description="What differs between two runs: config, environment, outcome, every logged "
-        "loss; and both loss curves in one picture. Also of runs that still train, or failed.",
+        "loss; and both loss curves in one picture. Works for runs that are still training, and "
+        "for failed ones.",
     )
     parser.add_argument("run_a", metavar="RUN_A", type=Path, help="a run directory")
     parser.add_argument("run_b", metavar="RUN_B", type=Path, help="another one")
@@ -98,7 +99,7 @@ def curves(outcome: Outcome) -> str:
             f"They differ {where} ({str(first).replace('then', 'in A').replace('now', 'in B')})."
         )
     elif outcome.weights == "differ":
-        parts.append("All are identical, but the weights are not.")
+        parts.append("All logged values are identical, but the weights are not.")
     largest = outcome.largest
     if largest is not None and largest != first:
         said = str(largest).replace("then", "in A").replace("now", "in B")

@@ -205,7 +205,7 @@ def _without_checkpoints(run: RunDir) -> str:
         return no_run(run.root)
     words = f"{run.root} has no checkpoints (see checkpoint.every_steps and checkpoint.at_end)."
     if (run.final_model / "config.json").is_file():
-        words += f" Its final model is {run.final_model}: a Hugging Face directory as it is."
+        words += f" Its final model, {run.final_model}, is a Hugging Face directory already."
     return words
 
 

@@ -235,7 +235,7 @@ CATALOGUE: tuple[Known, ...] = (
         "interrupted",
         r"CANCELLED AT \S+ DUE TO (?P<why>TIME LIMIT|PREEMPTION)",
         "Slurm ended the job: {why}",
-        "python -m llmx resume goes on; ask for more time with launch.slurm.time_limit",
+        "python -m llmx resume continues it; ask for more time with launch.slurm.time_limit",
     ),
     _known(
         "slurm_node",

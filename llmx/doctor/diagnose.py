@@ -23,14 +23,14 @@ NOTES = {
     "nan": "a lower optim.lr, a longer warm-up, or precision=bf16 where the devices can",
     "comm": "the logs of all ranks are in RUN_DIR/logs; the first one to fail is named here",
     "disk_full": "free some space, or set run_dir to a larger disk",
-    "config": "change the value that the message names",
-    "data": "change the file or the row that the message names",
-    "crash": "the traceback names the place; the whole log of the rank is in RUN_DIR/logs",
+    "config": "correct the setting that the cause names, then start or resume it",
+    "data": "correct the file or the record that the cause names, then start or resume it",
+    "crash": "see the traceback; the whole log of the rank is in RUN_DIR/logs",
 }
 NOTES_OF_ERRORS = {
     "CheckpointError": "`python -m llmx export RUN_DIR --check` verifies all checkpoints. Put a "
-    "good copy of the named file back, or go on from another one (resume RUN_DIR step=N), or "
-    "begin again (resume RUN_DIR step=0, which keeps the damaged ones in history/)",
+    "good copy of the named file back, or resume from another one (resume RUN_DIR step=N), or "
+    "start from the beginning (resume RUN_DIR step=0, which keeps the damaged ones in history/)",
 }
 """Of llmx's own errors whose outcome says too little."""
 
@@ -77,7 +77,11 @@ def diagnose(failure: Failure) -> Diagnosis:
     if row is not None and _agrees(row, failure.category):
         return _from_row(row, said, failure)
     outcome = failure.category if failure.category in OUTCOMES else "crash"
-    cause = _headline(failure) or _last_line(failure.log) or "the process ended without a word"
+    cause = (
+        _headline(failure)
+        or _last_line(failure.log)
+        or "the process ended without an error message"
+    )
     fix = NOTES_OF_ERRORS.get(failure.error_type) or NOTES.get(outcome, NOTES["crash"])
     return Diagnosis(outcome, cause, fix)
 
@@ -123,7 +127,7 @@ def _killed(failure: Failure) -> Diagnosis:
             "crash",
             "the process was killed (SIGKILL) without a traceback: by hand, or by the memory limit "
             "of a container or a job",
-            "`dmesg -T | grep -i kill` on the host tells which; if it was memory, offload less or "
+            "`dmesg -T | grep -i kill` on the host shows which; if it was memory, offload less or "
             "raise the limit",
             "killed",
         )

@@ -54,12 +54,12 @@ def finish_mirror(
     except subprocess.TimeoutExpired:
         mirror.kill()
         mirror.wait()
-        return f"tracking did not end within {timeout_s:.0f} s and was ended; once more: {again}"
+        return f"tracking did not end within {timeout_s:.0f} s and was ended; run it again: {again}"
     finally:
         if mirror.stdin is not None:
             mirror.stdin.close()
     if code != 0:
-        return f"tracking ended with code {code}, see logs/tracking.log; once more: {again}"
+        return f"tracking ended with code {code}, see logs/tracking.log; run it again: {again}"
     return None
 
 
@@ -79,13 +79,15 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"the report took longer than {REPORT_TIMEOUT_S:.0f} s; once more: {' '.join(argv)}"
+        return (
+            f"the report took longer than {REPORT_TIMEOUT_S:.0f} s; run it again: {' '.join(argv)}"
+        )
     if stream is not None and not direct:
         with contextlib.suppress(OSError):  # nobody reads any more
             print(done.stdout, file=stream, end="", flush=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return f"no report ({last}); once more: {' '.join(argv)}"
+        return f"no report ({last}); run it again: {' '.join(argv)}"
     return None
 
 

@@ -94,7 +94,7 @@ class Attempt:
             self._watch_ranks()
             return self._conclude()
         except Interrupted:
-            return Verdict("interrupted", f"ended by {self.asked.by} before the start")
+            return Verdict("interrupted", f"stopped by {self.asked.by} before the start")
         except LlmxError as error:
             lost = error.hosts if isinstance(error, Unreachable) else ()
             return not_started(error, lost)
@@ -189,8 +189,8 @@ class Attempt:
                 self.watch.evidence.interrupted_by = self.asked.by
                 grace_s = self.spec.exp.launch.stop_grace_s
                 self.voice.say(
-                    f"{self.asked.by}: the ranks save and leave, {grace_s:.0f} s at most; "
-                    "once more ends them at once"
+                    f"{self.asked.by}: ranks save a checkpoint and exit within {grace_s:.0f} s; "
+                    "a second signal ends them at once"
                 )
                 return
             if self.watch.is_over(self.runner.poll()):
@@ -256,8 +256,8 @@ def of_the_disk(error: OSError, run_dir: RunDir) -> Verdict:
         return Verdict("disk_full", f"{where}: no space left on the disk", NOTES["disk_full"])
     return Verdict(
         "crash",
-        f"the supervisor cannot go on: {where}: {error.strerror or error}",
-        f"look at the file system of {run_dir.root} (mount, dmesg), then: python -m llmx resume "
+        f"the supervisor cannot continue: {where}: {error.strerror or error}",
+        f"check the file system of {run_dir.root} (mount, dmesg), then: python -m llmx resume "
         f"{run_dir.root}",
     )
 

@@ -32,6 +32,7 @@ from llmx.launch import sync
 from llmx.launch.fleet import AgentError, Channel
 from llmx.launch.record import read_went_back
 from llmx.launch.spec import LaunchSpec
+from llmx.text import plural
 
 PULL_EVERY_S = 5.0
 BANDWIDTH_MIB_PER_S = 256
@@ -123,7 +124,9 @@ class Collector:
             if inside + MANIFEST not in there:
                 missing.append(MANIFEST)
             if missing:
-                say(f"sync: {channel.name}: {len(missing)} files of {directory.name} sent there")
+                say(
+                    f"sync: {channel.name}: {plural(len(missing), 'file')} of {directory.name} sent"
+                )
                 self._push(channel, directory, missing)
 
     def _needed(self, manifest: Manifest, channel: Channel) -> set[str]:
@@ -251,7 +254,7 @@ class Collector:
         else:
             beside.rename(target)
         self._verified.add(step)
-        self.log(f"checkpoints: {step} collected and verified, {len(present)} files")
+        self.log(f"checkpoints: {step} collected and verified, {plural(len(present), 'file')}")
 
     def _forget(self, there: set[str]) -> None:
         """On a machine without ranks nobody else removes copies: keep what the hosts keep."""

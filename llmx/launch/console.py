@@ -13,6 +13,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from llmx.text import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -26,6 +28,7 @@ _NOISE = re.compile(
     r"|^Building extension module|^Allowing ninja to set"
 )
 """Of rank 0's log, what nobody needs to see twice; the log file has all of it."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STACK = re.compile(r"Traceback \(most recent call last\)|(Current thread|Thread) 0x[0-9a-f]+ ")
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 
@@ -63,7 +66,8 @@ class Console:
         else:
             self._in_warning = bool(_WARNING.search(line))
             if not self._in_warning and not _NOISE.search(line):
-                self._print(f"  {line}")
+                # Data and libraries may have put anything into a log.
+                self._print(f"  {printable(_COLOUR.sub('', line))}")
 
     def record(self, record: dict[str, Any]) -> None:
         """One record of ``metrics.jsonl``."""
@@ -186,6 +190,10 @@ def clock() -> str:
 def _values(record: dict[str, Any]) -> list[str]:
     loss = record.get("loss")
     parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
+    # ``loss`` is of this step alone; the mean is over all steps since the line before.
+    mean = record.get("loss_mean")
+    if mean is not None and mean != loss:
+        parts.append(f"mean {mean:.4f}")
     if record.get("lr") is not None:
         parts.append(f"lr {record['lr']:.1e}")
     if record.get("grad_norm") is not None:

@@ -49,13 +49,13 @@ def without(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[Experim
         )
     if planned.precision != plan.precision:
         raise ConfigError(
-            f"launch.elastic: the hosts that are left would train in {planned.precision} instead "
+            f"launch.elastic: the remaining hosts would train in {planned.precision} instead "
             f"of {plan.precision}; set precision={plan.precision} to allow it."
         )
     for memory in planned.memory:
         if not memory.fits:
             raise ConfigError(
                 f"launch.elastic: {memory.device} would need {memory.total_gib:.1f} GiB of "
-                f"{memory.capacity_gib:.0f} GiB on the hosts that are left."
+                f"{memory.capacity_gib:.0f} GiB on the remaining hosts."
             )
     return smaller, planned

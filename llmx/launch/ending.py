@@ -10,6 +10,7 @@ from llmx.launch import sync
 from llmx.launch.fleet import AgentError, Channel, Message
 from llmx.launch.prepare import agent_env, hello_message
 from llmx.launch.spec import LaunchSpec
+from llmx.text import plural
 
 ANSWER_S = 15.0
 """Beside the grace: for the last processes to be killed and looked for again."""
@@ -63,7 +64,9 @@ class Ending:
                 except AgentError as error:
                     if channel.lost_at is None and time.monotonic() < deadline:
                         continue
-                    self.warn(f"{channel.name}: not known whether the run is ended there: {error}")
+                    self.warn(
+                        f"{channel.name}: cannot tell whether the run has ended there: {error}"
+                    )
                     break
             if counts is not None:
                 self._tell(channel, counts)
@@ -77,19 +80,23 @@ class Ending:
             ranks = [rank.rank for rank in self.spec.plan.ranks if rank.host in channel.hosts]
             try:
                 received = sync.pull(self.spec, channel.name, ranks)
-                self.log(f"{channel.name}: {received} bytes brought back")
+                self.log(f"{channel.name}: {received} bytes of outputs fetched")
             except LlmxError as error:
-                self.warn(f"{channel.name}: outputs stay there: {error}")
+                self.warn(
+                    f"{channel.name}: its outputs could not be fetched and stay there: {error}"
+                )
 
     def _tell(self, channel: Channel, counts: Message) -> None:
         self.log(
-            f"{channel.name}: {counts['ended']} processes ended, {counts['killed']} killed, "
+            f"{channel.name}: {plural(counts['ended'], 'process', 'processes')} ended, "
+            f"{counts['killed']} killed, "
             f"{counts['left']} left"
         )
         if counts["left"]:
+            left = plural(counts["left"], "process", "processes")
             self.warn(
-                f"{channel.name}: {counts['left']} processes do not end, the kernel holds them "
-                f"(state D in `ps`); their environment has LLMX_RUN_TOKEN={self.spec.token}"
+                f"{channel.name}: {left} cannot be killed (state D in `ps`: blocked in the "
+                f"kernel); their environment has LLMX_RUN_TOKEN={self.spec.token}"
             )
 
     def _reached(self, channel: Channel) -> Channel:
@@ -105,7 +112,7 @@ class Ending:
             again.close(timeout_s=0)
             self.warn(
                 f"{channel.name}: not reached any more ({error}); its own agent ends the run there "
-                "as soon as it misses us"
+                "when it notices the lost connection"
             )
             return channel
         return again

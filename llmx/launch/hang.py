@@ -93,11 +93,11 @@ def rank_to_blame(
     """
     silent = sorted(set(statuses) - set(logs))
     if logs and len(silent) == 1:
-        return silent[0], "it does not answer: its process stands still (stopped, or in the kernel)"
+        return silent[0], "it does not respond: its process is stopped, or blocked in the kernel"
     frozen = {rank: age for rank, age in ages_s.items() if age > FROZEN_S}
     if frozen and len(frozen) < len(ages_s):
         rank = max(frozen, key=lambda r: frozen[r])
-        return rank, f"its process has stood still for {frozen[rank]:.0f} s"
+        return rank, f"its process has been stopped for {frozen[rank]:.0f} s"
     steps = {rank: int(status.get("step") or 0) for rank, status in statuses.items()}
     if len(set(steps.values())) > 1:
         rank = min(steps, key=lambda r: steps[r])

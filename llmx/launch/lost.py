@@ -14,6 +14,7 @@ from llmx.launch.ssh import render_ssh_config
 from llmx.launch.waiting import Waiting
 from llmx.plan import ds_config
 from llmx.rundir import write_json, write_text
+from llmx.text import plural
 
 ELASTIC_GRACE_S = 20.0
 """With launch.elastic, for a lost host to show up again before the run goes on without it."""
@@ -54,7 +55,7 @@ class Hosts:
         if missing:
             return _gone(self.whole, missing)
         if self.spec is not self.whole:
-            self.say("going on with every host again")
+            self.say("continuing with every host again")
             self._use(self.whole)
         return None
 
@@ -63,12 +64,12 @@ class Hosts:
         try:
             exp, plan = without(self.whole.exp, self.whole.plan, missing)
         except LlmxError as error:
-            self.warn(f"it cannot go on without {', '.join(missing)}: {error}")
+            self.warn(f"it cannot continue without {', '.join(missing)}: {error}")
             return None
         batch = plan.batch
-        ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+        ranks = plural(plan.world_size, "rank")
         self.say(
-            f"going on without {', '.join(missing)} (launch.elastic): {ranks}, the same global "
+            f"continuing without {', '.join(missing)} (launch.elastic): {ranks}, the same global "
             f"batch of {batch.global_batch} in {batch.accumulation} micro steps"
         )
         interfaces = tuple(host.interface for host in plan.hosts)

@@ -123,7 +123,7 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
         if not candidates:
             return Verdict(
                 "interrupted",
-                f"ended by {evidence.interrupted_by or 'the user'}",
+                f"stopped by {evidence.interrupted_by or 'the user'}",
             )
     before = [c for c in candidates if evidence.ended_at is None or c.time < evidence.ended_at]
     if evidence.hang is not None and not before:
@@ -163,8 +163,8 @@ def _speechless(rank: int, host: str) -> Diagnosis:
         "disk_full",
         f"the disk of the run directory on {host} is full: rank {rank} died and could not even "
         "write why",
-        f"free some space on {host} (`df -h`; checkpoint.keep says how many stay), or set run_dir "
-        "to a larger disk",
+        f"free some space on {host} (`df -h`; checkpoint.keep sets how many checkpoints "
+        "are kept), or set run_dir to a larger disk",
         SPEECHLESS,
     )
 
@@ -234,7 +234,7 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
     for name, time in evidence.lost_hosts.items():
         diagnosis = Diagnosis(
             "host_lost",
-            f"{name} is not heard of any more: it is down, or cut off from the network",
+            f"{name} does not respond any more: it is down, or cut off from the network",
             f"check that {name} is up and reachable: ssh -F RUN_DIR/ssh_config {name} uptime; run "
             "without it, or start again when it is back",
         )

@@ -26,6 +26,7 @@ from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh import render_ssh_config
 from llmx.launch.transports import transport_of
 from llmx.rundir import write_json, write_text
+from llmx.text import plural
 
 
 class Unreachable(LaunchError):
@@ -119,14 +120,16 @@ def clear(spec: LaunchSpec, channels: list[Channel], say: Callable[[str], None])
             counts = channel.wait(replies, timeout_s=grace_s + 30)
         except AgentError as error:
             raise LaunchError(
-                f"{channel.name}: not known whether an earlier attempt still runs there: {error}"
+                f"{channel.name}: cannot tell whether an earlier attempt still runs there: {error}"
             ) from error
         if counts["ended"]:
-            say(f"{channel.name}: {counts['ended']} processes of an earlier attempt ended")
+            ended = plural(counts["ended"], "process", "processes")
+            say(f"{channel.name}: ended {ended} of an earlier attempt")
         if counts["left"]:
             raise LaunchError(
-                f"{channel.name}: {counts['left']} processes of an earlier attempt do not end, the "
-                "kernel holds them (state D in `ps`): restart that host, or run without it."
+                f"{channel.name}: {plural(counts['left'], 'process', 'processes')} of an earlier "
+                "attempt cannot be killed (state D in `ps`: blocked in the kernel). Restart that "
+                "host, or run without it."
             )
 
 
@@ -294,9 +297,9 @@ def _knock(spec: LaunchSpec, channels: list[Channel]) -> None:
                 channel.wait(replies, timeout_s=30)
             except AgentError as error:
                 problems.append(
-                    f"{channel.name}: does not get to {first} at {to} port {spec.port} ({error}), "
-                    "where the ranks meet. Set hardware.master_addr to an address of it that all "
-                    "hosts reach, or let the ports between the hosts through the firewall."
+                    f"{channel.name}: cannot connect to {first} at {to} port {spec.port} "
+                    f"({error}), where the ranks meet. Set hardware.master_addr to an address of "
+                    "it that all hosts reach, or open the ports between the hosts in the firewall."
                 )
         master.ask("listen", port=0, timeout_s=30)
     except AgentError as error:
@@ -342,7 +345,7 @@ def _interfaces(spec: LaunchSpec, channels: list[Channel]) -> tuple[str | None, 
                 found[index] = channel.ask("route", to=peer.address, timeout_s=30)["interface"]
             except AgentError as error:
                 raise LaunchError(
-                    f"{host.name}: finds no way to {peer.name} at {peer.address} ({error}). Set "
+                    f"{host.name}: cannot connect to {peer.name} at {peer.address} ({error}). Set "
                     "the address of the host to one that the other hosts can reach."
                 ) from error
     return tuple(found)

@@ -55,7 +55,7 @@ def only_supervisor(run_dir: RunDir, token: str) -> Iterator[None]:
             claim.bind(f"\0llmx-run-{token}")  # vanishes with this process, however that dies
         except OSError:
             raise LaunchError(
-                f"{run_dir.root}: a run with the same identity ({token}) is going on from another "
+                f"{run_dir.root}: a run with the same identity ({token}) is running from another "
                 "directory: this one is a copy of it. Remove run.json here to make it a run of its "
                 "own."
             ) from None
@@ -80,7 +80,7 @@ def _taken(run_dir: RunDir) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         who, since, end = "another process", "a moment ago", "End that one first."
     return (
-        f"{run_dir.root}: this run is going on already, supervised by {who} since {since}. "
+        f"{run_dir.root}: this run is already running, supervised by {who} since {since}. "
         f"`python -m llmx watch {run_dir.root}` shows it; {end}"
     )
 

@@ -72,7 +72,7 @@ def decide(history: Sequence[Ended], launch: LaunchConfig, task: TaskConfig) -> 
     if last.outcome == "ok":
         return Decision("finished", "every rank finished")
     if last.outcome == "interrupted":
-        return Decision("stop", "somebody asked for the end")
+        return Decision("stop", "a stop was requested")
     if launch.max_restarts == 0:
         return Decision("stop", "launch.max_restarts=0")
     hopeless = _recurs(history)
@@ -87,14 +87,14 @@ def decide(history: Sequence[Ended], launch: LaunchConfig, task: TaskConfig) -> 
     if number > launch.max_restarts:
         return Decision(
             "stop",
-            f"{_times(launch.max_restarts, 'restart')} in a row brought no new checkpoint "
+            f"{_times(launch.max_restarts, 'restart')} in a row without a new checkpoint "
             f"(launch.max_restarts={launch.max_restarts})",
         )
     doubled = min(number - 1, 60)  # a float has an end
     wait_s = min(launch.restart_backoff_s * 2**doubled, launch.restart_backoff_max_s)
     why = _WORDS.get(last.outcome, last.outcome)
     if skip_steps:
-        why += f" at the same step twice; passing over {_steps(skip_steps)}"
+        why += f" at the same step twice; skipping {_steps(skip_steps)}"
     return Decision(
         "restart",
         why,
@@ -119,22 +119,22 @@ def _recurs(history: Sequence[Ended]) -> str:
     """Why starting again would end the same way; empty where it might not."""
     last, earlier = history[-1], history[:-1]
     if last.outcome in ("config", "data"):
-        return f"an error of the {last.outcome} would come again"
+        return f"the same {last.outcome} error would occur again"
     if not last.launched and not earlier:
         return "it could not be started"
     if last.outcome == "oom":
         killed = [ended for ended in history if ended.name == "kernel_oom"]
         if last.name != "kernel_oom":
-            return "running out of device memory would come again"
+            return "device memory would run out again"
         return "" if len(killed) == 1 else f"the host's memory was full {len(killed)} times"
     if last.outcome == "nan" or last.outcome in _FROM_OUTSIDE or last.name in _KILLED:
         return ""
     if last.last_step is None and not any(ended.last_step is not None for ended in earlier):
-        return "it failed before the first step, so it would fail there again"
+        return "it failed before the first step, and would fail there again"
     same = [ended for ended in earlier if _same(ended, last)]
     if same and not last.new_checkpoint:
         at = "before the first step" if last.last_step is None else f"at step {last.last_step}"
-        return f"the same failure {at} in {len(same) + 1} attempts: it would come again"
+        return f"the same failure {at} in {len(same) + 1} attempts: it would occur again"
     return ""
 
 

@@ -117,7 +117,7 @@ class Supervisor:
             verdict, ended = self._one_attempt(step, skip_steps)
             decision = decide(self.history, self.launch, self.exp.task)
             if self.asked.count and decision.action == "restart":
-                decision = Decision("stop", f"{self.asked.by} came while it ended")
+                decision = Decision("stop", f"{self.asked.by} arrived while the run was ending")
             skip_steps = [*skip_steps, *decision.skip_steps]
             hosts = [host.name for host in self.hosts.spec.plan.hosts]
             self.journal.ended(
@@ -179,7 +179,7 @@ class Supervisor:
         self._say(f"{verdict.outcome}{where}: {cause}")
         saved = "no checkpoint yet"
         if self.saved_step is not None:
-            saved = f"the newest checkpoint is of step {self.saved_step}"
+            saved = f"newest checkpoint: step {self.saved_step}"
         self._say(
             f"restart {decision.restart} of {self.launch.max_restarts} in "
             f"{duration(decision.wait_s)}: {decision.why}; {saved}"
@@ -202,7 +202,7 @@ class Supervisor:
 
     def _ended_while_waiting(self) -> Verdict:
         return Verdict(
-            "interrupted", f"ended by {self.asked.by} while waiting to start again", self._go_on()
+            "interrupted", f"stopped by {self.asked.by} while waiting to restart", self._go_on()
         )
 
     def _last_word(self, verdict: Verdict, decision: Decision) -> Verdict:
@@ -210,22 +210,22 @@ class Supervisor:
         if verdict.outcome == "interrupted" and self.result.launched:
             saved = "no checkpoint was saved"
             if self.saved_step is not None:
-                saved = f"the checkpoint of step {self.saved_step} is saved"
+                saved = f"checkpoint of step {self.saved_step} saved"
                 last = self.history[-1].last_step
                 if last is not None and last > self.saved_step:
-                    saved += f", step {last} was reached"
+                    saved += f", reached step {last}"
             return dataclasses.replace(
                 verdict,
                 cause=f"{verdict.cause}; {saved}",
                 fix="; ".join(part for part in (self._go_on(), verdict.fix) if part),
             )
         if decision.action == "stop" and self.launch.max_restarts and len(self.history) > 1:
-            cause = f"{verdict.cause}\nnot started again: {decision.why}"
+            cause = f"{verdict.cause}\nnot restarted: {decision.why}"
             return dataclasses.replace(verdict, cause=cause)
         return verdict
 
     def _go_on(self) -> str:
-        return f"to go on: python -m llmx resume {self.run_dir.root}"
+        return f"to resume: python -m llmx resume {self.run_dir.root}"
 
     def _record(self, verdict: Verdict) -> None:
         """Write ``result.json``."""

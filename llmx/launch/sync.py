@@ -21,6 +21,7 @@ from pathlib import Path
 from llmx.config.schema import Experiment
 from llmx.errors import LaunchError
 from llmx.launch.spec import LaunchSpec
+from llmx.text import plural
 
 CHECKSUM_LIMIT_BYTES = 1 << 30
 CODE_EXCLUDES = (
@@ -150,7 +151,10 @@ def _push_host(
         new_files, new_bytes = _send(transfers, host, item)
         _verify(transfers, host, item)
         files, sent = files + new_files, sent + new_bytes
-    return f"sync: {host}: {files} files sent, {sent / 2**20:.1f} MiB; {len(items)} paths verified"
+    return (
+        f"sync: {host}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
+        f"{plural(len(items), 'path')} verified"
+    )
 
 
 def _send(transfers: Transfers, host: str, item: Item) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Watches a run: what ranks write, what agents report, and when it is over.
 
-Sees: a rank that failed, one that died without a word, a host that is silent, ranks that
-never start, a launcher that ends early, and the good end.
+Sees: a rank that failed, one that exited without an error message, a host that is silent, ranks
+that never start, a launcher that ends early, and the good end.
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ class Watch:
                 return f"rank {rank} failed"
             if status.get("state") == "interrupted" and self.leaving_at is None:
                 self.leaving_at = now
-                self.log(f"rank {rank} was asked to end, and leaves")
+                self.log(f"rank {rank} received a stop signal and is exiting")
         for rank, gone_at in self._gone_at.items():
             state = self.evidence.statuses.get(rank, {}).get("state")
             if state not in FINAL_STATES and now - gone_at > self._delay_s(rank):
-                return f"rank {rank} died without a word"
+                return f"rank {rank} exited without an error message"
         limit_s = self.spec.exp.launch.heartbeat_timeout_s
         for channel in self.channels:
             silent = now - max(channel.last_heard, self._awake) > limit_s

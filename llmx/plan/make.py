@@ -166,7 +166,7 @@ def _warnings(
         if not part.fits:
             found.append(
                 f"{part.device}: {part.total_gib:.1f} GiB predicted, {part.capacity_gib:.0f} GiB "
-                f"there: expect out of memory. Cheapest next step: {cheapest_fit(exp)}."
+                f"available: expect it to run out of memory. Cheapest remedy: {cheapest_fit(exp)}."
             )
     trained = exp.model.trained_dtype
     if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":
@@ -183,7 +183,8 @@ def _warnings(
         )
     if len({rank.device for rank in ranks}) > 1 and exp.batch.balance == "even":
         found.append(
-            "Devices differ and batch.balance=even: the faster ones wait in every step. "
-            "batch.balance=speed gives each rank a micro batch after its speed."
+            "Devices differ and batch.balance=even: in every step the faster ones wait for the "
+            "slower. "
+            "batch.balance=speed gives each rank a micro batch in proportion to its speed."
         )
     return tuple(found)

@@ -265,7 +265,7 @@ def cheapest_fit(exp: Experiment) -> str:
     """What to try next when the plan does not fit: the ladder, cheapest step first."""
     zero = exp.zero
     if exp.batch.micro_batch > 1:
-        return "batch.micro_batch=1 (accumulation rises by itself)"
+        return "batch.micro_batch=1 (accumulation then rises by itself)"
     if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
         return "zero.grad_accum_dtype=auto"
     if exp.model.activation_checkpointing == "none":

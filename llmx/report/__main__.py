@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (0 also for a run that failed: it is reported)."""
     parser = Parser(
         prog="python -m llmx report",
-        description="How a run went: tables here, loss.png and report.html in its directory. "
-        "Also of a run that still trains, or failed.",
+        description="Report on a run: tables here, loss.png and report.html in its directory. "
+        "Works for a run that is still training, and for one that failed.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory")
     parser.add_argument(

@@ -9,6 +9,7 @@ from typing import Any
 from llmx.provenance.differences import Difference, differences, flattened, plan_differences
 from llmx.report import wording
 from llmx.report.run_data import RunData
+from llmx.text import plural
 
 OWN_KEYS = ("name", "run_dir", "dry_run", "schema_version")
 """What every run has of its own."""
@@ -84,5 +85,5 @@ def _rows(data: RunData) -> list[tuple[str, str]]:
         rows.append(("restarts", str(restarts)))
     ranks, hosts = data.plan.get("ranks") or [], data.plan.get("hosts") or []
     if ranks:
-        rows.append(("ranks", f"{len(ranks)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"))
+        rows.append(("ranks", f"{len(ranks):,} on {plural(len(hosts), 'host')}"))
     return rows

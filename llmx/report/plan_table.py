@@ -13,6 +13,7 @@ from llmx.config import Experiment
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.report import format as human
 from llmx.report.screen import open_console
+from llmx.text import plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,7 +107,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         ("model", _model_line(plan, exp)),
         ("zero", _zero_line(exp)),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
-        ("launch", f"{plan.transport}, rank 0 is reached at {plan.master_addr}"),
+        ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
     ]
     for name, text in rows:
         table.add_row(f" {name}", Text(text))
@@ -146,7 +147,7 @@ def _steps_line(plan: Plan, exp: Experiment) -> str:
         tokens = human.count(exp.task.steps * plan.batch.tokens_per_step)
         return f"{exp.task.steps:,}, {tokens} tokens in all"
     if exp.task.epochs is not None:
-        epochs = f"{exp.task.epochs:g} epoch" + ("s" if exp.task.epochs != 1 else "")
+        epochs = plural(exp.task.epochs, "epoch")
         return f"{epochs}; steps follow from the number of samples"
     return "not set; give task.steps or task.epochs"
 

@@ -9,6 +9,7 @@ from llmx.report import wording
 from llmx.report.plan_table import warnings_table
 from llmx.report.run_data import RunData
 from llmx.report.screen import open_console
+from llmx.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +36,7 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
     rows = wording.summary_rows(data)
     if rows:
         console.print(_pairs(rows))
-    found = wording.warnings(data)
+    found = [printable(text) for text in wording.warnings(data)]
     if found:
         console.print()
         console.print(warnings_table(tuple(found)))
@@ -55,11 +56,11 @@ def _result(console: Console, data: RunData) -> None:
     found = wording.verdict(data)
     mark, style = MARKS[found.state]
     console.print()
-    console.print(Text(f"{mark} {found.line}", style=style))
+    console.print(Text(f"{mark} {printable(found.line)}", style=style))
     if found.cause or found.fix:
         why = (("cause", found.cause), ("fix", found.fix))
         console.print(_pairs([(name, text) for name, text in why if text]))
-    excerpt = wording.traceback_excerpt(data)
+    excerpt = printable(wording.traceback_excerpt(data))
     if excerpt:
         console.print()
         console.print(Text("\n".join("  " + line for line in excerpt.splitlines()), style="dim"))
@@ -107,5 +108,5 @@ def _pairs(rows: list[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(f" {name}", Text(value))
+        table.add_row(f" {name}", Text(printable(value)))
     return table

@@ -53,8 +53,10 @@ def verdict(data: RunData) -> Verdict:
     where += [str(data.result["host"])] * bool(data.result.get("host"))
     at = f" ({', '.join(where)})" if where else ""
     fix = data.result.get("fix") or ""
-    if outcome == "interrupted":  # how to go on stands among the places
-        fix = "; ".join(part for part in fix.split("; ") if not part.startswith("to go on: "))
+    if outcome == "interrupted":  # the command is among the places
+        fix = "; ".join(
+            part for part in fix.split("; ") if not part.startswith(("to resume: ", "to go on: "))
+        )
     return Verdict(
         "failed",
         f"{data.name}: {outcome} after {of}{took}{at}",
@@ -69,7 +71,11 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
     if "first_loss" in values:
         first, last = human.loss(values["first_loss"]), human.loss(values["final_loss"])
         steps = [record["step"] for record in data.train]
-        rows.append(("train loss", f"{first} → {last}   (steps {steps[0]:,} → {steps[-1]:,})"))
+        text = f"{first} → {last}   (steps {steps[0]:,} → {steps[-1]:,}"
+        mean = data.train[-1].get("loss_mean")
+        if mean is not None and mean != data.train[-1].get("loss"):
+            text += f"; mean of the last steps {human.loss(mean)}"
+        rows.append(("train loss", f"{text})"))
     if "final_eval_loss" in values:
         first, last = values["first_eval_loss"], values["final_eval_loss"]
         text = human.loss(last) if len(data.evals) == 1 else f"{human.loss(first)} → "
@@ -188,10 +194,10 @@ def places(data: RunData) -> list[tuple[str, str]]:
         rows.append(("try it", _try_it(data)))
     here = shlex.quote(str(run.root))
     if not data.was_started:
-        return [*rows, ("start it", f"python -m llmx resume {here}")]
+        return [*rows, ("start", f"python -m llmx resume {here}")]
     if data.result and data.result.get("outcome") != "ok":
-        rows.append(("go on", f"python -m llmx resume {here}"))
-    rows.append(("the same again", f"python -m llmx reproduce {here}"))
+        rows.append(("resume", f"python -m llmx resume {here}"))
+    rows.append(("reproduce", f"python -m llmx reproduce {here}"))
     return rows
 
 
@@ -207,7 +213,7 @@ def _try_it(data: RunData) -> str:
 def warnings(data: RunData) -> list[str]:
     """The plan's warnings, what could not be read, and trackers that failed."""
     failed = [
-        f"{tracker}: {status.get('message')}. Then: {status.get('fix')}"
+        f"{tracker}: {status.get('message')}. To upload later: {status.get('fix')}"
         for tracker, status in data.tracking.items()
         if status.get("state") == "failed"
     ]

@@ -55,7 +55,7 @@ def check_out(then: Mapping[str, Any], directory: Path) -> Path:
     if state.get("diff") is None:
         raise ConfigError(
             f"checkout=true: the changes on top of {commit[:10]} were not UTF-8 and are not "
-            "recorded; the code of then cannot be made again."
+            "recorded; the recorded code cannot be restored."
         )
     root = _repository(commit, recorded=state.get("root"))
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def _fill(directory: Path, then: Mapping[str, Any]) -> None:
     if recorded and made != recorded:
         names = sorted(name for name in {*made, *recorded} if made.get(name) != recorded.get(name))
         raise ConfigError(
-            f"checkout=true: {directory} is not the code of then: {', '.join(names[:5])} differ. "
+            f"checkout=true: {directory} is not the recorded code: {', '.join(names[:5])} differ. "
             "Untracked files over 1 MiB are not recorded; git filters (LFS, line ends) may "
             "change files."
         )
@@ -138,7 +138,7 @@ def requested(recorded: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[s
         free = parents[-1:] in (["env"], ["extra"], ["config"])
         if not isinstance(place, dict) or (last not in place and not free):
             raise ConfigError(
-                f"{key}: the code of then (schema {recorded.get('schema_version')}) has no such "
+                f"{key}: the recorded code (schema {recorded.get('schema_version')}) has no such "
                 "key. Leave it out, or leave out checkout=true."
             )
         place[last] = value

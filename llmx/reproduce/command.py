@@ -27,6 +27,7 @@ from llmx.reproduce.target import ALLOWED, fresh_sibling, next_experiment
 from llmx.resume.changed import plan_of
 from llmx.resume.rules import Change
 from llmx.rundir import RunDir, write_json
+from llmx.text import plural
 from llmx.tracking.metrics import read_metrics
 
 OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
@@ -93,7 +94,7 @@ def reproduce(words: Words) -> int:
         discard(code)
     if strict and grave:
         raise NotReproduced(
-            f"strict=true: {len(grave)} thing{'s' if len(grave) > 1 else ''} above may change the "
+            f"strict=true: {plural(len(grave), 'difference')} above may change the "
             "numbers, so nothing was started. Restore them, or leave out strict."
         )
     if words.flag("dry_run"):
@@ -191,6 +192,6 @@ def _record_of(run: RunDir) -> dict[str, Any]:
     values = read_or_empty(run.provenance)
     if not values:
         raise ConfigError(
-            f"{run.provenance} is missing or torn: it cannot be said what differs from then."
+            f"{run.provenance} is missing or incomplete, so nothing can be compared with it."
         )
     return values

@@ -31,9 +31,9 @@ def help_text() -> str:
     """What ``python -m llmx resume --help`` prints."""
     return (
         "python -m llmx resume RUN_DIR [overrides] [step=N] [--config-dir DIR]\n\n"
-        "Goes on with a run that ended early, from its newest usable checkpoint, in the same\n"
+        "Resumes a run that ended early, from its newest usable checkpoint, in the same\n"
         "directory. On the same hardware the result is bitwise that of the undisturbed run.\n\n"
-        "  step=N          go on from that checkpoint; newer ones are set aside in history/\n"
+        "  step=N          resume from that checkpoint; newer ones are moved to history/\n"
         "  hardware=NAME   a whole group is composed anew; also launch=, zero=, tracking=, ...\n"
         "  task.steps=N    make the run longer, a finished one too\n"
         "  dry_run=true    say what would happen, change nothing\n\n"
@@ -99,7 +99,7 @@ def refuse_other_data(found: Sequence[Difference]) -> None:
     if other:
         lines = [f"{row.what}: {row.then} then, {row.now} now; {row.advice}." for row in other]
         raise ConfigError(
-            "the run was trained on other data, so it cannot go on:\n  " + "\n  ".join(lines)
+            "the run was trained on other data, so it cannot be resumed:\n  " + "\n  ".join(lines)
         )
 
 
@@ -131,7 +131,7 @@ def begin_at(run: RunDir, stands: Standing, step: int | None) -> int:
         if step not in stands.checkpoints:
             raise ConfigError(
                 f"step={step}: no checkpoint of that step in {run.checkpoints}. There are: "
-                f"{known}; step=0 begins again."
+                f"{known}; step=0 starts from the beginning."
             )
         problems = problems_of(run, step)
         if problems:
@@ -171,7 +171,7 @@ def _say(
     found: Sequence[Difference],
 ) -> None:
     """What happens next, before it does."""
-    print(f"resuming {run.root}\n  it        {stands.ending}")
+    print(f"resuming {run.root}\n  state     {stands.ending}")
     for note in snapshot.migrations(run):
         print(f"  migrated  {note}")
     if origin:
@@ -179,13 +179,15 @@ def _say(
         repeated = f"; {again} steps are trained again" if again else ""
         print(f"  from      the checkpoint of step {origin}{repeated}")
         if not is_hashed(run, origin):
-            print("            its sizes are right; the ranks verify every byte before they go on")
+            print(
+                "            its sizes are right; the ranks verify every byte before they load it"
+            )
     elif step == 0:
         print("  from      step 0, as asked for: all steps are trained again")
     elif not stands.last_step:
         print("  from      step 0")
     elif not stands.checkpoints and not all(h.is_local for h in goes_on.composed.plan.hosts):
-        print("  from      what its hosts hold: no checkpoint is on this machine")
+        print("  from      the checkpoints on its hosts: none is on this machine")
     else:
         print("  from      step 0: there is no usable checkpoint, all steps are trained again")
     widest = max((len(change.key) for change in goes_on.changes), default=0)
@@ -227,11 +229,11 @@ def _rewrite(
     keeps = bool(goes_on.changes or newer or migrated or again or other)
     if keeps:
         directory = keep_former(run, found=goes_on.changes, differs=grave, words=typed, step=origin)
-        print(f"  kept      the former files in {directory.relative_to(run.root)}/")
+        print(f"  kept      the previous files in {directory.relative_to(run.root)}/")
         set_aside(run, newer, directory)
         if newer:
             moved = ", ".join(str(known) for known in newer)
-            print(f"  aside     newer checkpoints ({moved}) lie there too")
+            print(f"  moved     newer checkpoints ({moved}) are there, too")
         overrides = [*_overrides(run), *goes_on.words]
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
     new = goes_on.composed

@@ -56,7 +56,7 @@ RULES = (
     Rule(
         ("batch.micro_batch", "batch.accumulation", "batch.balance"),
         ROUNDING,
-        "how the same global batch is shared out",
+        "how the same global batch is split",
     ),
     Rule(("zero.*",), ROUNDING, "a checkpoint fits every ZeRO stage and offload"),
     Rule(
@@ -69,7 +69,7 @@ RULES = (
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),
     Rule(("task.steps", "task.epochs"), OTHER, "a longer or shorter run; its schedule follows"),
-    Rule(("precision",), OTHER, "the master weights go on, the computing changes"),
+    Rule(("precision",), OTHER, "the master weights stay, the arithmetic changes"),
     Rule(("deterministic",), ROUNDING, "other kernels"),
     Rule(("optim.kind",), REFUSED, "the checkpoint holds the states of that optimizer"),
     Rule(("optim.*",), OTHER, "read anew at each step"),
@@ -88,7 +88,7 @@ RULES = (
     Rule(("task.kind",), REFUSED, "another task is another run"),
     Rule(("tokenizer.*",), REFUSED, "for the command tokenizer alone"),
     Rule(("name",), SAME, "what it is called"),
-    Rule(("run_dir",), SAME, "resume goes on where the run directory is"),
+    Rule(("run_dir",), SAME, "a run is resumed where its directory is"),
     Rule(("dry_run",), SAME, "dry_run=true shows what would happen"),
     Rule(("schema_version",), REFUSED, "it is the version of the snapshot's form"),
 )  # fmt: skip
@@ -174,11 +174,11 @@ def refuse_other_content(
                 why = (
                     "its content was not recorded" if old is None
                     else "it is not on this machine" if new is None
-                    else f"its content is another ({new['digest'][:12]}, not {old['digest'][:12]})"
+                    else f"its content differs ({new['digest'][:12]}, not {old['digest'][:12]})"
                 )  # fmt: skip
                 raise ConfigError(
                     f"{change.key}: {shown(change.old)} -> {shown(change.new)} is not possible: "
-                    f"{why}. A run goes on with the inputs it began with."
+                    f"{why}. A run is resumed with the inputs it was started with."
                 )
 
 

@@ -51,10 +51,10 @@ class Standing:
         where = f"step {self.last_step}" if self.last_step else "before the first step"
         at = f"at {where}" if self.last_step else where
         if self.outcome is None:
-            return f"ended without a word {at}"
+            return f"ended {at} without a result"
         if self.outcome == "ok":
             return f"finished {at}"
-        word = "interrupted" if self.outcome == "interrupted" else f"failed as {self.outcome}"
+        word = "interrupted" if self.outcome == "interrupted" else f"failed ({self.outcome})"
         cause = self.cause.splitlines()[0] if self.cause else ""
         return f"{word} {at}" + (f": {cause}" if cause else "")
 

@@ -138,7 +138,7 @@ def _state(facts: Facts) -> tuple[str, str, str]:
     if not _breathes(facts):
         ago = max(0.0, facts["now"] - float(supervisor.get("time") or 0.0))
         where = f"process {supervisor.get('pid')} on {supervisor.get('host')}"
-        gone = f"its supervisor ({where}) is gone without a word, last seen {words_of(ago)} ago"
+        gone = f"its supervisor ({where}) is gone without a result, last seen {words_of(ago)} ago"
         return "dead", gone, resume
     state = supervisor.get("state")
     if state == "waiting":
@@ -261,7 +261,7 @@ def _host(host: Facts, facts: Facts, state: str) -> tuple[str, str]:
     groups: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
     for rank in host["ranks"]:
         status, more = statuses.get(rank), ""
-        words = "no sign yet" if status is None else str(status.get("state"))
+        words = "no status yet" if status is None else str(status.get("state"))
         step = None
         if status and words in ("training", "interrupted", "saving"):
             step = int(status.get("step") or 0)
@@ -304,7 +304,7 @@ def event_words(event: Facts) -> str:
         stall = event.get("stall_s")
         return f"saved{at}" + (f", training waited {stall:.2g} s" if stall is not None else "")
     if kind == "resumed":
-        return f"went on from{at}, attempt {event.get('attempt', '?')}"
+        return f"resumed from{at}, attempt {event.get('attempt', '?')}"
     if kind == "skipped":
         return f"passed over{at}"
     about = [str(event[key]) for key in ("checkpoint", "reason", "file") if event.get(key)]

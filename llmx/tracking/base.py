@@ -130,7 +130,7 @@ class CompositeTracker:
                         lane.tracker.name,
                         "failed",
                         f"not finished within {self._timeout_s:g} s "
-                        "(tracking.finish_timeout_s) and given up; metrics.jsonl has it all",
+                        "(tracking.finish_timeout_s) and stopped; metrics.jsonl has everything",
                         fix=replay_command(self._run_dir),
                     )
                 )
@@ -170,7 +170,7 @@ class _Lane:
                         self.tracker.name,
                         "failed",
                         f"{type(error).__name__}: {reason[0]} (while it should {method}); "
-                        "training goes on and metrics.jsonl has it all",
+                        "training continues and metrics.jsonl has everything",
                         fix=replay_command(self._run_dir),
                     )
                 )

@@ -100,7 +100,7 @@ class SpikeWatch:
                     f"The loss of step {step} is {loss:.4g}, over task.spike_factor="
                     f"{self._factor:g} times the median {median:.4g} of the last "
                     f"{len(self._losses)} logged ones. Lower optim.lr or look at that step's data; "
-                    "task.on_divergence=skip passes such steps over.",
+                    "task.on_divergence=skip skips such steps.",
                     step=step,
                 )
         self._losses.append(loss)

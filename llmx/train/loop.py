@@ -141,7 +141,7 @@ def write_beginning(session: Session, *, total: int) -> None:
         world_size=session.plan.world_size,
         total_steps=total,  # resume may have made the run longer
     )
-    session.say(f"going on from step {start.step} of {total} (attempt {start.attempt})")
+    session.say(f"resuming from step {start.step} of {total} (attempt {start.attempt})")
 
 
 def skip(session: Session, step: int) -> None:
@@ -149,7 +149,7 @@ def skip(session: Session, step: int) -> None:
     samples = [session.length.samples_at(step - 1), session.length.samples_at(step)]
     session.metrics.event("skipped", step=step, samples=samples)
     count = plural(samples[1] - samples[0], "sample")
-    session.say(f"step {step} is passed over, as resume.json says: {count} not trained")
+    session.say(f"step {step} is skipped (resume.json): {count} not trained")
 
 
 def train_step(

@@ -35,10 +35,10 @@ class SaveReport:
     def failed(self, job: SaveJob, *, last: int | None) -> None:
         """A checkpoint was given up. ``last``: the step of the one that stands."""
         self._metrics.event("save_failed", step=job.step, reason=str(job.error))
-        stands = "there is none yet" if last is None else f"the last one is of step {last}"
+        stands = "there is none yet" if last is None else f"the newest one is of step {last}"
         self._say(
-            f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training goes "
-            f"on; {stands}."
+            f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
+            f"continues; {stands}."
         )
 
     def passed_over(self, step: int) -> None:

@@ -149,7 +149,7 @@ class Saver:
         if isinstance(job.error, SaveFailed):
             text = (
                 f"The checkpoint of the last step could not be saved: {job.error}. Training is "
-                "done, and is lost beyond the checkpoint before it. Free some space, then go on "
+                "done, and is lost beyond the checkpoint before it. Free some space, then resume "
                 "with `python -m llmx resume RUN`."
             )
             raise (
@@ -163,8 +163,8 @@ class Saver:
         self._wait()
         if step not in (self.saved_step, self.start.step):
             self._save(step, "signal", progress, wait=True)
-        saved = "nothing" if self.saved_step is None else f"step {self.saved_step}"
-        self.say(f"asked to end: leaving at step {step}, saved is {saved}")
+        saved = "none" if self.saved_step is None else f"step {self.saved_step}"
+        self.say(f"stop requested: exiting at step {step}, newest checkpoint: {saved}")
         self.metrics.sync()
         # A launcher ends the others with the first that leaves: they all say it before.
         self.status.enter("interrupted")

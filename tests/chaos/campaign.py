@@ -47,7 +47,7 @@ class Strike:
     step: int = 0
     """The newest logged step when it struck."""
     resumed_at: int | None = None
-    """Where the run went on from; None where it did not have to restart."""
+    """Where the run resumed from; None where it did not have to restart."""
     restarts: int = 0
     """How often the ranks were started again for it."""
     repeated: int = 0

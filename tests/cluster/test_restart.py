@@ -81,7 +81,7 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
     assert [host["name"] for host in alone["hosts"]] == ["node-a"]
     assert alone["batch"]["global_batch"] == plan["batch"]["global_batch"]
     assert alone["batch"]["accumulation"] == 2 * plan["batch"]["accumulation"]
-    assert "going on without node-b (launch.elastic): 1 rank" in run.out.read_text()
+    assert "continuing without node-b (launch.elastic): 1 rank" in run.out.read_text()
 
     far.boot()
     assert committed(run, far) == []
@@ -92,7 +92,7 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
     assert (killed["outcome"], killed["hosts"]) == ("crash", ["node-a"])
     until_attempt(run, 3, step=killed["saved_step"])
     assert read_json(seen(run, near).plan) == plan
-    assert "going on with every host again" in run.out.read_text()
+    assert "continuing with every host again" in run.out.read_text()
     assert committed(run, far)[0] > killed["saved_step"]
     run.signal(signal.SIGTERM)
     assert run.wait(timeout_s=60) == 130, run.output()
@@ -101,7 +101,7 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
     assert (last["outcome"], last["hosts"]) == ("interrupted", ["node-a", "node-b"])
     assert last["first_step"] >= killed["saved_step"]
     result = run.result()
-    assert f"the checkpoint of step {committed(run, far)[0]} is saved" in result["cause"]
+    assert f"checkpoint of step {committed(run, far)[0]} saved" in result["cause"]
     assert (result["attempts"], result["restarts"]) == (3, 2)
     steps = [r["step"] for r in run.records() if r["kind"] == "train"]
     assert steps == sorted(set(steps)), "a logged step came twice"

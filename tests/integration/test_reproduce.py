@@ -102,7 +102,7 @@ def test_other_code_is_named_and_the_first_step_that_differs(clone: Clone, run: 
     assert code == 1, said
     assert "code that trains" in said
     assert "train/extra.py" in said
-    assert "strict=true: 1 thing above may change the numbers" in said
+    assert "strict=true: 1 difference above may change the numbers" in said
     assert not list(clone.work.glob("a_reproduced*"))
 
     target = RunDir(clone.work / "other")
@@ -166,7 +166,7 @@ def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(clone: Clone, ru
     steps = [line["step"] for line in lines if line["kind"] == "train"]
     assert steps == [1, 2, 4, 6, 8, 12, 16]
     assert lines[-1]["step"] == 16
-    # Up to the step it went on from, it is still the run it was.
+    # Up to the step it resumed from, it is still the run it was.
     former = RunDir(clone.work / "same")
     assert judge(former, run).identical
     code, said = clone.llmx("reproduce", str(run.root), "strict=true")

@@ -92,9 +92,9 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     assert result["run_token"] == token == run.token() == run_id(run.dir)
     said = run.out.read_text()
     assert f"crash after step {first['last_step']}, rank 1 on localhost: the process was" in said
-    newest = f"the newest checkpoint is of step {first['saved_step']}"
+    newest = f"newest checkpoint: step {first['saved_step']}"
     assert f"restart 1 of 3 in 0:01: it crashed; {newest}" in said
-    assert f"going on from step {first['saved_step']}" in said
+    assert f"resuming from step {first['saved_step']}" in said
     assert "1 restart: crash after step" in said
     assert read_json(run.dir.supervisor)["state"] == "finished"
     assert run.left() == []
@@ -122,7 +122,7 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     result = run.result()
     saved = committed(run)
     assert result["outcome"] == "interrupted"
-    assert f"SIGUSR1; the checkpoint of step {saved} is saved" in result["cause"]
+    assert f"SIGUSR1; checkpoint of step {saved} saved" in result["cause"]
     assert f"python -m llmx resume {run.dir.root}" in run.out.read_text()
     assert read_json(run.dir.rank_status(0))["state"] == "interrupted"
     assert run.left() == []
@@ -164,7 +164,7 @@ def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
     assert (first["outcome"], first["saved_step"], first["decision"]) == ("nan", 4, "restart")
     assert "The loss of step 7 is not finite" in first["cause"]
     assert (second["first_step"], second["skip_steps"]) == (4, [7])
-    assert "training diverged at the same step twice; passing over step 7" in said
+    assert "training diverged at the same step twice; skipping step 7" in said
     assert (third["outcome"], third["first_step"], third["last_step"]) == ("ok", 4, 12)
     steps = [record["step"] for record in records(run) if record["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]

@@ -96,7 +96,7 @@ def test_a_killed_rank_costs_nothing(
     assert_same_run(run, undisturbed[kind])
     (resumed,) = events(run, "resumed")
     assert resumed["step"] in (saved, saved + EVERY)
-    assert f"going on from step {resumed['step']} of {STEPS}" in logs(run)
+    assert f"resuming from step {resumed['step']} of {STEPS}" in logs(run)
     assert not list(run.checkpoints.glob(".*"))
 
 
@@ -116,7 +116,10 @@ def test_signals_save_and_a_damaged_checkpoint_is_passed_over(
     assert [status["saved_step"] for status in statuses] == [stopped] * 2
     assert events(run, "saved")[-1]["step"] == stopped
     assert read_json(run.checkpoint(stopped) / "state.json")["reason"] in ("signal", "interval")
-    assert f"leaving at step {stopped}, saved is step {stopped}" in run.rank_log(0).read_text()
+    assert (
+        f"exiting at step {stopped}, newest checkpoint: step {stopped}"
+        in run.rank_log(0).read_text()
+    )
     assert "Thread 0x" in run.rank_log(1).read_text(), "SIGUSR2 writes stacks"
 
     second = ranks.start(run)

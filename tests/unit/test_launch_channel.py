@@ -227,7 +227,7 @@ def test_the_way_to_the_place_where_ranks_meet(agent: Rig, tmp_path: Path) -> No
             if reached:
                 _knock(there, channels)
                 continue
-            with pytest.raises(LaunchError, match=f"node-b: does not get to node-a at {address}"):
+            with pytest.raises(LaunchError, match=f"node-b: cannot connect to node-a at {address}"):
                 _knock(there, channels)
         with pytest.raises(AgentError, match="ConnectionRefusedError"):
             far.channel.ask("knock", to="127.0.0.1", port=port, timeout_s=20)
@@ -280,4 +280,4 @@ def test_a_second_request_that_comes_at_once(agent: Rig) -> None:
     ending.end([agent.channel], grace_s=60, launched=False, save=True)
     assert time.monotonic() - began < 30
     assert rank.wait(timeout=5) == -signal.SIGKILL
-    assert said == ["here: 1 processes ended, 1 killed, 0 left"]
+    assert said == ["here: 1 process ended, 1 killed, 0 left"]

@@ -130,6 +130,22 @@ def test_stacks_of_a_hang_stay_in_the_log() -> None:
     assert out.getvalue() == "  a word of rank 0\n"
 
 
+def test_a_log_does_not_steer_the_terminal() -> None:
+    out = io.StringIO()
+    Console(out).rank_line("\x1b[92mgreen\x1b[0m, a row: \x1b]0;title\x07 \x9b2J")
+    assert out.getvalue() == "  green, a row: \\x1b]0;title\\x07 \\x9b2J\n"
+
+
+def test_the_mean_of_the_interval_stands_beside_the_loss_of_the_step() -> None:
+    record = {"step": 20, "loss": 1.5, "loss_mean": 2.25, "lr": 1e-3}
+    assert train_line(record, total=40, left_s=None) == (
+        "step 20/40  loss 1.5000  mean 2.2500  lr 1.0e-03"
+    )
+    # An interval of one step has no other mean.
+    one = {**record, "loss_mean": 1.5}
+    assert train_line(one, total=40, left_s=None) == "step 20/40  loss 1.5000  lr 1.0e-03"
+
+
 def test_statuses_are_of_this_attempt(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write_json(run_dir.rank_status(0), {"state": "finished"})

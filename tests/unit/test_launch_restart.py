@@ -94,7 +94,7 @@ def test_the_same_failure_at_the_same_step_twice_stops() -> None:
     other_address = dataclasses.replace(BOOM, cause="ValueError: boom 18")
     decision = after(BOOM, other_address)
     assert decision.action == "stop"
-    assert decision.why == "the same failure at step 57 in 2 attempts: it would come again"
+    assert decision.why == "the same failure at step 57 in 2 attempts: it would occur again"
     assert after(BOOM, at(BOOM, 58)).action == "restart"
     assert after(BOOM, dataclasses.replace(BOOM, cause="KeyError: 'x'")).action == "restart"
     assert after(KILLED, KILLED).action == "restart"
@@ -107,7 +107,7 @@ def test_the_budget_and_the_back_off() -> None:
     assert waits == [10, 20, 25]
     last = after(*failures)
     assert last.action == "stop"
-    assert last.why == "3 restarts in a row brought no new checkpoint (launch.max_restarts=3)"
+    assert last.why == "3 restarts in a row without a new checkpoint (launch.max_restarts=3)"
 
 
 def test_a_new_checkpoint_gives_the_budget_back() -> None:
@@ -219,7 +219,7 @@ def test_who_is_waited_for() -> None:
 
 def test_a_hang_is_a_verdict_of_its_own() -> None:
     plan = make_plan(experiment("pdsh", (2, 1)))
-    hang = Hang(100.0, 61.0, 5, 2, "its process has stood still for 61 s", "stack")
+    hang = Hang(100.0, 61.0, 5, 2, "its process has been stopped for 61 s", "stack")
     verdict = judge(Evidence(statuses=states(("training", 5)), hang=hang), plan)
     assert (verdict.outcome, verdict.rank, verdict.host) == ("hang", 2, "node-b")
     assert "no rank made progress for 61 s after step 5; rank 2 on node-b: its" in verdict.cause
@@ -337,7 +337,7 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
     assert Plan.from_dict(read_json(elastic.spec.run_dir.plan)) == elastic.spec.plan
     assert read_json(elastic.spec.run_dir.ds_config)["train_batch_size"] == 4
     assert said[-1] == (
-        "going on without node-b (launch.elastic): 1 rank, the same global batch of 4 in 4 micro "
+        "continuing without node-b (launch.elastic): 1 rank, the same global batch of 4 in 4 micro "
         "steps"
     )
     # The next time, too: it is looked for once more, but not waited for.
@@ -350,4 +350,6 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
     gone = impossible.choose()
     assert gone is not None
     assert gone.outcome == "host_lost"
-    assert any(text.startswith("it cannot go on without node-b: model.tokenizer") for text in said)
+    assert any(
+        text.startswith("it cannot continue without node-b: model.tokenizer") for text in said
+    )

@@ -103,7 +103,7 @@ def test_a_death_is_seen_whatever_the_clock_there_says(rig: Rig) -> None:
     rig.over()
     rig.watch._gone_at[1] -= 5
     rig.over()
-    assert "rank 1 died without a word" in rig.log
+    assert "rank 1 exited without an error message" in rig.log
 
 
 def test_a_flood_of_messages_leaves_time_for_the_rest(

@@ -49,8 +49,8 @@ def mixed_plan() -> Plan:
             MemoryPlan("v100_32g", 10.2, 3.1, 18.8, 3.4, 1.6, 0.09, 1.0, 120.0, 32.0),
         ),
         warnings=(
-            "v100_32g: 38.2 GiB predicted, 32 GiB there: expect out of memory. Cheapest next "
-            "step: zero=stage3_offload.",
+            "v100_32g: 38.2 GiB predicted, 32 GiB available: expect it to run out of memory. "
+            "Cheapest remedy: zero=stage3_offload.",
         ),
     )
 

@@ -130,12 +130,12 @@ def test_interrupted_between_two_logged_steps(
     tracked_run.append(run, tracked_run.lines()[:7])  # to step 10
     saved = {"kind": "event", "event": "saved", "step": 11, "time": tracked_run.START_S + 3}
     tracked_run.append(run, [saved])
-    fix = f"to go on: python -m llmx resume {run.root}"
+    fix = f"to resume: python -m llmx resume {run.root}"
     write_json(run.result, tracked_run.result("interrupted", cause="ended by Ctrl-C", fix=fix))
     text = report(run, capsys, width=200)
     assert "interrupted after 11 of 40 steps" in text
-    assert "to go on:" not in text
-    assert "go on" in text
+    assert "to resume:" not in text
+    assert "python -m llmx resume" in text
 
 
 def test_times_of_a_resumed_run_are_of_the_time_since(

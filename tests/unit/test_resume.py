@@ -310,7 +310,7 @@ def test_files_of_other_hosts_need_not_be_here(run) -> None:
 def test_a_run_that_is_alive_is_refused(run) -> None:
     with (
         only_supervisor(run, "0123456789abcdef"),
-        pytest.raises(LlmxError, match="going on already, supervised by process"),
+        pytest.raises(LlmxError, match="already running, supervised by process"),
     ):
         main([str(run.root), "dry_run=true"])
     assert main([str(run.root), "dry_run=true"]) == 0
@@ -328,7 +328,7 @@ def test_inputs_may_lie_elsewhere_with_the_same_content(tmp_path) -> None:
     run = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=[])
     words = [str(run.root), "dry_run=true"]
     assert main([*words, f"data.path={tmp_path}/two/t.jsonl"]) == 0
-    with pytest.raises(ConfigError, match="its content is another"):
+    with pytest.raises(ConfigError, match="its content differs"):
         main([*words, f"data.path={tmp_path}/other/t.jsonl"])
     with pytest.raises(ConfigError, match="not on this machine|no such file"):
         main([*words, f"data.path={tmp_path}/none/t.jsonl"])

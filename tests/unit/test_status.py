@@ -145,7 +145,7 @@ def test_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert view_of(run).state == "dead"
     assert main(["status", str(run.root)]) == 1
     said = capsys.readouterr().out
-    assert "is gone without a word, last seen 5 min ago" in said
+    assert "is gone without a result, last seen 5 min ago" in said
     assert main(["watch", str(run.root)]) == 1
 
 
@@ -199,7 +199,7 @@ def test_metrics_after_a_resume(tmp_path: Path) -> None:
     assert view.losses[-1] is None
     assert view.lost
     words = [words for _, words in view.events]
-    assert words == ["went on from step 16, attempt 2", "damaged: step-18, bit"]
+    assert words == ["resumed from step 16, attempt 2", "damaged: step-18, bit"]
     assert sparkline(view.losses).endswith("x")
 
 
