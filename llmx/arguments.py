@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from llmx.catalogue import GROUPS
 from llmx.config.build import shown
 from llmx.errors import ConfigError, did_you_mean
 
@@ -171,6 +173,11 @@ def _line(overrides: list[str], found: dict[str, str]) -> Line:
 def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """``(own, overrides)``: words like ``preview=3`` that are a command's own, and the rest."""
     own = [word for word in words if word.split("=", 1)[0] in keys]
+    for word in words:
+        name, equal, _ = word.partition("=")
+        near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+        if equal and near and name not in (*keys, *GROUPS) and "." not in name:
+            raise ConfigError(f'{name}: no such key. Did you mean "{near[0]}"?')
     return own, [word for word in words if word not in own]
 
 

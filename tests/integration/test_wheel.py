@@ -135,6 +135,11 @@ def test_help_is_the_same_by_both_doors(
     assert by_module == installed("llmx", "--help").stdout
     for group in ("model", "hardware", "experiment", "a100x2_v100x2", "stage3_zeropp"):
         assert group in by_module
+    # What keys mean is read from the source of the schema, wherever that lies.
+    said = installed("llmx", "help", "optim.lr").stdout
+    assert "The peak learning rate" in said
+    assert "experiment=opt_1_3b_sft" in said
+    assert "_llmx" in installed("llmx", "completion", "bash").stdout
 
 
 def test_the_demo_plans(

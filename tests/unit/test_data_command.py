@@ -13,6 +13,7 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.arguments import split_own
+from llmx.errors import ConfigError
 from llmx.data.preview import sample_lines
 from llmx.data.store import Sample
 from tests.small_tokenizers import byte_tokenizer
@@ -73,6 +74,8 @@ def test_own_words_are_checked(tmp_path: Path, word: str):
 def test_own_words_are_told_from_overrides():
     words = ["preview=3", "data.seq_len=4", "split=eval"]
     assert split_own(words, ("preview", "split")) == (["preview=3", "split=eval"], words[1:2])
+    with pytest.raises(ConfigError, match=r'prevew: no such key. Did you mean "preview"'):
+        split_own(["prevew=3"], ("preview", "split"))
 
 
 def test_preview_shows_every_token_once():
