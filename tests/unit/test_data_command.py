@@ -13,9 +13,9 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.arguments import split_own
-from llmx.errors import ConfigError
 from llmx.data.preview import sample_lines
 from llmx.data.store import Sample
+from llmx.errors import ConfigError
 from tests.small_tokenizers import byte_tokenizer
 
 
