@@ -17,8 +17,10 @@ from llmx.errors import ConfigError
 class Parser(argparse.ArgumentParser):
     """argparse, with our messages; flags are written out whole."""
 
-    def __init__(self, *, prog: str, description: str | None = None) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(
+        self, *, prog: str, description: str | None = None, epilog: str | None = None
+    ) -> None:
+        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and where the flags are listed; exit."""
