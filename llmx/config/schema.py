@@ -85,6 +85,9 @@ class ModelConfig:
     fused_loss: bool | None = None
     """Compute the output head and the cross entropy together, a chunk of target positions at a
     time, so that the logits are never whole in memory. None: on for CUDA, off for CPU."""
+    compile: bool = False
+    """``torch.compile`` each block: fused kernels for norms, rotations and activation functions,
+    for a minute or two at the start. Not at stage 3, whose gathering it cannot look through."""
     pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
     """Rows of the embedding when from scratch; the export is cut back to the true size."""
 

@@ -125,6 +125,11 @@ def _zero(exp: Experiment) -> Iterator[str]:
             f"zero.nvme_path={zero.nvme_path}: must be an absolute path, as it is one of every "
             "host. Set e.g. zero.nvme_path=/nvme/llmx."
         )
+    if exp.model.compile and zero.stage == 3:
+        yield (
+            "model.compile=true with stage 3: torch.compile cannot look through the gathering of "
+            "parameters inside a block. Use zero=stage2, or model.compile=false."
+        )
     hpz = zero.hpz_partition_size
     if hpz > 1 and zero.stage != 3:
         yield f"zero.hpz_partition_size={hpz} needs stage 3. Use zero=stage3_zeropp."

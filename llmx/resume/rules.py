@@ -60,7 +60,12 @@ RULES = (
     ),
     Rule(("zero.*",), ROUNDING, "a checkpoint fits every ZeRO stage and offload"),
     Rule(
-        ("model.attention", "model.activation_checkpointing", "model.fused_loss"),
+        (
+            "model.attention",
+            "model.activation_checkpointing",
+            "model.fused_loss",
+            "model.compile",
+        ),
         ROUNDING,
         "the same network, computed in another way",
     ),

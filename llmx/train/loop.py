@@ -107,8 +107,8 @@ def train(session: Session) -> None:
             flags = session.agreement.read()
             stopping = flags.stop
             if not stopping and evaluation_due(exp, done, total):
-                stopping = not evaluate(session, done, total)
-                log.restart()
+                with log.paused():
+                    stopping = not evaluate(session, done, total)
             if not stopping and done < last:
                 saver.at_boundary(done, flags, log)
     if stopping or session.agreement.settle(saver.flags()).stop:
@@ -236,17 +236,20 @@ def evaluate(session: Session, step: int, total: int) -> bool:
 def prefetch(session: Session, start: Start, last: int) -> Iterator[Prefetch]:
     """The steps of this rank, prepared by a thread that ends with the block."""
     steps = Prefetch(
-        make_step(
-            session.train_store,
-            step,
-            batch=session.plan.batch,
-            rank=session.rank,
-            seed=session.exp.seed,
-            layout=session.layout,
-            stop=session.length.stop,
-        )
-        for step in range(start.step, last)
-        if step + 1 not in start.skip_steps
+        (
+            make_step(
+                session.train_store,
+                step,
+                batch=session.plan.batch,
+                rank=session.rank,
+                seed=session.exp.seed,
+                layout=session.layout,
+                stop=session.length.stop,
+            )
+            for step in range(start.step, last)
+            if step + 1 not in start.skip_steps
+        ),
+        pin=session.engine.device.type == "cuda",
     )
     try:
         yield steps

@@ -262,6 +262,13 @@ def fused_loss_problem(
     return None
 
 
+def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that nothing waits for: from page-locked memory, where there is a GPU."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 def micro_batch_loss(
     engine: nn.Module,
     inputs: dict[str, Any],
@@ -287,11 +294,11 @@ def micro_batch_loss(
     """
     device = inputs["input_ids"].device
     rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
-    targets = labels[rows, columns].to(device, non_blocking=True)
+    targets = _to_device(labels[rows, columns], device)
     empty = rows.numel() == 0
     if empty:
         rows, columns = labels.new_zeros(1), labels.new_zeros(1)
-    rows, columns = rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
+    rows, columns = _to_device(rows, device), _to_device(columns, device)
     model = getattr(engine, "module", engine)
     if fused:
         head: Any = model.get_output_embeddings()

@@ -21,7 +21,7 @@ from llmx.train.experts import accept_masks
 from llmx.train.generation_config import keep_generation_config
 from llmx.train.initialise import initialise
 from llmx.train.load import load_weights
-from llmx.train.recompute import recompute
+from llmx.train.recompute import compile_blocks, recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -123,6 +123,8 @@ def build_model(
         keep_generation_config(model, exp.model)
     if exp.model.activation_checkpointing != "none":
         recompute(model, exp.model.activation_checkpointing)
+    if exp.model.compile:
+        compile_blocks(model)
     return model
 
 

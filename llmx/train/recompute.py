@@ -1,4 +1,5 @@
-"""Activation checkpointing: what the backward pass computes again instead of keeping it.
+"""How blocks are computed: activation checkpointing, which computes again in the backward pass what
+was not kept, and ``torch.compile``.
 
 Shown by ``python -m pytest tests/unit/test_train_recompute.py``.
 """
@@ -35,6 +36,20 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
     if operator in KEPT or any(name in str(operator) for name in KEPT_NAMES):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """``torch.compile`` the blocks of a Transformers model, each by itself: they are alike, so one
+    is compiled. ``options`` are those of ``torch.compile``.
+
+    The forward pass of the whole stays Python, with DeepSpeed's hooks in it; blocks with activation
+    checkpointing are compiled within it.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(**options)
 
 
 def recompute(model: nn.Module, kind: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -35,11 +37,29 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval now (evaluation does not count as training time)."""
+        """Begin a new interval now."""
         self.began = time.perf_counter()
         self.data_wait_s = 0.0
         self.steps = self.tokens = self.targets = self.squares = 0
         self.loss_sum: torch.Tensor | None = None
+        """Of the newest step."""
+        self.interval_loss = torch.zeros((), device=self.session.engine.device)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, time does not count as training time: an evaluation within an interval."""
+        self._finish_steps()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._finish_steps()
+            self.began += time.perf_counter() - began
+
+    def _finish_steps(self) -> None:
+        """Wait for what the device still has to do, so that its time counts where it belongs."""
+        if self.session.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.session.engine.device)
 
     def wait_for_data(self) -> None:
         """Evaluation and checkpoints between two steps are no waiting for data."""
@@ -57,6 +77,7 @@ class StepLog:
         self.target_tokens_seen += step.target_tokens
         self.squares += step.square_tokens
         self.loss_sum = loss_sum
+        self.interval_loss += loss_sum
         self.watch.note(step.step + 1, loss_sum, self.session.engine.last_norm())
 
     def write(self, step: Step, *, extra: bool = False) -> None:
@@ -73,6 +94,7 @@ class StepLog:
                 memory_gib(engine.device.type),
                 self.data_wait_s,
                 *self.watch.first(),
+                float(self.interval_loss),
             ],
             dtype=torch.float64,
             device=engine.device,
@@ -81,6 +103,7 @@ class StepLog:
         torch.distributed.all_gather(everyone, mine)
         table = torch.stack(everyone).cpu()
         loss_sum, squares = table[:, :2].sum(dim=0).tolist()
+        loss_mean = float(table[:, 6].sum()) / max(self.targets, 1)
         elapsed = time.perf_counter() - self.began
         flops = flops_of_step(
             **self.flops, tokens=self.tokens, target_tokens=self.targets, square_tokens=squares
@@ -99,6 +122,7 @@ class StepLog:
             target_tokens=self.target_tokens_seen,
             epoch=samples / len(session.train_store),
             loss=loss,
+            loss_mean=loss_mean,
             lr=lr_at(step.step, optim=session.exp.optim, total=self.total),
             grad_norm=norm,
             loss_scale=engine.loss_scale(),
@@ -113,7 +137,7 @@ class StepLog:
         )
         session.say(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
         self.last_loss = loss
-        loss_step, gradient_step = table[:, 4:].amin(dim=0).tolist()
+        loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
         raise_if_not_finite(loss_step, gradient_step, lr=session.exp.optim.lr)
         self.spikes.check(done, loss)
         self.restart()

@@ -14,24 +14,29 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed  # noqa: F401, imported for the children
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
+import llmx.train.model as model_module
 from llmx.plan import make_plan
 from llmx.plan.memory import step_bytes
 from llmx.train.attention import model_inputs
 from llmx.train.batches import Layout, make_step
+from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine, join_process_group
 from llmx.train.engine_state import capture
 from llmx.train.loop import train_step
 from llmx.train.loss import micro_batch_loss
 from llmx.train.model import build_model, model_config, num_parameters
+from llmx.train.recompute import compile_blocks
 from tests.live_memory import LiveMemory
 from tests.programs.state import build, fp16_allowed, job_experiment, train
 from tests.reference import SEQ_LEN, VOCABULARY, synthetic_store, word_tokenizer
 from tests.rundirs import experiment, free_port
+from tests.synchronisations import Synchronisations
 
 WORLD = 2
 CHECKS: dict[str, Callable[[Path], Any]] = {}
@@ -92,6 +97,11 @@ MEMORY_JOBS = [
 ]
 
 
+def compiled_quickly(model: Any) -> None:
+    """By the compiler's graphs, without its code generator."""
+    compile_blocks(model, backend="aot_eager")
+
+
 REDUCE = {"use_multi_rank_bucket_allreduce": False}
 
 
@@ -102,6 +112,7 @@ def same_training(out: Path) -> Any:
         "fused loss": {"model": {"fused_loss": True}},
         "selective": {"activation_checkpointing": "selective"},
         "full": {"activation_checkpointing": "full"},
+        "compiled": {"model": {"compile": True}},
         # Each gradient to the rank that owns it, in place of an all-reduce.
         "reduce to owner": {"zero": {"extra": {"zero_optimization": REDUCE}}},
     }
@@ -122,8 +133,11 @@ def same_training(out: Path) -> Any:
         for name, change in recipes.items():
             if name == "reduce to owner" and stage not in (1, 2):
                 continue
+            if name == "compiled" and (stage, precision) != (2, "fp32"):
+                continue
             job = {**base, **change, "zero": {**base["zero"], **change.get("zero", {})}}
-            engine, others = trained(job, out, steps=3)
+            with mock.patch.object(model_module, "compile_blocks", compiled_quickly):
+                engine, others = trained(job, out, steps=3)
             answer[f"{stage}-{precision}-{name}"] = {
                 "numbers": [numbers, others],
                 "apart": float((masters(engine) - wanted).abs().max()),
@@ -280,6 +294,38 @@ def memory_of(job: dict[str, Any], out: Path) -> dict[str, Any]:
             "update": (resting + foreseen.update) / size,
         },
     }
+
+
+@check
+def host_synchronisations(out: Path) -> Any:
+    """Of one step with two micro steps that no line is written for, by place."""
+    answer: dict[str, Any] = {}
+    for stage in range(4):
+        for precision in ("fp32", "bf16", "fp16"):
+            job = {
+                "name": "x",
+                "world": WORLD,
+                "stage": stage,
+                "precision": precision,
+                "clip_norm": 1.0,
+                "accumulation": 2,
+                "micro_batches": [1, 1],
+                "model": {"fused_loss": stage == 2},
+                "zero": {"extra": {"fp16": {"initial_scale_power": 8}}},
+            }
+            exp, plan = job_experiment(job, out)
+            engine, _ = trained(job, out, steps=2)
+            rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
+            layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
+            watch = NonFiniteWatch(engine.device, gradients=precision != "fp16")
+            step = make_step(store, 2, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
+            with fp16_allowed(job), Synchronisations(*step.micro_batches) as found:
+                engine.set_lr(0.01)
+                loss = train_step(engine, step, world=WORLD)
+                watch.note(3, loss, engine.last_norm())
+            engine.engine.destroy()
+            answer[f"{stage}-{precision}"] = dict(sorted(found.places.items()))
+    return answer
 
 
 def run_rank(rank: int, port: int, out: Path, names: list[str]) -> None:

@@ -103,6 +103,13 @@ def test_recipes_are_what_they_say() -> None:
     [
         (["precision=bf16", "hardware=a100x2_v100x2"], r"v100_32g \(node-b\) computes fp32, fp16"),
         (["zero.offload_param=cpu"], "needs stage 3"),
+        (["zero=stage3", "model.compile=true"], "torch.compile cannot look through"),
+        (
+            ["hardware=a100x8", "zero=stage0", "zero.grad_accum_dtype=fp32"],
+            "DeepSpeed sums in bf16 at stage 0. Set zero=stage1",
+        ),
+        (["hardware=a100x8", "zero.grad_accum_dtype=fp16"], "Set zero.grad_accum_dtype=fp32"),
+        (["zero.extra={data_types: {grad_accum_dtype: fp32}}"], "set zero.grad_accum_dtype"),
         (["zero=stage3", "zero.hpz_partition_size=3", "hardware=a100x8"], "does not divide the 8"),
         (["zero=stage2", "zero.hpz_partition_size=2", "hardware=a100x8"], "needs stage 3"),
         (["data.seq_len=2048"], "takes at most 1024 positions"),

@@ -147,3 +147,18 @@ def test_the_store_counts_targets_as_collate_makes_them(tmp_path: Path) -> None:
     batch = BatchPlan(len(store), 1, (len(store),), SEQ_LEN)
     found = make_step(store, 0, batch=batch, rank=0, seed=0, layout=LAYOUT)
     assert found.target_tokens == store.num_target_tokens(every)
+
+
+def test_batches_for_a_gpu_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[torch.Tensor] = []
+
+    def pin_memory(values: torch.Tensor) -> torch.Tensor:
+        locked.append(values.clone())
+        return locked[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    batch = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
+    step = Step(step=0, micro_batches=(batch, batch), target_tokens=8, tokens=8, square_tokens=32)
+    (found,) = list(Prefetch(iter([step]), pin=True))
+    assert len(locked) == 4
+    assert all(values is locked[n] for n, values in enumerate(found.micro_batches[0].values()))
