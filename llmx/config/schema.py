@@ -73,7 +73,16 @@ class ModelConfig:
     network itself when from scratch, overrides otherwise; also what the memory plan reads."""
     trained_dtype: str | None = choice_or_null("fp32", "bf16", "fp16")
     """The precision the published weights were trained in, for a warning."""
-    attention: str = choice("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
+    attention: str = choice(
+        "auto",
+        "varlen",
+        "segments",
+        "sdpa",
+        "eager",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flex_attention",
+    )
     """``auto`` takes the fastest that the devices and the packing allow; the others are what
     ``transformers`` calls ``attn_implementation``."""
     activation_checkpointing: str = choice_or_flag(
@@ -152,9 +161,13 @@ class DataConfig:
     packing: str = choice("best_fit", "concat", "none")
     """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the end
     token and cuts at ``seq_len``; ``none`` makes one sample of one row."""
-    layout: str = choice("packed", "padded")
-    """How a sample's rows lie in a micro batch: in one row with isolated attention, or each
-    in a padded row of its own (for models whose attention cannot be isolated). Same loss."""
+    layout: str = choice("auto", "packed", "padded")
+    """How a sample's rows lie in a micro batch: ``packed`` into one line, isolated from each
+    other, or ``padded``, each in a line of its own. ``auto`` packs where a trial on a tiny model
+    of the same architecture shows that rows are isolated. Same loss."""
+    pad_to_multiple_of: int | None = number(None, minimum=1, maximum=2**16, example=64)
+    """A micro batch is as long as its longest line, rounded up to a multiple of this, and at most
+    ``seq_len``. null: 128 on CUDA, where few shapes are faster, 8 on a CPU."""
     template: str = choice(
         "auto", "chatml", "llama2", "llama3", "qwen", "alpaca", "vicuna", "human_assistant"
     )

@@ -71,11 +71,25 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
             f"data.seq_len={data.seq_len}, but {model.name or model.path} takes at most "
             f"{position_limit} positions. Set data.seq_len={position_limit}."
         )
-    flash = model.attention == "flash_attention_2"
+    flash = model.attention in ("varlen", "flash_attention_2", "flash_attention_3")
     if flash and (exp.precision == "fp32" or "cpu" in _accelerators(exp)):
-        yield "model.attention=flash_attention_2 needs CUDA and bf16 or fp16. Use sdpa."
-    if data.layout == "padded" and flash:
-        yield "data.layout=padded needs no varlen attention; use model.attention=sdpa."
+        yield f"model.attention={model.attention} needs CUDA and bf16 or fp16. Use auto."
+    old = sorted(
+        {
+            host.device
+            for host in exp.hardware.hosts
+            if host.device in exp.hardware.devices
+            and exp.hardware.devices[host.device].accelerator == "cuda"
+            and "bf16" not in exp.hardware.devices[host.device].precisions
+        }
+    )
+    if flash and old:
+        yield (
+            f"model.attention={model.attention} needs GPUs that compute bf16 (compute capability "
+            f"8.0 or higher), {', '.join(old)} does not. Use auto, which chooses for each device."
+        )
+    if data.layout == "padded" and model.attention not in ("auto", "sdpa", "eager"):
+        yield f"data.layout=padded needs no model.attention={model.attention}. Use auto."
 
 
 def _length(exp: Experiment) -> Iterator[str]:

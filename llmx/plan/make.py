@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from llmx.config.schema import Experiment, HardwareConfig, HostConfig
+from llmx.config.schema import DeviceConfig, Experiment, HardwareConfig, HostConfig
 from llmx.plan.batch import solve_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, geometry
@@ -79,7 +79,25 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         step_time_s=_step_time_s(shape, batch, ranks, peaks),
         warnings=_warnings(exp, hosts, ranks, precision, memory),
         grad_accum_dtype=grad_accum,
+        attention=tuple(
+            (name, attention_for(exp, hardware.devices[name], precision)) for name in used
+        ),
     )
+
+
+def attention_for(exp: Experiment, device: DeviceConfig, precision: str) -> str:
+    """The attention for packed rows on this type of device; the ranks try it at the start.
+
+    ``varlen`` is PyTorch's flash kernel for rows of any length: 16 bits, and GPUs from compute
+    capability 8.0 on, the first that compute bf16. ``segments`` runs row by row on every GPU.
+    """
+    if exp.model.attention != "auto":
+        return exp.model.attention
+    if device.accelerator != "cuda":
+        return "sdpa"
+    if exp.data.layout == "padded":
+        return "sdpa"  # rows of their own need no mask
+    return "varlen" if precision != "fp32" and "bf16" in device.precisions else "segments"
 
 
 def _host(host: HostConfig, hardware: HardwareConfig, local_names: frozenset[str]) -> HostPlan:
@@ -173,6 +191,15 @@ def _warnings(
         found.append(
             f"{exp.model.name or exp.model.path} was trained in bf16; its activations may overflow "
             "fp16 (loss scale falls, then NaN). If it does: precision=fp32, or devices with bf16."
+        )
+    on_cuda = any(
+        exp.hardware.devices[name].accelerator == "cuda" for name in {h.device for h in hosts}
+    )
+    if on_cuda and exp.model.attention in ("sdpa", "eager") and exp.data.layout != "padded":
+        found.append(
+            f"model.attention={exp.model.attention} isolates packed rows with a mask of "
+            f"{exp.data.seq_len:,} x {exp.data.seq_len:,}, kept for each layer, and computes what "
+            "it hides. model.attention=auto needs no mask."
         )
     if exp.zero.quantized_gradients and len(hosts) == 1:
         found.append("zero.quantized_gradients (qgZ) has no effect on one node.")

@@ -125,6 +125,12 @@ class Plan:
     grad_accum_dtype: str = ""
     """In what gradients are summed over micro steps; empty in a plan of an older version, which
     left it at ``precision``."""
+    attention: tuple[tuple[str, str], ...] = ()
+    """(device type, implementation for packed rows), one each: ``varlen``, ``segments``, ..."""
+
+    def attention_on(self, device: str) -> str:
+        """For packed rows on this type of device; empty in a plan of an older llmx."""
+        return dict(self.attention).get(device, "")
 
     @property
     def world_size(self) -> int:
@@ -148,5 +154,6 @@ class Plan:
             batch=BatchPlan(**batch),
             memory=tuple(MemoryPlan(**memory) for memory in values.pop("memory")),
             warnings=tuple(values.pop("warnings")),
+            attention=tuple((name, way) for name, way in values.pop("attention", ())),
             **values,
         )

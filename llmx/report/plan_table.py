@@ -107,6 +107,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         ("model", _model_line(plan, exp)),
         ("zero", _zero_line(exp)),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
+        ("attention", _attention_line(plan, exp)),
         ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
     ]
     for name, text in rows:
@@ -178,6 +179,18 @@ def _zero_line(exp: Experiment) -> str:
 
 def _sum_line(plan: Plan) -> str:
     return f"summed over micro steps in {plan.grad_accum_dtype}"
+
+
+def _attention_line(plan: Plan, exp: Experiment) -> str:
+    kinds = dict(plan.attention)
+    each = ", ".join(f"{way} ({name})" for name, way in kinds.items())
+    rows = {
+        "auto": "rows are packed where the model isolates them",
+        "packed": "rows are packed",
+        "padded": "each row in a line of its own",
+    }[exp.data.layout]
+    same = len(set(kinds.values())) == 1
+    return f"{next(iter(kinds.values())) if same else each}; {rows}"
 
 
 def _memory(plan: Plan) -> Table:

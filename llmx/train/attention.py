@@ -1,39 +1,71 @@
 """What a model's forward gets, so that packed rows never see each other.
 
-``segment_ids`` say which tokens belong together; each attention implementation is told in its
-own way. Shown by ``python -m pytest tests/unit/test_train_attention.py``.
+``segment_ids`` say which tokens belong together; a ``Way`` says how a model is told. Which way is
+right for a model is found by trying (``llmx.train.isolation``).
+Shown by ``python -m pytest tests/unit/test_train_attention.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
-from llmx.errors import ConfigError
+from llmx.train.varlen import SEGMENTS
 
 
-def sliding_window(config: Any) -> int | None:
-    """Tokens that a layer with a sliding window sees; None if every layer sees everything."""
-    window = getattr(config, "sliding_window", None)
-    layers = getattr(config, "layer_types", None)
-    if not window or (layers is not None and "sliding_attention" not in layers):
-        return None
-    return int(window)
+@dataclass(frozen=True)
+class Way:
+    """How a model is given a micro batch."""
 
+    implementation: str = "sdpa"
+    """What transformers calls ``attn_implementation``."""
+    told_by: str = "mask"
+    """What tells it which tokens belong together:
 
-def check_isolation(config: Any, *, seq_len: int, layout: str) -> None:
-    """Raise ConfigError for a model whose attention cannot be isolated in a packed row.
-
-    A ready-made mask replaces the sliding window that some models build for themselves.
+    - ``mask``: positions, and a mask made here where a line holds several rows
+    - ``positions``: positions that restart, from which transformers makes its own masks, with
+      the model's windows and chunks
+    - ``masks``: as ``mask``, one for each kind of layer, with its window or chunk
+    - ``bounds``: positions, and where rows begin; all in one line
+    - ``padding``: which tokens are padding, and no positions (one row a line)
+    - ``nothing``: the tokens alone (one row a line, padding at its right)
     """
-    window = sliding_window(config)
-    if layout == "packed" and window is not None and window < seq_len:
-        raise ConfigError(
-            f"data.layout=packed with a sliding window of {window} tokens, below "
-            f"data.seq_len={seq_len}: the mask that isolates packed rows would replace the "
-            f"window. Set data.layout=padded, or data.seq_len to at most {window}."
-        )
+    layout: str = "packed"
+    """``packed`` or ``padded`` (see ``llmx.data.collate``)."""
+    reach: tuple[tuple[str, int | None], ...] = ()
+    """For ``masks``: kinds of layers and their window or chunk, tokens (None: all)."""
+
+
+CHUNKED = "chunked_attention"
+
+
+def reach_of(config: Any) -> tuple[tuple[str, int | None], ...]:
+    """Each kind of attention layer of the model, and how far it sees; empty where all are alike."""
+    windows = {
+        "full_attention": None,
+        "sliding_attention": getattr(config, "sliding_window", None),
+        CHUNKED: getattr(config, "attention_chunk_size", None),
+    }
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return tuple((kind, windows[kind]) for kind in sorted(kinds & set(windows)))
+
+
+def ways(implementation: str, layout: str) -> tuple[Way, ...]:
+    """The ways to try with this implementation, the preferred one first."""
+    if layout == "padded":
+        told = ("positions", "padding", "nothing")
+    elif implementation.startswith(("llmx_", "flash_attention")):
+        told = ("bounds",)
+    elif implementation == "flex_attention":
+        told = ("positions", "mask", "masks")
+    else:
+        told = ("mask", "positions", "masks", "bounds")
+    return tuple(Way(implementation, name, layout) for name in told)
 
 
 def isolation_mask(segment_ids: torch.Tensor) -> torch.Tensor:
@@ -54,10 +86,23 @@ def additive(mask: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
 
 
+def segment_bounds(segment_ids: torch.Tensor) -> tuple[int, ...]:
+    """Where each segment of the lines, one after the other, begins; and the end.
+
+    The padding of a line is a segment of its own. On the CPU: looking costs a device nothing.
+    """
+    lines, length = segment_ids.shape
+    flat = segment_ids.reshape(-1).numpy()
+    starts = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+    # Two lines may meet in the same number.
+    starts = np.union1d(starts, np.arange(lines) * length)
+    return (*map(int, starts), len(flat))
+
+
 def model_inputs(
     batch: dict[str, torch.Tensor],
     *,
-    implementation: str,
+    way: Way,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[dict[str, Any], torch.Tensor]:
@@ -67,38 +112,97 @@ def model_inputs(
         batch: ``input_ids``, ``position_ids``, ``segment_ids``, ``labels``, all [B, T], as
             ``llmx.data.collate`` gives them: on the CPU, so that looking at them waits for
             no GPU.
-        implementation: the model's attention: sdpa, eager, flash_attention_2, flex_attention.
         dtype: of the activations (eager adds its mask to them).
     """
-    ids, positions, labels = batch["input_ids"], batch["position_ids"], batch["labels"]
-    if implementation == "flash_attention_2":
-        # Its varlen kernel finds the rows by the restarts of position_ids, in a single row.
+    ids, labels = batch["input_ids"], batch["labels"]
+    positions, segments = batch["position_ids"], batch["segment_ids"]
+    if way.told_by == "nothing":
+        return {"input_ids": ids.to(device, non_blocking=True)}, labels
+    if way.told_by == "padding":
+        real = (segments != 0).to(torch.long)
+        # A line of padding alone would be a row of nothing in a softmax.
+        real[:, 0] = 1
+        inputs = {"input_ids": ids, "attention_mask": real}
+        return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}, labels
+    told: dict[str, Any] = {"attention_mask": None}
+    if way.told_by == "bounds":
         ids, positions, labels = (x.reshape(1, -1) for x in (ids, positions, labels))
-    segments = batch["segment_ids"]
-    mask: Any = None
-    if implementation != "flash_attention_2" and int(segments.max()) > 1:
-        segments = segments.to(device, non_blocking=True)
-        if implementation == "flex_attention":
-            mask = _block_mask(segments)
-        else:
-            mask = isolation_mask(segments)
-            if implementation == "eager":
-                mask = additive(mask, dtype=dtype)
+        told.update(_told_bounds(segment_bounds(segments), way.implementation, device))
+    elif way.told_by == "mask" and int(segments.max()) > 1:
+        told["attention_mask"] = _mask(segments.to(device, non_blocking=True), way, dtype)
+    elif way.told_by == "masks" and int(segments.max()) > 1:
+        on_device = segments.to(device, non_blocking=True)
+        places = positions.to(device, non_blocking=True)
+        told["attention_mask"] = {
+            kind: _mask(on_device, way, dtype, _reaches(kind, reach, places))
+            for kind, reach in way.reach
+        }
     # position_ids are given always: OPT would otherwise count them from the attention mask.
     inputs = {
         "input_ids": ids.to(device, non_blocking=True),
         "position_ids": positions.to(device, non_blocking=True),
-        "attention_mask": mask,
+        **told,
     }
     return inputs, labels
 
 
-def _block_mask(segment_ids: torch.Tensor) -> Any:
+def _told_bounds(
+    bounds: tuple[int, ...], implementation: str, device: torch.device
+) -> dict[str, Any]:
+    """Where rows begin, under the names that the kernels know."""
+    if implementation == SEGMENTS:
+        return {"segment_bounds": bounds}
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    told = {
+        # Given, no layer has to find the rows by the restarts of position_ids, which costs
+        # flash-attention two waits for the device a layer.
+        "cu_seq_lens_q": offsets.to(device, non_blocking=True),
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    told["cu_seq_lens_k"] = told["cu_seq_lens_q"]
+    if not implementation.startswith(("llmx_", "flash_attention")):
+        # The kernels of state-space layers know a row by its number.
+        lengths = offsets.diff()
+        rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
+        told["seq_idx"] = rows[None].to(device, non_blocking=True)
+    return told
+
+
+Reaches = Callable[[Any, Any, Any], Any]
+"""Of (line, query, key): whether the layer's window or chunk lets the one see the other."""
+
+
+def _reaches(kind: str, reach: int | None, positions: torch.Tensor) -> Reaches | None:
+    if reach is None:
+        return None
+    if kind == CHUNKED:
+        return lambda b, q, k: positions[b, q] // reach == positions[b, k] // reach
+    return lambda b, q, k: q - k < reach
+
+
+def _mask(
+    segment_ids: torch.Tensor, way: Way, dtype: torch.dtype, reaches: Reaches | None = None
+) -> Any:
+    if way.implementation == "flex_attention":
+        return _block_mask(segment_ids, reaches)
+    mask = isolation_mask(segment_ids)
+    if reaches is not None:
+        lines, length = segment_ids.shape
+        every = torch.arange(length, device=segment_ids.device)
+        line = torch.arange(lines, device=segment_ids.device)[:, None, None]
+        mask = mask & reaches(line, every[None, :, None], every[None, None, :]).unsqueeze(1)
+    return additive(mask, dtype=dtype) if way.implementation == "eager" else mask
+
+
+def _block_mask(segment_ids: torch.Tensor, reaches: Reaches | None = None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, length = segment_ids.shape
 
     def visible(b: Any, _head: Any, query: Any, key: Any) -> Any:
-        return (segment_ids[b, query] == segment_ids[b, key]) & (query >= key)
+        seen = (segment_ids[b, query] == segment_ids[b, key]) & (query >= key)
+        return seen if reaches is None else seen & reaches(b, query, key)
 
     return create_block_mask(visible, batch, None, length, length, device=str(segment_ids.device))

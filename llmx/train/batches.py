@@ -15,9 +15,13 @@ from typing import Any
 import torch
 
 from llmx.data import collate
+from llmx.data.collate import PAD_TO
 from llmx.data.order import rank_slice, samples_of_step
 from llmx.plan.types import BatchPlan
 
+PAD_TO_ON = {"cpu": PAD_TO, "cuda": 128}
+"""``data.pad_to_multiple_of`` where it is null. On CUDA few shapes are better than short ones:
+kernels are planned, and memory is kept, for each shape."""
 AHEAD = 2
 """Steps that are prepared ahead."""
 
@@ -29,6 +33,8 @@ class Layout:
     seq_len: int
     pad_id: int
     layout: str
+    pad_to: int = PAD_TO
+    """A batch is as long as its longest line, rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ def make_step(
             seq_len=layout.seq_len,
             pad_id=layout.pad_id,
             layout=layout.layout,
+            pad_to=layout.pad_to,
         )
         for micro_step in range(batch.accumulation)
     )

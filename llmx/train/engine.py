@@ -21,14 +21,14 @@ from llmx.config import Experiment, LaunchConfig, OptimConfig
 from llmx.errors import ConfigError
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
-from llmx.train.attention import check_isolation, model_inputs
+from llmx.train.attention import Way, model_inputs
+from llmx.train.choose_way import choose_way
 from llmx.train.devices import check_quantized_gradients, choose_gpu
 from llmx.train.experts import Routing, gather_experts_together
 from llmx.train.loss import fused_loss_problem
 from llmx.train.loss_scale import grow_after_step
 from llmx.train.model import (
     DTYPES,
-    attention_implementation,
     build_model,
     model_config,
     true_vocab,
@@ -125,8 +125,8 @@ class Engine:
     """The Hugging Face config, vocabulary as in memory."""
     vocab_size: int
     """Rows of the vocabulary that count; the config's own may be padded."""
-    implementation: str
-    """Attention."""
+    way: Way
+    """How a micro batch is given to it."""
     dtype: torch.dtype
     device: torch.device
     stage: int
@@ -202,14 +202,13 @@ def build_engine(
         check_quantized_gradients(exp, plan, visible=torch.cuda.device_count())
     seed_everything(exp, accelerator=plan.accelerator)
     config = model_config(exp, tokenizer=tokenizer)
-    check_isolation(config, seq_len=exp.data.seq_len, layout=exp.data.layout)
-    implementation = attention_implementation(exp, accelerator=plan.accelerator)
+    way = choose_way(exp, plan, config, device=device)
     model = build_model(
         exp,
         config,
         precision=plan.precision,
         device=device,
-        implementation=implementation,
+        implementation=way.implementation,
         ds_config=ds_config,
     )
     if ds_config["zero_optimization"]["stage"] == 3:
@@ -234,7 +233,7 @@ def build_engine(
         engine=engine,
         config=config,
         vocab_size=(true_vocab(tokenizer) if exp.model.init == "scratch" else config.vocab_size),
-        implementation=implementation,
+        way=way,
         dtype=DTYPES[plan.precision],
         device=device,
         stage=ds_config["zero_optimization"]["stage"],
@@ -256,7 +255,7 @@ def _can_fuse(exp: Experiment, engine: Engine) -> bool:
             "segment_ids": torch.ones_like(ids),
             "labels": ids,
         },
-        implementation=engine.implementation,
+        way=engine.way,
         dtype=engine.dtype,
         device=engine.device,
     )

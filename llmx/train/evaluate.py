@@ -60,10 +60,11 @@ def evaluate_loss(
             seq_len=layout.seq_len,
             pad_id=layout.pad_id,
             layout=layout.layout,
+            pad_to=layout.pad_to,
         )
         inputs, labels = model_inputs(
             micro,
-            implementation=engine.implementation,
+            way=engine.way,
             dtype=engine.dtype,
             device=engine.device,
         )

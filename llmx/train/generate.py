@@ -7,13 +7,15 @@ takes no mask. Tried by ``python -m pytest -m deepspeed tests/integration/test_t
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from llmx.train.attention import additive, sliding_window
+from llmx.train.attention import additive, reach_of
 from llmx.train.engine import Engine
-from llmx.train.loss import head_at
+from llmx.train.loss import head_at, takes
 
 BATCH = 32
 """Prompts answered together on one rank."""
@@ -50,22 +52,23 @@ def generate(
     """
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     # A cache that forgets what left the window has no place for a mask over everything.
-    equal = engine.implementation not in MASKED or sliding_window(engine.config) is not None
+    equal = not _takes_mask(engine)
     batches = group([len(prompt) for prompt in prompts], world=world, equal=equal)
     mine: dict[int, list[int]] = {}
     engine.engine.eval()
-    for first in range(0, len(batches), world):
-        # Where a rank has no batch left it repeats the round's first, and drops the answers.
-        own = first + rank < len(batches)
-        batch = batches[first + rank] if own else batches[first]
-        answers = _answer(
-            engine,
-            [prompts[index] for index in batch],
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-        )
-        if own:
-            mine.update(zip(batch, answers, strict=True))
+    with _plain_attention(engine):
+        for first in range(0, len(batches), world):
+            # Where a rank has no batch left it repeats the round's first, and drops the answers.
+            own = first + rank < len(batches)
+            batch = batches[first + rank] if own else batches[first]
+            answers = _answer(
+                engine,
+                [prompts[index] for index in batch],
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+            )
+            if own:
+                mine.update(zip(batch, answers, strict=True))
     engine.engine.train()
     everyone: list[Any] = [None] * world
     torch.distributed.all_gather_object(everyone, mine)
@@ -73,6 +76,32 @@ def generate(
     for part in everyone:
         merged.update(part)
     return [merged[index] for index in range(len(prompts))]
+
+
+def _takes_mask(engine: Engine) -> bool:
+    """Whether prompts of different lengths may share a batch, padded at the left and masked."""
+    windows = [reach for _, reach in reach_of(engine.config)]
+    if getattr(engine.config, "layer_types", None) is None:
+        windows.append(getattr(engine.config, "sliding_window", None))
+    return (
+        engine.way.layout == "packed"  # else a state along the sequence would see the padding
+        and (engine.way.implementation in MASKED or engine.way.implementation.startswith("llmx_"))
+        and not any(windows)
+    )
+
+
+@contextlib.contextmanager
+def _plain_attention(engine: Engine) -> Iterator[None]:
+    """Inside, an attention that knows only packed rows makes room for one with a cache."""
+    own = engine.way.implementation
+    if not own.startswith("llmx_"):
+        yield
+        return
+    engine.module.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        engine.module.set_attn_implementation(own)
 
 
 @torch.no_grad()
@@ -95,21 +124,28 @@ def _answer(
     stops = torch.tensor(sorted(stop_ids), device=device, dtype=torch.long)
     padded = bool(padding.any())
     done = torch.zeros(rows, dtype=torch.bool, device=device)
-    cache = DynamicCache(config=engine.config)
+    kind = type(engine.module)
+    with_positions = engine.way.told_by not in ("padding", "nothing") and takes(
+        kind, "position_ids"
+    )
+    # Without a cache that it takes from us, the whole row goes through the model for each token.
+    cached = takes(kind, "past_key_values", by_name=True)
+    cache = DynamicCache(config=engine.config) if cached else None
     answers: list[list[int]] = [[] for _ in prompts]
     limit = getattr(engine.config, "max_position_embeddings", None) or longest + max_new_tokens
     every_row = torch.arange(rows, device=device)
     for length in range(longest, longest + max_new_tokens):
         new = tokens.shape[1]
         place = torch.arange(length - new, length, device=device)
+        told: dict[str, Any] = {}
+        if with_positions:
+            told["position_ids"] = (place[None, :] - padding[:, None]).clamp(0, limit - 1)
+        if padded:
+            told["attention_mask"] = _mask(engine, place, length, padding)
+        if cached:
+            told.update(past_key_values=cache, use_cache=True)
         with head_at(engine.module, every_row, torch.full_like(every_row, new - 1)):
-            output = engine.module(
-                input_ids=tokens,
-                position_ids=(place[None, :] - padding[:, None]).clamp(0, limit - 1),
-                attention_mask=_mask(engine, place, length, padding) if padded else None,
-                past_key_values=cache,
-                use_cache=True,
-            )
+            output = engine.module(input_ids=tokens, **told)
         chosen = output.logits[0, :, : engine.vocab_size].float().argmax(dim=-1)
         # Beyond the model's last position there is no answer; the forwards go on for the others.
         done |= torch.isin(chosen, stops) | (length - padding > limit)
@@ -121,7 +157,7 @@ def _answer(
         torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)
         if not int(unfinished):
             break
-        tokens = chosen[:, None]
+        tokens = chosen[:, None] if cached else torch.cat([tokens, chosen[:, None]], dim=1)
     return answers
 
 
@@ -134,4 +170,4 @@ def _mask(engine: Engine, place: torch.Tensor, length: int, padding: torch.Tenso
         keys[None, None, :] == place[None, :, None]
     )
     mask = (causal & real).unsqueeze(1)
-    return additive(mask, dtype=engine.dtype) if engine.implementation == "eager" else mask
+    return additive(mask, dtype=engine.dtype) if engine.way.implementation == "eager" else mask

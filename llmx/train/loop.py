@@ -175,7 +175,7 @@ def train_step(
     for number, micro_batch in enumerate(step.micro_batches, start=1):
         inputs, labels = model_inputs(
             micro_batch,
-            implementation=engine.implementation,
+            way=engine.way,
             dtype=engine.dtype,
             device=engine.device,
         )

@@ -8,6 +8,8 @@ Shown by ``python -m pytest tests/unit/test_train_loss.py``.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -248,7 +250,7 @@ def fused_loss_problem(
         for value in (1024.0, -3.25):  # exact in every dtype; a cap or a factor changes one
             answer = torch.full((1, 1, 1), value, device=inputs["input_ids"].device)
             with head_answers(head, lambda _hidden, answer=answer: answer):
-                got = engine(**inputs, use_cache=False).logits
+                got = engine(**inputs, **without_cache(model)).logits
             if got.numel() != 1 or float(got) != value:
                 return "it changes the logits after its output embedding"
         plain = float(micro_batch_loss(engine, inputs, labels))
@@ -267,6 +269,21 @@ def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
+
+
+@functools.cache
+def takes(model: type[nn.Module], name: str, *, by_name: bool = False) -> bool:
+    """Whether the forward of this class has an argument of this name, or (unless ``by_name``)
+    takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    if name in parameters or by_name:
+        return name in parameters
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """``use_cache=False`` for a forward that has it."""
+    return {"use_cache": False} if takes(type(model), "use_cache") else {}
 
 
 def micro_batch_loss(
@@ -300,6 +317,7 @@ def micro_batch_loss(
         rows, columns = labels.new_zeros(1), labels.new_zeros(1)
     rows, columns = _to_device(rows, device), _to_device(columns, device)
     model = getattr(engine, "module", engine)
+    options = without_cache(model)
     if fused:
         head: Any = model.get_output_embeddings()
         wanted = targets.new_zeros(1) if empty else targets
@@ -315,10 +333,10 @@ def micro_batch_loss(
             ).view(1, 1, 1)
 
         with head_answers(head, summed_loss):
-            loss: torch.Tensor = engine(**inputs, use_cache=False).logits.view(())
+            loss: torch.Tensor = engine(**inputs, **options).logits.view(())
         return loss * 0.0 if empty else loss
     with head_at(model, rows, columns):
-        logits = engine(**inputs, use_cache=False).logits[0]
+        logits = engine(**inputs, **options).logits[0]
     if empty:
         return logits.float().sum() * 0.0
     return summed_cross_entropy(logits, targets, vocab_size=vocab_size)

@@ -84,18 +84,6 @@ def _check(exp: Experiment, config: Any, tokenizer: Any) -> None:
         )
 
 
-def attention_implementation(exp: Experiment, *, accelerator: str) -> str:
-    """The one that is used: ``auto`` is PyTorch's scaled_dot_product_attention."""
-    chosen = exp.model.attention
-    # Flex attention has no backward pass on a CPU (torch 2.13 fails while it compiles one).
-    if chosen in ("flash_attention_2", "flex_attention") and accelerator != "cuda":
-        raise ConfigError(
-            f"model.attention={chosen} trains on CUDA only, this run is on {accelerator}. "
-            "Set model.attention=sdpa."
-        )
-    return "sdpa" if chosen == "auto" else chosen
-
-
 def build_model(
     exp: Experiment,
     config: Any,

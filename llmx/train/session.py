@@ -15,7 +15,7 @@ from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.tasks import KINDS, Task
 from llmx.train.agreement import Agreement
-from llmx.train.batches import Layout
+from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.engine import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, cut_back
@@ -122,7 +122,12 @@ def open_session(
         tokenizer=tokenizer,
         train_store=train_store,
         eval_store=eval_store,
-        layout=Layout(seq_len=exp.data.seq_len, pad_id=pad_id(tokenizer), layout=exp.data.layout),
+        layout=Layout(
+            seq_len=exp.data.seq_len,
+            pad_id=pad_id(tokenizer),
+            layout=engine.way.layout,
+            pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
+        ),
         metrics=metrics,
         status=status,
         agreement=agreement,

@@ -59,11 +59,17 @@ LAYERS = (
 )  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+HEAD_WIDTHS = (
+    "head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "rotary_dim",
+    "query_pre_attn_scalar", "global_head_dim",
+)  # fmt: skip
 WINDOWS = (
     "sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size",
     "window_size", "local_attention", "keep_window_size",
 )  # fmt: skip
 """How far back some of its layers see, in tokens."""
+LONG_WINDOW = 512
+"""A window that no test's row reaches."""
 INDEX_LISTS = (
     "full_attn_idxs",
     "moe_layers",
@@ -78,12 +84,21 @@ PERIODS = {
 }
 
 
-def tiny_config(config: Any, *, window: int = 4, per_kind: int = 1) -> Any:
+def tiny_config(
+    config: Any,
+    *,
+    window: int = 4,
+    seq_len: int = 1 << 30,
+    per_kind: int = 1,
+    real_heads: bool = False,
+) -> Any:
     """A copy of ``config`` whose model has about 100,000 parameters.
 
     Args:
         config: a Hugging Face config.
         window: what a sliding window or a chunk of attention becomes, tokens.
+        seq_len: a window that is as long as this plays no part, nor does it here.
+        real_heads: keep how wide a head is, for kernels that have limits there.
         per_kind: layers of each kind that are kept (some share weights with the next of theirs).
 
     Kept: the class, every switch, the ratio of query to key heads, kinds of layers (two layers
@@ -91,15 +106,17 @@ def tiny_config(config: Any, *, window: int = 4, per_kind: int = 1) -> Any:
     does not know: building or running the model then fails, and the caller has no answer.
     """
     tiny = copy.deepcopy(config)
-    _shrink(tiny, window=window, per_kind=per_kind)
+    _shrink(tiny, window=window, seq_len=seq_len, per_kind=per_kind)
+    if real_heads:
+        _restore_heads(tiny, config)
     return tiny
 
 
-def _shrink(config: Any, *, window: int, per_kind: int) -> None:
+def _shrink(config: Any, *, window: int, seq_len: int, per_kind: int) -> None:
     values = config.__dict__
     for value in values.values():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            _shrink(value, window=window, per_kind=per_kind)
+            _shrink(value, window=window, seq_len=seq_len, per_kind=per_kind)
     ratio = _query_heads_per_key_head(values)
     if values.get("head_dim") is not None and values["head_dim"] == values.get("qk_rope_head_dim"):
         values["head_dim"] = WIDTHS["qk_rope_head_dim"]
@@ -114,7 +131,7 @@ def _shrink(config: Any, *, window: int, per_kind: int) -> None:
             values[key] = max(1, heads // ratio)
     for key in WINDOWS:
         if _is_int(values.get(key)) and values[key] > window:
-            values[key] = window
+            values[key] = window if values[key] < seq_len else LONG_WINDOW
     _tie_widths(values)
     _special_tokens_inside(values)
     _fewer_layers(values, per_kind=per_kind)
@@ -152,6 +169,21 @@ def _special_tokens_inside(values: dict[str, Any]) -> None:
             values[key] = size - 1
         elif key.endswith("_token_id") and _is_int(value) and value >= size:
             values[key] = size - 2
+
+
+def _restore_heads(tiny: Any, config: Any) -> None:
+    """Heads as wide as before: stored by themselves, or as a part of the hidden size."""
+    new, old = tiny.__dict__, config.__dict__
+    for key in HEAD_WIDTHS:
+        if _is_int(old.get(key)):
+            new[key] = old[key]
+    heads = next((old[key] for key in HEADS if _is_int(old.get(key))), None)
+    width = next((old[key] for key in ("hidden_size", "n_embd", "d_model") if key in old), None)
+    if heads and width and not _is_int(old.get("head_dim")):
+        wide = width // heads * next(new[key] for key in HEADS if _is_int(new.get(key)))
+        for key, value in new.items():
+            if old.get(key) == width and value == WIDTHS.get(key):
+                new[key] = wide
 
 
 def _is_int(value: Any) -> bool:

@@ -8,8 +8,7 @@ import torch
 
 from llmx.data import collate
 from llmx.data.store import Sample
-from llmx.errors import ConfigError
-from llmx.train.attention import additive, check_isolation, isolation_mask, model_inputs
+from llmx.train.attention import Way, additive, isolation_mask, model_inputs, segment_bounds, ways
 from tests.small_models import KINDS, small_model
 
 CPU = torch.device("cpu")
@@ -27,9 +26,10 @@ def sample(*lengths: int, seed: int = 0) -> Sample:
 
 def inputs_of(samples: list[Sample], implementation: str = "sdpa", layout: str = "packed"):
     batch = collate(samples, seq_len=48, pad_id=0, layout=layout)
-    inputs, labels = model_inputs(
-        batch, implementation=implementation, dtype=torch.float32, device=CPU
-    )
+    way = ways(implementation, layout)[0] if layout == "packed" else Way(layout=layout)
+    if implementation == "flex_attention":
+        way = Way(implementation, "mask")
+    inputs, labels = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)
     return batch, inputs, labels
 
 
@@ -107,13 +107,24 @@ def test_mask_literally() -> None:
     assert added[0].tolist() == [0.0] + [torch.finfo(torch.bfloat16).min] * 4
 
 
-def test_flash_attention_gets_one_line_whose_positions_restart() -> None:
-    batch, inputs, labels = inputs_of([sample(5, 3), sample(8)], "flash_attention_2")
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "llmx_varlen"])
+def test_kernels_for_rows_of_any_length_get_one_line_and_where_rows_begin(kernel: str) -> None:
+    batch, inputs, labels = inputs_of([sample(5, 3), sample(6), sample(2, 4)], kernel)
     assert inputs["attention_mask"] is None
-    assert inputs["input_ids"].shape == inputs["position_ids"].shape == labels.shape == (1, 16)
-    starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
-    assert starts == [0, 5, 8]
+    assert inputs["input_ids"].shape == inputs["position_ids"].shape == labels.shape == (1, 24)
     assert torch.equal(labels[0], batch["labels"].flatten())
+    # The padding of a line is a segment of its own; the next line begins another.
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 5, 8, 14, 16, 18, 22, 24]
+    assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"]
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32
+    # A number, not a tensor: a layer that reads it waits for no device.
+    assert type(inputs["max_length_q"]) is type(inputs["max_length_k"]) is int
+    assert inputs["max_length_q"] == 6
+
+
+def test_lines_that_end_and_begin_with_the_same_number_are_two_segments() -> None:
+    assert segment_bounds(torch.tensor([[1, 1, 1], [1, 1, 2]])) == (0, 3, 5, 6)
+    assert segment_bounds(torch.tensor([[0, 0]])) == (0, 2)
 
 
 def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
@@ -125,12 +136,22 @@ def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
     assert torch.equal(found, isolation_mask(batch["segment_ids"])[0, 0])
 
 
-def test_a_sliding_window_below_the_row_is_refused_when_packed() -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model("mistral", sliding_window=16)
-    with pytest.raises(ConfigError, match="sliding window of 16 tokens.*data.layout=padded"):
-        check_isolation(config, seq_len=48, layout="packed")
-    check_isolation(config, seq_len=48, layout="padded")
-    check_isolation(config, seq_len=16, layout="packed")
-    check_isolation(AutoConfig.for_model("llama"), seq_len=48, layout="packed")
+def test_a_mask_for_each_kind_of_layer_has_its_window() -> None:
+    way = Way(
+        "sdpa",
+        "masks",
+        reach=(("chunked_attention", 3), ("full_attention", None), ("sliding_attention", 2)),
+    )
+    batch = collate([sample(5, 3)], seq_len=48, pad_id=0, layout="packed", pad_to=1)
+    masks = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)[0]["attention_mask"]
+    whole = isolation_mask(batch["segment_ids"])
+    assert torch.equal(masks["full_attention"], whole)
+    for query, first in ((4, 3), (5, 5), (7, 6)):
+        assert masks["sliding_attention"][0, 0, query].nonzero().flatten().tolist() == list(
+            range(first, query + 1)
+        )
+    # Chunks are counted from the start of a row: 0 1 2 | 3 4, and 0 1 2.
+    for query, first in ((2, 0), (4, 3), (7, 5)):
+        assert masks["chunked_attention"][0, 0, query].nonzero().flatten().tolist() == list(
+            range(first, query + 1)
+        )

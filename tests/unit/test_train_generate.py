@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from llmx.train import generate as generate_module
+from llmx.train.attention import Way
 from llmx.train.engine import Engine
 from llmx.train.experts import Routing
 from llmx.train.generate import generate, group
@@ -50,7 +51,7 @@ def engine_of(model: Any, attention: str, vocab_size: int | None = None) -> Engi
         engine=Wrapped(model),
         config=model.config,
         vocab_size=model.config.vocab_size if vocab_size is None else vocab_size,
-        implementation=attention,
+        way=Way(attention),
         dtype=torch.float32,
         device=torch.device("cpu"),
         stage=0,

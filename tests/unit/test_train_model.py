@@ -9,7 +9,7 @@ import pytest
 from llmx.errors import ConfigError
 from llmx.train.engine import parameter_groups
 from llmx.train.initialise import module_seed
-from llmx.train.model import attention_implementation, model_config, padded_vocab, true_vocab
+from llmx.train.model import model_config, padded_vocab, true_vocab
 from tests.reference import VOCABULARY, word_tokenizer
 from tests.rundirs import PARITY_MODELS, parity_experiment
 from tests.small_models import small_model
@@ -60,16 +60,6 @@ def test_a_tokenizer_larger_than_the_pretrained_model_is_refused(tmp_path: Path)
     exp.model.init, exp.model.path, exp.model.config = "pretrained", str(tmp_path / "model"), {}
     with pytest.raises(ConfigError, match="ids up to 89, the model an embedding of 89 rows"):
         model_config(exp, tokenizer=word_tokenizer())
-
-
-@pytest.mark.parametrize("chosen", ["flash_attention_2", "flex_attention"])
-def test_attention_that_needs_cuda(chosen: str, tmp_path: Path) -> None:
-    exp = parity_experiment(tmp_path, attention=chosen)
-    assert attention_implementation(exp, accelerator="cuda") == chosen
-    with pytest.raises(ConfigError, match=f"{chosen} trains on CUDA only.*sdpa"):
-        attention_implementation(exp, accelerator="cpu")
-    exp.model.attention = "auto"
-    assert attention_implementation(exp, accelerator="cpu") == "sdpa"
 
 
 def test_only_matrices_decay() -> None:

@@ -1,0 +1,355 @@
+"""Which way of feeding a model is right: found by trying it on a tiny one of its class.
+
+A few short rows go through the tiny model alone, as its authors wrote it, and then as this
+program would feed them: packed into one line, or padded. Loss and gradient must be the same. So
+state that runs along the sequence, masks that a model makes otherwise, positions that it shifts or
+ignores are found whatever they are called, in a fraction of a second, before anything is loaded.
+
+Shown by ``python -m pytest tests/unit/test_train_isolation.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from llmx.data import collate
+from llmx.data.store import Sample
+from llmx.train.attention import Way, model_inputs, reach_of, ways
+from llmx.train.loss import micro_batch_loss
+from llmx.train.tiny import tiny_config
+from llmx.train.varlen import Unsupported, register
+
+LARGEST_TINY = 20_000_000
+"""Parameters of a model that could not be made tinier, and is not tried."""
+
+PACKED = ((7, 9, 5), (11,))
+"""Rows of the lines of a batch with packed lines; the second line has padding."""
+SINGLE = ((6,), (10,))
+"""A batch of single rows, for which no mask is made."""
+SEQ_LEN = 24
+VOCAB = 90
+
+TOLERANCES = {torch.float32: (2e-5, 5e-4)}
+"""Relative, of loss and gradient. Over the 178 architectures of transformers 5.23 the gradient of
+what is right differs by at most 2e-6, of what leaks by at least 1e-2."""
+LOW_PRECISION = (3e-2, 2e-1)
+INDEPENDENT = 5e-3
+"""Relative: what other rows may change of a row's loss in 16 bits (nothing, but for rounding)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Which ways are right for a model."""
+
+    packed: Way | None
+    padded: Way | None
+    why_not_packed: str = ""
+    """What happens to rows that are packed; empty where they are isolated or were not tried."""
+    why_not_trained: str = ""
+    """Why no way at all is right: this model cannot be trained here."""
+    unknown: str = ""
+    """Why nothing could be tried."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Answer:
+        found = {name: values[name] and Way(**values[name]) for name in ("packed", "padded")}
+        return cls(**{**values, **found})
+
+
+@dataclass
+class _Trial:
+    """A tiny model, and what it computes for single rows."""
+
+    model: Any
+    batches: tuple[tuple[Sample, ...], ...]
+    loss: float
+    gradient: torch.Tensor
+    device: torch.device
+    dtype: torch.dtype
+
+
+def find_ways(
+    config: Any,
+    *,
+    implementations: Sequence[str] = ("sdpa", "eager"),
+    layouts: Sequence[str] = ("packed", "padded"),
+    seq_len: int = 1 << 30,
+    trust_remote_code: bool = False,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    real_heads: bool = False,
+) -> Answer:
+    """The first way of each layout that is right; leaves ``config`` as it is.
+
+    Args:
+        config: the Hugging Face config of the model.
+        implementations: of attention, the preferred one first.
+        layouts: what to look for. After a packed way is found, padding is not looked into.
+        seq_len: windows as long as this play no part.
+        dtype: of the trial; 16 bits where a kernel has no other.
+        real_heads: with heads as wide as the model's own, which a kernel may not take.
+    """
+    register()
+    device = device or torch.device("cpu")
+    with _quiet(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        shape = {"seq_len": seq_len, "real_heads": real_heads}
+        trial = _make_trial(config, shape, remote=trust_remote_code, device=device, dtype=dtype)
+        if isinstance(trial, Answer):
+            return trial
+        found: dict[str, Way | None] = {"packed": None, "padded": None}
+        problems: dict[str, list[tuple[Way, str]]] = {"packed": [], "padded": []}
+        for layout in layouts:
+            for way in (way for name in implementations for way in ways(name, layout)):
+                problem = _problem(trial, _for(way, trial.model.config))
+                if problem is None:
+                    found[layout] = _for(way, config)
+                    break
+                problems[layout].append((way, problem))
+            if found[layout]:
+                break
+    packed, padded = found["packed"], found["padded"]
+    return Answer(
+        packed=packed,
+        padded=padded,
+        why_not_packed="" if packed or "packed" not in layouts else _first(problems["packed"]),
+        why_not_trained=(
+            "" if packed or padded or "padded" not in layouts else _first(problems["padded"])
+        ),
+    )
+
+
+def _for(way: Way, config: Any) -> Way:
+    """With the windows of this config, where the way makes masks with them."""
+    return dataclasses.replace(way, reach=reach_of(config)) if way.told_by == "masks" else way
+
+
+def _first(problems: list[tuple[Way, str]]) -> str:
+    """The reason to tell: a difference of results before an exception of some fallback."""
+    differing = [text for _, text in problems if text.startswith(DIFFERS)]
+    return differing[0] if differing else problems[0][1] if problems else "no way was tried"
+
+
+DIFFERS = "the loss of a row "
+
+
+def _make_trial(
+    config: Any,
+    shape: dict[str, Any],
+    *,
+    remote: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Trial | Answer:
+    failed = ""
+    for per_kind in (1, 2):
+        try:
+            tiny = tiny_config(config, per_kind=per_kind, **shape)
+            model = _tiny_model(tiny, remote=remote)
+            model.to(device=device, dtype=dtype)
+            batches = tuple(
+                tuple(_sample(line, seed=10 * one + two) for two, line in enumerate(lines))
+                for one, lines in enumerate((PACKED, SINGLE))
+            )
+            ahead = _sees_ahead(model, device)
+            loss, gradient = _alone(model, batches, device)
+        except Exception as error:
+            failed = failed or f"{type(error).__name__}: {_line(error)}"
+            continue
+        if ahead:
+            name = type(model).__name__
+            text = (
+                f"a token's prediction in {name} changes with the tokens after it: it is no causal "
+                "language model"
+            )
+            if getattr(config, "is_decoder", True) is False:
+                text += " as long as model.config.is_decoder=false. Set it to true"
+            return Answer(None, None, why_not_packed=text, why_not_trained=text)
+        if not np.isfinite(loss):
+            failed = "its loss is not finite"
+            continue
+        return _Trial(model, batches, loss, gradient, device, dtype)
+    return Answer(None, None, unknown=f"no small model of its class could be tried ({failed})")
+
+
+def _tiny_model(config: Any, *, remote: bool) -> Any:
+    """In training mode without dropout, weights so large that everything is felt."""
+    from transformers import AutoModelForCausalLM
+
+    config.use_cache = False
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False  # llmx.train.experts takes them itself
+    with torch.device("meta"):
+        size = sum(
+            p.numel()
+            for p in AutoModelForCausalLM.from_config(config, trust_remote_code=remote).parameters()
+        )
+    if size > LARGEST_TINY:
+        raise ValueError(f"the smallest has {size:,} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.normal_()
+            elif isinstance(module, nn.Linear):
+                module.weight.normal_(std=module.weight.shape[-1] ** -0.5)
+    return model.float().train()
+
+
+@contextlib.contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """All rates of dropout, in modules and in what they remember of the config, are 0 inside."""
+    changed = []
+    for module in model.modules():
+        rates = ["p"] if isinstance(module, nn.Dropout) else []
+        rates += [name for name in vars(module) if "drop" in name]
+        for name in rates:
+            rate = getattr(module, name)
+            if isinstance(rate, float) and rate:
+                changed.append((module, name, rate))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, rate in changed:
+            setattr(module, name, rate)
+
+
+def _sample(lengths: Sequence[int], *, seed: int) -> Sample:
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    total = sum(lengths)
+    return Sample(
+        tokens=draw.integers(5, VOCAB, size=total).astype(np.uint32),
+        targets=np.ones(total, dtype=bool),
+        row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+    )
+
+
+def _tokens(row: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(row.astype(np.int64))[None].to(device)
+
+
+@torch.no_grad()
+def _sees_ahead(model: Any, device: torch.device) -> bool:
+    """Whether an earlier token's logits change with the last token."""
+    row = _tokens(_sample((12,), seed=99).tokens, device)
+    other = row.clone()
+    other[0, -1] = 5 if int(row[0, -1]) != 5 else 6
+    with _without_dropout(model):
+        first, second = (model(input_ids=ids).logits[0, :-1].float() for ids in (row, other))
+    return bool((first - second).abs().max() > 1e-3 * first.abs().max())
+
+
+def _alone(
+    model: Any, batches: tuple[tuple[Sample, ...], ...], device: torch.device
+) -> tuple[float, torch.Tensor]:
+    """Summed loss and gradient of each row by itself, as the model's authors compute it."""
+    model.zero_grad()
+    total = 0.0
+    with _without_dropout(model):
+        for sample in (sample for batch in batches for sample in batch):
+            for tokens, _ in sample.rows():
+                ids = _tokens(tokens, device)
+                logits = model(input_ids=ids).logits[0, :-1].float()
+                loss = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+                loss.backward()
+                total += float(loss)
+    return total, _gradient(model)
+
+
+def _gradient(model: nn.Module) -> torch.Tensor:
+    parts = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(parts)
+
+
+def _problem(trial: _Trial, way: Way) -> str | None:
+    """What is wrong with this way; None where it computes what the rows give alone."""
+    model = trial.model
+    name = type(model).__name__
+    try:
+        model.set_attn_implementation(way.implementation)
+        _batch_loss(trial, (), way).backward()  # a rank without samples; with dropout, as trained
+        with _without_dropout(model):
+            model.zero_grad()
+            total = 0.0
+            for batch in trial.batches:
+                loss = _batch_loss(trial, batch, way)
+                loss.backward()
+                total += float(loss)
+            if trial.dtype != torch.float32 and way.layout == "packed":
+                changed = _changed_by_others(trial, way)
+                if changed > INDEPENDENT:
+                    return f"{DIFFERS}of {name} changes by {changed:.1%} with the rows beside it"
+    except Unsupported as error:
+        return f"{way.implementation}: {error}"
+    except Exception as error:
+        return f"{name} fails with {way.implementation}: {type(error).__name__}: {_line(error)}"
+    loss_tolerance, gradient_tolerance = TOLERANCES.get(trial.dtype, LOW_PRECISION)
+    difference = abs(total - trial.loss) / abs(trial.loss)
+    gradient = _gradient(model)
+    if gradient.shape != trial.gradient.shape:
+        return f"{name} leaves other parameters without a gradient ({way.implementation})"
+    far = float((gradient - trial.gradient).norm() / trial.gradient.norm())
+    if difference > loss_tolerance or far > gradient_tolerance or not np.isfinite(far):
+        with_what = "packed with others" if way.layout == "packed" else "padded"
+        return (
+            f"{DIFFERS}of {name} is another one when it is {with_what} (loss {difference:.1%}, "
+            f"gradient {far:.1%} off)"
+        )
+    return None
+
+
+def _batch_loss(trial: _Trial, samples: Sequence[Sample], way: Way) -> torch.Tensor:
+    batch = collate(list(samples), seq_len=SEQ_LEN, pad_id=0, layout=way.layout, pad_to=8)
+    inputs, labels = model_inputs(batch, way=way, dtype=trial.dtype, device=trial.device)
+    return micro_batch_loss(trial.model, inputs, labels)
+
+
+@torch.no_grad()
+def _changed_by_others(trial: _Trial, way: Way) -> float:
+    """How much of the loss of the second row depends on the rows before and after it."""
+    losses = []
+    for other in (0, 1):
+        sample = _sample(PACKED[0], seed=0)
+        first, second = PACKED[0][0], PACKED[0][0] + PACKED[0][1]
+        if other:
+            sample.tokens[:first] = sample.tokens[:first][::-1]
+            sample.tokens[second:] = 7
+        sample.targets[:first] = sample.targets[second:] = False
+        losses.append(float(_batch_loss(trial, (sample,), way)))
+    return abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-9)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:159] + "…"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of a model that nobody asked for, and on one core."""
+    import logging
+    import warnings
+
+    logger = logging.getLogger("transformers")
+    level, threads = logger.level, torch.get_num_threads()
+    logger.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)  # what is tiny is slower on several
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        torch.set_num_threads(threads)

@@ -1,0 +1,163 @@
+"""Attention over packed rows without a mask: the tokens of a row attend to that row alone.
+
+Two functions behind transformers' own interface for attention. Both get where each row begins,
+which the collation knows, so that no layer asks the device for it:
+
+- ``llmx_varlen``: the variable-length flash kernel that PyTorch brings (CUDA, 16 bits, compute
+  capability 8.0 and up). One launch a layer, no mask.
+- ``llmx_segments``: PyTorch's scaled_dot_product_attention, row by row. Runs everywhere; on a
+  V100 each row gets the memory-efficient kernel. No mask is kept for the backward pass.
+
+What a model wants beyond a scale, a window and shared key heads (soft-caps, sinks, biases,
+dropout) is refused by raising; ``llmx.train.isolation`` then goes on to the next way.
+Shown by ``python -m pytest tests/unit/test_train_varlen.py``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+VARLEN = "llmx_varlen"
+SEGMENTS = "llmx_segments"
+
+
+class Unsupported(Exception):
+    """A model asks its attention for something that this kernel does not compute."""
+
+
+def register() -> None:
+    """Make both known to transformers as values of ``attn_implementation``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # Not among the mask functions on purpose: transformers then builds no mask at all, and so
+    # does not ask the device whether the positions restart.
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_forward)
+    ALL_ATTENTION_FUNCTIONS.register(SEGMENTS, segments_forward)
+
+
+def varlen_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    cu_seq_lens: torch.Tensor,
+    max_length: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """PyTorch's causal kernel over ``query`` [T, H, D], ``key`` and ``value`` [T, K, D].
+
+    Args:
+        cu_seq_lens: int32 [rows + 1], on the device: where rows begin, and the end.
+        max_length: tokens of the longest row, known on the host.
+        window: tokens that a position sees, itself included; None for all before it.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    result: torch.Tensor = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_lens,
+        cu_seq_lens,
+        max_length,
+        max_length,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return result
+
+
+def varlen_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """``query`` [1, H, T, D] to [1, T, H, D], as transformers' attention functions do."""
+    _refuse(attention_mask, dropout, rest)
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise Unsupported("the model does not hand cu_seq_lens_q to its attention")
+    head, width = query.shape[-1], value.shape[-1]
+    if width != head:  # multi-head latent attention: the kernel wants one width
+        value = functional.pad(value, (0, head - width))
+    out = varlen_kernel(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens=cu_seq_lens_q,
+        max_length=max_length_q,
+        scale=scaling,
+        window=sliding_window,
+    )
+    return out[None, ..., :width], None
+
+
+def segments_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segment_bounds: tuple[int, ...] | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """``query`` [1, H, T, D] to [1, T, H, D]: one causal attention for each row."""
+    _refuse(attention_mask, dropout, rest)
+    if segment_bounds is None:
+        raise Unsupported("the model does not hand segment_bounds to its attention")
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        # Not enable_gqa: where no flash kernel runs (V100, fp32) it takes the one that keeps
+        # all scores.
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    parts = []
+    for start, stop in pairwise(segment_bounds):
+        window = sliding_window if sliding_window and sliding_window < stop - start else None
+        mask = None
+        if window is not None:
+            places = torch.arange(stop - start, device=query.device)
+            ahead = places[:, None] - places[None, :]
+            mask = (ahead >= 0) & (ahead < window)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, start:stop],
+                key[:, :, start:stop],
+                value[:, :, start:stop],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _refuse(attention_mask: torch.Tensor | None, dropout: float, rest: dict[str, Any]) -> None:
+    """Raise for what neither kernel computes."""
+    if attention_mask is not None:
+        raise Unsupported("the model makes a mask of its own")
+    if dropout:
+        raise Unsupported("its attention has dropout")
+    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+        if rest.get(name) is not None:
+            raise Unsupported(f"its attention has {name}")
+    if rest.get("is_causal") is False:
+        raise Unsupported("its attention is not causal")

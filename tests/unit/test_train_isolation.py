@@ -1,0 +1,130 @@
+"""The trial on a tiny model: what it says of every causal architecture that transformers has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from llmx.train import isolation
+from llmx.train.attention import Way
+from llmx.train.isolation import Answer, find_ways
+from tests.architectures import architectures, full_config
+
+PADDED = (
+    # State or convolution along the sequence, and a forward that has no way of cutting it.
+    "qwen3_next", "qwen3_5_text", "granitemoehybrid", "jamba", "nemotron_h", "lfm3", "mamba2",
+    "rwkv", "xlstm", "minimax", "olmo_hybrid", "kimi_linear", "deepseek_v4", "mamba", "zamba2",
+    # Positions that are swallowed, or shifted by the padding's id, or counted from a mask.
+    "bart", "mbart", "marian", "pegasus", "roberta", "bloom", "openai-gpt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
+    """All of them: half a minute of one core."""
+    found = find_ways(full_config(name))
+    assert not found.unknown, f"{name}: {found.unknown}"
+    assert found.packed or found.why_not_packed
+    assert found.packed or found.padded or found.why_not_trained
+    if name in PADDED:
+        assert found.packed is None
+        assert found.padded is not None
+
+
+def test_windows_and_chunks_are_kept_where_rows_are_packed() -> None:
+    """Refused once: a mask of ours would have replaced the window."""
+    for name, told in (
+        ("mistral", "positions"),
+        ("llama4_text", "positions"),
+        ("gpt_oss", "masks"),
+    ):
+        packed = find_ways(full_config(name)).packed
+        assert packed is not None
+        assert packed.told_by == told
+    assert dict(packed.reach) == {"full_attention": None, "sliding_attention": 128}
+
+
+def test_a_window_that_no_row_reaches_changes_nothing() -> None:
+    config = full_config("mistral")
+    assert find_ways(config, seq_len=config.sliding_window).packed == Way("sdpa", "mask")
+    assert find_ways(config, seq_len=config.sliding_window + 1).packed == Way("sdpa", "positions")
+
+
+def test_an_encoder_that_looks_ahead_is_told_so() -> None:
+    config = full_config("bert")
+    config.is_decoder = False
+    found = find_ways(config)
+    assert found.packed is found.padded is None
+    assert "changes with the tokens after it" in found.why_not_trained
+    assert "Set it to true" in found.why_not_trained
+
+
+class _Leaky(nn.Module):
+    """Adds a little of the token before, whatever row it is of."""
+
+    def __init__(self, inner: nn.Module, share: float) -> None:
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, hidden, *args, **kwargs):
+        shifted = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        return self.inner(hidden + self.share * shifted, *args, **kwargs)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02])
+def test_a_small_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = isolation._tiny_model
+
+    def leaky(config, *, remote):
+        model = made(config, remote=remote)
+        layer = model.model.layers[1].mlp
+        layer.up_proj = _Leaky(layer.up_proj, share)
+        return model
+
+    monkeypatch.setattr(isolation, "_tiny_model", leaky)
+    found = find_ways(full_config("llama"))
+    assert (found.packed is None) == (share > 0)
+    assert found.packed or found.padded
+
+
+class _Shifted(nn.Embedding):
+    """Positions one further, as a model may do that counts from another start when padded."""
+
+    def forward(self, ids):
+        return super().forward(ids) * (1.0 if ids.shape[-1] < 14 else 1.1)
+
+
+def test_a_model_that_padding_changes_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = isolation._tiny_model
+
+    def changed(config, *, remote):
+        model = made(config, remote=remote)
+        model.model.embed_tokens.__class__ = _Shifted
+        return model
+
+    monkeypatch.setattr(isolation, "_tiny_model", changed)
+    found = find_ways(full_config("llama"))
+    assert found.packed is found.padded is None
+    assert "when it is padded" in found.why_not_trained
+
+
+def test_what_cannot_be_made_small_has_no_answer() -> None:
+    config = full_config("llama")
+    config.hidden_act = "no such activation"
+    found = find_ways(config)
+    assert found.packed is found.padded is None
+    assert "KeyError" in found.unknown
+
+
+def test_the_trial_leaves_random_numbers_as_they_were() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    find_ways(full_config("llama"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_answer_reads_back() -> None:
+    found = find_ways(full_config("gpt_oss"))
+    assert Answer.from_dict(found.to_dict()) == found

@@ -1,0 +1,178 @@
+"""Attention row by row computes what each row gives alone, without a mask anywhere."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from llmx.data import collate
+from llmx.train import varlen
+from llmx.train.attention import model_inputs, ways
+from llmx.train.isolation import find_ways
+from llmx.train.varlen import SEGMENTS, VARLEN, Unsupported
+from tests.architectures import full_config, small_config
+from tests.unit.test_train_attention import CPU, sample
+
+BOUNDS = (0, 5, 14, 17, 24)
+
+
+def reference_kernel(query, key, value, *, cu_seq_lens, max_length, scale, window):
+    """What PyTorch's kernel computes, in plain operations; and what it asks of its arguments."""
+    assert query.dim() == key.dim() == value.dim() == 3
+    assert key.shape == value.shape
+    assert query.shape[1] % key.shape[1] == 0
+    assert query.shape[2] == key.shape[2]
+    assert cu_seq_lens.dtype == torch.int32
+    assert cu_seq_lens[0] == 0
+    assert cu_seq_lens[-1] == query.shape[0]
+    assert type(max_length) is int
+    assert max_length == int(cu_seq_lens.diff().max())
+    assert window is None or type(window) is int
+    parts = []
+    for start, stop in pairwise(cu_seq_lens.tolist()):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None, :]
+        seen = (back >= 0) & (back < (window or len(back)))
+        scores = (q @ k.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        parts.append((scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_kernel", reference_kernel)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("value_width", [16, 8])
+def test_both_functions_are_attention_of_each_row(
+    kernel: None, window: int | None, key_heads: int, value_width: int
+) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 24, 16, requires_grad=True)
+    key = torch.randn(1, key_heads, 24, 16, requires_grad=True)
+    value = torch.randn(1, key_heads, 24, value_width, requires_grad=True)
+    places = torch.arange(24)
+    row = torch.repeat_interleave(torch.arange(4), torch.tensor(BOUNDS).diff())
+    back = places[:, None] - places[None, :]
+    mask = (row[:, None] == row[None, :]) & (back >= 0) & (back < (window or 24))
+    expected = functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(4 // key_heads, 1),
+        value.repeat_interleave(4 // key_heads, 1),
+        attn_mask=mask,
+        scale=0.3,
+    ).transpose(1, 2)
+    weight = torch.randn_like(expected)
+    gradients = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    told = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "max_length_q": 9}
+    for function, rows in (
+        (varlen.varlen_forward, told),
+        (varlen.segments_forward, {"segment_bounds": BOUNDS}),
+    ):
+        found, _ = function(
+            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, **rows
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        own = torch.autograd.grad((found * weight).sum(), (query, key, value))
+        for one, other in zip(own, gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [VARLEN, SEGMENTS])
+@pytest.mark.parametrize("model", ["llama", "mistral", "deepseek_v3", "gpt2", "gemma3_text"])
+def test_models_are_isolated_by_both(kernel: None, name: str, model: str) -> None:
+    config = full_config(model)
+    if model == "gpt2":
+        config.attn_pdrop = 0.0
+    found = find_ways(config, implementations=[name], layouts=["packed"])
+    assert found.packed is not None, found.why_not_packed
+    assert found.packed.implementation == name
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("gpt2", "dropout"), ("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("llama4_text", "row")],
+)
+def test_what_the_kernels_do_not_compute_is_not_trained_with_them(
+    kernel: None, model: str, why: str
+) -> None:
+    found = find_ways(full_config(model), implementations=[VARLEN], layouts=["packed"])
+    assert found.packed is None
+    assert why in found.why_not_packed
+
+
+def test_without_the_rows_it_refuses_instead_of_mixing_them() -> None:
+    q = torch.randn(1, 4, 8, 16)
+    for function in (varlen.varlen_forward, varlen.segments_forward):
+        with pytest.raises(Unsupported, match="does not hand"):
+            function(torch.nn.Module(), q, q, q, None)
+        with pytest.raises(Unsupported, match="mask of its own"):
+            function(torch.nn.Module(), q, q, q, torch.ones(1, 1, 8, 8), segment_bounds=(0, 8))
+
+
+def test_no_layer_looks_at_a_tensor_of_the_device(kernel: None, monkeypatch) -> None:
+    """Of a forward in ``llmx_varlen``, nothing reads a value back: no wait for a GPU."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import AutoModelForCausalLM
+
+    varlen.register()
+
+    def no_reading(query, key, value, *, cu_seq_lens, max_length, scale, window):
+        # The real kernel reads cu_seq_lens on the device; the reference would read it here.
+        return query * 1.0
+
+    monkeypatch.setattr(varlen, "varlen_kernel", no_reading)
+    reads: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (
+                torch.ops.aten._local_scalar_dense.default,
+                torch.ops.aten.nonzero.default,
+                torch.ops.aten.equal.default,
+            ):
+                reads.append(function)
+            return function(*args, **(kwargs or {}))
+
+    model = AutoModelForCausalLM.from_config(small_config("llama"), attn_implementation=VARLEN)
+    batch = collate([sample(5, 9), sample(7)], seq_len=48, pad_id=0, layout="packed")
+    way = ways(VARLEN, "packed")[0]
+    inputs, _ = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)
+    with Watch():
+        model(**inputs, use_cache=False)
+    assert reads == []
+
+
+def test_the_call_of_pytorchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CUDA kernel gets: PyTorch's own function, by its own signature."""
+    import inspect
+
+    import torch.nn.attention.varlen as module
+
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(module.varlen_attn)
+
+    def record(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(dict(signature.bind(*args, **kwargs).arguments))
+        return args[0]
+
+    monkeypatch.setattr(module, "varlen_attn", record)
+    query, key = torch.randn(24, 4, 16), torch.randn(24, 2, 16)
+    offsets = torch.tensor(BOUNDS, dtype=torch.int32)
+    for window in (None, 4):
+        varlen.varlen_kernel(
+            query, key, key, cu_seq_lens=offsets, max_length=9, scale=0.5, window=window
+        )
+    plain, sliding = calls
+    assert plain["cu_seq_q"] is plain["cu_seq_k"] is offsets
+    assert plain["max_q"] == plain["max_k"] == 9
+    assert plain["enable_gqa"] is True
+    # (-1, 0) is causal; (3, 0) sees itself and three before: a window of 4.
+    assert (plain["window_size"], sliding["window_size"]) == ((-1, 0), (3, 0))
