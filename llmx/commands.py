@@ -211,9 +211,13 @@ COMMANDS = {
     ),
     "generate": Command(
         'answer a prompt with a trained model: generate RUN_DIR "What ...?"',
-        "python -m llmx generate RUN_DIR [PROMPT ...] [--max-new-tokens N]",
+        "python -m llmx generate RUN_DIR [PROMPT ...] [--max-new-tokens N] [--model DIR]",
         "",
-        words=(Word("--max-new-tokens", "of one answer", "N"), _HELP),
+        words=(
+            Word("--max-new-tokens", "of one answer", "N"),
+            Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            _HELP,
+        ),
         arguments=("run",),
     ),
     "bench": Command(

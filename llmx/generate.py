@@ -7,6 +7,7 @@ ends in the evaluation of the run. Without a prompt, reads them from the termina
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,7 +37,14 @@ def main(argv: list[str] | None = None) -> int:
         help="where an answer that does not stop by itself is cut (default 64; the evaluation of "
         "a run has task.eval_max_new_tokens)",
     )
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN_DIR/model)",
+    )
+    # Prompts may stand before and behind the options.
+    options = parser.parse_intermixed_args(argv)
     try:
         return _answer(options)
     except LlmxError as error:
@@ -47,11 +55,9 @@ def main(argv: list[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> int:
     run = RunDir(options.run)
     exp = snapshot.load(run)
-    if not (run.final_model / "config.json").is_file():
-        raise ConfigError(
-            f"{run.root} has no model/: the run did not end well (see {run.result}) or had "
-            "task.save_model=false."
-        )
+    directory = (options.model or run.final_model).expanduser()
+    if not (directory / "config.json").is_file():
+        raise ConfigError(_no_model(run, directory, asked=options.model is not None))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
@@ -61,8 +67,8 @@ def _answer(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()  # its bar would stand between the answers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(run.final_model)
-    model = AutoModelForCausalLM.from_pretrained(run.final_model).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory).to(device).eval()
     # Computed, not only read: a run of an older llmx named the EOS token alone.
     stops = stop_ids(model, tokenizer)
     # Nothing but these: a published config may sample, or punish repetition, and the answers
@@ -99,6 +105,20 @@ def _answer(options: argparse.Namespace) -> int:
         text = tokenizer.decode(answer, skip_special_tokens=True).strip()
         print(printable(text) if sys.stdout.isatty() else text, flush=True)
     return exit_code
+
+
+def _no_model(run: RunDir, directory: Path, *, asked: bool) -> str:
+    here = shlex.quote(str(run.root))
+    if asked:
+        return (
+            f"--model {directory}: there is no config.json in it. Give the directory that "
+            f"`python -m llmx export {here}` wrote."
+        )
+    return (
+        f"{run.root} has no model/: the final model is written when a run ends well, unless "
+        f"task.save_model=false. To try a checkpoint: `python -m llmx export {here}`, then "
+        "generate with --model and the directory that it wrote."
+    )
 
 
 def prompt_ids(exp: Experiment, tokenizer: Any, prompt: str) -> list[int]:

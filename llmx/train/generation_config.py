@@ -63,6 +63,9 @@ def exported_generation_config(model: Any, config: Any, *, tokenizer: Any) -> An
     if stops:
         generation.eos_token_id = stops if len(stops) > 1 else stops[0]
     generation.use_cache = True
+    # Transformers 4 makes one that it takes for derived anew from config.json, where there is only
+    # one stop token.
+    generation._from_model_config = False
     return generation
 
 

@@ -8,6 +8,7 @@ With a tokenizer of ``python -m llmx tokenizer``, whose EOS token is not the end
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,7 @@ def test_a_terminal_gets_no_control_characters(
     from transformers import PreTrainedTokenizerFast
 
     _, run_dir = trained
-    for class_ in (PreTrainedTokenizerFast,):
-        monkeypatch.setattr(class_, "decode", lambda *_, **__: "a\x1b[2Jb")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *_, **__: "a\x1b[2Jb")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert generate.main([str(run_dir.root), "Number 1?"]) == 0
     assert capsys.readouterr().out == "a\\x1b[2Jb\n"
@@ -126,13 +126,11 @@ def test_an_older_final_model_stops_there_too(
     trained: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Its generation config names the EOS token alone."""
-    import shutil
-
     _, run_dir = trained
-    old = RunDir(tmp_path / "old")
-    shutil.copytree(run_dir.root, old.root)
-    path = old.final_model / "generation_config.json"
+    old = tmp_path / "old"
+    shutil.copytree(run_dir.final_model, old)
+    path = old / "generation_config.json"
     values = read_json(path)
     path.write_text(json.dumps({**values, "eos_token_id": min(values["eos_token_id"])}))
-    assert generate.main([str(old.root), "Number 3?"]) == 0
+    assert generate.main([str(run_dir.root), "--model", str(old), "Number 3?"]) == 0
     assert capsys.readouterr().out == "Lima Lima Lima Lima\n"

@@ -58,6 +58,7 @@ def test_the_end_of_a_turn_is_a_stop_token_beside_the_eos_token(tmp_path: Path) 
     written = described(tmp_path / "out", model_for(tokenizer), tokenizer)
     ends = ["</s>", "<|im_end|>"]
     assert written["eos_token_id"] == sorted(tokenizer.convert_tokens_to_ids(ends))
+    assert not written.get("_from_model_config"), "or an older generate() derives it anew"
 
 
 def test_one_stop_token_is_written_as_a_number(tmp_path: Path) -> None:
