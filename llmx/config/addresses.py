@@ -21,12 +21,14 @@ PATH = r"[^\"'\\\x00-\x1f\x7f]*"
 
 
 def ipv6(text: str) -> str | None:
-    """The bare IPv6 address in ``text`` (``fd00::1`` or ``[fd00::1]``); None where it is none."""
+    """The bare IPv6 address in ``text`` (``fd00::1`` or ``[fd00::1]``); None where it is none, and
+    for one with a zone (``fe80::1%eth0``), which means another interface on every host."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
-        return str(ipaddress.IPv6Address(inner))
+        found = ipaddress.IPv6Address(inner)
     except ValueError:
         return None
+    return None if found.scope_id else str(found)
 
 
 def ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -45,7 +47,7 @@ def bare(address: str) -> str:
 def alias(address: str) -> str:
     """A name for a host that has only an address: ``fd00::1`` becomes ``ipv6-fd00--1``."""
     found = ipv6(address)
-    return f"ipv6-{found.replace(':', '-').replace('%', '-')}" if found else address
+    return f"ipv6-{found.replace(':', '-')}" if found else address
 
 
 def canonical(address: str) -> str:
@@ -70,6 +72,8 @@ def name_problem(name: str, *, keys: str = "hardware.") -> str | None:
     if "@" in name:
         user, _, rest = name.partition("@")
         return f'a user does not belong here; write "{rest[:60]}" and set {keys}user={user[:60]}'
+    if "%" in name and ":" in name:
+        return "a zone (%) differs from host to host; write an address without one"
     if ":" in name and not name.startswith("["):
         host, _, port = name.partition(":")
         if re.fullmatch(r"[0-9]{1,5}", port):

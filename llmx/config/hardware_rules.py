@@ -17,6 +17,7 @@ from llmx.config.addresses import (
 from llmx.config.build import shown
 from llmx.config.schema import DeviceConfig, Experiment, HardwareConfig, HostConfig
 from llmx.errors import did_you_mean
+from llmx.text import printable
 
 LEAST_BF16 = 8.0
 """Compute capability from which an NVIDIA GPU computes bf16; older ones emulate it, slowly."""
@@ -78,10 +79,10 @@ def _names(host: HostConfig, where: str, *, several: bool) -> Iterator[str]:
         return
     problem = name_problem(host.name, keys="its ")
     if problem:
-        yield f"{where}: name={shown(host.name)}: {problem}."
+        yield f"{where}: name={shown(host.name)}: {printable(problem, keep='')}."
     wrong = address_problem(host.address) if host.address is not None else None
     if wrong:
-        yield f"{where}: address={shown(host.address)}: {wrong}."
+        yield f"{where}: address={shown(host.address)}: {printable(wrong, keep='')}."
     if several and (is_loopback(host.name) or is_loopback(host.address or "")):
         yield (
             f"{where}: other hosts cannot reach this one as {shown(host.address or host.name)}. "
@@ -113,7 +114,7 @@ def _master(hardware: HardwareConfig) -> Iterator[str]:
         return
     problem = address_problem(address, port_key="launch.master_port")
     if problem:
-        yield f"hardware.master_addr={shown(address)}: {problem}."
+        yield f"hardware.master_addr={shown(address)}: {printable(problem, keep='')}."
     elif len(hardware.hosts) > 1 and is_loopback(address):
         yield (
             f"hardware.master_addr={shown(address)}: other hosts cannot reach rank 0 there. Set it "

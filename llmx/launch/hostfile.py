@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from llmx.config.addresses import alias, ipv6, name_problem
 from llmx.config.build import shown
 from llmx.errors import ConfigError
+from llmx.text import printable
 
 MAX_SLOTS = 1024
 """Of one host, as in the schema."""
@@ -65,7 +66,8 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostSlots, .
                 f"{first_line[entry.name]}; write each host once, with all its slots"
             )
         if problem is not None or entry is None:
-            problems.append(f"{source}:{number}: {shown(line.strip())}: {problem}.")
+            reason = printable(str(problem), keep="")
+            problems.append(f"{source}:{number}: {shown(line.strip())}: {reason}.")
             continue
         first_line[entry.name] = number
         hosts.append(entry)
@@ -92,13 +94,13 @@ def _parse_line(words: str) -> tuple[HostSlots | None, str | None]:
         return None, problem
     joined = " ".join(part for part in rest if not _IGNORED.fullmatch(part))
     if not joined:
-        return None, f'the number of ranks is missing; write "{name} slots=2"'
+        return None, f'the number of ranks is missing; write "{name[:60]} slots=2"'
     match = re.fullmatch(r"slots=([0-9]+)", joined)
     if not match:
         spaced = re.fullmatch(r"slots\s*=\s*([0-9]+)", joined)
         if spaced:
-            return None, f'no spaces around "="; write "{name} slots={spaced[1]}"'
-        return None, f'expected "slots=N" after the name; write "{name} slots=2"'
+            return None, f'no spaces around "="; write "{name[:60]} slots={spaced[1][:9]}"'
+        return None, f'expected "slots=N" after the name; write "{name[:60]} slots=2"'
     digits = match[1].lstrip("0")
     if not digits:
         return None, "a host has at least one slot; give it slots=1 or more, or remove the line"
