@@ -17,7 +17,7 @@ _UNSAFE = re.compile(
 
 def plural(count: float, noun: str, nouns: str | None = None) -> str:
     """``1 row``, ``1,200 rows``, ``0.5 epochs``; ``nouns`` where ``s`` is not enough."""
-    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    number = f"{count:,}" if isinstance(count, int) else f"{count:,g}"
     return f"{number} {noun if number == '1' else nouns or noun + 's'}"
 
 

@@ -137,7 +137,8 @@ def _plot(lines: Sequence[Line], marks: Sequence[Mark], *, log: bool, steps: int
         if path:
             parts.append(f'<path class="{line.colour} {line.kind}" d="{path}"/>')
     labels = [
-        f'<i class="y" style="top:{y(tick) / SIZE:.2%}">{_number(tick)}</i>' for tick in ticks
+        f'<i class="y" style="top:{y(tick) / SIZE:.2%}">{label}</i>'
+        for tick, label in zip(ticks, numbers(ticks), strict=True)
     ]
     labels += [
         f'<i class="x" style="left:{x(step) / SIZE:.2%}">{human.count(step)}</i>'
@@ -234,6 +235,12 @@ def step_ticks(first: int, last: int, *, count: int) -> list[int]:
     # Beside the ends there is no room for another label.
     margin = (last - first) / (2 * count)
     return [first, *(step for step in inner if first + margin < step < last - margin), last]
+
+
+def numbers(ticks: Sequence[float]) -> list[str]:
+    """Labels in three digits, or in as many as tell them apart."""
+    labels = [_number(tick) for tick in ticks]
+    return labels if len(set(labels)) == len(labels) else [f"{tick:,.7g}" for tick in ticks]
 
 
 def _number(value: float) -> str:

@@ -106,6 +106,8 @@ def _text(value: Any) -> str:
 
 _BREAKABLE = re.compile(r"[!-~]*[A-Za-z0-9][/\\?|%+&:;,.=_\-\u2013][!-~]+")
 """A word that a browser may break: a path, ``tokens/s``, ``2026-11-22``, ``key=value``."""
+_UNIT = re.compile(r"(\d) (?=(?:s|min|h|d|k|M|B|T|GiB|MiB|KiB|tokens/s)(?![!-~]*[A-Za-z])|%)")
+"""The space between a number and its unit, where no line ends."""
 _ASCII = frozenset(map(chr, range(33, 127)))
 
 
@@ -115,7 +117,7 @@ def _words(value: Any, *, longest: int = LONGEST_WORD) -> str:
     Only a word of more than ``longest`` characters is broken.
     """
     parts = []
-    for word in re.split(r"([^!-~]+)", printable(str(value))):
+    for word in re.split(r"([^!-~]+)", _UNIT.sub("\\1\u00a0", printable(str(value)))):
         if len(word) > LONGEST_NAME and word.count("/") > 1 and word[0] in _ASCII:
             names = re.findall(r"[^/]*/+|[^/]+", word)
             parts.append(

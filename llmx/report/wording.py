@@ -40,7 +40,7 @@ def verdict(data: RunData) -> Verdict:
         return Verdict("open", f"{data.name}: planned, not started")
     if data.result is None:
         last = max((record.get("time") or 0.0 for record in data.records), default=0.0)
-        seen = f", last line {human.duration(data.now - last)} ago" if last else ""
+        seen = f", last line {human.duration(max(0.0, data.now - last))} ago" if last else ""
         return Verdict("open", f"{data.name}: no result.json yet ({of}{seen})")
     took_s = (data.result.get("ended") or 0.0) - (data.result.get("started") or 0.0)
     took = f" in {human.duration(took_s)}" if took_s > 0 else ""
@@ -113,9 +113,10 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
         rows.append(("peak memory", text))
     if values.get("num_parameters") or values.get("tokens"):
-        text = f"{human.count(values.get('num_parameters', 0))} parameters"
-        if values.get("tokens"):
-            text += f", {human.count(values['tokens'])} tokens"
+        size, tokens = values.get("num_parameters"), values.get("tokens")
+        parts = [f"{human.count(size)} parameters"] if size else []
+        parts += [f"{human.count(tokens)} tokens"] if tokens else []
+        text = ", ".join(parts)
         if values.get("epoch"):
             text += f", {plural(float(format(values['epoch'], '.3g')), 'epoch')}"
         rows.append(("trained", text))

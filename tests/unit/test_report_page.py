@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llmx.report.chart import linear_axis, log_axis, step_ticks, thinned
+from llmx.report.chart import linear_axis, log_axis, numbers, step_ticks, thinned
 from llmx.report.page import page
 from llmx.report.run_data import load_run
 from llmx.rundir import RunDir, read_json, write_json, write_text
@@ -162,7 +162,7 @@ def test_all_parts_are_there(found: Any) -> None:
 
 
 def test_what_the_page_says_of_a_run_that_was_restarted(tmp_path: Path) -> None:
-    text = page(load_run(failed(tmp_path / "run").root))
+    text = page(load_run(failed(tmp_path / "run").root)).replace("\u00a0", " ")
     for words in (
         "rank 1 on ", "restart after 10 s", "step 20", "11 to 23",
         "The checkpoint of step 30 could not be used", "Changed by resume", "optim.lr",
@@ -194,6 +194,18 @@ def test_log_axis() -> None:
     assert (low, high, ticks) == (2, 10, pytest.approx([2, 5, 10]))
     low, high, _ = log_axis([4.0])
     assert low < 4 < high
+
+
+def test_labels_can_be_told_apart() -> None:
+    assert numbers([0, 0.5, 1]) == ["0", "0.5", "1"]
+    assert numbers([0, 5_000, 10_000]) == ["0", "5,000", "10 k"]
+    assert numbers([15_610, 15_620, 15_630]) == ["15,610", "15,620", "15,630"]
+
+
+def test_a_number_and_its_unit_stay_together(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    write_json(run.result, {**tracked_run.result(), "ended": tracked_run.START_S + 128})
+    assert "2\u00a0min 8\u00a0s" in page(load_run(run.root))
 
 
 def test_labels_below_a_chart() -> None:

@@ -10,7 +10,7 @@ from llmx.text import plural, printable
 @pytest.mark.parametrize(
     ("count", "words"),
     [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (1200, "1,200 rows"), (1.0, "1 row"),
-     (0.5, "0.5 rows")],
+     (0.5, "0.5 rows"), (8890.0, "8,890 rows")],
 )  # fmt: skip
 def test_a_number_agrees_with_its_noun(count: float, words: str) -> None:
     assert plural(count, "row") == words
