@@ -104,7 +104,7 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
             return
         if word.name.endswith("="):
             yield Candidate(word.name, word.line)
-    if command.overrides and (bare or "run" not in command.arguments):
+    if command.overrides and (bare or not command.arguments):
         yield from _overrides(current, _config_dirs(before))
 
 
