@@ -51,7 +51,9 @@ REMEMBERED = 1000
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | dict | tuple) and not len(value))
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, list | dict | tuple) and not len(value))
 
 
 def _is_true(value: Any) -> bool:
@@ -124,7 +126,7 @@ _REJECTED = Rule(
     "data.form=preference learns the chosen answers (data.columns.chosen=COLUMN names them)",
 )  # fmt: skip
 _HISTORY = Rule(
-    ("history",), CHATS, _never, "earlier turns that nothing uses",
+    ("history",), (*CHATS, "preference"), _never, "earlier turns that nothing uses",
     "it holds earlier turns, which this dataset format does not read",
     "Put them into the turns of the row",
 )  # fmt: skip
@@ -193,10 +195,14 @@ class ColumnCheck:
         names = {columns.get(name, name) for name in READ[form]}
         if form == "prompt_response" and "response" not in columns:
             names.add("completion")
-        self._used = names | ({text_key} if form == "text" else set())
+        self._text_key = text_key
+        self._used = frozenset(names | ({text_key} if form == "text" else set()))
         turns = ("conversations", "messages", "chosen", "rejected", "prompt", "response")
         self._turns = [columns.get(name, name) for name in turns if name in READ[form]]
         self._turns += ["completion"] * ("completion" in names)
+        self._chats = {columns.get(name, name) for name in ("conversations", "messages")}
+        asked = ("prompt", "instruction", "input", "history")
+        self._asked = {columns.get(name, name) for name in asked}
         self._layouts: dict[tuple[str, ...], list[tuple[str, list[Rule]]]] = {}
 
     def __call__(self, record: Record) -> None:
@@ -213,17 +219,29 @@ class ColumnCheck:
                 continue
             if rules and name not in self._ignore:
                 self._check(record, name, found, rules)
-            if name not in self._ignored and len(self._ignored) < REMEMBERED:
-                self._ignored.add(name)
+            self._note(name)
         for name in self._turns:
             turns = by_rows(value.get(name))
+            # A pair's answer may be one turn without a list.
+            turns = [turns] if isinstance(turns, dict) else turns
             for number, turn in enumerate(turns if isinstance(turns, list) else [], start=1):
                 if isinstance(turn, dict) and turn.keys() - READ_OF_A_TURN:
-                    self._check_turn(record, turn, f'turn {number} of "{name}": ')
+                    self._check_turn(record, name, number, turn)
+
+    def _note(self, name: str) -> None:
+        if name not in self._ignored and len(self._ignored) < REMEMBERED:
+            self._ignored.add(name)
 
     def _rules(self, layout: tuple[str, ...]) -> Iterator[tuple[str, list[Rule]]]:
+        used = self._used
+        if "completion" in used and "response" in layout:
+            used = used - {"completion"}
+        if self._form == "text" and (self._text_key in layout or self._text_key != "text"):
+            used = frozenset({self._text_key})  # title and content stand in its place
+        if self._form == "preference" and self._chats.intersection(layout):
+            used = used - self._asked  # the turns of the chat stand in their place
         for name in layout:
-            if name in self._used and not (name == "completion" and "response" in layout):
+            if name in used:
                 continue
             lower = name.strip().lower()
             rules = [rule for rule in RULES if lower in rule.names and self._form in rule.forms]
@@ -246,10 +264,14 @@ class ColumnCheck:
         text = json.dumps(read, ensure_ascii=False, default=str).lower()
         return any(word in text for word in PLACEHOLDERS)
 
-    def _check_turn(self, record: Record, turn: dict[str, Any], place: str) -> None:
+    def _check_turn(self, record: Record, column: str, number: int, turn: dict[str, Any]) -> None:
+        place = f'turn {number} of "{excerpt(column)}": '
         speaks = str(turn.get("role", turn.get("from"))).lower()
         for name, value in turn.items():
-            if name in READ_OF_A_TURN or name in self._ignore or _is_empty(value):
+            if name in READ_OF_A_TURN or _is_empty(value):
+                continue
+            self._note(f"{column}.{name}")
+            if name in self._ignore:
                 continue
             lower = str(name).strip().lower()
             for rule in _TURN_RULES:

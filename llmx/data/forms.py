@@ -90,9 +90,10 @@ def to_document(
     columns = columns or {}
     content = columns.get("content", "content")
     if text_key == "text" and "text" not in record.value and content in record.value:
-        title = record.value.get(columns.get("title", "title"))
+        key = columns.get("title", "title")
+        title = _text(record, key) if record.value.get(key) is not None else ""
         text = _text(record, content)
-        if isinstance(title, str) and title.strip():
+        if title.strip():
             text = f"{title}\n\n{text}"
     else:
         text = _text(record, text_key)
@@ -243,7 +244,10 @@ def _single(record: Record, form: str, column: Any) -> list[Message]:
             key = "completion"
         asked = record.value.get(prompt_key)
         if isinstance(asked, list) and any(isinstance(turn, dict) for turn in asked):
-            before = turns(asked, prompt_key, record.where)  # TRL's conversational layout
+            history_key = column("history")
+            before = pairs(record.value.get(history_key), history_key, record.where)
+            # TRL's conversational layout
+            before = turns(asked, prompt_key, record.where, before=before)
             if isinstance(record.value.get(key), list):
                 return turns(record.value[key], key, record.where, before=before)
             return [*before, Message("assistant", _text(record, key))]

@@ -174,7 +174,7 @@ def _turn(turn: Any, where: Where, place: str) -> Message:
         )
     content = _content(turn, role, where, place)
     calls = turn.get("tool_calls")
-    if not calls and isinstance(turn.get("function_call"), dict):  # OpenAI's former way
+    if not calls and turn.get("function_call"):  # OpenAI's former way
         calls = [{"function": turn["function_call"]}]
     if calls:
         if role != "assistant":
@@ -201,13 +201,25 @@ def _turn(turn: Any, where: Where, place: str) -> Message:
 
 
 def _role_name(turn: Any) -> str:
-    name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    name = turn.get("role") if isinstance(turn, dict) else None
+    if name is None and isinstance(turn, dict):
+        name = turn.get("from")
     return name if isinstance(name, str) else ""
 
 
 def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
     """What a turn holds; the text of a list of parts."""
-    content = turn.get("content", turn.get("value"))
+    content, value = turn.get("content"), turn.get("value")
+    if content in (None, "", []) and value is not None:  # a table has both, for all its rows
+        content = value
+    elif value not in (None, "", []) and value != content:
+        raise _wrong(
+            where,
+            "a wrong content",
+            f'{place} has a "content" and another "value": {excerpt(content)} / {excerpt(value)}. '
+            "Keep one.",
+            turn,
+        )
     parts = content if isinstance(content, list) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
         return "" if content == [] and role != "tool" else content
