@@ -49,6 +49,6 @@ def _names(data: DataConfig) -> Iterator[str]:
         for name in mapping:
             if name not in known:
                 yield (
-                    f"{where}.{name}: no column of any form.{did_you_mean(name, known)} It is our "
-                    f"name = the one in your data; ours are {', '.join(known)}."
+                    f"{where}.{name}: no column of any form.{did_you_mean(name, known)} Keys "
+                    f"are our names, values the columns of your data; ours are {', '.join(known)}."
                 )

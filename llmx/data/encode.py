@@ -91,7 +91,7 @@ class DocumentEncoder:
 
         if tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"The tokenizer of {tokenizer.name_or_path!r} has no end token to put "
+                f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
                 "between documents. Set eos_token in its tokenizer_config.json."
             )
         self.workers = workers

@@ -147,8 +147,8 @@ def _kept(spool: Spool) -> str:
     if rows:
         spool.close()
         return (
-            f"The first {rows:,} rows are kept in {partial}, and the next preparation goes on from "
-            "there; remove it if it is not wanted."
+            f"The first {rows:,} rows are kept in {partial}; the next preparation resumes "
+            "there. Remove the directory to begin anew."
         )
     spool.remove()
     return "Nothing of it is kept."

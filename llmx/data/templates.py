@@ -91,7 +91,7 @@ def choose_template(tokenizer: Any, name: str) -> tuple[str, str]:
     if template is None:
         raise ConfigError(
             f"data.template={name}: the tokenizer of {tokenizer.name_or_path!r} has neither "
-            f"{TEMPLATES[name][0] or 'a marker for the end of a turn'} nor an end token, so a "
+            f"{TEMPLATES[name][0] or 'a marker for the end of a turn'} nor an EOS token, so a "
             "model could never learn to stop. Set eos_token in its tokenizer_config.json."
         )
     return name, template

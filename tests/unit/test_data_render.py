@@ -209,7 +209,7 @@ def test_missing_marker_is_replaced_by_the_end_token():
     tokenizer = byte_tokenizer(end="</s>")
     tokenizer.chat_template = Renderer(tokenizer).template  # as an exported one has it
     assert Renderer(tokenizer).template_name == "chatml"
-    with pytest.raises(ConfigError, match="neither .*nor an end token"):
+    with pytest.raises(ConfigError, match="neither .*nor an EOS token"):
         Renderer(byte_tokenizer(end=None), template="chatml")
 
 
