@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
 import sys
 import time
@@ -192,7 +193,7 @@ def _values(record: dict[str, Any]) -> list[str]:
     parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
     # ``loss`` is of this step alone; the mean is over all steps since the line before.
     mean = record.get("loss_mean")
-    if mean is not None and mean != loss:
+    if mean is not None and (loss is None or not math.isclose(mean, loss, rel_tol=1e-6)):
         parts.append(f"mean {mean:.4f}")
     if record.get("lr") is not None:
         parts.append(f"lr {record['lr']:.1e}")

@@ -206,8 +206,8 @@ def _loss(data: RunData) -> str:
     means = points(data.train, "loss_mean")
     lines = []
     if means:
-        lines.append(Line("", train, "blue", "faint"))
-        lines.append(Line("train, mean since the line before", means, "blue"))
+        lines.append(Line("train, each logged step", train, "blue", "faint"))
+        lines.append(Line("mean since the one before", means, "blue"))
     elif len(train) >= SMOOTHED_FROM:
         smooth = smoothed([value for _, value in train])
         steps = [step for step, _ in train]

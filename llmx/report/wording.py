@@ -5,6 +5,7 @@ Pure; the terminal and the HTML show the same rows.
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +73,8 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         first, last = human.loss(values["first_loss"]), human.loss(values["final_loss"])
         steps = [record["step"] for record in data.train]
         text = f"{first} → {last}   (steps {steps[0]:,} → {steps[-1]:,}"
-        mean = data.train[-1].get("loss_mean")
-        if mean is not None and mean != data.train[-1].get("loss"):
+        mean, loss = data.train[-1].get("loss_mean"), data.train[-1].get("loss")
+        if mean is not None and not (loss and math.isclose(mean, loss, rel_tol=1e-6)):
             text += f"; mean of the last steps {human.loss(mean)}"
         rows.append(("train loss", f"{text})"))
     if "final_eval_loss" in values:
