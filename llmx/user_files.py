@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from llmx.catalogue import GROUPS, find_option, option_names
-from llmx.config.keys import key_problem, shown
+from llmx.config.keys import key_problem, shape, shown
 from llmx.errors import ConfigError, did_you_mean
 
 _ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")
@@ -150,12 +150,26 @@ def _package(path: Path, group: str) -> str | None:
 
 def _check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
     problem = key_problem(where)
+    wanted, form = shape(where) if not problem else "", ""
+    if wanted == "mapping" and not isinstance(value, yaml.MappingNode) and not _is_open(value):
+        form = "a mapping: lines of name: value below it"
+    elif wanted == "list" and not isinstance(value, yaml.SequenceNode) and not _is_open(value):
+        form = "a list: lines that begin with - below it"
+    if form:
+        problem = f"{where} must be {form}."
     if problem:
         raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {problem}")
     if isinstance(value, yaml.MappingNode):
         for inner, item in value.value:
             if inner.value != "<<":
                 _check_keys(path, f"{where}.{inner.value}", inner, item)
+
+
+def _is_open(node: yaml.Node) -> bool:
+    """Whether a value is said elsewhere: null, ``???`` or an interpolation."""
+    return isinstance(node, yaml.ScalarNode) and (
+        node.tag.endswith(":null") or node.value == "???" or "${" in node.value
+    )
 
 
 def _defaults(

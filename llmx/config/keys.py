@@ -40,6 +40,25 @@ def key_problem(key: str) -> str:
     return ""
 
 
+def shape(key: str) -> str:
+    """``mapping``, ``list`` or ``value``: what a known key holds; empty where anything goes."""
+    hint: Any = Experiment
+    for part in key.split("."):
+        hint = _without_none(hint)
+        if hint is Any:
+            return ""
+        if dataclasses.is_dataclass(hint):
+            hint = _hints(typing.cast(type, hint))[part]
+        else:
+            hint = typing.get_args(hint)[-1]
+    hint = _without_none(hint)
+    if hint is Any:
+        return ""
+    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict:
+        return "mapping"
+    return "list" if typing.get_origin(hint) is list else "value"
+
+
 def _no_such(key: str, where: str, before: str, names: list[str]) -> str:
     from llmx.catalogue import GROUPS
 

@@ -15,6 +15,7 @@ from llmx.errors import ConfigError
 from llmx.launch.render import rendered_files
 from llmx.launch.spec import make_spec
 from llmx.rundir import RunDir
+from llmx.user_files import check_user_files
 from tests.composing import composed, values
 
 
@@ -303,3 +304,23 @@ def test_a_plan_that_was_tampered_with_is_not_rendered() -> None:
         spec = make_spec(done.experiment, plan, RunDir("/runs/test"), port=29500, token="t")
         with pytest.raises(ConfigError):
             rendered_files(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hosts:\n  a: {slots: 2}\n", "line 3: hardware.hosts must be a list"),
+        ("hosts: a\n", "line 3: hardware.hosts must be a list"),
+        ("env: [A=1]\n", "line 3: hardware.env must be a mapping"),
+        ("devices: [a]\n", "line 3: hardware.devices must be a mapping"),
+        ("devices:\n  mine: 8.0\n", "line 4: hardware.devices.mine must be a mapping"),
+    ],
+)
+def test_a_file_with_a_value_of_another_shape(text: str, message: str, tmp_path) -> None:
+    """With file and line, before Hydra merges it, which says "Cannot merge DictConfig"."""
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware/mine.yaml").write_text(f"# mine\nname: mine\n{text}")
+    with pytest.raises(ConfigError, match=message):
+        check_user_files([("hardware", "mine")], [tmp_path])
+    (tmp_path / "hardware/mine.yaml").write_text("hosts: null\nenv: ${launch.env}\nslots: 2\n")
+    check_user_files([("hardware", "mine")], [tmp_path])
