@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmx.errors import ConfigError, LlmxError, did_you_mean
+from llmx.text import printable
 
 LIGHT = ("resume", "reproduce", "status", "watch")
 """Commands that are a module ``llmx.NAME`` with a ``main(words)``, run in this process."""
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
+        # What was typed, or is in a file, must not steer the terminal.
+        print(f"llmx: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

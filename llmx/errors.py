@@ -9,6 +9,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+EXIT_CODES = {
+    0: "it went well; a report or a comparison was printed, whatever it says",
+    1: "the run started and did not end well (result.json has the outcome); `reproduce` found "
+    "other numbers; `status` was asked for a run that failed or is dead",
+    2: "a word of the command line, the config or a file of yours cannot be right",
+    3: "the data cannot be read, or a row in it is wrong",
+    4: "the run could not be started, or a host was not reached",
+    5: "a checkpoint is damaged or missing",
+    130: "Ctrl-C",
+}
+"""Exit code -> when; the same for every command. 128 + N: ended by signal N."""
+
 
 class LlmxError(Exception):
     """Base of all errors whose message is written for the user."""

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llmx.config.build import shown
 from llmx.config.fields import Range
@@ -17,10 +17,8 @@ from llmx.errors import ConfigError
 class Parser(argparse.ArgumentParser):
     """argparse, with our messages; flags are written out whole."""
 
-    def __init__(
-        self, *, prog: str, description: str | None = None, epilog: str | None = None
-    ) -> None:
-        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    def __init__(self, *, prog: str, **options: Any) -> None:
+        super().__init__(prog=prog, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and where the flags are listed; exit."""

@@ -82,6 +82,8 @@ def _hostfile_text(path: Path) -> str:
             )
         with path.open("rb") as stream:
             content = stream.read(MAX_HOSTFILE_BYTES + 1)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{where}: cannot be read ({reason}). Give a hostfile's path.") from None

@@ -39,11 +39,13 @@ you may have meant. Without experiment, model or data, the bundled demo runs.
 
   --cfg job        print the composed config          --info        how it was composed
   -m, --multirun   comma lists become a sweep         --config-dir  a directory with your groups
-  --version        print the version                  --hydra-help  Hydra's own flags
+  --version        print the version                  --hydra-help  all of these flags
   tab completion:  eval "$(llmx completion bash)"     (zsh and fish alike)
 
 python -m llmx help KEY (optim.lr) says what a key means and takes, help GROUP (zero) lists a
 group's keys, help environment the variables. All keys on one page: docs/config.md.
+Exit codes (help exit-codes): 0 went well, 1 the run did not end well, 2 config or usage,
+3 data, 4 launch or host, 5 checkpoint, 130 Ctrl-C.
 """
 
 

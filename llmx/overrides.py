@@ -89,6 +89,10 @@ def _parsed(word: str) -> Any:
             f"{shown(key)}: the value has {len(value)} characters, at most {MAX_WORD} are read. "
             "Put it into a YAML file: --config-dir DIR."
         )
+    if equal and not key.strip("+~ "):
+        raise ConfigError(
+            f"{shown(word)}: has no key before the =. Write group=option or key=value."
+        )
     if not equal and not word.startswith("~"):
         raise ConfigError(f"{shown(word)}: is not key=value.{_meant(word)}")
     try:
@@ -166,9 +170,10 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
     ConfigError for what cannot be composed."""
     key = override.key_or_group
     if override.is_sweep_override() and not multirun:
+        written = f" A list is written '{key}=[a,b]', text with a comma '{key}=\"a, b\"'."
         raise ConfigError(
-            f"{shown(word)}: several values are for a sweep: add -m. A list is written "
-            f"'{key}=[a,b]', text with a comma '{key}=\"a, b\"'."
+            f"{shown(word)}: several values are for a sweep: add -m."
+            f"{'' if key in GROUPS else written}"
         )
     if override.package is not None:
         raise ConfigError(f"{shown(word)}: an @ has no use here. Write {shown(key)}=...")
@@ -235,6 +240,8 @@ _MODES = ("RUN", "MULTIRUN")
 
 def _check_hydra(word: str, override: Any) -> None:
     key = override.key_or_group
+    if "/" in key and not override.is_delete() and not isinstance(override.value(), str):
+        raise ConfigError(f"{shown(word)}: {key} takes the name of an option.")
     if key in _REFUSED:
         raise ConfigError(f"{shown(word)}: cannot be set: {_REFUSED[key]}. Leave it out.")
     if override.is_sweep_override():
@@ -287,4 +294,7 @@ def _check_sweep(overrides: Sequence[Any]) -> None:
                 "run directory. Set hydra.sweep.dir=DIR for all of them."
             )
     if jobs > MAX_JOBS:
-        raise ConfigError(f"the sweep has {jobs} jobs, at most {MAX_JOBS} are run. Vary less.")
+        axes = ", ".join(o.key_or_group for o in overrides if o.is_sweep_override())
+        raise ConfigError(
+            f"{axes}: the sweep has {jobs} jobs; at most {MAX_JOBS} are run. Vary fewer values."
+        )

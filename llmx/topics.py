@@ -22,7 +22,7 @@ from llmx.arguments import ALIASES
 from llmx.catalogue import GROUPS, conf_dir, first_comment, options, sweeps_dir
 from llmx.commands import COMMANDS, Word
 from llmx.config.reference import Key, keys, sections, typed
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import EXIT_CODES, ConfigError, did_you_mean
 
 WIDTH = 92
 
@@ -76,7 +76,7 @@ ENVIRONMENT = {
     },
 }
 
-COMMAND_TOPICS = ("environment",)
+COMMAND_TOPICS = ("environment", "exit-codes")
 
 
 def main(words: Sequence[str]) -> int:
@@ -107,6 +107,8 @@ def topic(word: str, *, config_dirs: Sequence[Path] = ()) -> str:
         found.append(section_help(name, config_dirs))
     if name in ("environment", "env"):
         found.append(environment_help())
+    if name == "exit-codes":
+        found.append(exit_codes_help())
     if found:
         return "\n\n".join(found)
     exact = _named(name) or _around(name)
@@ -170,6 +172,12 @@ def environment_help() -> str:
     for title, variables in ENVIRONMENT.items():
         lines += ["", title, *_rows(list(variables.items()), indent=24)]
     return "\n".join(lines)
+
+
+def exit_codes_help() -> str:
+    """The table of exit codes."""
+    rows = [(str(code), when) for code, when in EXIT_CODES.items()]
+    return "\n".join(["Exit codes, of every command", "", *_rows(rows, indent=8)])
 
 
 def all_options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, str]:

@@ -132,7 +132,7 @@ def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any])
     elif isinstance(item, int | float) and not isinstance(item, bool):
         limits = rules.get("range")
         if limits is not None and not limits.holds(item):
-            whole = "a whole number " if isinstance(item, int) else ""
+            whole = "a whole number " if isinstance(item, int) else "a number "
             yield f"{_said(place, item)}: must be {whole}{limits}.{_example(where, rules)}"
 
 

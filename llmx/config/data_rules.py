@@ -34,7 +34,10 @@ def data_problems(exp: Experiment) -> Iterator[str]:
     """One message for each rule that is broken."""
     data = exp.data
     if exp.task.kind == "sft" and data.packing == "concat":
-        yield "data.packing=concat would cut answers in two. SFT packs with best_fit, or none."
+        yield (
+            "data.packing=concat: would cut completions at data.seq_len. For task=sft use "
+            "data.packing=best_fit or none."
+        )
     yield from _names(data)
 
 
@@ -49,6 +52,6 @@ def _names(data: DataConfig) -> Iterator[str]:
         for name in mapping:
             if name not in known:
                 yield (
-                    f"{where}.{name}: no column of any form.{did_you_mean(name, known)} Keys "
-                    f"are our names, values the columns of your data; ours are {', '.join(known)}."
+                    f"{where}.{name}: no such column.{did_you_mean(name, known)} The keys are "
+                    f"{', '.join(known)}; the values are the names in your data."
                 )

@@ -40,16 +40,18 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """``from 1 to 65535``, ``above 0 and at most 1000``, ``at least 0``; empty: any."""
+        """After "a number": ``from 1 to 65535``, ``above 0 and at most 1000``; empty: any."""
         if self.minimum is not None and self.maximum is not None:
             return f"from {plain(self.minimum)} to {plain(self.maximum)}"
+        if self.minimum is not None and self.below is not None:
+            return f"from {plain(self.minimum)} to below {plain(self.below)}"
         words = []
         if self.minimum is not None:
-            words.append(f"at least {plain(self.minimum)}")
+            words.append(f"of at least {plain(self.minimum)}")
         if self.above is not None:
             words.append(f"above {plain(self.above)}")
         if self.maximum is not None:
-            words.append(f"at most {plain(self.maximum)}")
+            words.append(f"{'' if words else 'of '}at most {plain(self.maximum)}")
         if self.below is not None:
             words.append(f"below {plain(self.below)}")
         return " and ".join(words)

@@ -70,6 +70,8 @@ def _no_such(key: str, where: str, before: str, names: list[str]) -> str:
         if words and before:
             words = words.replace('"', f'"{before}.', 1)
         words = words or did_you_mean(key, [*known_keys(), *GROUPS])
+        if before and words.endswith(f'"{before}"?'):
+            words = f" Known here: {', '.join(names)}."
     see = f"help {before.split('.')[0]}" if before else "--help"
     return f"{shown(key)}: no such key.{words} See python -m llmx {see}."
 

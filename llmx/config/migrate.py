@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from llmx.config.build import shown
 from llmx.config.schema import SCHEMA_VERSION
 from llmx.errors import ConfigError
 
@@ -33,8 +34,8 @@ def migrate(values: Any, *, source: str = "config.yaml") -> Migrated:
     version = values.get("schema_version") if isinstance(values, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ConfigError(
-            f"{source}: schema_version={version!r} is no version of a snapshot. Give a run "
-            "directory that llmx wrote."
+            f"{source}: schema_version={shown(version)}: must be a whole number from 1 to "
+            f"{SCHEMA_VERSION}. Give a run directory that llmx wrote."
         )
     if version > SCHEMA_VERSION:
         raise ConfigError(

@@ -154,7 +154,7 @@ def _value_problems(key: str, value: Any, model: ModelConfig, *, known_kind: boo
     where = f"model.config.{shown(key)}={shown(value)}"
     if known_kind:
         if key == "model_type" and value != model.kind:
-            yield f"{where}: is not the model.kind={model.kind}. Set model.kind, and leave it out."
+            yield f"{where}: differs from model.kind={model.kind}. Leave it out, or set model.kind."
         elif key not in KEYS[model.kind]:
             # A newer library may know more keys; what is nearly one of them is a typo.
             near = difflib.get_close_matches(key, KEYS[model.kind], n=1, cutoff=0.8)

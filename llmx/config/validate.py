@@ -73,7 +73,7 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         )
     flash = model.attention in ("varlen", "flash_attention_2", "flash_attention_3")
     if flash and (exp.precision == "fp32" or "cpu" in _accelerators(exp)):
-        yield f"model.attention={model.attention} needs CUDA and bf16 or fp16. Use auto."
+        yield f"model.attention={model.attention} needs CUDA and bf16 or fp16. Use model.attention=auto."
     old = sorted(
         {
             host.device
@@ -86,10 +86,10 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
     if flash and old:
         yield (
             f"model.attention={model.attention} needs GPUs that compute bf16 (compute capability "
-            f"8.0 or higher), {', '.join(old)} does not. Use auto, which chooses for each device."
+            f"8.0 or higher), {', '.join(old)} does not. Use model.attention=auto, which chooses for each device."
         )
     if data.layout == "padded" and model.attention not in ("auto", "sdpa", "eager"):
-        yield f"data.layout=padded needs no model.attention={model.attention}. Use auto."
+        yield f"data.layout=padded and model.attention={model.attention} do not go together. Use model.attention=auto."
 
 
 def _length(exp: Experiment) -> Iterator[str]:
@@ -113,12 +113,16 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
     if optim.warmup_steps is not None and optim.warmup_steps > (exp.task.steps or float("inf")):
         yield (
             f"optim.warmup_steps={optim.warmup_steps} is more than task.steps="
-            f"{exp.task.steps}: the learning rate would never arrive."
+            f"{exp.task.steps}: the learning rate would never reach optim.lr. "
+            "Set fewer warm-up steps."
         )
     if optim.kind == "fused_adam" and "cpu" in _accelerators(exp):
         yield "optim.kind=fused_adam needs CUDA. Use optim.kind=adamw."
     if optim.kind == "fused_adam" and exp.zero.offload_optimizer != "none":
-        yield "optim.kind=fused_adam runs on the GPU, but the optimizer is offloaded. Use cpu_adam."
+        yield (
+            "optim.kind=fused_adam runs on the GPU, but the optimizer is offloaded. Use "
+            "optim.kind=cpu_adam."
+        )
 
 
 def _zero(exp: Experiment) -> Iterator[str]:
@@ -156,9 +160,15 @@ def _zero(exp: Experiment) -> Iterator[str]:
             break
     if zero.quantized_weights or zero.quantized_gradients:
         if zero.stage != 3:
-            yield "zero.quantized_weights and _gradients need stage 3. Use zero=stage3_zeropp."
+            yield (
+                "zero.quantized_weights and zero.quantized_gradients need stage 3. Use "
+                "zero=stage3_zeropp."
+            )
         if "cpu" in _accelerators(exp):
-            yield "zero.quantized_weights (qwZ) and _gradients (qgZ) need CUDA. Turn them off."
+            yield (
+                "zero.quantized_weights (qwZ) and zero.quantized_gradients (qgZ) need CUDA. Set "
+                "both to false."
+            )
 
 
 def _launch(exp: Experiment) -> Iterator[str]:
@@ -181,4 +191,7 @@ def _launch(exp: Experiment) -> Iterator[str]:
             "Use pdsh or openmpi, or hardware.slots=N."
         )
     if launch.transport == "slurm" and launch.sync == "rsync":
-        yield "launch.sync=rsync goes over ssh; Slurm needs a shared file system. Use sync=none."
+        yield (
+            "launch.sync=rsync goes over ssh; Slurm needs a shared file system. Use "
+            "launch.sync=none."
+        )

@@ -31,7 +31,7 @@ def solve_batch(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) ->
         raise ConfigError(
             f"batch: a step would take {plan.global_batch} samples (accumulation="
             f"{plan.accumulation}, micro_batch={batch.micro_batch}, {len(speeds)} ranks); at most "
-            f"{MAX_GLOBAL_BATCH} are possible. Set a smaller batch.global_batch."
+            f"{MAX_GLOBAL_BATCH} are possible. Set a smaller batch."
         )
     return plan
 

@@ -18,7 +18,7 @@ NASTY = (
     "a" * 5000, "[1", "1]", "{a", "a}", "(1", "[]", "{}", "[1,2]", "[a,b]", "{a: 1}", "{a: {b: c}}", "[[[[1]]]]", "[" * 50,
     "[" * 3000, "'", '"', "'a", '"a b"', "'a,b'", "a,b", "1,2", "a b", "a:b", "a=b", "=", "==", "@", "a@b", "%s", "%(x)s",
     "{}}", "#", "# x", "\\", "a\\b", "\\n", "a\nb", "a\tb", "\r", "\x1b[31m", "\x7f", "é", "数据", "\u202e", "\ufeff",
-    "\ud800", "a\udcff", "😀", "${x}", "${optim.lr}", "${oc.env:LLMX_NOT_SET}", "${oc.env:HOME}", "${a:b}", "${", "${}",
+    "\ud800", "a\udcff", "😀", "${x}", "${optim.lr}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:HOME}", "${a:b}", "${", "${}",
     "$HOME", "${seed}", "~", "~nobody/x", "/", "//", "/nowhere/x", "./nowhere", "../nowhere", "a/b", "a/b/c", "*.json",
     "/nowhere/*.json", "hub:a/b", "hub:", "choice(1,2)", "range(1,3)", "range(0,1e9)", "interval(0,1)", "glob(*)", "int(3)",
     "sort(3,1)", "shuffle(1,2)", "float(a)", "foo(1)", "!!python/object:os.system", "&a", "*a", "<<", "? a", "- a", "|", ">",

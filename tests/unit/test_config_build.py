@@ -92,7 +92,7 @@ def test_every_problem_is_listed_at_once() -> None:
             "must be a number above 0 and at most 1000. Set e.g. optim.lr=2e-5",
         ),
         ("optim__betas", 0.9, "=0.9: must be a list. Set e.g. 'optim.betas=[0.9,0.999]'."),
-        ("optim__betas", [0.9, 1], "optim.betas[1]=1: must be at least 0 and below 1."),
+        ("optim__betas", [0.9, 1], "optim.betas[1]=1: must be a number from 0 to below 1."),
         ("optim__betas", [0.9], "optim.betas: must have 2 entries (it has 1)."),
         (
             "model__config",

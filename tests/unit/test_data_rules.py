@@ -17,9 +17,9 @@ from llmx.errors import DataError
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"packing": "concat"}, "data.packing=concat would cut answers in two."),
-        ({"columns": {"promt": "x"}}, 'data.columns.promt: no column of any form. Did you mean "p'),
-        ({"data_map": {"response": "x"}}, "data.data_map.response: no column of any form."),
+        ({"packing": "concat"}, "data.packing=concat: would cut completions"),
+        ({"columns": {"promt": "x"}}, 'data.columns.promt: no such column. Did you mean "p'),
+        ({"data_map": {"response": "x"}}, "data.data_map.response: no such column."),
         ({"sources": [SourceConfig("a", columns={"b": "c"})]}, "data.sources[0].columns.b: no col"),
     ],
 )

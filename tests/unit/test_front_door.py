@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - tables of words
 """Mistakes at the command line, in process: one line each, in our words, nothing left behind."""
 
 from __future__ import annotations
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmx.__main__ import main
+from llmx.checkpoint.manifest import CheckpointError
+from llmx.errors import EXIT_CODES, LlmxError
+from llmx.launch.result import EXIT_CODES as OF_OUTCOMES
 from tests.fuzz.check import FOREIGN
 
 OPTIM = "# Mine.\nlr: 1e-3\nbetas: [0.9, 0.95]\n"
@@ -63,7 +67,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["hydra.mode=x"], "hydra.mode=x: must be RUN or MULTIRUN"),
         (["hydra.searchpath=[file:///nowhere]"], "must be a list of directories that exist"),
         (["name=${nope}"], "name: ${nope} names no key of the config."),
-        (["name=${oc.env:LLMX_NOT_SET}"], "environment variable LLMX_NOT_SET, which is not set"),
+        (["name=${oc.env:NOT_SET_ANYWHERE}"], "environment variable NOT_SET_ANYWHERE, which is not set"),
         (["name=${a:b}"], "there is no ${a:...}"),
         (["name=${name}"], "leads back to the key itself"),
         (["name=\ud800"], "is not valid UTF-8 text"),
@@ -81,7 +85,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: the run directory cannot be made (Not a d"),
         (["-m", "seed=range(0,1e9)"], "must give 1 to 10000 values"),
         (["-m", "seed=range(0,5,0)"], "must give 1 to 10000 values"),
-        (["-m", "seed=range(0,9000)", "optim.lr=1,2"], "the sweep has 18000 jobs, at most 10000"),
+        (["-m", "seed=range(0,9000)", "optim.lr=1,2"], "seed, optim.lr: the sweep has 18000 jobs; at most 10000"),
         (["-m", "seed=1,2", "run_dir=x"], "every job of a sweep has its own run directory"),
         (["-m", "experiment=demo,null"], "null is no option of a sweep"),
         (["data", "-m", "seed=1,2"], "data: takes one config"),
@@ -205,3 +209,19 @@ def test_ones_own_options_are_listed(llmx) -> None:
 def test_a_sweep_file(llmx, content, message) -> None:
     Path("mine.yaml").write_text(content)
     assert message in refused(llmx, "sweep", "mine.yaml", "dry_run=true")
+
+
+def test_exit_codes_are_documented(llmx) -> None:
+    documented = (Path(__file__).resolve().parents[2] / "docs" / "reliability.md").read_text()
+    assert CheckpointError.exit_code == 5
+    assert {error.exit_code for error in errors(LlmxError)} <= set(EXIT_CODES)
+    assert set(OF_OUTCOMES.values()) <= set(EXIT_CODES)
+    for code, when in EXIT_CODES.items():
+        assert f"| {code} | {when} |" in documented
+    code, out, _ = llmx("help", "exit-codes")
+    assert code == 0
+    assert "130" in out
+
+
+def errors(cls: type[LlmxError]) -> set[type[LlmxError]]:
+    return {cls}.union(*(errors(each) for each in cls.__subclasses__()))

@@ -93,12 +93,12 @@ def keys(values: object, prefix: str = "") -> list[str]:
     ("values", "said"),
     [
         ({"schema_version": SCHEMA_VERSION + 1}, "or a newer one"),
-        ({"schema_version": "2"}, "no version of a snapshot"),
-        ({"schema_version": True}, "no version of a snapshot"),
-        ({"schema_version": 0}, "no version of a snapshot"),
-        ({}, "schema_version=None"),
-        (["a"], "no version of a snapshot"),
-        (None, "no version of a snapshot"),
+        ({"schema_version": "2"}, "must be a whole number from 1"),
+        ({"schema_version": True}, "must be a whole number from 1"),
+        ({"schema_version": 0}, "must be a whole number from 1"),
+        ({}, "schema_version=null"),
+        (["a"], "must be a whole number from 1"),
+        (None, "must be a whole number from 1"),
     ],
 )
 def test_what_is_no_snapshot_is_refused(values: object, said: str) -> None:

@@ -1,0 +1,205 @@
+# ruff: noqa: E501, RUF100 - tables of words
+"""The corpus of messages: what a user reads who makes a mistake, in one file for a person to read.
+
+``tests/golden/messages.txt``; recorded by ``make golden``. Read it as a whole after a change:
+value, rule and fix, one line each, in plain English and the words of docs/development/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmx.arguments import read_line, split_command, sweep_overrides
+from llmx.commands import COMMANDS
+from llmx.config import Experiment, ModelConfig, experiment_from_dict, migrate
+from llmx.config.model_rules import model_config_problems
+from llmx.errors import LlmxError
+from llmx.launch.hostfile import parse_hostfile
+from llmx.overrides import check_overrides
+from tests.composing import composed
+from tests.fuzz.check import FOREIGN
+
+LINES = [
+    "--cfg jbo", "--info foo", "--resolve", "--cfg job --package", "--cfg job -m", "--cfg job --cfg all",
+    "--experimental-rerun X", "-sc install=bash", "--config-name mine", "-cp x", "--config-dir nowhere", "--config-dir",
+    "--multi", "--multirun=yes", "a=1 --version",
+]  # fmt: skip
+WORDS = [
+    "seq_len=3", "zero=stage4", "zreo=stage3", "foo", "plan", "optim.lr=[1", "name='a", "optim.lr=1,2", "hardware=cpu2,a100x8",
+    "+task.foo=1", "launch.envv.A=1", "optim.lr.x=1", "optim.betas.x=1", "model=null", "model=[a]", "models/x=1",
+    "model@x=tiny", "~zero=stage2", "a.=1", "=1", "data.columns={0: é}", "hydra.job.chdir=true",
+    "hydra.output_subdir=x", "hydra.mode=x", "hydra.searchpath=[file:///nowhere]", "hydra.verbose=1,2", "name=\ud800", "seed=" + "9" * 5000,
+    "name=" + "x" * 70000, "checkpoint=1", "hydra.sweeper.x=choice(1,2)",
+]  # fmt: skip
+SWEEPS = [
+    ["seed=range(0,1e9)"], ["seed=interval(0,1)"], ["seed=range(0,9000)", "optim.lr=1,2"], ["seed=1,2", "run_dir=x"],
+    ["experiment=demo,null"], ["zero=stage1,stage9"],
+]  # fmt: skip
+RULES = [
+    ["precision=bf16", "hardware=a100x2_v100x2"], ["zero.offload_param=cpu"], ["zero=stage3", "zero.hpz_partition_size=3", "hardware=a100x8"],
+    ["zero=stage2", "zero.hpz_partition_size=2", "hardware=a100x8"], ["data.seq_len=2048"], ["hardware=a100x8", "hardware.slots=9"],
+    ["zero=stage3_zeropp", "hardware=cpu2"], ["task.epochs=null"], ["batch.global_batch=13", "batch.micro_batch=4"],
+    ["batch.global_batch=1", "hardware=a100x8"], ["batch.global_batch=16", "batch.accumulation=3"],
+    ["batch.global_batch=8", "batch.tokens_per_step=4096"], ["batch.global_batch=null", "batch.tokens_per_step=4096", "batch.accumulation=2"],
+    ["batch.global_batch=null", "batch.tokens_per_step=1e12", "data.seq_len=2", "model.kind=qwen3", "hardware=a100x8"],
+    ["launch.transport=local", "hardware=a100x2_v100x2"], ["data.packing=concat"], ["optim.warmup_steps=9", "task.steps=5"],
+    ["zero.extra.zero_optimisation={}"], ["zero.extra.elasticity={}"], ["zero.extra.train_batch_size=8"],
+    ["zero.extra.zero_optimization.round_robin=true"], ["model=hf"], ["model=gpt2", "model.path=./nowhere"],
+    ["model=tiny", "model.tokenizer=null"], ["model.init=pretrained", "model=tiny"], ["hardware=hostfile"],
+    ["hardware=hostfile", "hardware.path=hosts"], ["hardware=hostfile", "hardware.path=nowhere", "hardware.device=cpu"],
+    ["zero=infinity", "zero.nvme_path=null", "hardware=a100x8"], ["zero=infinity", "zero.nvme_path=disk", "hardware=a100x8"],
+    ["zero.offload_optimizer=nvme", "zero.nvme_path=/nvme"], ["zero=stage0", "zero.offload_optimizer=cpu"],
+    ["optim.kind=fused_adam", "hardware=cpu2"], ["optim.kind=fused_adam", "hardware=a100x8", "zero=stage2_offload"],
+    ["launch.transport=slurm", "launch.sync=rsync"], ["model.attention=flash_attention_2", "hardware=cpu2"],
+    ["data=file", "data.path=rows.jsonl"], ["data=file", "data.path=/nowhere/rows.jsonl"], ["data=file", "data.path='*.json'"],
+    ["data=file", "data.path=hub:x"], ["data=file", "data.path=''"], ["data.columns={promt: x}"], ["data.data_map={response: x}"],
+    ["launch.sync_extra=[more]"], ["schema_version=3"], ["hardware.hosts=[{name: a, slots: 2, device: x}]", "hardware=a100x8"],
+    ["hardware.hosts=[]", "hardware=a100x8"], ["hardware.hosts=[{name: a, slots: 1024, device: cpu}]", "hardware.devices.cpu.accelerator=cuda"],
+]  # fmt: skip
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"hidden_size": "a"}), ("llama", {"num_attention_heads": 0}), ("llama", {"rms_norm_eps": -1}),
+    ("llama", {"tie_word_embeddings": "yes"}), ("llama", {"hidden_act": "silo"}), ("llama", {"rope_scaling": "linear"}),
+    ("llama", {"hiden_size": 64}), ("llama", {"model_type": "opt"}), ("llama", {"hidden_size": 65}), ("llama", {"hidden_size": 60}),
+    ("llama", {"num_key_value_heads": 3}), ("hf", {"num_experts": 4, "num_experts_per_tok": 8}),
+]  # fmt: skip
+FILES = {
+    "tab": b"lr: 1\n\tkind: sgd\n", "bracket": b"lr: 1\nbetas: [0.9, 0.95\n", "twice": b"lr: 1\nlr: 2\n", "quote": b"kind: 'sgd\n",
+    "colon": b"kind: a: b\n", "alias": b"kind: *sgd\n", "list": b"- a\n", "mixed": b"lr: 1\n- a\n", "key": b"kidn: sgd\n",
+    "latin1": b"kind: caf\xe9\n", "utf16": "lr: 1\n".encode("utf-16"), "bom": b"\xef\xbb\xbflr: 1\n", "zero": b"kind: a\x00b\n",
+    "option": b"defaults:\n  - nope\n", "group": b"defaults:\n  - /zero: stage1\n", "defaults": b"defaults: adamw\n",
+    "relative": b"defaults:\n  - zero: stage1\n",
+}  # fmt: skip
+GRIDS = [
+    "grid: 3\n",
+    "a: 1\n",
+    "grid: {zero: stage1}\n",
+    "grid: {zero: [[stage1]]}\n",
+    "grid: {zero: [stage1]}\noverrides: 3\n",
+    "grid: {}\nb: 1\n",
+]
+HOSTFILES = [
+    "",
+    "a slots=0\n",
+    "a slots = 2\n",
+    "a:22 slots=2\n",
+    "u@a slots=2\n",
+    "a\n",
+    "a slots=2\na slots=2\n",
+    "a[1-4] slots=2\n",
+    "// x\n",
+    "a b\n",
+]
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The message of a mistake."""
+    try:
+        call()
+    except LlmxError as error:
+        return str(error)
+    return "ACCEPTED"
+
+
+def out_of_range(cls: type = Experiment, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The message of every number and closed set of the schema, for a value it does not take."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        where = (*path, field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from out_of_range(typing.cast(type, hints[field.name]), where)
+            continue
+        limits, closed = field.metadata.get("range"), field.metadata.get("choices")
+        value: Any = None
+        if limits is not None:
+            low = limits.minimum if limits.minimum is not None else limits.above
+            value = low - 1
+            if typing.get_origin(hints[field.name]) is list:
+                value = [value, value]
+            elif typing.get_origin(hints[field.name]) is dict:
+                value = {"a": value}
+        elif closed is not None or hints[field.name] is bool:
+            value = "nope"
+        if value is not None:
+            for part in reversed(where):
+                value = {part: value}
+            yield said(lambda value=value: experiment_from_dict(value))
+
+
+def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """(title, messages)."""
+    yield "Options", [said(lambda line=line: read_line(line.split())) for line in LINES]
+    yield "Commands", [said(lambda: split_command(["trian"], tuple(COMMANDS)))]
+    yield "Words", [said(lambda word=word: check_overrides([word])) for word in WORDS]
+    yield (
+        "Sweeps",
+        [said(lambda words=words: check_overrides(words, multirun=True)) for words in SWEEPS],
+    )
+    own = directory / "own"
+    files = []
+    for name, content in FILES.items():
+        path = own / "optim" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        files.append(
+            said(lambda name=name: check_overrides([f"optim={name}"], config_dirs=[str(own)]))
+        )
+    files.append(said(lambda: check_overrides(["optim=mime"], config_dirs=[str(own)])))
+    yield "Files", files
+    grid = directory / "grid.yaml"
+    grids = []
+    for text in GRIDS:
+        grid.write_text(text)
+        grids.append(said(lambda: sweep_overrides(grid)))
+    yield "Sweep files", grids
+    yield "Hostfiles", [said(lambda text=text: parse_hostfile(text)) for text in HOSTFILES]
+    yield "Values", list(out_of_range())
+    yield (
+        "Models",
+        [
+            next(
+                model_config_problems(
+                    ModelConfig(
+                        kind=kind, config={"hidden_size": 64, "num_attention_heads": 4, **config}
+                    )
+                )
+            )
+            for kind, config in MODELS
+        ],
+    )
+    (directory / "hosts").write_text("a slots=2\n")
+    yield (
+        "Rules",
+        [
+            said(
+                lambda words=words: composed(
+                    [
+                        "hardware=cpu2" if not any("hardware=" in w for w in words) else "seed=0",
+                        *words,
+                    ]
+                )
+            )
+            for words in RULES
+        ],
+    )
+    snapshots: list[Any] = [None, {"schema_version": 0}, {"schema_version": 99}]
+    yield "Snapshots", [said(lambda values=values: migrate(values)) for values in snapshots]
+
+
+def test_the_corpus_of_messages(golden, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for title, messages in corpus(tmp_path):
+        lines += [title, "-" * len(title)]
+        for message in messages:
+            message = message.replace(str(tmp_path), "DIR")
+            assert message != "ACCEPTED", lines[-1]
+            foreign = FOREIGN.search(message)
+            assert foreign is None, f"{foreign}: {message}"
+            assert message.isprintable() or "\n" in message, message
+            lines.append(message)
+        lines.append("")
+    golden("messages.txt", "\n".join(lines))
