@@ -73,7 +73,10 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         )
     flash = model.attention in ("varlen", "flash_attention_2", "flash_attention_3")
     if flash and (exp.precision == "fp32" or "cpu" in _accelerators(exp)):
-        yield f"model.attention={model.attention} needs CUDA and bf16 or fp16. Use model.attention=auto."
+        yield (
+            f"model.attention={model.attention} needs CUDA and bf16 or fp16. Use "
+            "model.attention=auto."
+        )
     old = sorted(
         {
             host.device
@@ -86,10 +89,14 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
     if flash and old:
         yield (
             f"model.attention={model.attention} needs GPUs that compute bf16 (compute capability "
-            f"8.0 or higher), {', '.join(old)} does not. Use model.attention=auto, which chooses for each device."
+            f"8.0 or higher), {', '.join(old)} does not. Use model.attention=auto, "
+            "which chooses for each device."
         )
     if data.layout == "padded" and model.attention not in ("auto", "sdpa", "eager"):
-        yield f"data.layout=padded and model.attention={model.attention} do not go together. Use model.attention=auto."
+        yield (
+            f"data.layout=padded and model.attention={model.attention} do not go together. Use "
+            "model.attention=auto."
+        )
 
 
 def _length(exp: Experiment) -> Iterator[str]:
