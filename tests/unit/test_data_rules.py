@@ -20,7 +20,10 @@ from llmx.errors import DataError
         ({"packing": "concat"}, "data.packing=concat: would cut completions"),
         ({"columns": {"promt": "x"}}, 'data.columns.promt: no such column. Did you mean "p'),
         ({"data_map": {"response": "x"}}, "data.data_map.response: no such column."),
-        ({"sources": [SourceConfig("a", columns={"b": "c"})]}, "data.sources[0].columns.b: no such"),
+        (
+            {"sources": [SourceConfig("a", columns={"b": "c"})]},
+            "data.sources[0].columns.b: no such",
+        ),
     ],
 )
 def test_a_broken_rule(changes: dict, message: str):
