@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, ModelConfig, experiment_from_dict
-from llmx.config.model_rules import with_floats
+from llmx.config.model_rules import as_typed
 from llmx.config.validate import validate
 from llmx.doctor.detect import local_names
 from llmx.errors import ConfigError
@@ -76,7 +76,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     problems += about
     if model.kind == "hf" and found:
         model = dataclasses.replace(model, config={**found, **model.config})
-    model = dataclasses.replace(model, config=with_floats(model.config))
+    model = dataclasses.replace(model, config=as_typed(model.config))
     run_dir = os.path.abspath(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
     exp = dataclasses.replace(

@@ -142,16 +142,21 @@ def model_config_problems(model: ModelConfig) -> Iterator[str]:
         yield from _heads(model)
 
 
-def with_floats(config: dict[str, Any]) -> dict[str, Any]:
-    """Whole numbers as floats where the library insists on floats: ``initializer_range=0``."""
-    return {
-        key: float(value) if key in FLOATS and type(value) is int else value
-        for key, value in config.items()
-    }
+def as_typed(config: dict[str, Any]) -> dict[str, Any]:
+    """Numbers in the type that the library insists on: ``initializer_range=0`` as a float,
+    ``vocab_size=1e5`` as a whole number."""
+    typed = dict(config)
+    for key, value in config.items():
+        if key in FLOATS and type(value) is int:
+            typed[key] = float(value)
+        elif key in SIZES and type(value) is float and value.is_integer():
+            typed[key] = int(value)
+    return typed
 
 
 def _value_problems(key: str, value: Any, model: ModelConfig, *, known_kind: bool) -> Iterator[str]:
-    where = f"model.config.{shown(key)}={shown(value)}"
+    written = repr(value) if isinstance(value, float) else shown(value)
+    where = f"model.config.{shown(key)}={written}"
     if known_kind:
         if key == "model_type" and value != model.kind:
             yield f"{where}: differs from model.kind={model.kind}. Leave it out, or set model.kind."

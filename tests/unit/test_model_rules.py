@@ -7,7 +7,15 @@ from transformers import AutoConfig
 from transformers.activations import ACT2FN
 
 from llmx.config import ModelConfig
-from llmx.config.model_rules import ACTIVATIONS, FLAGS, FLOATS, KEYS, SIZES, model_config_problems
+from llmx.config.model_rules import (
+    ACTIVATIONS,
+    FLAGS,
+    FLOATS,
+    KEYS,
+    SIZES,
+    as_typed,
+    model_config_problems,
+)
 from tests.composing import values
 
 LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -64,6 +72,11 @@ def test_what_no_network_can_be_built_from(kind, config, message) -> None:
 def test_what_a_network_can_be_built_from(kind, config) -> None:
     base = {} if kind == "gpt2" else LLAMA
     assert list(model_config_problems(ModelConfig(kind=kind, config={**base, **config}))) == []
+
+
+def test_numbers_get_the_type_of_the_library() -> None:
+    typed = as_typed({"vocab_size": 1e5, "initializer_range": 0, "head_dim": 1.5, "x": 2})
+    assert str(typed) == "{'vocab_size': 100000, 'initializer_range': 0.0, 'head_dim': 1.5, 'x': 2}"
 
 
 @pytest.mark.parametrize("kind", sorted(KEYS))
