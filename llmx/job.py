@@ -18,6 +18,7 @@ from llmx.compose import Composed, check_paths, complete, compose
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, RunFailed
+from llmx.packing import settle_layout
 from llmx.plan.geometry import position_limit
 
 
@@ -51,10 +52,11 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     from llmx.launch import check, prepare, supervise
 
     out = stream or sys.stdout
-    exp, plan = composed.experiment, composed.plan
     # Before anything is written: a secret in launch.env must not reach config.yaml.
-    check(exp, plan)
-    check_paths(exp, plan)
+    check(composed.experiment, composed.plan)
+    check_paths(composed.experiment, composed.plan)
+    composed = settle_layout(composed, stream=out)
+    exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = prepare(exp, plan, run)
     if exp.dry_run:

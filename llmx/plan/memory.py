@@ -252,7 +252,7 @@ def _dense_mask_bytes(
     activations that each layer keeps."""
     wanted = exp.model.attention
     dense = wanted in ("sdpa", "eager") or (wanted == "auto" and accelerator == "cpu")
-    if not dense or exp.data.layout != "packed" or exp.data.packing == "none":
+    if not dense or exp.data.layout == "padded" or exp.data.packing == "none":
         return 0.0
     squares = float(tokens) * exp.data.seq_len
     if wanted == "eager":  # scores of all heads, twice, and one mask for all layers

@@ -82,6 +82,7 @@ RULES = (
          "the same samples are prepared"),
     Rule(PLACES, SAME, "where the same content lies; it is compared"),
     Rule(("data.seq_len",), REFUSED, "another length makes other samples"),
+    Rule(("data.layout", "data.pad_to_multiple_of"), ROUNDING, "the same rows in other batches"),
     Rule(("data.*",), REFUSED, _OTHER_SAMPLES),
     Rule(("seed",), REFUSED, "the order of the samples follows from it"),
     Rule(

@@ -58,8 +58,8 @@ def common_layout(exp: Experiment, answers: list[Answer]) -> str:
     for answer in answers:
         if answer.why_not_trained:
             raise ConfigError(
-                f"{exp.model.name or exp.model.path or exp.model.kind} cannot be trained here: "
-                f"{answer.why_not_trained}."
+                f"{exp.model.path or exp.model.name or exp.model.kind} cannot be trained here: "
+                f"{answer.why_not_trained}. Choose a causal language model."
             )
     wanted = exp.data.layout
     if wanted == "padded":
@@ -106,7 +106,7 @@ def answer(exp: Experiment, plan: Plan, config: Any, *, device: torch.device) ->
         found = Answer(None, None, why_not_packed=why)
         if exp.data.layout == "packed":
             return found
-    for name in _padded_candidates(exp):
+    for name in padded_candidates(exp):
         where = _where(name, plan, device)
         padded = find_ways(config, implementations=[name], layouts=["padded"], **where, **options)
         if padded.padded or padded.unknown:
@@ -134,7 +134,8 @@ def candidates(exp: Experiment, plan: Plan, device: torch.device) -> list[str]:
     return [*found, SEGMENTS, *PLAIN]
 
 
-def _padded_candidates(exp: Experiment) -> list[str]:
+def padded_candidates(exp: Experiment) -> list[str]:
+    """Implementations for rows in lines of their own, which need no mask."""
     return [exp.model.attention] if exp.model.attention in PLAIN else list(PLAIN)
 
 

@@ -38,26 +38,30 @@ def true_vocab(tokenizer: Any) -> int:
 
 def model_config(exp: Experiment, *, tokenizer: Any) -> Any:
     """The Hugging Face config of the run's model, vocabulary padded when from scratch."""
+    config = plain_config(exp)
+    if exp.model.init == "scratch":
+        size = true_vocab(tokenizer)
+        config.vocab_size = padded_vocab(size, multiple_of=exp.model.pad_vocab_to_multiple_of)
+        _take_special_tokens(config, tokenizer)
+    config.use_cache = False
+    _check(exp, config, tokenizer)
+    return config
+
+
+def plain_config(exp: Experiment) -> Any:
+    """The same before the tokenizer has its say."""
     from transformers import AutoConfig
 
     model = exp.model
     overrides = dict(model.config)
     if model.kind == "hf" or (model.init == "pretrained" and model.path is not None):
-        config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             model.path,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
             **overrides,
         )
-    else:
-        config = AutoConfig.for_model(model.kind, **overrides)
-    if model.init == "scratch":
-        size = true_vocab(tokenizer)
-        config.vocab_size = padded_vocab(size, multiple_of=model.pad_vocab_to_multiple_of)
-        _take_special_tokens(config, tokenizer)
-    config.use_cache = False
-    _check(exp, config, tokenizer)
-    return config
+    return AutoConfig.for_model(model.kind, **overrides)
 
 
 def _take_special_tokens(config: Any, tokenizer: Any) -> None:
