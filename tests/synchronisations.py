@@ -7,12 +7,12 @@ import sys
 from collections import Counter
 from typing import Any
 from unittest import mock
-from weakref import WeakSet
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 WAITING = {
     torch.ops.aten._local_scalar_dense.default,
@@ -42,11 +42,11 @@ class Synchronisations(TorchDispatchMode):
     def __init__(self, *batches: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.places: Counter[str] = Counter()
-        self._host: WeakSet[Any] = WeakSet()
+        self._host = WeakTensorKeyDictionary()
         self._alive = [tensor for batch in batches for tensor in batch.values()]
         self._functions = _Functions(self)
         for tensor in self._alive:
-            self._host.add(tensor)
+            self._host[tensor] = True
 
     def __enter__(self) -> Synchronisations:
         from deepspeed.accelerator import get_accelerator
@@ -81,7 +81,7 @@ class Synchronisations(TorchDispatchMode):
         if self._from_host((args, kwargs)):
             for each in tree_leaves(result):
                 if isinstance(each, torch.Tensor):
-                    self._host.add(each)
+                    self._host[each] = True
         return result
 
 

@@ -150,6 +150,8 @@ def _zero(exp: Experiment) -> Iterator[str]:
             f"zero.nvme_path={zero.nvme_path}: must be an absolute path, as it is one of every "
             "host. Set e.g. zero.nvme_path=/nvme/llmx."
         )
+    if exp.model.liger_kernel and "cpu" in _accelerators(exp):
+        yield "model.liger_kernel=true needs CUDA on every rank. Use model.liger_kernel=false."
     if exp.model.compile and zero.stage == 3:
         yield (
             "model.compile=true with stage 3: torch.compile cannot look through the gathering of "

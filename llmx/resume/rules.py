@@ -63,12 +63,11 @@ RULES = (
         (
             "model.attention",
             "model.activation_checkpointing",
-            "model.fused_loss",
-            "model.compile",
         ),
         ROUNDING,
         "the same network, computed in another way",
     ),
+    Rule(("model.fused_loss", "model.compile", "model.liger_kernel"), ROUNDING, "other kernels"),
     Rule(("task.log_every_steps", "task.eval_every_steps"), SAME, "what is reported"),
     Rule(("task.eval_generate", "task.eval_max_new_tokens"), SAME, "what is reported"),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),

@@ -83,3 +83,11 @@ def test_the_peak_of_a_step_is_what_the_plan_says(out: Path) -> None:
             measured, predicted = (max(one[key].values()) for key in ("measured", "predicted"))
             tolerance = 0.15 if name == "2-fp32-fp32" else 0.04
             assert predicted == pytest.approx(measured, rel=tolerance), name
+
+
+def test_between_two_lines_llmx_waits_for_nothing(out: Path) -> None:
+    """What waits for the device in a step is DeepSpeed's (docs/lab-book.md lists it by stage)."""
+    for found in answers(out, "host_synchronisations"):
+        assert len(found) == 12
+        for name, places in found.items():
+            assert not [place for place in places if not place.startswith("deepspeed/")], name

@@ -23,7 +23,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import llmx.train.model as model_module
 from llmx.plan import make_plan
 from llmx.plan.memory import step_bytes
-from llmx.train.attention import model_inputs
+from llmx.train.attention import Way, model_inputs
 from llmx.train.batches import Layout, make_step
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine, join_process_group
@@ -215,9 +215,7 @@ def exact_gradient(exp: Any, step: Any) -> dict[str, torch.Tensor]:
     factor = 1 / step.target_tokens
     sums = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
     for micro_batch in step.micro_batches:
-        inputs, labels = model_inputs(
-            micro_batch, implementation="sdpa", dtype=torch.bfloat16, device=cpu
-        )
+        inputs, labels = model_inputs(micro_batch, way=Way(), dtype=torch.bfloat16, device=cpu)
         model.zero_grad()
         loss = micro_batch_loss(model, inputs, labels, vocab_size=VOCABULARY)
         (loss * factor).backward()
