@@ -21,8 +21,6 @@ from llmx.text import printable
 
 LEAST_BF16 = 8.0
 """Compute capability from which an NVIDIA GPU computes bf16; older ones emulate it, slowly."""
-LEAST_FLASH = 8.0
-"""Compute capability from which flash-attention 2 has kernels."""
 
 
 def native_precisions(compute_capability: float) -> list[str]:
@@ -43,7 +41,6 @@ def hardware_problems(exp: Experiment) -> Iterator[str]:
             yield from _device(name, hardware.devices[name])
     if len({device.accelerator for device in used_devices(exp).values()}) > 1:
         yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
-    yield from _kernels(exp)
     yield from _zeropp(exp)
 
 
@@ -140,20 +137,6 @@ def _device(name: str, device: DeviceConfig) -> Iterator[str]:
         yield f"{where}: compute_capability is for accelerator: cuda. Leave it out."
 
 
-def _kernels(exp: Experiment) -> Iterator[str]:
-    """What needs kernels that a device lacks."""
-    used = used_devices(exp)
-    if exp.model.attention == "flash_attention_2":
-        for name, device in used.items():
-            if 0 < device.compute_capability < LEAST_FLASH:
-                yield (
-                    f"model.attention=flash_attention_2: {shown(name)} "
-                    f"({', '.join(_on(exp, name))}) has compute capability "
-                    f"{device.compute_capability:g}, and its kernels need {LEAST_FLASH:g}. Use "
-                    "model.attention=auto or sdpa."
-                )
-
-
 def _zeropp(exp: Experiment) -> Iterator[str]:
     """What ZeRO++ cannot do on these hosts, or together with other settings."""
     zero, hosts = exp.zero, exp.hardware.hosts
@@ -176,7 +159,3 @@ def _zeropp(exp: Experiment) -> Iterator[str]:
             f"to have the same number of ranks (they have: {listed}). Use "
             f"hardware.slots={min(slots)}, or zero.quantized_gradients=false."
         )
-
-
-def _on(exp: Experiment, device: str) -> list[str]:
-    return [host.name for host in exp.hardware.hosts if host.device == device]

@@ -322,7 +322,8 @@ CATALOGUE: tuple[Known, ...] = (
         r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
         r"|Timed out waiting \d+ms for (recv|send) operation",
         "a rank waited for another one for too long",
-        "look at the rank that is behind the others: its log and its host",
+        "look at the rank that is behind the others: its log and its host; where it only needed "
+        "more time, raise launch.comm_timeout_s",
         consequence=True,
     ),
     _known(
@@ -352,10 +353,27 @@ CATALOGUE: tuple[Known, ...] = (
         "knows",
     ),
     _known(
+        "cuda_build",
+        "config",
+        r"no kernel image is available",
+        "this build of torch has no code for the GPU of this host",
+        "on every host: pip install torch --index-url https://download.pytorch.org/whl/cu126 for "
+        "V100s and older, .../cu130 for newer ones; torch.cuda.get_arch_list() must have "
+        "the GPU's compute capability",
+    ),
+    _known(
+        "gpu_twice",
+        "config",
+        r"Duplicate GPU detected",
+        "two ranks took the same GPU",
+        "set slots of the host to the number of its GPUs; under Slurm look at --gpus-per-task and "
+        "--gpu-bind in launch.slurm.extra_args",
+    ),
+    _known(
         "cuda_driver",
         "config",
         r"CUDA driver version is insufficient|The NVIDIA driver on your system is too old"
-        r"|no kernel image is available|Found no NVIDIA driver|invalid device ordinal"
+        r"|Found no NVIDIA driver|invalid device ordinal"
         r"|No CUDA GPUs are available",
         "torch cannot use the GPU of this host",
         "`nvidia-smi` must list the GPUs; the driver must be new enough for torch.version.cuda, "

@@ -55,6 +55,17 @@ def asked_of_hosts(exp: Experiment, plan: Plan) -> dict[str, Any]:
     }
 
 
+ATTENTION = {
+    "flash_attention_2": (
+        "flash_attn",
+        "flash-attn (pip install flash-attn --no-build-isolation)",
+    ),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "flash-attn-3 (https://github.com/Dao-AILab/flash-attention, directory hopper)",
+    ),
+}
+"""``model.attention`` -> the module of its kernels, and where it is from."""
 CLOCK_S = 5.0
 """A difference of clocks that makes logs of hosts hard to read side by side."""
 
@@ -166,11 +177,12 @@ def _host(
     errors += [line for each in needed for line in _cannot_build(each, plan, name, facts)]
     needs_build = bool(needed)
     errors += _nvme(exp, plan, name, facts)
-    if exp.model.attention == "flash_attention_2" and facts.get("flash_attention") is False:
+    module, package = ATTENTION.get(exp.model.attention, ("", ""))
+    if module and module not in facts.get("modules", [module]):
         errors.append(
-            f"{name}: model.attention=flash_attention_2 needs the package flash-attn, which its "
-            "Python has not. Install it on every host (pip install flash-attn --no-build-"
-            "isolation), or set model.attention=auto."
+            f"{name}: model.attention={exp.model.attention} needs the package {package}, which its "
+            "Python has not. Install it on every host, or set model.attention=auto, which takes "
+            "what is there."
         )
     if facts["stale_locks"]:
         line = (

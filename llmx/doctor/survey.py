@@ -26,6 +26,8 @@ import time
 from importlib import metadata, util
 
 COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")
+MODULES = ("flash_attn", "flash_attn_interface")
+"""Of attention kernels; looked for without importing them."""
 STALE_LOCK_S = 600
 TORCH = """
 import json, torch
@@ -67,7 +69,7 @@ def survey(run_dir: str, package: str = "", asked: dict | None = None) -> dict:
         "nvcc": nvcc(),
         "libaio": has_libaio() if asked.get("aio") else None,
         "nvme": directory_facts(asked["nvme"]) if asked.get("nvme") else None,
-        "flash_attention": any(has_module(name) for name in ("flash_attn", "kernels")),
+        "modules": [name for name in MODULES if has_module(name)],
         "stale_locks": stale_locks(),
         "code": code_hash(package),
     }
@@ -191,8 +193,13 @@ def directory_facts(path: str) -> dict:
     there = path
     while there and not os.path.isdir(there):  # noqa: PTH112
         there = os.path.dirname(there)  # noqa: PTH120
+    try:
+        with tempfile.TemporaryFile(dir=there or "/"):
+            writable = True
+    except OSError:
+        writable = False
     return {
-        "writable": os.access(there or "/", os.W_OK | os.X_OK),
+        "writable": writable,
         "free_bytes": shutil.disk_usage(there or "/").free,
     }
 

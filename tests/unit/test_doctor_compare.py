@@ -39,7 +39,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "nvcc": "12.6",
         "libaio": None,
         "nvme": None,
-        "flash_attention": True,
+        "modules": ["flash_attn"],
         "stale_locks": [],
         "code": "0123456789ab",
     }
@@ -223,7 +223,7 @@ def test_what_is_compiled_has_its_compiler(overrides, change, message) -> None:
 
 def test_flash_attention_needs_its_package() -> None:
     done = composed(["hardware=a100x8", "model.attention=flash_attention_2", "precision=bf16"])
-    here = facts(gpus=8, flash_attention=False)
+    here = facts(gpus=8, modules=[])
     (error,) = compare_hosts(done.experiment, done.plan, {"localhost": here}).errors
     assert "needs the package flash-attn" in error
 
@@ -238,7 +238,7 @@ def test_what_is_asked_of_hosts() -> None:
 
 def test_a_survey_of_an_older_llmx_is_compared() -> None:
     new = set(facts()) - {"capabilities", "torch_build", "nvcc", "libaio", "nvme"}
-    old = {key: value for key, value in facts().items() if key in new - {"flash_attention"}}
+    old = {key: value for key, value in facts().items() if key in new - {"modules"}}
     done = composed(["hardware=a100x2_v100x2", "optim.kind=fused_adam"])
     surveys = {"node-a": old, "node-b": old}
     assert compare_hosts(done.experiment, done.plan, surveys).errors == ()

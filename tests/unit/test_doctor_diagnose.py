@@ -78,6 +78,8 @@ MESSAGES = [
     ("precision", "config", "ValueError: Type bf16 is not supported on your device."),
     ("cuda_driver", "config", "RuntimeError: The NVIDIA driver on your system is too old (found version 11040)."),
     ("cuda_driver", "config", "RuntimeError: CUDA error: invalid device ordinal"),
+    ("cuda_build", "config", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
+    ("gpu_twice", "config", "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000"),
     ("cuda_hardware", "crash", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
     ("hub_offline", "data", "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files."),
     ("hub_gated", "data", "OSError: You are trying to access a gated repo.\nMake sure to have access to it at https://huggingface.co/meta-llama/Llama-2-7b-hf.\n401 Client Error."),
