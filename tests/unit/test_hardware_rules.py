@@ -219,7 +219,7 @@ def test_a_hostfile_that_cannot_be_read(path: str) -> None:
     ("device", "message"),
     [
         ({"memory_gib": 16}, "precisions is empty, so nothing says what it can compute"),
-        ({"memory_gib": -16, "precisions": ["fp16"]}, r"memory_gib=-16.*must be from 0"),
+        ({"memory_gib": -16, "precisions": ["fp16"]}, r"memory_gib=-16.*must be .*from 0"),
         ({"precisions": ["int8"]}, r"precisions\[0\]=int8: must be one of fp32, bf16, fp16"),
         ({"precisions": ["fp16", "fp16"]}, "has fp16 twice"),
         ({"precisions": ["bf16"], "compute_capability": 7.0}, "compute_capability=7 emulates it"),
