@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: help demo test fast check chaos docs golden bench gpu clean venv system
+.PHONY: help demo test fast check fuzz chaos docs golden bench gpu clean venv system
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ check: venv ## format, lint, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+fuzz: venv ## random command lines, config files and hostfiles through the command line (COUNT=2000 SEED=1)
+	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),2000) --seed $(or $(SEED),1)
 
 # Faults of `make chaos`, and the seed of what strikes when.
 N ?= 30
