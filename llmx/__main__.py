@@ -218,6 +218,10 @@ def _compose(
         decorated(job)()
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(explain_hydra(error, overrides)) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, LlmxError) or not _of_hydra(error):
+            raise
+        raise ConfigError(explain_hydra(error, overrides)) from error
     except OSError as error:
         if inside:
             raise
@@ -231,6 +235,15 @@ def _compose(
         if isinstance(end, LlmxError):
             raise end
     return next((end for end in ended if isinstance(end, int) and end), 0)
+
+
+def _of_hydra(error: BaseException) -> bool:
+    """Whether Hydra, or what it reads configs with, has raised it: of a word, not a defect here."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
 def _remove_if_empty(directory: Path) -> None:

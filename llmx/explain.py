@@ -40,6 +40,8 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
         )
     if "nterpolation" in name or "Grammar" in name or "nterpolation" in text:
         return _interpolation(key, text, name)
+    if key.startswith("hydra."):
+        return f"{_typed(key, overrides)}: the value does not fit here. Leave it out."
     if key:
         problem = key_problem(key)
         return problem or _unfit(key, overrides)

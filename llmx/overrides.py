@@ -240,6 +240,8 @@ _MODES = ("RUN", "MULTIRUN")
 
 def _check_hydra(word: str, override: Any) -> None:
     key = override.key_or_group
+    if key == "hydra":
+        raise ConfigError(f"{shown(word)}: set one of its keys, e.g. hydra.sweep.dir=DIR.")
     if "/" in key and not override.is_delete() and not isinstance(override.value(), str):
         raise ConfigError(f"{shown(word)}: {key} takes the name of an option.")
     if key in _REFUSED:
