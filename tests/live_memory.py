@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,6 +45,8 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor):  # a compiler's: only a shape
+            return
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
