@@ -34,9 +34,10 @@ class Routing:
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = list(_routers(model))
-        self.coefficient = _coefficient(model) if _wants_loss(model) else 0.0
+        self.coefficient = 0.0
         if _wants_loss(model):
             self._num_experts, self._top_k = _loss_arguments(model, self.routers)
+            self.coefficient = _coefficient(model) or 0.0
         self._active = False
         self._logits: list[torch.Tensor] = []
         self._chosen: list[torch.Tensor | None] = []
@@ -217,11 +218,13 @@ def _wants_loss(model: nn.Module) -> bool:
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
-def _coefficient(model: nn.Module) -> float:
-    found = getattr(model, "router_aux_loss_coef", None)
-    if found is None:
-        found = getattr(_text_config(model), "router_aux_loss_coef", None)
-    return float(found or 0.0)
+def _coefficient(model: nn.Module) -> float | None:
+    """The weight of the auxiliary loss; None where the model names none."""
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):  # JetMoe's is the second
+        for place in (model, _text_config(model)):
+            if (found := getattr(place, name, None)) is not None:
+                return float(found)
+    return None
 
 
 def _loss_function(model: nn.Module) -> Any:
@@ -239,6 +242,7 @@ def _loss_arguments(model: nn.Module, routers: list[Any]) -> tuple[int, int]:
         or list(inspect.signature(function).parameters) != PARAMETERS
         or not isinstance(experts, int)
         or not isinstance(top_k, int)
+        or _coefficient(model) is None
     ):
         raise ConfigError(
             f"model.config.output_router_logits=true asks for the auxiliary loss of a mixture of "
