@@ -32,14 +32,16 @@ class Geometry:
     """Queries and keys are normalised (Qwen3)."""
     dropout: bool = False
     """Of what attention and the feed-forward network add to the stream."""
+    num_looked_up: int = 0
+    """Parameters of embeddings (of positions, too), which multiply nothing; a tied one multiplies
+    as the head."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs a token: 6 N plus attention (12 L h s, halved: causal).
-
-        N leaves out the input embedding, which multiplies nothing.
-        """
-        dense = self.num_parameters - self.vocab_size * self.hidden_size
-        return 6.0 * dense + 6.0 * self.num_layers * self.hidden_size * seq_len
+        """Training FLOPs a token: 6 N plus attention (12 L x heads x head width x s, halved:
+        causal). N leaves out what is looked up."""
+        width = self.query_size or self.hidden_size
+        dense = self.num_parameters - self.num_looked_up
+        return 6.0 * dense + 6.0 * self.num_layers * width * seq_len
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
@@ -83,6 +85,7 @@ def _llama(config: dict[str, Any], multiple: int, *, qk_norm: bool = False) -> G
         embeddings + layers * layer + hidden,
         hidden, ffn, layers, kv, vocab, position_limit(config),
         num_heads=heads, num_kv_heads=kv // head, query_size=query, qk_norm=qk_norm,
+        num_looked_up=0 if config.get("tie_word_embeddings") else vocab * hidden,
     )  # fmt: skip
 
 
@@ -101,6 +104,7 @@ def _gpt2(config: dict[str, Any], multiple: int) -> Geometry:
     return Geometry(
         total, hidden, ffn, layers, hidden, vocab, positions,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="gpt2", dropout=dropout,
+        num_looked_up=positions * hidden,
     )  # fmt: skip
 
 
@@ -116,6 +120,7 @@ def _opt(config: dict[str, Any], multiple: int) -> Geometry:
     return Geometry(
         total, hidden, ffn, layers, hidden, vocab, positions,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="opt", dropout=dropout,
+        num_looked_up=(positions + 2) * hidden,
     )  # fmt: skip
 
 

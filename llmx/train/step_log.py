@@ -10,8 +10,8 @@ import torch
 
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
-from llmx.train.metrics import flops_of_step, memory_gib, model_flops
-from llmx.train.model import num_parameters
+from llmx.train.flops import model_flops
+from llmx.train.metrics import memory_gib
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session
 
@@ -33,7 +33,7 @@ class StepLog:
         self.last_loss: float | None = None
         """Of the newest line."""
         model = session.engine.module
-        self.flops = model_flops(model, session.engine.config, num_parameters=num_parameters(model))
+        self.flops = model_flops(model)
         self.restart()
 
     def restart(self) -> None:
@@ -105,8 +105,8 @@ class StepLog:
         loss_sum, squares = table[:, :2].sum(dim=0).tolist()
         loss_mean = float(table[:, 6].sum()) / max(self.targets, 1)
         elapsed = time.perf_counter() - self.began
-        flops = flops_of_step(
-            **self.flops, tokens=self.tokens, target_tokens=self.targets, square_tokens=squares
+        flops = self.flops.of_step(
+            tokens=self.tokens, target_tokens=self.targets, square_tokens=squares
         )
         peak = session.plan.peak_tflops * 1e12
         done = step.step + 1

@@ -17,9 +17,8 @@ from llmx.errors import ConfigError, DataError
 from llmx.rundir import RunDir, read_json
 from llmx.train import status as status_module
 from llmx.train.divergence import NonFiniteLoss
-from llmx.train.metrics import MetricsWriter, flops_of_step, memory_gib, model_flops
+from llmx.train.metrics import MetricsWriter, memory_gib
 from llmx.train.status import RankStatus, category, describe
-from tests.small_models import small_model
 
 
 def on_disk(run_dir: RunDir, rank: int = 0) -> dict[str, Any]:
@@ -200,15 +199,3 @@ def test_memory_is_the_peak_of_this_process() -> None:
     del block
     # A peak stays when the memory is given back; the kernel counts in batches of pages.
     assert memory_gib("cpu") >= peak - 0.01 >= before - 0.01
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_flops_count_the_head_at_targets_and_no_look_up(tied: bool) -> None:
-    model = small_model("llama", tie_word_embeddings=tied)
-    total = sum(p.numel() for p in model.parameters())
-    arguments = model_flops(model, model.config, num_parameters=total)
-    table = 90 * 32
-    body = total - table * (1 if tied else 2)
-    assert arguments["layers"] == 2
-    flops = flops_of_step(**arguments, tokens=100, target_tokens=40, square_tokens=1000)
-    assert flops == 6 * body * 100 + 6 * table * 40 + 6 * 2 * 32 * 1000

@@ -1,0 +1,163 @@
+"""Floating point operations that training a model needs: the numerator of MFU.
+
+Counted from the modules that are there: what multiplies, and how often for a token. Held against
+``torch.utils.flop_counter`` by ``python -m pytest tests/unit/test_train_flops.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What of a model counts, so that a step's operations follow from its tokens."""
+
+    matrices: float
+    """Elements of the weights that a token is multiplied with, without the head: of the experts
+    only those that a token goes through; no embeddings, which are look-ups."""
+    head: int
+    """Elements of the output embedding, which is computed at target positions only."""
+    attention: tuple[tuple[float, int | None], ...]
+    """For each layer that attends: heads x head_dim (the mean of keys' and values'), and its
+    window in tokens; None where it sees everything."""
+
+    def of_step(self, *, tokens: int, target_tokens: int, square_tokens: float) -> float:
+        """Forward and backward of one step, recomputed activations not counted.
+
+        6 for each weight and token; for attention 6 x heads x head_dim x n^2 a row of n tokens in
+        each layer, the causal half.
+
+        Args:
+            tokens: without padding.
+            square_tokens: sum of n^2 over the rows.
+        """
+        seen = sum(
+            # Each token of a window looks at most so far back.
+            width * (square_tokens if window is None else min(square_tokens, 2 * window * tokens))
+            for width, window in self.attention
+        )
+        return 6.0 * (self.matrices * tokens + self.head * target_tokens + seen)
+
+
+def model_flops(model: nn.Module) -> ModelFlops:
+    """Of a causal LM, sharded or not."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    head_parameters = {id(p) for p in head.parameters() if p.dim() > 1} if head else set()
+    modules = list(_text_modules(model))
+    looked_up = {
+        id(parameter)
+        for module in modules
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    active = _active_part(model, config)
+    matrices, counted = 0.0, set(looked_up) | head_parameters
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in counted and len(_shape(parameter)) > 1:
+                matrices += math.prod(_shape(parameter)) * active.get(id(parameter), 1.0)
+                counted.add(id(parameter))
+    return ModelFlops(
+        matrices=matrices,
+        # A tied matrix multiplies as the head.
+        head=sum(math.prod(_shape(p)) for p in head.parameters() if p.dim() > 1) if head else 0,
+        attention=_attention(config),
+    )
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Without the towers that see and hear: they do nothing for a text."""
+    yield model
+    for child in model.children():
+        if getattr(child, "main_input_name", "input_ids") == "input_ids":
+            yield from _text_modules(child)
+
+
+def _active_part(model: nn.Module, config: Any) -> dict[int, float]:
+    """For each weight of an expert: the part of the tokens that are multiplied with it."""
+    chosen = next(
+        (
+            int(value)
+            for name in EXPERTS_PER_TOKEN
+            if isinstance(value := getattr(config, name, None), int)
+        ),
+        None,
+    )
+    found: dict[int, float] = {}
+    if chosen is None:
+        return found
+    for name, module in model.named_modules():
+        if not (name.endswith("experts") or type(module).__name__.endswith("Experts")):
+            continue
+        parameters = list(module.parameters())
+        experts = next(
+            (_shape(p)[0] for p in parameters if len(_shape(p)) == 3),
+            getattr(module, "num_experts", None),
+        )
+        if isinstance(module, nn.ModuleList):
+            experts = len(module)
+        if experts:
+            found.update((id(p), min(1.0, chosen / experts)) for p in parameters)
+    return found
+
+
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "moe_k",
+)
+"""Names under which configs of transformers have it."""
+
+
+def _attention(config: Any) -> tuple[tuple[float, int | None], ...]:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or not heads:
+        return ()  # state-space models
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None:
+        kinds = ["full_attention"] * int(config.num_hidden_layers)
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            kinds = ["sliding_attention"] * len(kinds)
+    layers = []
+    for number, kind in enumerate(kinds):
+        if "linear" in kind or ("attention" not in kind and kind != "hybrid"):
+            continue
+        window = None
+        if "sliding" in kind:
+            window = getattr(config, "sliding_window", None)
+        elif "chunked" in kind:
+            window = getattr(config, "attention_chunk_size", None)
+        layers.append((_attention_width(_of_layer(config, number)), window))
+    return tuple(layers)
+
+
+def _of_layer(config: Any, number: int) -> Any:
+    """The values of one layer, where a config has them by layer."""
+    layers = getattr(config, "per_layer_config", None)
+    return layers[number] if layers else config
+
+
+def _attention_width(config: Any) -> float:
+    """Heads x head_dim, the mean of the width of keys and of values."""
+    heads = int(config.num_attention_heads)
+    nope, rope = (getattr(config, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
+    if nope and rope:  # multi-head latent attention
+        value = getattr(config, "v_head_dim", None) or nope
+        return heads * (nope + rope + value) / 2
+    # A head_dim that the config has, and hidden_size / heads where it has none.
+    return float(heads * (getattr(config, "head_dim", None) or config.hidden_size / heads))

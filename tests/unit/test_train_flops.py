@@ -1,0 +1,85 @@
+"""Operations of a step: counted by hand, by PyTorch's own counter, and by the plan alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmx.plan.geometry import geometry
+from llmx.train.flops import ModelFlops, model_flops
+from tests.rundirs import PARITY_MODELS
+from tests.small_models import CONVERTED, small_model
+
+LENGTH = 40
+COUNTED: dict[str, dict[str, Any]] = {
+    **{kind: PARITY_MODELS[kind] for kind in PARITY_MODELS},
+    "qwen3": {**PARITY_MODELS["qwen3"], "head_dim": 24},
+    **{kind: CONVERTED[kind] for kind in CONVERTED if kind != "qwen3_5_text"},
+}
+"""Dense, grouped queries, heads wider than the model, learned positions, tied, experts, latent
+attention. Linear attention (qwen3_5) works along the sequence, which is not counted."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", sorted(COUNTED))
+def test_operations_are_those_that_pytorch_counts(kind: str, tied: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, **{**COUNTED[kind], "vocab_size": 90, "tie_word_embeddings": tied}
+    )
+    torch.manual_seed(1)
+    more = {} if kind in PARITY_MODELS else {"experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **more)
+    ids = torch.randint(3, 90, (1, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    flops = model_flops(model)
+    # Eager attention computes all of the square, of which causal training needs half.
+    ours = flops.of_step(tokens=LENGTH, target_tokens=LENGTH, square_tokens=2 * LENGTH**2)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_by_hand(tied: bool) -> None:
+    model = small_model("llama", tie_word_embeddings=tied)
+    # Width 32: queries and output of 4 heads of 8, keys and values of 2; then 3 x 32 x 48.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    flops = model_flops(model)
+    assert flops == ModelFlops(matrices=2 * layer, head=90 * 32, attention=((32.0, None),) * 2)
+    assert flops.of_step(tokens=100, target_tokens=40, square_tokens=1000) == 6 * (
+        2 * layer * 100 + 90 * 32 * 40 + 2 * 32 * 1000
+    )
+
+
+def test_of_the_experts_only_those_that_a_token_goes_through() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("mixtral", **{**CONVERTED["mixtral"], "vocab_size": 90})
+    flops = model_flops(AutoModelForCausalLM.from_config(config))
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 4 * 32  # attention and router
+    assert flops.matrices == 2 * (layer + 2 * 3 * 32 * 48)  # 2 of 4 experts
+
+
+def test_a_window_is_no_more_than_it_sees() -> None:
+    flops = ModelFlops(matrices=0, head=0, attention=((8.0, None), (8.0, 16)))
+    short = flops.of_step(tokens=20, target_tokens=0, square_tokens=400)
+    assert short == 6 * (8 * 400 + 8 * 400)
+    long = flops.of_step(tokens=1000, target_tokens=0, square_tokens=1000**2)
+    assert long == 6 * (8 * 1000**2 + 8 * 2 * 16 * 1000)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", sorted(PARITY_MODELS))
+def test_the_plan_counts_the_same(kind: str, tied: bool) -> None:
+    tied = tied or kind in ("gpt2", "opt")
+    values = {**COUNTED[kind], "vocab_size": 90, "tie_word_embeddings": tied}
+    shape = geometry(kind, values)
+    assert shape is not None
+    flops = model_flops(small_model(kind, **values))
+    ours = flops.of_step(tokens=LENGTH, target_tokens=LENGTH, square_tokens=LENGTH**2)
+    # The plan counts biases and norms, too, which are large in so small a model.
+    assert shape.flops_per_token(LENGTH) * LENGTH == pytest.approx(ours, rel=0.05)
