@@ -13,7 +13,8 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: help demo test fast check fuzz chaos docs golden bench gpu clean venv system
+.PHONY: help demo test fast test-oldest check fuzz chaos docs golden bench gpu clean venv system
+
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +31,15 @@ test: system venv ## set up, then run every test (clusters of network namespaces
 
 fast: venv ## the tests that start neither DeepSpeed nor clusters
 	$(PYTEST) -n $(JOBS) --dist loadgroup
+
+# The oldest versions that pyproject.toml allows, in an environment of its own (about 6 GB: PyPI has
+# old torch with CUDA only). The tests of ranks, and a training of two ranks at ZeRO-3.
+OLDEST := .venv-oldest
+test-oldest: ## the lower bounds of the dependencies: install them, test ranks and a small training
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e . pytest pytest-timeout hypothesis
+	$(OLDEST)/bin/python -m pytest -q tests/unit/test_train_*.py tests/unit/test_compose.py tests/unit/test_config_build.py
+	$(OLDEST)/bin/python -m llmx hardware=cpu2 zero=stage3 task.steps=20 run_dir=$(OLDEST)/run
 
 check: venv ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -151,16 +151,36 @@ def _empty_model(*, stage: int, device: torch.device, ds_config: dict[str, Any])
     with contextlib.ExitStack() as stack:
         if stage == 3:
             import deepspeed
-            from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
             # zero.Init turns every new float tensor into the training dtype; the rotary
             # frequencies come from arange and must stay fp32. Entered first, as it must be.
-            stack.enter_context(prevent_arange_dtype_change())
+            stack.enter_context(_arange_keeps_its_dtype())
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
             stack.enter_context(device)
         stack.enter_context(no_init_weights())
         yield
+
+
+@contextlib.contextmanager
+def _arange_keeps_its_dtype() -> Iterator[None]:
+    """Inside, ``deepspeed.zero.Init`` moves what ``torch.arange`` makes, and does not round it.
+
+    The same as ``prevent_arange_dtype_change`` of transformers, which versions before 5.18 lack.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    original = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+
+    def wrapper(fn: Any, target_fp_dtype: Any, target_device: Any) -> Any:
+        keeps = fn is partition_parameters._orig_torch_arange
+        return original(fn, None if keeps else target_fp_dtype, target_device)
+
+    partition_parameters.zero_wrapper_for_fp_tensor_constructor = wrapper
+    try:
+        yield
+    finally:
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = original
 
 
 def num_parameters(model: nn.Module) -> int:
