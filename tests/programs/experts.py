@@ -23,7 +23,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 
 from llmx.plan import ds_config, make_plan
 from llmx.train import engine as building
-from llmx.train.attention import model_inputs
+from llmx.train.attention import Way, model_inputs
 from llmx.train.engine import build_engine, join_process_group
 from llmx.train.loss import micro_batch_loss
 from tests.reference import word_tokenizer
@@ -79,9 +79,7 @@ def train(out: Path, *, stage: int) -> dict[str, Any]:
             "position_ids": torch.arange(length)[None],
             "segment_ids": torch.ones(1, length, dtype=torch.int64),
         }
-        inputs, labels = model_inputs(
-            batch, implementation="sdpa", dtype=torch.float32, device=engine.device
-        )
+        inputs, labels = model_inputs(batch, way=Way(), dtype=torch.float32, device=engine.device)
         engine.routing.begin_step()
         with engine.routing.watch(batch["segment_ids"]):
             loss = micro_batch_loss(engine.engine, inputs, labels)
