@@ -19,7 +19,7 @@ from llmx.plan.types import Plan
 from llmx.train.attention import Way, ways
 from llmx.train.isolation import Answer, find_ways
 from llmx.train.loss import takes
-from llmx.train.varlen import SEGMENTS, VARLEN
+from llmx.train.varlen import SEGMENTS, VARLEN, register
 
 IMPLEMENTATIONS = {"varlen": VARLEN, "segments": SEGMENTS}
 """What ``model.attention`` calls what transformers knows under another name."""
@@ -30,6 +30,7 @@ PLAIN = ("sdpa", "eager")
 
 def choose_way(exp: Experiment, plan: Plan, config: Any, *, device: torch.device) -> Way:
     """The way of this rank. Collective; ConfigError, on all ranks, where there is none."""
+    register()  # also where nothing is tried: the model is then built with what the others found
     mine = None
     # One rank a host asks: the others have the same packages and devices.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:

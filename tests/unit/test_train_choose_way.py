@@ -15,6 +15,7 @@ from llmx.train import choose_way
 from llmx.train.attention import Way
 from llmx.train.choose_way import common_layout, told
 from llmx.train.isolation import Answer
+from llmx.train.tiny import tiny_config
 from llmx.train.varlen import SEGMENTS, VARLEN
 from tests.architectures import full_config
 from tests.rundirs import parity_experiment
@@ -149,3 +150,29 @@ def test_the_plan_names_the_attention_of_each_device(tmp_path: Path) -> None:
     exp.data.layout = "padded"
     assert attention_for(exp, new, "bf16") == "sdpa"
     assert Plan.attention_on is not None
+
+
+def test_every_rank_of_a_host_knows_the_kernels_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of a host tries; the model of the second is built with what it found."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in (SEGMENTS, VARLEN):
+        monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, raising=False)
+    found = Answer(Way(SEGMENTS, "bounds"), None)
+
+    def gather(everyone: list[Any], mine: Any) -> None:
+        assert mine is None
+        everyone[:] = [found.to_dict(), None]
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    plan = type("TwoRanks", (OnlyPlan,), {"ranks": (type("Rank", (), {"host": 0})(),) * 2})()
+    config = tiny_config(full_config("llama"))
+    way = choose_way.choose_way(experiment(tmp_path), plan, config, device=CPU)  # type: ignore[arg-type]
+    assert way == found.packed
+    AutoModelForCausalLM.from_config(config, attn_implementation=way.implementation)
