@@ -31,7 +31,7 @@ from llmx.launch.record import (
 )
 from llmx.launch.restart import Decision, Ended, decide
 from llmx.launch.waiting import Waiting
-from llmx.plan import make_plan
+from llmx.plan import ds_config, make_plan, model_geometry
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from tests.unit.test_launch_render import experiment, spec_of
@@ -332,10 +332,19 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
 
     said.clear()
     elastic = hosts_of(tmp_path, said, host_wait_s=0.2, elastic=True)
+    elastic.whole.exp.model.kind = "llama"
+    elastic.whole.exp.model.config = dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256,
+    )  # fmt: skip
     assert elastic.choose() is None
     assert elastic.spec.plan.world_size == 1
     assert Plan.from_dict(read_json(elastic.spec.run_dir.plan)) == elastic.spec.plan
-    assert read_json(elastic.spec.run_dir.ds_config)["train_batch_size"] == 4
+    written = read_json(elastic.spec.run_dir.ds_config)
+    assert written["train_batch_size"] == 4
+    smaller, shape = elastic.spec.exp, model_geometry(elastic.spec.exp)
+    assert shape is not None  # buckets follow the model's size, as at the first attempt
+    assert written == ds_config(smaller, elastic.spec.plan, shape)
     assert said[-1] == (
         "continuing without node-b (launch.elastic): 1 rank, the same global batch of 4 in 4 micro "
         "steps"
