@@ -90,6 +90,7 @@ def _key(exp: Experiment) -> str:
         "path": model.path,
         "revision": model.revision,
         "config": model.config,
+        "files": _config_file(model.path),
         "attention": model.attention,
         "layout": exp.data.layout,
         "seq_len": exp.data.seq_len,
@@ -99,6 +100,14 @@ def _key(exp: Experiment) -> str:
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _config_file(path: str | None) -> str | None:
+    """Of a local model: another one may be written to the same directory."""
+    try:
+        return (Path(path or "").expanduser() / "config.json").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
 
 
 def _version(name: str) -> str | None:

@@ -333,10 +333,13 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
     said.clear()
     elastic = hosts_of(tmp_path, said, host_wait_s=0.2, elastic=True)
     elastic.whole.exp.model.kind = "llama"
-    elastic.whole.exp.model.config = dict(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=256,
-    )  # fmt: skip
+    elastic.whole.exp.model.config = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
     assert elastic.choose() is None
     assert elastic.spec.plan.world_size == 1
     assert Plan.from_dict(read_json(elastic.spec.run_dir.plan)) == elastic.spec.plan

@@ -101,6 +101,11 @@ def test_another_config_is_another_question(tmp_path: Path) -> None:
     key = packing._key(one)
     one.data.seq_len += 1
     assert packing._key(one) != key
+    one.data.seq_len -= 1
+    assert packing._key(one) == key
+    # Another model in the same directory: the answer for the old one says nothing of it.
+    small_config("qwen3_next").save_pretrained(str(one.model.path))
+    assert packing._key(one) != key
 
 
 def test_kernels_of_cuda_are_stood_in_for() -> None:
