@@ -27,7 +27,8 @@ def bucket_sizes(exp: Experiment, geometry: Geometry | None, accelerator: str) -
     overlap = zero.overlap_comm if zero.overlap_comm is not None else accelerator == "cuda"
     return {
         "reduce": zero.reduce_bucket_size or reduce,
-        "allgather": zero.allgather_bucket_size or reduce,
+        # DeepSpeed takes even sizes only.
+        "allgather": -(-(zero.allgather_bucket_size or reduce) // 2) * 2,
         "prefetch": _given(zero.prefetch_bucket_size, int(0.9 * reduce)),
         "persistence": _given(zero.param_persistence_threshold, 10 * hidden),
         "overlap": int(overlap),
