@@ -46,7 +46,10 @@ def choose_way(exp: Experiment, plan: Plan, config: Any, *, device: torch.device
     own = asked[plan.ranks[torch.distributed.get_rank()].host]
     way: Way | None = getattr(own, layout)
     if torch.distributed.get_rank() == 0:
-        for line in told(exp, own, layout):
+        lines = told(exp, own, layout)
+        if device.type == "cuda" and way is not None:
+            lines.append(_attention_line(way))
+        for line in lines:
             print(line, flush=True)
     if way is None:  # nothing could be tried: as most models take it
         wanted = candidates(exp, plan, device)[0] if layout == "packed" else "sdpa"
@@ -85,6 +88,16 @@ def told(exp: Experiment, answer: Answer, layout: str) -> list[str]:
         why = answer.why_not_packed or "another host of the run cannot pack them"
         return [f"Rows are not packed (data.layout=auto): {why}."]
     return []
+
+
+def _attention_line(way: Way) -> str:
+    line = f"Attention of this device: {way.implementation}, told by {way.told_by}"
+    if way.layout == "packed" and way.implementation in PLAIN:
+        line += (
+            ". WARNING: packed rows are isolated by a dense mask here, since no kernel without one "
+            "is right for this model: slow, and kept for each layer. data.layout=padded needs none"
+        )
+    return f"{line}."
 
 
 def answer(exp: Experiment, plan: Plan, config: Any, *, device: torch.device) -> Answer:

@@ -11,6 +11,7 @@ Shown by ``python -m pytest tests/unit/test_train_isolation.py``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,27 @@ class _Trial:
     gradient: torch.Tensor
     device: torch.device
     dtype: torch.dtype
+    remote: bool
+    refusals: dict[str, Exception | None]
+
+    def need(self, implementation: str) -> None:
+        """Raise what building the model with this attention raises: switching is laxer."""
+        from transformers import AutoModelForCausalLM
+
+        if implementation not in self.refusals:
+            self.refusals[implementation] = None
+            try:
+                with torch.device("meta"):
+                    AutoModelForCausalLM.from_config(
+                        copy.deepcopy(self.model.config),
+                        attn_implementation=implementation,
+                        trust_remote_code=self.remote,
+                    )
+            except Exception as error:
+                self.refusals[implementation] = error
+        refusal = self.refusals[implementation]
+        if refusal is not None:
+            raise refusal
 
 
 def find_ways(
@@ -178,7 +200,7 @@ def _make_trial(
         if not np.isfinite(loss):
             failed = "its loss is not finite"
             continue
-        return _Trial(model, batches, loss, gradient, device, dtype)
+        return _Trial(model, batches, loss, gradient, device, dtype, remote, {})
     return Answer(None, None, unknown=f"no small model of its class could be tried ({failed})")
 
 
@@ -278,6 +300,7 @@ def _problem(trial: _Trial, way: Way) -> str | None:
     model = trial.model
     name = type(model).__name__
     try:
+        trial.need(way.implementation)
         model.set_attn_implementation(way.implementation)
         _batch_loss(trial, (), way).backward()  # a rank without samples; with dropout, as trained
         with _without_dropout(model):

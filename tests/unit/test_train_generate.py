@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from llmx.train import generate as generate_module
 from llmx.train.attention import Way
 from llmx.train.engine import Engine
 from llmx.train.experts import Routing
 from llmx.train.generate import generate, group
+from llmx.train.isolation import find_ways
+from tests.architectures import full_config, small_config
 from tests.small_models import KINDS, small_model
 
 NEW_TOKENS = 12
@@ -179,3 +182,29 @@ def test_samples_keep_the_answers_from_before(when: str, tmp_path: Path) -> None
         "exact_match_before": 0.5,
         "exact_match_after": 1.0 if after else None,
     }
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "roberta", "bart", "bloom", "gpt_oss"])
+def test_models_that_are_fed_otherwise_answer_as_their_plain_forward(name: str) -> None:
+    """Padded layouts, masks by kind of layer, no positions: greedy search without a cache."""
+    config = small_config(name)
+    config.use_cache = False
+    found = find_ways(full_config(name))
+    way = found.packed or found.padded
+    assert way is not None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=way.implementation).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    engine = engine_of(model, way.implementation)
+    engine.way = way
+    answers = generate(engine, prompts()[:3], max_new_tokens=5, stop_ids=frozenset([EOS]))
+    model.eval()  # it trains on after an evaluation, with its dropout
+    for prompt, answer in zip(prompts(), answers, strict=False):
+        ids = list(prompt)
+        for token in [*answer, EOS][:5]:
+            with torch.no_grad():
+                assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)

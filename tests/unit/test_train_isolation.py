@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from llmx.train import isolation
 from llmx.train.attention import Way
 from llmx.train.isolation import Answer, find_ways
-from tests.architectures import architectures, full_config
+from tests.architectures import architectures, full_config, small_config
 
 PADDED = (
     # State or convolution along the sequence, and a forward that has no way of cutting it.
@@ -27,6 +28,9 @@ def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
     assert not found.unknown, f"{name}: {found.unknown}"
     assert found.packed or found.why_not_packed
     assert found.packed or found.padded or found.why_not_trained
+    way = found.packed or found.padded
+    if way is not None:  # what was switched to is what a model can be built with
+        AutoModelForCausalLM.from_config(small_config(name), attn_implementation=way.implementation)
     if name in PADDED:
         assert found.packed is None
         assert found.padded is not None
