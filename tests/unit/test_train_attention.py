@@ -155,3 +155,33 @@ def test_a_mask_for_each_kind_of_layer_has_its_window() -> None:
         assert masks["chunked_attention"][0, 0, query].nonzero().flatten().tolist() == list(
             range(first, query + 1)
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("told_by", "layout"), [("positions", "padded"), ("mask", "packed")])
+@torch.no_grad()
+def test_on_a_gpu_transformers_makes_no_mask_of_the_padding(
+    kind: str, told_by: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes positions that restart for packed rows, and so the padding's zeros."""
+    model = small_model(kind)
+    batch = collate([sample(13, seed=1), sample(6, seed=2)], seq_len=48, pad_id=0, layout=layout)
+    way, masks = Way("sdpa", told_by, layout), []
+
+    def logits() -> torch.Tensor:
+        inputs, _ = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)
+        return model(**inputs, use_cache=False).logits[batch["segment_ids"] > 0]
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*values, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attend(*values, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    before = logits()
+    masks.clear()
+    monkeypatch.setattr("llmx.train.attention._fast_without_mask", lambda device: True)
+    torch.testing.assert_close(logits(), before)
+    assert masks
+    assert all(mask is None for mask in masks)
