@@ -35,6 +35,7 @@ print(json.dumps({
     "cuda": torch.version.cuda,
     "arch_list": torch.cuda.get_arch_list() or torch._C._cuda_getArchFlags().split()
     if torch.version.cuda else [],
+    "works": torch.cuda.is_available(),
     "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if torch.version.cuda else "",
 }))
 """

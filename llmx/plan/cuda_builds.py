@@ -101,7 +101,8 @@ def problems(hosts: Mapping[str, Mapping[str, object]]) -> list[str]:
     """What keeps torch from the GPUs of these hosts. Facts of a host, by its name:
 
     ``capabilities``: of its GPUs; ``driver``: e.g. ``570.86.15``; ``torch``, ``cuda``: versions of
-    torch and of the CUDA it is built for; ``arch_list``. What is not known is left out.
+    torch and of the CUDA it is built for; ``arch_list``; ``works``: torch could use a GPU there.
+    What is not known is left out.
     """
     capabilities = [each for facts in hosts.values() for each in _floats(facts, "capabilities")]
     drivers = [
@@ -115,7 +116,9 @@ def problems(hosts: Mapping[str, Mapping[str, object]]) -> list[str]:
             found.append(
                 f"{name}: torch {torch} is built without CUDA. {advice(capabilities, drivers)}"
             )
-        if needed and branch and branch < needed:
+        # NVIDIA's package of forward compatibility (cuda-compat, in most containers) lets an older
+        # driver run it.
+        if needed and branch and branch < needed and not facts.get("works"):
             found.append(
                 f"{name}: NVIDIA driver {facts['driver']} is too old for torch {torch}, which is "
                 f"built for CUDA {cuda} and needs driver {needed}. Install a newer driver there. "

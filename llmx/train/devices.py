@@ -46,6 +46,7 @@ def choose_gpu(plan: Plan, *, rank: int, local_rank: int) -> int:
         "torch": gpus.torch,
         "cuda": gpus.cuda,
         "arch_list": list(gpus.arch_list),
+        "works": bool(gpus.capabilities),
     }
     if problems := cuda_builds.problems({host: facts}):
         raise ConfigError("\n".join(problems))

@@ -81,6 +81,9 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     old = Gpus(visible=0, installed=2, torch="2.13.0", cuda="13.0", driver="535.161.07")
     with pytest.raises(ConfigError, match=r"driver 535.161.07 is too old .* needs driver 580"):
         chosen(old, monkeypatch)
+    # In a container with cuda-compat torch works with it, and nothing is refused.
+    compat = dataclasses.replace(A100, cuda="13.0", driver="535.161.07", arch_list=("sm_80",))
+    assert chosen(compat, monkeypatch) == 0
 
 
 def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
