@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from llmx.errors import ConfigError
+from llmx.train.loss import to_device
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 """Of ``load_balancing_loss_func``, as nearly all of transformers' models have it."""
@@ -94,8 +95,8 @@ class Routing:
         device = self._logits[0].device
         # Padding gets a line of its own, which is left out. Known on the CPU: nothing waits.
         line = torch.arange(num_lines)[:, None].expand(-1, length)
-        line = line.where(segment_ids > 0, num_lines).reshape(-1).to(device, non_blocking=True)
-        tokens = (segment_ids > 0).sum(dim=1).to(device, torch.float32, non_blocking=True)
+        line = to_device(line.where(segment_ids > 0, num_lines).reshape(-1), device)
+        tokens = to_device((segment_ids > 0).sum(dim=1).float(), device)
         with torch.no_grad():
             loads = [
                 _count(line < num_lines, line.clamp(max=0), chosen, experts=logits.shape[-1])[0]

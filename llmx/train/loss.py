@@ -264,7 +264,7 @@ def fused_loss_problem(
     return None
 
 
-def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy that nothing waits for: from page-locked memory, where there is a GPU."""
     if device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
@@ -311,11 +311,11 @@ def micro_batch_loss(
     """
     device = inputs["input_ids"].device
     rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
-    targets = _to_device(labels[rows, columns], device)
+    targets = to_device(labels[rows, columns], device)
     empty = rows.numel() == 0
     if empty:
         rows, columns = labels.new_zeros(1), labels.new_zeros(1)
-    rows, columns = _to_device(rows, device), _to_device(columns, device)
+    rows, columns = to_device(rows, device), to_device(columns, device)
     model = getattr(engine, "module", engine)
     options = without_cache(model)
     if fused:
