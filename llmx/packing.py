@@ -38,11 +38,13 @@ def settle_layout(composed: Composed, *, stream: TextIO) -> Composed:
     """With ``data.layout`` as it will be, where that is known; a line says why rows are padded.
 
     ConfigError for a model that cannot be trained, and for ``data.layout=packed`` where rows would
-    see each other. A plan (``dry_run``) takes what the cache knows, and starts nothing.
+    see each other. A plan (``dry_run``) takes what the cache knows, and starts nothing. So does a
+    run of one of llmx's own kinds (llama, qwen3, ...): no start is worth seconds of waiting for an
+    answer that the tests know, and the ranks try it in any case.
     """
     exp = composed.experiment
     answer = known_answer(exp)
-    if answer is None and not exp.dry_run:
+    if answer is None and not exp.dry_run and exp.model.kind == "hf":
         answer = _ask(exp, accelerator=composed.plan.accelerator)
     if answer is None:
         return composed

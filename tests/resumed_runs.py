@@ -11,6 +11,8 @@ from tests.rundirs import experiment, write_run
 
 MEASURED = {"time", "step_time_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s"}
 """What depends on the machine, not on the training."""
+OF_THE_INTERVAL = {"loss_mean"}
+"""Over the steps since the last line, or since a resume between two lines."""
 
 STEPS = 40
 EVERY = 8
@@ -36,7 +38,7 @@ def saving_run(directory: Path, *, ranks: int = 2, **groups: Any) -> RunDir:
 def measurements(run_dir: RunDir) -> list[dict[str, Any]]:
     """All lines of ``metrics.jsonl`` but events, without what the machine decides."""
     return [
-        {key: value for key, value in line.items() if key not in MEASURED}
+        {key: value for key, value in line.items() if key not in MEASURED | OF_THE_INTERVAL}
         for line in read_lines(run_dir.metrics)
         if line["kind"] != "event"
     ]

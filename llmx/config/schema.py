@@ -94,9 +94,10 @@ class ModelConfig:
     fused_loss: bool | None = None
     """Compute the output head and the cross entropy together, a chunk of target positions at a
     time, so that the logits are never whole in memory. None: on for CUDA, off for CPU."""
-    liger_kernel: bool = False
+    liger_kernel: bool | None = None
     """Liger-Kernel's fused RMSNorm, rotary embedding and SwiGLU (CUDA; ``pip install liger-kernel``
-    on every host). Tried at the start, and refused where the loss is not the same."""
+    on every host). Null: used where it is installed everywhere and a tiny model of the same config
+    has the same loss and gradient with it; true refuses to train without it."""
     compile: bool = False
     """``torch.compile`` each block: fused kernels for norms, rotations and activation functions,
     for a minute or two at the start. Not at stage 3, whose gathering it cannot look through."""

@@ -25,7 +25,8 @@ from llmx.train.attention import Way, model_inputs
 from llmx.train.choose_way import choose_way
 from llmx.train.devices import check_quantized_gradients, choose_gpu
 from llmx.train.experts import Routing, gather_experts_together
-from llmx.train.loss import fused_loss_problem, micro_batch_loss
+from llmx.train.liger import apply_liger, wants_liger
+from llmx.train.loss import fused_loss_problem
 from llmx.train.loss_scale import grow_after_step
 from llmx.train.model import (
     DTYPES,
@@ -203,6 +204,7 @@ def build_engine(
     seed_everything(exp, accelerator=plan.accelerator)
     config = model_config(exp, tokenizer=tokenizer)
     way = choose_way(exp, plan, config, device=device)
+    with_liger = wants_liger(exp, config, device=device, dtype=DTYPES[plan.precision])
     model = build_model(
         exp,
         config,
@@ -240,8 +242,8 @@ def build_engine(
         precision=plan.precision,
         routing=Routing(model),
     )
-    if exp.model.liger_kernel:
-        use_liger_kernel(exp, made)
+    if with_liger:
+        apply_liger(made.module)
     made.fused_loss = fused_loss(exp, plan.accelerator) and _can_fuse(exp, made)
     return made
 
@@ -256,37 +258,6 @@ def _few_tokens(exp: Experiment, engine: Engine) -> tuple[dict[str, Any], torch.
         "labels": ids,
     }
     return model_inputs(batch, way=engine.way, dtype=engine.dtype, device=engine.device)
-
-
-@torch.no_grad()
-def use_liger_kernel(exp: Experiment, engine: Engine) -> None:
-    """Replace norms, rotations and gated products by Liger-Kernel's. Collective under ZeRO-3.
-
-    Modules stay what they are, with DeepSpeed's hooks; only their ``forward`` is another. The loss
-    of a few tokens must be the same before and after (ConfigError).
-    """
-    inputs, labels = _few_tokens(exp, engine)
-    engine.engine.eval()
-    before = float(micro_batch_loss(engine.engine, inputs, labels))
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    except ImportError as error:
-        raise ConfigError(
-            f"model.liger_kernel=true on host {socket.gethostname()}: {error}. "
-            "Install it on every host (pip install liger-kernel), or set model.liger_kernel=false."
-        ) from error
-    # Cross entropy is ours, at target positions (llmx.train.loss).
-    _apply_liger_kernel_to_instance(
-        model=engine.module, cross_entropy=False, fused_linear_cross_entropy=False
-    )
-    after = float(micro_batch_loss(engine.engine, inputs, labels))
-    engine.engine.train()
-    if not abs(after - before) <= 0.01 * abs(before):
-        raise ConfigError(
-            f"model.liger_kernel=true changes the loss of {type(engine.module).__name__} from "
-            f"{before:.4f} to {after:.4f}. Set model.liger_kernel=false, or install another "
-            "version of liger-kernel."
-        )
 
 
 def _can_fuse(exp: Experiment, engine: Engine) -> bool:

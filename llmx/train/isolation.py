@@ -177,7 +177,7 @@ def _make_trial(
     for per_kind in (1, 2):
         try:
             tiny = tiny_config(config, per_kind=per_kind, **shape)
-            model = _tiny_model(tiny, remote=remote)
+            model = tiny_model(tiny, remote=remote)
             model.to(device=device, dtype=dtype)
             batches = tuple(
                 tuple(_sample(line, seed=10 * one + two) for two, line in enumerate(lines))
@@ -186,7 +186,7 @@ def _make_trial(
             ahead = _sees_ahead(model, device)
             loss, gradient = _alone(model, batches, device)
         except Exception as error:
-            failed = failed or f"{type(error).__name__}: {_line(error)}"
+            failed = failed or f"{type(error).__name__}: {line_of(error)}"
             continue
         if ahead:
             name = type(model).__name__
@@ -204,7 +204,7 @@ def _make_trial(
     return Answer(None, None, unknown=f"no small model of its class could be tried ({failed})")
 
 
-def _tiny_model(config: Any, *, remote: bool) -> Any:
+def tiny_model(config: Any, *, remote: bool) -> Any:
     """In training mode without dropout, weights so large that everything is felt."""
     from transformers import AutoModelForCausalLM
 
@@ -230,7 +230,7 @@ def _tiny_model(config: Any, *, remote: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """All rates of dropout, in modules and in what they remember of the config, are 0 inside."""
     changed = []
     for module in model.modules():
@@ -268,7 +268,7 @@ def _sees_ahead(model: Any, device: torch.device) -> bool:
     row = _tokens(_sample((12,), seed=99).tokens, device)
     other = row.clone()
     other[0, -1] = 5 if int(row[0, -1]) != 5 else 6
-    with _without_dropout(model):
+    with without_dropout(model):
         first, second = (model(input_ids=ids).logits[0, :-1].float() for ids in (row, other))
     return bool((first - second).abs().max() > 1e-3 * first.abs().max())
 
@@ -279,7 +279,7 @@ def _alone(
     """Summed loss and gradient of each row by itself, as the model's authors compute it."""
     model.zero_grad()
     total = 0.0
-    with _without_dropout(model):
+    with without_dropout(model):
         for sample in (sample for batch in batches for sample in batch):
             for tokens, _ in sample.rows():
                 ids = _tokens(tokens, device)
@@ -287,10 +287,10 @@ def _alone(
                 loss = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
                 loss.backward()
                 total += float(loss)
-    return total, _gradient(model)
+    return total, gradient_of(model)
 
 
-def _gradient(model: nn.Module) -> torch.Tensor:
+def gradient_of(model: nn.Module) -> torch.Tensor:
     parts = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(parts)
 
@@ -303,7 +303,7 @@ def _problem(trial: _Trial, way: Way) -> str | None:
         trial.need(way.implementation)
         model.set_attn_implementation(way.implementation)
         _batch_loss(trial, (), way).backward()  # a rank without samples; with dropout, as trained
-        with _without_dropout(model):
+        with without_dropout(model):
             model.zero_grad()
             total = 0.0
             for batch in trial.batches:
@@ -317,10 +317,10 @@ def _problem(trial: _Trial, way: Way) -> str | None:
     except Unsupported as error:
         return f"{way.implementation}: {error}"
     except Exception as error:
-        return f"{name} fails with {way.implementation}: {type(error).__name__}: {_line(error)}"
+        return f"{name} fails with {way.implementation}: {type(error).__name__}: {line_of(error)}"
     loss_tolerance, gradient_tolerance = TOLERANCES.get(trial.dtype, LOW_PRECISION)
     difference = abs(total - trial.loss) / abs(trial.loss)
-    gradient = _gradient(model)
+    gradient = gradient_of(model)
     if gradient.shape != trial.gradient.shape:
         return f"{name} leaves other parameters without a gradient ({way.implementation})"
     far = float((gradient - trial.gradient).norm() / trial.gradient.norm())
@@ -354,7 +354,7 @@ def _changed_by_others(trial: _Trial, way: Way) -> float:
     return abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-9)
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 160 else text[:159] + "…"
 

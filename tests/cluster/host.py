@@ -96,6 +96,11 @@ class Host(Faults):
         mounts.append({"bind": str(hosts), "on": "/etc/hosts"})
         if (shadow := unlocked_shadow(self.directory)) is not None:
             mounts.append({"bind": str(shadow), "on": "/etc/shadow"})
+        # A host's shells start alike on every machine: what somebody's start-up files run may take
+        # long (pyenv waits a minute for a lock that a killed shell has left), or say something.
+        for name in (".bashrc", ".bash_profile", ".profile"):
+            if (start_up := Path.home() / name).is_file():
+                mounts.append({"bind": "/dev/null", "on": str(start_up)})
         return {
             "name": self.name,
             "namespaces": ["net", "uts", "ipc", "pid", "mnt"],

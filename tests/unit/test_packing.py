@@ -113,3 +113,13 @@ def test_kernels_of_cuda_are_stood_in_for() -> None:
     assert stand_ins("auto", "cuda")[0] == stand_ins("varlen", "cuda")[0] == SEGMENTS
     assert stand_ins("segments", "cpu") == (SEGMENTS,)
     assert stand_ins("sdpa", "cuda") == ("sdpa",)
+
+
+def test_a_kind_of_ones_own_starts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks try it; the launch waits for nothing."""
+    monkeypatch.setattr(packing, "_ask", lambda *_, **__: pytest.fail("asked before the launch"))
+    exp = parity_experiment(tmp_path / "run")
+    exp.data.layout = "auto"
+    assert exp.model.kind == "llama"
+    before = plan_experiment(exp)
+    assert settle_layout(before, stream=io.StringIO()) is before

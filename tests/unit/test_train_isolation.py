@@ -78,7 +78,7 @@ class _Leaky(nn.Module):
 
 @pytest.mark.parametrize("share", [0.0, 0.02])
 def test_a_small_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = isolation._tiny_model
+    made = isolation.tiny_model
 
     def leaky(config, *, remote):
         model = made(config, remote=remote)
@@ -86,7 +86,7 @@ def test_a_small_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) ->
         layer.up_proj = _Leaky(layer.up_proj, share)
         return model
 
-    monkeypatch.setattr(isolation, "_tiny_model", leaky)
+    monkeypatch.setattr(isolation, "tiny_model", leaky)
     found = find_ways(full_config("llama"))
     assert (found.packed is None) == (share > 0)
     assert found.packed or found.padded
@@ -100,14 +100,14 @@ class _Shifted(nn.Embedding):
 
 
 def test_a_model_that_padding_changes_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = isolation._tiny_model
+    made = isolation.tiny_model
 
     def changed(config, *, remote):
         model = made(config, remote=remote)
         model.model.embed_tokens.__class__ = _Shifted
         return model
 
-    monkeypatch.setattr(isolation, "_tiny_model", changed)
+    monkeypatch.setattr(isolation, "tiny_model", changed)
     found = find_ways(full_config("llama"))
     assert found.packed is found.padded is None
     assert "when it is padded" in found.why_not_trained

@@ -1,0 +1,136 @@
+"""Liger-Kernel's fused norms, rotary embeddings and gated products, where they are right.
+
+``model.liger_kernel=null`` uses them on CUDA where the package is installed on every host and a
+tiny model of the same config has the same loss and gradient with them as without. Cross entropy
+stays ours, at target positions (``llmx.train.loss``). Shown by
+``python -m pytest tests/unit/test_train_liger.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.config import Experiment
+from llmx.errors import ConfigError
+from llmx.train.isolation import gradient_of, line_of, tiny_model, without_dropout
+from llmx.train.tiny import tiny_config
+
+LOSS_TOLERANCE = {torch.float32: 1e-4}
+GRADIENT_TOLERANCE = {torch.float32: 1e-3}
+LOW_PRECISION = (0.01, 0.05)
+"""Loss and gradient in 16 bits, where the kernels round at other places than the modules do."""
+
+
+def wants_liger(exp: Experiment, config: Any, *, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this run uses Liger-Kernel: the same answer on all ranks. Collective.
+
+    Raises ConfigError where it was asked for and cannot be had or is wrong.
+    """
+    wanted = exp.model.liger_kernel
+    if wanted is False or (wanted is None and device.type != "cuda"):
+        return False
+    remote = exp.model.trust_remote_code
+    problem = liger_problem(config, device=device, dtype=dtype, remote=remote)
+    problems: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
+    if found is None:
+        if torch.distributed.get_rank() == 0:
+            print("Liger-Kernel computes norms, rotary embeddings and gated products.", flush=True)
+        return True
+    rank, text = found
+    if wanted:
+        raise ConfigError(
+            f"model.liger_kernel=true does not work on rank {rank}: {text}. "
+            "Set model.liger_kernel=null, which leaves it off here."
+        )
+    if torch.distributed.get_rank() == 0 and text != NOT_INSTALLED:
+        print(f"Liger-Kernel is not used: rank {rank}: {text}.", flush=True)
+    return False
+
+
+NOT_INSTALLED = "the package is not installed there (pip install liger-kernel)"
+
+
+def liger_problem(
+    config: Any, *, device: torch.device, dtype: torch.dtype, remote: bool = False
+) -> str | None:
+    """Why Liger-Kernel is not right for this model on this device; None where it is.
+
+    A tiny model of the same config computes loss and gradient without it and with it.
+    """
+    if importlib.util.find_spec("liger_kernel") is None:
+        return NOT_INSTALLED
+    try:
+        if config.model_type not in _supported():
+            return f"it has no kernels for the architecture {config.model_type}"
+    except ImportError as error:
+        return f"this version of it does not fit: {line_of(error)}"
+    try:
+        model = tiny_model(tiny_config(config, real_heads=True), remote=remote).to(
+            device=device, dtype=dtype
+        )
+    except Exception as error:
+        return f"no small model of its class could be tried ({line_of(error)})"
+    with without_dropout(model), _patches_undone(model):
+        try:
+            loss, gradient = _loss_and_gradient(model, device)
+            apply_liger(model)
+            fused_loss, fused_gradient = _loss_and_gradient(model, device)
+        except Exception as error:
+            return f"{type(model).__name__} fails with it: {type(error).__name__}: {line_of(error)}"
+    if fused_gradient.shape != gradient.shape:
+        return f"{type(model).__name__} leaves other parameters without a gradient"
+    off = abs(fused_loss - loss) / abs(loss)
+    far = float((fused_gradient - gradient).norm() / gradient.norm())
+    loss_tolerance = LOSS_TOLERANCE.get(dtype, LOW_PRECISION[0])
+    gradient_tolerance = GRADIENT_TOLERANCE.get(dtype, LOW_PRECISION[1])
+    # Written so that NaN is a problem, too.
+    if not (off <= loss_tolerance and far <= gradient_tolerance):
+        return f"{type(model).__name__} has another loss ({off:.2%} off, gradient {far:.2%})"
+    return None
+
+
+def _supported() -> Any:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def apply_liger(model: nn.Module) -> None:
+    """Give the modules of ``model`` Liger-Kernel's ``forward``; they stay what they are, with
+    DeepSpeed's hooks."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(
+        model=model, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+
+
+@contextlib.contextmanager
+def _patches_undone(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modelling file has its own functions again: Liger-Kernel replaces some there,
+    for every model of the process."""
+    namespace = vars(sys.modules[type(model).__module__])
+    before = dict(namespace)
+    try:
+        yield
+    finally:
+        namespace.clear()
+        namespace.update(before)
+
+
+def _loss_and_gradient(model: nn.Module, device: torch.device) -> tuple[float, torch.Tensor]:
+    ids = (torch.arange(48, device=device) * 7 % 61 + 5)[None]
+    model.zero_grad()
+    logits = model(input_ids=ids).logits[0, :-1].float()
+    loss = nn.functional.cross_entropy(logits, ids[0, 1:])
+    loss.backward()
+    return float(loss.detach()), gradient_of(model)
