@@ -32,6 +32,7 @@ from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.errors import ConfigError, LlmxError
 from llmx.flags import Parser, positive_number, whole_number
 from llmx.rundir import RunDir, no_run, read_json
+from llmx.snapshot import config_values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,6 +156,7 @@ def export(
                 index,
                 conversions,
                 model=checkpoint / MODEL,
+                trust_remote_code=_trusts_remote_code(run),
                 shard_bytes=shard_bytes,
                 on_bytes=progress.add,
             )
@@ -220,6 +222,12 @@ def _copy_description(source: Path, target: Path, *, dtype: str) -> None:
         place = target / path.relative_to(source)
         make_directories(DISK, place.parent)
         write_file(DISK, place, data)
+
+
+def _trusts_remote_code(run: RunDir) -> bool:
+    """``model.trust_remote_code`` of the run; False where its snapshot does not say."""
+    model = (config_values(run.config) or {}).get("model")
+    return isinstance(model, dict) and model.get("trust_remote_code") is True
 
 
 def _set_dtype(config: Any, dtype: str) -> bool:

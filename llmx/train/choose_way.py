@@ -34,7 +34,10 @@ def choose_way(exp: Experiment, plan: Plan, config: Any, *, device: torch.device
     mine = None
     # One rank a host asks: the others have the same packages and devices.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        mine = answer(exp, plan, config, device=device)
+        try:
+            mine = answer(exp, plan, config, device=device)
+        except ConfigError as error:  # told to the others, who would wait for an answer
+            mine = Answer(None, None, config_error=str(error))
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine and mine.to_dict())
     asked = {
@@ -42,6 +45,9 @@ def choose_way(exp: Experiment, plan: Plan, config: Any, *, device: torch.device
         for rank, values in enumerate(everyone)
         if values is not None
     }
+    for host, each in asked.items():
+        if each.config_error:
+            raise ConfigError(f"Host {plan.hosts[host].name}: {each.config_error}")
     layout = common_layout(exp, list(asked.values()))
     own = asked[plan.ranks[torch.distributed.get_rank()].host]
     way: Way | None = getattr(own, layout)
@@ -108,15 +114,20 @@ def answer(exp: Experiment, plan: Plan, config: Any, *, device: torch.device) ->
     }
     found = Answer(None, None)
     if exp.data.layout != "padded":
-        why = ""
+        why, unknown = "", None
         for name in candidates(exp, plan, device):
             where = _where(name, plan, device)
             found = find_ways(
                 config, implementations=[name], layouts=["packed"], **where, **options
             )
-            if found.packed or found.unknown or found.why_not_trained:
+            if found.packed or found.why_not_trained:
                 return found
-            why = found.why_not_packed if _says_more(found.why_not_packed, why) else why
+            if found.unknown:  # with heads as wide as the model's; the next may be tried without
+                unknown = unknown or found
+            elif _says_more(found.why_not_packed, why):
+                why = found.why_not_packed
+        if unknown:
+            return unknown
         found = Answer(None, None, why_not_packed=why)
         if exp.data.layout == "packed":
             return found

@@ -88,9 +88,19 @@ def write_description(
 ) -> None:
     """All that a Hugging Face directory holds besides the weights."""
     final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
-    final.save_pretrained(directory)
+    write_config(directory, model, final)
     write_generation_config(directory, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(directory)
+
+
+def write_config(directory: Path, model: nn.Module, config: Any) -> None:
+    """``config.json``, and the code of a model that brought its own (model.trust_remote_code)."""
+    if getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        directory.mkdir(parents=True, exist_ok=True)
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
 
 
 def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:

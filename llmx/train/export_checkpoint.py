@@ -36,6 +36,7 @@ def write_converted(
     conversions: list[str],
     *,
     model: Path,
+    trust_remote_code: bool,
     shard_bytes: int,
     on_bytes: Callable[[int], None],
 ) -> None:
@@ -44,12 +45,13 @@ def write_converted(
     Args:
         conversions: those of ``state.json``.
         model: directory with the ``config.json`` of the architecture.
+        trust_remote_code: as in the run: an architecture of its own code is built with that.
 
     Raises:
         OSError: the disk is full or broken.
         LlmxError: a value does not fit the dtype; another version of transformers is needed.
     """
-    empty = _architecture(model)
+    empty = _architecture(model, trust_remote_code=trust_remote_code)
     transforms = conversions_in_words(empty, conversions)
     by_name = {weight.name: weight for weight in weights}
     shapes = {weight.name: weight.shape for weight in weights}
@@ -65,12 +67,14 @@ def write_converted(
         shards.finish()
 
 
-def _architecture(directory: Path) -> torch.nn.Module:
+def _architecture(directory: Path, *, trust_remote_code: bool) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code
+        )
     return model
 
 

@@ -58,6 +58,8 @@ class Answer:
     """Why no way at all is right: this model cannot be trained here."""
     unknown: str = ""
     """Why nothing could be tried."""
+    config_error: str = ""
+    """Why what the config asks for is impossible on this host: nothing was tried."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

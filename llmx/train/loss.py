@@ -257,6 +257,8 @@ def fused_loss_problem(
         fused = float(micro_batch_loss(engine, inputs, labels, fused=True))
         if not abs(plain - fused) <= 0.02 * abs(plain):
             return f"its loss would be {fused:.4f} instead of {plain:.4f}"
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing about the model
+        raise
     except (RuntimeError, TypeError, IndexError, AttributeError, ValueError) as error:
         return f"its forward pass does not go with it: {str(error).splitlines()[0]}"
     finally:

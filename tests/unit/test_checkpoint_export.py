@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmx.checkpoint import commit
 from llmx.checkpoint.disk import Disk
@@ -25,7 +25,7 @@ from llmx.errors import LlmxError
 from llmx.export import export, main
 from llmx.rundir import RunDir
 from llmx.train.conversion import effective_conversions
-from llmx.train.export import vocabulary_names
+from llmx.train.export import vocabulary_names, write_config
 from llmx.train.state_values import buffer_table, parameter_table
 from tests.checkpoint_saves import flip_bit, tree
 
@@ -75,7 +75,7 @@ def save_model(
     config = type(model.config)(**{**model.config.to_dict(), "vocab_size": VOCABULARY})
     config.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     described = run.root / "described"
-    config.save_pretrained(described)
+    write_config(described, model, config)
     commit.begin(run.checkpoints, step)
     entries = {}
     for rank, fragments in enumerate(pieces):
@@ -223,7 +223,7 @@ def test_where_there_is_nothing_to_export(run: RunDir) -> None:
         export(run)
     run.final_model.mkdir()
     (run.final_model / "config.json").write_text("{}")
-    with pytest.raises(LlmxError, match="Its final model is .*/model: a Hugging Face directory"):
+    with pytest.raises(LlmxError, match=r"Its final model, .*/model, is a Hugging Face directory"):
         export(run)
 
 
@@ -284,3 +284,51 @@ def test_memory_does_not_grow_with_a_tensor(run: RunDir) -> None:
     with safe_open(run.root / "export" / "step-00000001" / "model.safetensors", "pt") as file:
         found = file.get_slice("w")[rows - 1 :]
     assert torch.equal(found[0], torch.from_numpy(values[-columns:]).bfloat16())
+
+
+def test_an_architecture_of_its_own_code_is_exported_as_the_run_trusts_it(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are converted, for which the model is built: without a question to anybody."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"asked: {prompt}"))
+    source = tmp_path / "own_moe"
+    source.mkdir()
+    (source / "configuration_own_moe.py").write_text(
+        "from transformers import MixtralConfig\n\n\n"
+        'class OwnMoeConfig(MixtralConfig):\n    model_type = "own_moe"\n'
+    )
+    (source / "modeling_own_moe.py").write_text(
+        "from torch import nn\n"
+        "from transformers import MixtralConfig, MixtralForCausalLM, MixtralModel\n\n"
+        "from .configuration_own_moe import OwnMoeConfig\n\n\n"
+        "class OwnMoeForCausalLM(MixtralForCausalLM):\n    config_class = OwnMoeConfig\n\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        values = {**config.to_dict(), 'model_type': 'mixtral'}\n"
+        "        self.model = MixtralModel(MixtralConfig(**values))\n"
+    )
+    config = {
+        "model_type": "own_moe", "vocab_size": PADDED, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "num_local_experts": 2, "auto_map": {
+            "AutoConfig": "configuration_own_moe.OwnMoeConfig",
+            "AutoModelForCausalLM": "modeling_own_moe.OwnMoeForCausalLM",
+        },
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    loaded = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(loaded, trust_remote_code=True)
+    assert effective_conversions(model), "else nothing is built for the export"
+    save_model(run, model, 1, precision="fp32")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        export(run)  # its config does not say so
+    run.config.write_text("model: {trust_remote_code: true}\n")
+    directory = export(run)
+    again = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).state_dict()
+    for name, tensor in expected(model, torch.float32).items():
+        assert torch.equal(again[name], tensor), name

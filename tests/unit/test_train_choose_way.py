@@ -176,3 +176,57 @@ def test_every_rank_of_a_host_knows_the_kernels_by_name(
     way = choose_way.choose_way(experiment(tmp_path), plan, config, device=CPU)  # type: ignore[arg-type]
     assert way == found.packed
     AutoModelForCausalLM.from_config(config, attn_implementation=way.implementation)
+
+
+@pytest.mark.parametrize(
+    ("answers", "packed"),
+    [
+        ([NOT_TRIED, NOT_TRIED, PACKED], True),  # what cannot be tried with the model's heads
+        ([NOT_TRIED, LEAKS, PACKED], True),
+        ([NOT_TRIED, LEAKS, LEAKS], False),
+        ([LEAKS, NOT_TRIED, LEAKS], False),
+    ],
+)
+def test_what_could_not_be_tried_does_not_end_the_search(
+    answers: list[Answer], packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = iter(answers)
+    monkeypatch.setattr(choose_way, "candidates", lambda *_: [VARLEN, "flex_attention", SEGMENTS])
+    monkeypatch.setattr(choose_way, "find_ways", lambda *_, **__: next(given))
+    found = choose_way.answer(experiment(tmp_path, layout="auto"), OnlyPlan(), None, device=GPU)  # type: ignore[arg-type]
+    assert found == (PACKED if packed else NOT_TRIED)
+
+
+def test_what_one_host_refuses_is_raised_by_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others would wait for its answer."""
+    exp = experiment(tmp_path)
+    exp.model.attention = "flex_attention"
+    ranks = tuple(type("Rank", (), {"host": host, "device": "cpu"})() for host in (0, 0, 1))
+    hosts = tuple(type("Host", (), {"name": name})() for name in ("node-a", "node-b"))
+    plan = type("TwoHosts", (OnlyPlan,), {"ranks": ranks, "hosts": hosts})()
+    sent: list[Any] = [PACKED.to_dict(), None, None]
+
+    def gather(everyone: list[Any], mine: Any) -> None:
+        sent[rank] = mine
+        everyone[:] = sent
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    refuse = choose_way.candidates
+    errors = []
+    for rank, local in ((2, 0), (0, 0), (1, 1)):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        if rank == 2:
+            monkeypatch.setattr(
+                choose_way, "answer", lambda exp, plan, config, device: refuse(exp, plan, device)
+            )
+        else:
+            monkeypatch.setattr(choose_way, "answer", lambda *_, **__: PACKED)
+        with pytest.raises(ConfigError) as caught:
+            choose_way.choose_way(exp, plan, None, device=CPU)  # type: ignore[arg-type]
+        errors.append(str(caught.value))
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("Host node-b: model.attention=flex_attention trains on CUDA only")

@@ -251,3 +251,17 @@ def test_a_head_that_is_no_linear_layer_is_seen() -> None:
     ids = torch.arange(6)[None]
     found = loss_module.fused_loss_problem(model, {"input_ids": ids, "position_ids": ids}, ids)
     assert found == "its output embedding is a Head"
+
+
+def test_a_lack_of_memory_says_nothing_about_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("llama")
+    ids = torch.arange(6)[None]
+
+    def forward(**inputs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    monkeypatch.setattr(model, "forward", forward)
+    model.train()
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_module.fused_loss_problem(model, {"input_ids": ids, "position_ids": ids}, ids)
+    assert model.training
