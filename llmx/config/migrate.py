@@ -61,5 +61,25 @@ def _one_to_two(values: dict[str, Any]) -> str:
     return "no checkpoints, no automatic restarts, as that version ran"
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], str]] = {1: _one_to_two}
+def _two_to_three(values: dict[str, Any]) -> str:
+    """3 chooses the type of gradient sums, kernels and the length of a batch; 2 had one of each.
+
+    Keys that are there stay: an llmx between the two wrote them, and ran by them.
+    """
+    model, data, zero = (values.setdefault(group, {}) for group in ("model", "data", "zero"))
+    if "grad_accum_dtype" not in zero and model.get("attention", "auto") == "auto":
+        model["attention"] = "sdpa"  # all that ``auto`` was
+    # precision=auto is decided in the plan, so that its name is not known here.
+    zero.setdefault("grad_accum_dtype", "precision")
+    recompute = model.get("activation_checkpointing", False)
+    if isinstance(recompute, bool):
+        model["activation_checkpointing"] = "full" if recompute else "none"
+    for key in ("fused_loss", "compile", "liger_kernel"):
+        model.setdefault(key, False)
+    data.setdefault("layout", "packed")
+    data.setdefault("pad_to_multiple_of", 8)
+    return "gradients are summed in the run's precision, attention and loss as that version ran"
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], str]] = {1: _one_to_two, 2: _two_to_three}
 """Version -> the function that makes the next one of it, in place; returns what it did."""

@@ -29,7 +29,7 @@ from llmx.config.fields import (
     text,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 MAX_STEPS = 10**9
 MAX_SAMPLES = 10**12
@@ -275,11 +275,11 @@ class ZeroConfig:
     """ZeRO++ qgZ (no effect on one node)."""
     overlap_comm: bool | None = None
     """None: on for CUDA, off for CPU."""
-    grad_accum_dtype: str = choice("auto", "fp32", "bf16", "fp16")
+    grad_accum_dtype: str = choice("auto", "precision", "fp32", "bf16", "fp16")
     """In what gradients are summed over micro steps. ``auto``: fp32 where it costs no memory, or
-    where there is memory for it and more than one micro step; else the run's precision. Over 64
-    micro steps a gradient summed in bf16 is 0.7 % off, in fp32 0.1 %. Stage 0 sums in the
-    run's precision only."""
+    where there is memory for it and more than one micro step; else the run's precision.
+    ``precision``: always the run's. Over 64 micro steps a gradient summed in bf16 is 0.7 % off, in
+    fp32 0.1 %. Stage 0 sums in the run's precision only."""
     reduce_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
     """Elements. None: from the model's width and the free memory."""
     allgather_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)

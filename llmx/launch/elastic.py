@@ -38,6 +38,12 @@ def without(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[Experim
             tokens_per_step=None,
             accumulation=None,
         ),
+        # ``auto`` follows the memory, which is another on fewer hosts: the sums stay as they were.
+        # By its meaning, so that another precision is what is refused below.
+        zero=dataclasses.replace(
+            exp.zero,
+            grad_accum_dtype="fp32" if plan.grad_accum_dtype == "fp32" else "precision",
+        ),
     )
     validate(smaller)
     local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}

@@ -67,6 +67,8 @@ def choose_grad_accum(
         # the update needs fp32 anyway.
         useful = accumulation > 1 or stage == 2
         return "fp32" if useful and fits("fp32") else precision
+    if wanted == "precision":
+        return precision
     if wanted == "fp32" and precision != "fp32" and stage == 0:
         raise ConfigError(
             f"zero.grad_accum_dtype=fp32 with zero.stage=0 and precision={precision}: DeepSpeed "

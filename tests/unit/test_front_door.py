@@ -83,7 +83,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["hardware.hosts={a: 1}"], "hardware.hosts={'a': 1}: must be a list."),
         (["launch.env=[a]"], "launch.env=['a']: must be a mapping."),
         (["batch.global_batch=1e9"], "batch.global_batch=1000000000: must be a whole number from"),
-        (["schema_version=3"], "schema_version=3: is set by llmx"),
+        (["schema_version=4"], "schema_version=4: is set by llmx"),
         (["run_dir=/dev/null/x"], "run_dir=/dev/null/x: cannot be written (Not a directory)."),
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: the run directory cannot be made (Not a d"),
         (["-m", "seed=range(0,1e9)"], "must give 1 to 10000 values"),

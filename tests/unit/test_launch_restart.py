@@ -251,6 +251,25 @@ def test_fewer_hosts_at_the_same_global_batch() -> None:
         without(exp, plan, {"node-a", "node-b"})
 
 
+@pytest.mark.parametrize("sums", ["fp32", "bf16"])
+def test_fewer_hosts_sum_gradients_as_before(sums: str) -> None:
+    exp = experiment("pdsh", (2, 1))
+    exp.model.tokenizer = "demo"
+    exp.zero.stage, exp.precision = 2, "auto"
+    plan = make_plan(exp)
+    assert (plan.precision, plan.grad_accum_dtype) == ("bf16", "fp32")  # auto, with this memory
+    plan = dataclasses.replace(plan, grad_accum_dtype=sums)  # as it would be with less
+    smaller, planned = without(exp, plan, {"node-a"})
+    assert planned.grad_accum_dtype == sums
+    assert make_plan(smaller).grad_accum_dtype == sums
+    exp.hardware.devices["v100"] = dataclasses.replace(
+        exp.hardware.devices["a100"], precisions=["fp32", "fp16"]
+    )
+    exp.hardware.hosts[1].device = "v100"
+    with pytest.raises(ConfigError, match="would train in fp16 instead of bf16"):
+        without(exp, plan, {"node-a"})
+
+
 def test_the_identity_is_kept(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     made = run_id(run_dir)

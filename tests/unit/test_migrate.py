@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from llmx import snapshot
 from llmx.config import SCHEMA_VERSION, Experiment, experiment_from_dict, migrate, to_dict
 from llmx.config.migrate import MIGRATIONS
 from llmx.errors import ConfigError
+from llmx.plan import make_plan
 from llmx.rundir import RunDir
 from tests.composing import composed
 from tests.conftest import GOLDEN
@@ -46,8 +48,42 @@ def test_version_1_keeps_its_behaviour() -> None:
     assert not exp.checkpoint.at_end
     assert not exp.checkpoint.on_signal
     assert exp.task.stop_at_step is None
-    (note,) = snapshot.migrations(stored(1))
+    note, _ = snapshot.migrations(stored(1))
     assert note.startswith("schema 1 -> 2: no checkpoints")
+
+
+def test_version_2_keeps_its_behaviour() -> None:
+    exp = snapshot.load(stored(2))
+    assert exp.precision == "auto"
+    exp.zero.stage = 2  # where auto sums in fp32 whenever that fits
+    plan = make_plan(exp)
+    assert (plan.precision, plan.grad_accum_dtype) == ("fp16", "fp16")
+    new = dataclasses.replace(exp.zero, grad_accum_dtype="auto")
+    assert make_plan(dataclasses.replace(exp, zero=new)).grad_accum_dtype == "fp32"
+    assert exp.model.attention == "sdpa"
+    assert exp.model.activation_checkpointing == "none"
+    assert exp.model.fused_loss is False
+    assert exp.model.liger_kernel is False
+    assert not exp.model.compile
+    assert (exp.data.layout, exp.data.pad_to_multiple_of) == ("packed", 8)
+    (note,) = snapshot.migrations(stored(2))
+    assert note.startswith("schema 2 -> 3: gradients are summed in the run's precision")
+
+
+def test_what_version_2_said_stays() -> None:
+    values = yaml.safe_load(stored(2).config.read_text())
+    values["model"].update(attention="eager", activation_checkpointing=True)
+    values["data"]["layout"] = "padded"
+    moved = migrate(values).values
+    assert moved["model"]["attention"] == "eager"
+    assert moved["model"]["activation_checkpointing"] == "full"
+    assert moved["data"]["layout"] == "padded"
+
+
+def test_what_was_written_between_version_2_and_3_stays() -> None:
+    """Versions of the repository with today's keys that still said 2."""
+    values = to_dict(Experiment(name="a"))
+    assert migrate({**values, "schema_version": 2}).values == values
 
 
 def test_the_argument_of_migrate_stays_as_it_is() -> None:
