@@ -114,6 +114,9 @@ def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
     if given:  # 16(x2),8
         counts = [part.split("(")[0] for part in given.split(",")]
         return min((int(count) for count in counts if count.isdecimal()), default=None)
+    if environ.get("SLURM_JOB_ID"):
+        # An allocation joined by its number: it may have fewer cores than its hosts.
+        return None
     try:
         done = subprocess.run(
             ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%c"],

@@ -130,14 +130,14 @@ def test_clipping_bounds_the_update(plain: Finished) -> None:
 
 
 def test_divergence_ends_the_run_and_is_named(plain: Finished) -> None:
-    run = train(
-        plain.dir.root.parent, "nan", *RUN, "optim=sgd", "optim.lr=1e30", "optim.clip_norm=0"
-    )
+    # Each step multiplies the matrices by about 1e5.
+    wild = ("optim=sgd", "optim.lr=1e3", "optim.weight_decay=100", "optim.clip_norm=0")
+    run = train(plain.dir.root.parent, "nan", *RUN, *wild)
     assert run.exit_code != 0
     assert run.result["outcome"] == "nan", run.said
-    assert "of step 2" in run.result["cause"]
+    assert "of step 3" in run.result["cause"]
     assert "optim.lr" in run.result["cause"] + run.result["fix"]
     assert "Traceback" not in run.said
     last = run.lines("train")[-1]
-    assert (last["step"], last["nonfinite"]) == (2, True)
+    assert (last["step"], last["nonfinite"]) == (3, True)
     assert not run.dir.final_model.exists()

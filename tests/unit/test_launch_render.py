@@ -425,6 +425,7 @@ def test_slurm_gives_each_rank_its_cores() -> None:
     [
         ({"SLURM_JOB_CPUS_PER_NODE": "16"}, None, 16),
         ({"SLURM_JOB_CPUS_PER_NODE": "64(x2),32"}, None, 32),
+        ({"SLURM_JOB_ID": "3"}, "64\\n48\\n", None),
         ({}, "64\\n48\\n", 48),
         ({}, "", None),
         ({}, None, None),
