@@ -143,7 +143,11 @@ def test_ctrl_c_twice_does_not_wait(
         (rank,) = rank_pids(host)
         host.run(["kill", "-STOP", str(rank)])
     run.signal(signal.SIGINT)
-    wait_until(lambda: "a second signal ends them" in run.out.read_text(), timeout_s=10, what="the first request")
+    wait_until(
+        lambda: "a second signal ends them" in run.out.read_text(),
+        timeout_s=10,
+        what="the first request",
+    )
     began = time.monotonic()
     run.signal(signal.SIGINT)
     assert run.wait(timeout_s=40) == 130, run.output()
