@@ -185,9 +185,9 @@ def _draw_layers(layers: list[Layer], *, owner: nn.Module, seed: int) -> None:
         for parameter, data in kept:
             parameter.data = data
     for number, (_, layer, _) in enumerate(layers):
-        parameters = list(layer.parameters())
-        with whole(parameters, modified=True, by=number % world):
-            for parameter in parameters:
+        for parameter in layer.parameters():
+            # One at a time: the layer is whole already on the rank that drew it.
+            with whole([parameter], modified=True, by=number % world):
                 if id(parameter) in drawn:
                     parameter.data.copy_(drawn.pop(id(parameter)))
 
