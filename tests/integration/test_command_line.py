@@ -102,7 +102,7 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path) -> None:
     table = done.stdout[done.stdout.rindex("Sweep: 1 of 2 trials planned") :]
     assert re.search(r"0 +optim.lr=-1 +refused", table)
     assert re.search(r"1 +optim.lr=0.001 +planned", table)
-    assert "[0] refused: optim.lr=-1.0" in table
+    assert "[0] refused: optim.lr=-1" in table
     (sweep,) = tmp_path.glob("outputs/sweeps/*/sweep.csv")
     rows = list(csv.DictReader(sweep.read_text().splitlines()))
     assert [row["outcome"] for row in rows] == ["refused", "planned"]

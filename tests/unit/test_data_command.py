@@ -61,7 +61,7 @@ def test_unknown_words_are_errors(capsys):
     assert 'Did you mean "data.seq_len"?' in capsys.readouterr().err
     assert main(["data", "nonsense"]) == 2
     assert main(["data", "-m", "data.seq_len=32,64"]) == 2
-    assert "data takes one config" in capsys.readouterr().err
+    assert "data: takes one config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["preview=many", "split=test"])

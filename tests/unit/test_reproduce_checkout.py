@@ -63,7 +63,7 @@ def test_commit_changes_and_new_files_come_back(then, tmp_path) -> None:
         ({"diff": None}, "not UTF-8"),
         ({"diff": "no patch at all\n"}, "git apply"),
         ({"commit": "0" * 40}, "git fetch"),
-        ({"code": {"llmx/loop.py": "another hash"}}, "is not the code of then"),
+        ({"code": {"llmx/loop.py": "another hash"}}, "is not the recorded code"),
     ],
 )
 def test_what_cannot_be_made_again_is_refused_and_leaves_nothing(
@@ -85,7 +85,7 @@ def test_a_config_keeps_its_own_schema() -> None:
         "schema_version": 1, "run_dir": "/b", "launch": {"sync": "rsync", "env": {"NAME": "1"}},
     }  # fmt: skip
     assert recorded["run_dir"] == "/a"
-    with pytest.raises(ConfigError, match=r"launch.elastic: the code of then \(schema 1\) has no"):
+    with pytest.raises(ConfigError, match=r"launch.elastic: the recorded code \(schema 1\) has no"):
         requested(recorded, {"launch.elastic": True})
     with pytest.raises(ConfigError, match="task.stop_at_step"):
         requested(recorded, {"task.stop_at_step": 3})

@@ -36,8 +36,8 @@ def lines() -> list[dict[str, Any]]:
 @pytest.fixture
 def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> StepLog:
     """Of one rank; a model of one weight."""
-    monkeypatch.setattr(module, "model_flops", lambda *_args, **_kwargs: {})
-    monkeypatch.setattr(module, "flops_of_step", lambda **_: 0.0)
+    flops = SimpleNamespace(of_step=lambda **_: 0.0)
+    monkeypatch.setattr(module, "model_flops", lambda *_args, **_kwargs: flops)
     engine = SimpleNamespace(
         device=torch.device("cpu"),
         precision="fp32",
