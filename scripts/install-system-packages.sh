@@ -28,6 +28,7 @@ slurm-client     launch.transport=slurm
 slurmctld        Slurm on the test cluster
 slurmd           Slurm on the test cluster
 munge            Slurm's authentication
+libpmix-dev      Slurm loads libpmix.so for --mpi=pmix
 zsh              tab completion
 fish             tab completion
 "

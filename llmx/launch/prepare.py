@@ -17,7 +17,7 @@ from pathlib import Path
 from llmx.doctor import survey as survey_program
 from llmx.doctor.compare import asked_of_hosts, compare_hosts, extensions
 from llmx.doctor.diagnose import Failure, diagnose
-from llmx.errors import LaunchError
+from llmx.errors import ConfigError, LaunchError
 from llmx.launch import sync
 from llmx.launch.environment import is_secret, rank_env
 from llmx.launch.fleet import AgentError, Channel, Message, local_channel, remote_channel
@@ -267,7 +267,8 @@ def _survey_here(spec: LaunchSpec, asked: Message) -> tuple[str, ...]:
         return (f"this machine could not be looked at before the start: {error}",)
     findings = compare_hosts(spec.exp, spec.plan, {host.name: facts})
     if findings.errors:
-        raise LaunchError("\n".join(findings.errors))
+        # No network is between: what is missing here is missing at a restart, too.
+        raise ConfigError("\n".join(findings.errors))
     return findings.warnings
 
 
