@@ -172,6 +172,7 @@ def _compose(
     from llmx.defaults import register_defaults
     from llmx.explain import explain_hydra
     from llmx.job import require_success, run_command, run_job
+    from llmx.rundir import claim
 
     register_defaults()
     ended: list[int | LlmxError] = []
@@ -188,6 +189,10 @@ def _compose(
             values = {str(key): value for key, value in values.items()}
             if command or values.get("run_dir") != str(made):
                 _remove_if_empty(made)
+            elif hydra_config.mode == RunMode.RUN:
+                # Named after the second, which another command may share.
+                made = claim(made)
+                values["run_dir"] = str(made)
             if command:
                 code = run_command(command, values, own=own)
             else:
@@ -247,7 +252,11 @@ def _of_hydra(error: BaseException) -> bool:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Remove a directory that Hydra made for nothing, and ``outputs`` if it held only that."""
+    """Remove a directory that was made for nothing, and ``outputs`` if it held only that."""
+    from llmx.rundir import RunDir
+
+    with contextlib.suppress(OSError):
+        RunDir(directory).logs.rmdir()
     with contextlib.suppress(OSError):
         for path in (directory, directory.parent):
             path.rmdir()

@@ -6,6 +6,7 @@ or appended line by line. ``launch`` and ``train`` never import each other.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -177,6 +178,25 @@ class RunDir:
     @property
     def loss_curve(self) -> Path:
         return self.root / "loss.png"
+
+
+def claim(root: Path) -> Path:
+    """``root``, or ``root_2``, ``root_3``, ...: the first that no other command has claimed.
+
+    For directories that are named after the second they were made in. The claim is the making of
+    ``logs``, which one command only can make. A directory that cannot be written is returned as it
+    is: the snapshot says why.
+    """
+    for number in itertools.count(1):
+        path = root if number == 1 else root.with_name(f"{root.name}_{number}")
+        try:
+            RunDir(path).logs.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass
+        return path
+    raise AssertionError("unreachable")
 
 
 def no_run(root: Path) -> str:
