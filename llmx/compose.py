@@ -22,7 +22,7 @@ from llmx.doctor.detect import local_names
 from llmx.errors import ConfigError
 from llmx.hardware import resolve_hardware
 from llmx.local_paths import local_paths, missing_here
-from llmx.plan import Plan, ds_config, make_plan, model_geometry
+from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.geometry import position_limit
 
 
@@ -48,7 +48,7 @@ def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
     """
     validate(exp, problems, position_limit=position_limit(exp.model.config))
     plan = make_plan(exp, local_names=local_names())
-    return Composed(exp, plan, ds_config(exp, plan, model_geometry(exp)))
+    return Composed(exp, plan, ds_config(exp, plan))
 
 
 def complete(exp: Experiment) -> tuple[Experiment, list[str]]:

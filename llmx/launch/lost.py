@@ -12,7 +12,7 @@ from llmx.launch.outcome import Verdict
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh import render_ssh_config
 from llmx.launch.waiting import Waiting
-from llmx.plan import ds_config, model_geometry
+from llmx.plan import ds_config
 from llmx.rundir import write_json, write_text
 from llmx.text import plural
 
@@ -79,8 +79,7 @@ class Hosts:
         """The ranks of the next attempts read the plan of ``spec``."""
         self.spec = spec
         write_json(spec.run_dir.plan, spec.plan.to_dict())
-        rendered = ds_config(spec.exp, spec.plan, model_geometry(spec.exp))
-        write_json(spec.run_dir.ds_config, rendered)
+        write_json(spec.run_dir.ds_config, ds_config(spec.exp, spec.plan))
 
 
 def _gone(spec: LaunchSpec, missing: Sequence[str]) -> Verdict:

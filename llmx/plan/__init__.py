@@ -1,7 +1,7 @@
 """Pure planning: batch algebra, rank layout, precision, memory, and DeepSpeed's JSON."""
 
 from llmx.plan.ds_config import ds_config
-from llmx.plan.make import make_plan, model_geometry
+from llmx.plan.make import make_plan
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "RankPlan",
     "ds_config",
     "make_plan",
-    "model_geometry",
 ]

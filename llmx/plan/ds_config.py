@@ -10,17 +10,17 @@ from typing import Any
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, did_you_mean
 from llmx.plan import ds_keys
-from llmx.plan.geometry import Geometry
+from llmx.plan.geometry import model_geometry
 from llmx.plan.types import Plan
 
 
-def bucket_sizes(exp: Experiment, geometry: Geometry | None, accelerator: str) -> dict[str, int]:
+def bucket_sizes(exp: Experiment, accelerator: str) -> dict[str, int]:
     """Elements of the communication buckets: from the model's width, unless given.
 
     DeepSpeed's default of 5e8 costs about 9 GB with ``overlap_comm``; the square of the
     width is one large matrix, which is what keeps the network busy.
     """
-    zero = exp.zero
+    zero, geometry = exp.zero, model_geometry(exp)
     square = geometry.hidden_size**2 if geometry else 4096**2
     reduce = min(max(square, 2_000_000), 200_000_000)
     hidden = geometry.hidden_size if geometry else 4096
@@ -39,7 +39,7 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def ds_config(exp: Experiment, plan: Plan, geometry: Geometry | None = None) -> dict[str, Any]:
+def ds_config(exp: Experiment, plan: Plan) -> dict[str, Any]:
     """What ``deepspeed.initialize`` gets for this plan.
 
     DeepSpeed asserts ``train_batch = micro x accumulation x world``. With unequal micro
@@ -67,7 +67,7 @@ def ds_config(exp: Experiment, plan: Plan, geometry: Geometry | None = None) -> 
         # would refuse it for an offload, where it expects its own; PyTorch's is fused there, too.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero(exp, plan, geometry),
+        "zero_optimization": _zero(exp, plan),
     }
     return merge_extra(config, exp.zero.extra)
 
@@ -83,8 +83,8 @@ def _fp16(precision: str) -> dict[str, Any]:
     }
 
 
-def _zero(exp: Experiment, plan: Plan, geometry: Geometry | None) -> dict[str, Any]:
-    zero, sizes = exp.zero, bucket_sizes(exp, geometry, plan.accelerator)
+def _zero(exp: Experiment, plan: Plan) -> dict[str, Any]:
+    zero, sizes = exp.zero, bucket_sizes(exp, plan.accelerator)
     section: dict[str, Any] = {
         "stage": zero.stage,
         "contiguous_gradients": True,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from llmx.config.schema import Experiment
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -50,6 +52,15 @@ def position_limit(config: dict[str, Any]) -> int | None:
         if isinstance(config.get(key), int):
             return int(config[key])
     return None
+
+
+def model_geometry(exp: Experiment) -> Geometry | None:
+    """Geometry of the experiment's model; None when only loading would tell."""
+    kind = exp.model.kind
+    if kind == "hf":
+        kind = str(exp.model.config.get("model_type", ""))
+    multiple = exp.model.pad_vocab_to_multiple_of if exp.model.init == "scratch" else 1
+    return geometry(kind, exp.model.config, vocab_multiple=multiple)
 
 
 def geometry(kind: str, config: dict[str, Any], *, vocab_multiple: int = 1) -> Geometry | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from llmx.config.schema import DeviceConfig, Experiment, HardwareConfig, HostConfig
 from llmx.plan.batch import solve_batch
 from llmx.plan.ds_config import bucket_sizes
-from llmx.plan.geometry import Geometry, geometry
+from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import cheapest_fit, predict_memory
 from llmx.plan.precision import choose_grad_accum, choose_precision
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
@@ -16,15 +16,6 @@ from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ASSUMED_EFFICIENCY = 0.4
 """Part of the peak that a well-fed training step reaches; for predicted times only."""
-
-
-def model_geometry(exp: Experiment) -> Geometry | None:
-    """Geometry of the experiment's model; None when only loading would tell."""
-    kind = exp.model.kind
-    if kind == "hf":
-        kind = str(exp.model.config.get("model_type", ""))
-    multiple = exp.model.pad_vocab_to_multiple_of if exp.model.init == "scratch" else 1
-    return geometry(kind, exp.model.config, vocab_multiple=multiple)
 
 
 def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> Plan:
@@ -152,7 +143,7 @@ def _memory(
                 world_size=len(ranks),
                 slots=max(host.slots for host in hosts if host.device == name),
                 precision=precision,
-                buckets=bucket_sizes(exp, shape, accelerator),
+                buckets=bucket_sizes(exp, accelerator),
                 grad_accum_dtype=grad_accum,
             )
         )

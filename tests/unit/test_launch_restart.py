@@ -31,7 +31,7 @@ from llmx.launch.record import (
 )
 from llmx.launch.restart import Decision, Ended, decide
 from llmx.launch.waiting import Waiting
-from llmx.plan import ds_config, make_plan, model_geometry
+from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from tests.unit.test_launch_render import experiment, spec_of
@@ -364,9 +364,9 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
     assert Plan.from_dict(read_json(elastic.spec.run_dir.plan)) == elastic.spec.plan
     written = read_json(elastic.spec.run_dir.ds_config)
     assert written["train_batch_size"] == 4
-    smaller, shape = elastic.spec.exp, model_geometry(elastic.spec.exp)
-    assert shape is not None  # buckets follow the model's size, as at the first attempt
-    assert written == ds_config(smaller, elastic.spec.plan, shape)
+    assert written == ds_config(elastic.spec.exp, elastic.spec.plan)
+    # Buckets follow the model's width, as at the first attempt; without it they would be 4096^2.
+    assert written["zero_optimization"]["reduce_bucket_size"] == 2_000_000
     assert said[-1] == (
         "continuing without node-b (launch.elastic): 1 rank, the same global batch of 4 in 4 micro "
         "steps"
