@@ -124,7 +124,7 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """``samples.json``: held-out questions with the answers before and after training."""
+        """``samples.json``: eval prompts with their completions before and after training."""
         return self.root / "samples.json"
 
     @property

@@ -25,7 +25,7 @@ def demo(context: Context) -> list[Measure]:
         return [Measure("final loss", loss), Measure("time", seconds, "s")]
     return [
         at_most("final loss", loss, 0.2),
-        at_least("exact match on 160 held-out questions", float(result["exact_match"]), 0.8),
+        at_least("exact match on 160 eval prompts", float(result["exact_match"]), 0.8),
         Measure("time", seconds, "s"),
     ]
 

@@ -236,9 +236,9 @@ class TaskConfig:
     eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS)
     """0 evaluates only at the end (when there is evaluation data)."""
     eval_generate: int = number(0, minimum=0, maximum=10**6)
-    """Held-out questions answered before and after training, with exact match."""
+    """Eval prompts: held-out conversations completed before and after training (exact match)."""
     eval_max_new_tokens: int = number(64, minimum=1, maximum=2**24)
-    """Tokens of an answer at most (``eval_generate``)."""
+    """New tokens of a completion at most (``eval_generate``)."""
     save_model: bool = True
     """Write the final model as a Hugging Face directory."""
     stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=100)

@@ -9,20 +9,20 @@ Importing this package imports neither torch nor transformers.
 """
 
 from llmx.data.collate import IGNORE, collate
+from llmx.data.eval_prompts import EvalPrompt, held_out_prompts, stop_token_ids
 from llmx.data.order import permutation, rank_slice, samples_of_step
 from llmx.data.prepare import has_eval, prepare, store_path, summary
-from llmx.data.questions import Question, held_out_questions, stop_token_ids
 from llmx.data.store import Sample, SampleStore
 from llmx.data.tokenizer import load_tokenizer
 
 __all__ = [
     "IGNORE",
-    "Question",
+    "EvalPrompt",
     "Sample",
     "SampleStore",
     "collate",
     "has_eval",
-    "held_out_questions",
+    "held_out_prompts",
     "load_tokenizer",
     "permutation",
     "prepare",

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from llmx.config import Experiment
-
-
-@dataclass(frozen=True)
-class Question:
-    """A held-out prompt and the answer it should get."""
-
-    tokens: tuple[int, ...]
-    """What the model is given, up to and with the cue to answer."""
-    prompt: str
-    """The same for a reader."""
-    expected: str
+from llmx.data import EvalPrompt
 
 
 class Task:
@@ -26,18 +15,18 @@ class Task:
         self.exp = exp
         self.tokenizer = tokenizer
 
-    def questions(self) -> list[Question]:
-        """Held-out questions to answer before and after training; none by default."""
+    def eval_prompts(self) -> list[EvalPrompt]:
+        """Prompts to complete before and after training; none by default."""
         return []
 
     def decode(self, tokens: list[int]) -> str:
-        """The answer for a reader."""
+        """The completion for a reader."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
-def exact_match(expected: list[str], answers: list[str]) -> float | None:
-    """The part of answers whose stripped text equals the expected one; None without any."""
+def exact_match(expected: list[str], completions: list[str]) -> float | None:
+    """The part of completions whose stripped text equals the expected one; None without any."""
     if not expected:
         return None
-    right = sum(a.strip() == b.strip() for a, b in zip(expected, answers, strict=True))
+    right = sum(a.strip() == b.strip() for a, b in zip(expected, completions, strict=True))
     return right / len(expected)

@@ -1,4 +1,4 @@
-"""``task=pretrain``: next tokens of running text. Reports the loss; asks no questions."""
+"""``task=pretrain``: next tokens of running text. Reports the loss; has no eval prompts."""
 
 from __future__ import annotations
 

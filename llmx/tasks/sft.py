@@ -1,6 +1,6 @@
-"""``task=sft``: answers to instructions. Reports the loss, and exact match on held-out questions.
+"""``task=sft``: completions of instructions. Reports the loss, and exact match on eval prompts.
 
-A question is a held-out conversation up to its last answer, rendered as it is trained.
+An eval prompt is a held-out conversation up to its last completion, rendered as it is trained.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from llmx.config import Experiment
-from llmx.data import held_out_questions
-from llmx.tasks.base import Question, Task
+from llmx.data import EvalPrompt, held_out_prompts
+from llmx.tasks.base import Task
 
 
 class Sft(Task):
@@ -17,15 +17,12 @@ class Sft(Task):
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
-        self._questions: list[Question] | None = None
+        self._eval_prompts: list[EvalPrompt] | None = None
 
-    def questions(self) -> list[Question]:
-        """The first ``task.eval_generate`` held-out conversations; read once, then kept."""
+    def eval_prompts(self) -> list[EvalPrompt]:
+        """Of the first ``task.eval_generate`` held-out conversations; read once, then kept."""
         limit = self.exp.task.eval_generate
-        if self._questions is None:
-            found = held_out_questions(self.exp, self.tokenizer, limit=limit) if limit else []
-            self._questions = [
-                Question(tuple(question.prompt.tolist()), question.text, question.expected)
-                for question in found
-            ]
-        return self._questions
+        if self._eval_prompts is None:
+            found = held_out_prompts(self.exp, self.tokenizer, limit=limit) if limit else []
+            self._eval_prompts = found
+        return self._eval_prompts

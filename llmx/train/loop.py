@@ -16,9 +16,9 @@ from llmx.config import Experiment
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.text import plural
-from llmx.train.answers import answer_questions
 from llmx.train.attention import model_inputs
 from llmx.train.batches import Prefetch, Step, make_step
+from llmx.train.completions import complete_eval_prompts
 from llmx.train.divergence import Diverged
 from llmx.train.engine import Engine
 from llmx.train.engine_state import weights_hash
@@ -204,7 +204,7 @@ def evaluation_due(exp: Experiment, step: int, total: int) -> bool:
 
 
 def evaluate(session: Session, step: int, total: int) -> bool:
-    """Held-out loss, before and after training answers, too; an ``eval`` line. Collective.
+    """Held-out loss, before and after training completions, too; an ``eval`` line. Collective.
 
     Returns False where it was given up because the run is asked to end: the evaluation is then
     made when the run goes on. What an earlier attempt has evaluated is not done again.
@@ -224,7 +224,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         return False
     loss, targets = result
     when = {0: "before", total: "after"}.get(step)
-    matched = answer_questions(session, when=when) if when else None
+    matched = complete_eval_prompts(session, when=when) if when else None
     session.metrics.write("eval", step=step, loss=loss, target_tokens=targets, exact_match=matched)
     answers = "" if matched is None else f"  exact match {matched:.1%}"
     session.say(f"evaluation at step {step}: loss {loss:.4f}{answers}")

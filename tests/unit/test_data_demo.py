@@ -1,4 +1,4 @@
-"""The bundled set is what its script makes, holds no held-out question in training, and fits."""
+"""The bundled set is what its script makes, holds no eval prompt in training, and fits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_script_makes_the_bundled_bytes(tmp_path: Path):
     assert sum(map(len, bundled.values())) < 2_000_000
 
 
-def test_held_out_questions_are_new():
+def test_eval_prompts_are_new():
     train, held_out = (
         [row["prompt"].lower() for row in rows(split)] for split in ("train", "eval")
     )

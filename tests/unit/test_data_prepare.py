@@ -20,7 +20,7 @@ from llmx.data import (
     blocks,
     digests,
     has_eval,
-    held_out_questions,
+    held_out_prompts,
     lines,
     load_tokenizer,
     prepare,
@@ -304,9 +304,9 @@ def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
     assert has_eval(exp)
     assert texts(prepare(exp, tokenizer, split="eval"), tokenizer) == ["QQ?<|end|>A A. <|end|>"]
     assert prepare(exp, tokenizer).num_rows == 9
-    (question,) = held_out_questions(exp, tokenizer, limit=5)
-    assert (question.text, question.expected) == ("Q?", "A.")
-    assert tokenizer.decode(question.prompt) == "QQ?<|end|>A"
+    (prompt,) = held_out_prompts(exp, tokenizer, limit=5)
+    assert (prompt.prompt, prompt.expected) == ("Q?", "A.")
+    assert tokenizer.decode(prompt.tokens) == "QQ?<|end|>A"
 
 
 LONG = [("q", "a"), ("q" * 40, "lost"), ("q", "a" * 60)]

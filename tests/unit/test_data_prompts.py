@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import held_out_questions, prepare, summary
+from llmx.data import held_out_prompts, prepare, summary
 from llmx.data.forms import Conversation
 from llmx.data.prompts import PromptCutter
 from llmx.data.render import Renderer
@@ -116,16 +116,16 @@ def _rows(sample):
     return [Row(*pair) for pair in sample.rows()]
 
 
-def test_a_question_is_cut_as_it_is_trained(tmp_path: Path):
+def test_an_eval_prompt_is_cut_as_it_is_trained(tmp_path: Path):
     tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
     exp = experiment(tmp_path, [("good", "short"), ("bad", "x" * 200)])
     exp.data.eval_path = exp.data.path
-    questions = held_out_questions(exp, tokenizer, limit=9)
-    assert [question.expected for question in questions] == ["good", "bad"]
+    prompts = held_out_prompts(exp, tokenizer, limit=9)
+    assert [prompt.expected for prompt in prompts] == ["good", "bad"]
     store = prepare(exp, tokenizer)
     rows = [row.tokens.tolist() for i in range(len(store)) for row in _rows(store[i])]
     longest = max(rows, key=len)
-    assert longest[: len(questions[1].prompt)] == questions[1].prompt.tolist()
+    assert longest[: len(prompts[1].tokens)] == list(prompts[1].tokens)
 
 
 def test_real_reviews(real_data: Path, tmp_path: Path):

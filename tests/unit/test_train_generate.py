@@ -1,10 +1,9 @@
-"""Our greedy answers are those of Transformers' ``generate``, prompt by prompt."""
+"""Our greedy completions are those of Transformers' ``generate``, prompt by prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmx.data import EvalPrompt
 from llmx.train import generate as generate_module
 from llmx.train.attention import Way
 from llmx.train.engine import Engine
@@ -164,15 +164,15 @@ def test_groups_hold_every_prompt_once_by_length() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_samples_keep_the_answers_from_before(when: str, tmp_path: Path) -> None:
+def test_samples_keep_the_completions_from_before(when: str, tmp_path: Path) -> None:
     from llmx.rundir import RunDir, read_json
-    from llmx.train.answers import write_samples
+    from llmx.train.completions import write_samples
 
     run_dir = RunDir(tmp_path)
-    questions = [SimpleNamespace(prompt=f"q{n}", expected=f"a{n}") for n in range(2)]
-    write_samples(run_dir, questions, ["x", "a1"], 0.5, when="before")
+    prompts = [EvalPrompt(tokens=(), prompt=f"q{n}", expected=f"a{n}") for n in range(2)]
+    write_samples(run_dir, prompts, ["x", "a1"], 0.5, when="before")
     if when == "after":
-        write_samples(run_dir, questions, ["a0", "a1"], 1.0, when="after")
+        write_samples(run_dir, prompts, ["a0", "a1"], 1.0, when="after")
     after = when == "after"
     assert read_json(run_dir.samples) == {
         "rows": [

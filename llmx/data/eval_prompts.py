@@ -1,7 +1,7 @@
-"""Held-out questions for generation: prompt, expected answer and where to stop.
+"""Eval prompts: held-out conversations up to their last completion, and where a completion stops.
 
-A prompt is cut from the very row that would be trained, so a model is asked exactly as it
-was taught.
+A prompt is cut from the very record that would be trained, so the model is prompted in the
+evaluation exactly as in training.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from llmx.config import Experiment
 from llmx.data.forms import Conversation
@@ -21,29 +19,31 @@ from llmx.errors import ConfigError, LlmxError
 
 
 @dataclass(frozen=True)
-class Question:
-    """One held-out question: the last turn of a conversation is its expected answer."""
+class EvalPrompt:
+    """A held-out conversation; its last turn is the expected completion."""
 
-    text: str
-    """The user's last words, for a table."""
-    prompt: np.ndarray
-    """uint32 [n]: the whole conversation up to the answer, template included."""
+    tokens: tuple[int, ...]
+    """What the model is given: all before the completion, generation prompt included."""
+    prompt: str
+    """The user's last message, for a table."""
     expected: str
+    """The completion in the data, stripped."""
 
 
-def held_out_questions(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Question]:
+def held_out_prompts(exp: Experiment, tokenizer: Any, *, limit: int) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
-    ``seq_len``. Raises ConfigError for a source of plain text, in which nothing is asked."""
+    ``seq_len``. Raises ConfigError for a source of plain text, which has no prompts."""
     source = Source.of(exp, "eval")
     if source.form == "text":
         raise ConfigError(
-            f"task.eval_generate asks questions, {source.path} holds plain text. Set it to 0."
+            f"task.eval_generate={exp.task.eval_generate} needs conversations to take eval prompts "
+            f"from, and {source.path} holds plain text. Set task.eval_generate=0."
         )
     renderer = Renderer(tokenizer, template=exp.data.template)
     cutter = PromptCutter(renderer, limit=exp.data.seq_len, side=exp.data.truncate_prompt)
-    questions: list[Question] = []
+    prompts: list[EvalPrompt] = []
     rows = source.rows()
-    while len(questions) < limit:
+    while len(prompts) < limit:
         row = next(rows, False)
         if row is False:
             break
@@ -51,14 +51,16 @@ def held_out_questions(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Q
             continue
         if row.keeps_answer and exp.data.over_long == "truncate":
             row = cutter.conversation(row) or row
-        prompt, expected = renderer.prompt(row)
-        if len(prompt) < exp.data.seq_len:
-            questions.append(Question(row.messages[-2].content, prompt, expected.strip()))
-    return questions
+        tokens, expected = renderer.prompt(row)
+        if len(tokens) < exp.data.seq_len:
+            prompts.append(
+                EvalPrompt(tuple(tokens.tolist()), row.messages[-2].content, expected.strip())
+            )
+    return prompts
 
 
 def stop_token_ids(tokenizer: Any, *, template: str = "auto") -> list[int]:
-    """The tokens at which an answer ends: the EOS token, and the one that closes an assistant's
+    """The tokens at which a completion ends: the EOS token, and the one that closes an assistant's
     turn as the template is rendered, where that is another. Without a template, the EOS token."""
     if template != "auto" or tokenizer.chat_template:
         # A template that renders no plain chat closes no turn.
