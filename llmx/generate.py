@@ -62,7 +62,7 @@ def _answer(options: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
-    from llmx.train.generation_config import stop_ids
+    from llmx.models.generation_config import stop_ids
 
     logging.disable_progress_bar()  # its bar would stand between the answers
 

@@ -1,6 +1,6 @@
 """Before a launch: can the rows of this model be packed, and can it be trained at all?
 
-The answer comes from a trial on a tiny model (``llmx.train.isolation``), made by a process of its
+The answer comes from a trial on a tiny model (``llmx.models.isolation``), made by a process of its
 own, since this one loads neither torch nor transformers. It is kept in the cache by all that it
 depends on. Where it cannot be had (no transformers here, a model that only the hosts have, code of
 the Hub), the ranks decide at their start; they try in any case.
@@ -27,7 +27,7 @@ from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.rundir import write_json
 
-PROGRAM = "llmx.train.trial"
+PROGRAM = "llmx.models.trial"
 TIME_LIMIT_S = 120.0
 CODE = ("attention", "choose_way", "isolation", "loss", "tiny", "trial", "varlen")
 """Modules of ``llmx.train`` that an answer depends on."""

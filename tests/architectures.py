@@ -1,7 +1,7 @@
 """A small config of every causal architecture that ``transformers`` knows.
 
 Each is what the class gives by default, with values where the default cannot be built, shrunk by
-``llmx.train.tiny`` to about 100,000 parameters: seconds for all of them.
+``llmx.models.tiny`` to about 100,000 parameters: seconds for all of them.
 
     for name in architectures():
         model = AutoModelForCausalLM.from_config(small_config(name))
@@ -83,7 +83,7 @@ def full_config(model_type: str) -> Any:
 
 def small_config(model_type: str) -> Any:
     """The same, shrunk: every kind of layer, a vocabulary of 96 (95 is padding)."""
-    from llmx.train.tiny import tiny_config
+    from llmx.models.tiny import tiny_config
 
     return tiny_config(full_config(model_type), per_kind=2 if model_type.startswith("zamba") else 1)
 

@@ -86,7 +86,7 @@ class Synchronisations(TorchDispatchMode):
 
 
 def place() -> str:
-    """``llmx/train/loss.py:micro_batch_loss``: the innermost function of llmx, DeepSpeed or
+    """``llmx/models/loss.py:micro_batch_loss``: the innermost function of llmx, DeepSpeed or
     Transformers on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -20,7 +20,7 @@ GIB = 1024.0**3
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 FUSED_LOSS_CHUNK_BYTES = 512 * 2**20
-"""Logits that a fused loss has in memory at a time (``llmx.train.loss``)."""
+"""Logits that a fused loss has in memory at a time (``llmx.models.loss``)."""
 LOSS_CHUNK_BYTES = {"cuda": 128 * 2**20, "cpu": 4 * 2**20}
 """Logits in fp32 at a time."""
 ALLREDUCE_BUCKET_ELEMENTS = 500_000_000

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmx.data import EvalPrompt
+from llmx.models.generation_config import stop_ids
 from llmx.rundir import RunDir, read_json, write_json
 from llmx.tasks import exact_match
 from llmx.train.generate import generate
-from llmx.train.generation_config import stop_ids
 from llmx.train.session import Session
 
 

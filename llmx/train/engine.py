@@ -19,21 +19,21 @@ from torch import nn
 
 from llmx.config import Experiment, LaunchConfig, OptimConfig
 from llmx.errors import ConfigError
-from llmx.plan.memory import fused_loss
-from llmx.plan.types import Plan
-from llmx.train.attention import Way, model_inputs
-from llmx.train.choose_way import choose_way
-from llmx.train.devices import check_quantized_gradients, choose_gpu
-from llmx.train.experts import Routing, gather_experts_together
-from llmx.train.liger import apply_liger, wants_liger
-from llmx.train.loss import fused_loss_problem
-from llmx.train.loss_scale import grow_after_step
-from llmx.train.model import (
+from llmx.models.attention import Way, model_inputs
+from llmx.models.choose_way import choose_way
+from llmx.models.experts import Routing, gather_experts_together
+from llmx.models.factory import (
     DTYPES,
     build_model,
     model_config,
     true_vocab,
 )
+from llmx.models.liger import apply_liger, wants_liger
+from llmx.models.loss import fused_loss_problem
+from llmx.plan.memory import fused_loss
+from llmx.plan.types import Plan
+from llmx.train.devices import check_quantized_gradients, choose_gpu
+from llmx.train.loss_scale import grow_after_step
 from llmx.train.state_refresh import forget_dummy_step
 
 
@@ -134,7 +134,7 @@ class Engine:
     precision: str
     routing: Routing
     fused_loss: bool = False
-    """Head and loss are computed together (``llmx.train.loss``)."""
+    """Head and loss are computed together (``llmx.models.loss``)."""
     _norm: torch.Tensor | None = None
     _scale: float = 1.0
     """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
-from llmx.train.conversion import effective_conversions
+from llmx.models.conversion import effective_conversions
 from llmx.train.engine import Engine
 from llmx.train.state_hash import hash_parts
 from llmx.train.state_layout import StateLayout, UnsavableState, state_layout

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from llmx.data import collate
+from llmx.models.attention import model_inputs
+from llmx.models.loss import IGNORE, micro_batch_loss
 from llmx.plan.types import BatchPlan
-from llmx.train.attention import model_inputs
 from llmx.train.batches import Layout
 from llmx.train.engine import Engine
-from llmx.train.loss import IGNORE, micro_batch_loss
 
 
 def slices(num_samples: int, *, micro_batches: tuple[int, ...], rank: int) -> list[range]:

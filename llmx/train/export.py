@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.train.conversion import (
+from llmx.models.conversion import (
     WholeShapes,
     conversions_to_revert,
     convert_export,
     plan_export,
 )
-from llmx.train.generation_config import write_generation_config
-from llmx.train.initialise import whole
+from llmx.models.generation_config import write_generation_config
+from llmx.models.initialise import whole
 
 SHARD_BYTES = 2 * 2**30
 GATHER_BYTES = 256 * 2**20

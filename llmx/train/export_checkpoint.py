@@ -17,7 +17,7 @@ import torch
 
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.weights import Weight, pieces
-from llmx.train.conversion import (
+from llmx.models.conversion import (
     WholeShapes,
     conversions_in_words,
     convert_export,

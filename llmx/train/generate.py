@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from llmx.train.attention import additive, reach_of
+from llmx.models.attention import additive, reach_of
+from llmx.models.loss import head_at, takes
 from llmx.train.engine import Engine
-from llmx.train.loss import head_at, takes
 
 BATCH = 32
 """Prompts answered together on one rank."""

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from llmx.config import Experiment
+from llmx.models.attention import model_inputs
+from llmx.models.factory import num_parameters
+from llmx.models.loss import micro_batch_loss
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.text import plural
-from llmx.train.attention import model_inputs
 from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.completions import complete_eval_prompts
 from llmx.train.divergence import Diverged
@@ -24,8 +26,6 @@ from llmx.train.engine import Engine
 from llmx.train.engine_state import weights_hash
 from llmx.train.evaluate import evaluate_loss
 from llmx.train.export import export_model
-from llmx.train.loss import micro_batch_loss
-from llmx.train.model import num_parameters
 from llmx.train.random import seed_step
 from llmx.train.resume import Start
 from llmx.train.schedule import lr_at

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import torch
 
+from llmx.models.flops import model_flops
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
-from llmx.train.flops import model_flops
 from llmx.train.metrics import memory_gib
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session

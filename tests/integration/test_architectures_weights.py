@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
+from llmx.models.experts import Routing
+from llmx.models.factory import _empty_model
+from llmx.models.load import load_weights
 from llmx.train import export as exporting
-from llmx.train.experts import Routing
-from llmx.train.load import load_weights
-from llmx.train.model import _empty_model
 from tests.architectures import architectures, small_config
 from tests.small_models import same_weights
 

@@ -20,18 +20,18 @@ import deepspeed  # noqa: F401, imported for the children
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import llmx.train.model as model_module
+import llmx.models.factory as model_module
+from llmx.models.attention import Way, model_inputs
+from llmx.models.factory import build_model, model_config, num_parameters
+from llmx.models.loss import micro_batch_loss
+from llmx.models.recompute import compile_blocks
 from llmx.plan import make_plan
 from llmx.plan.memory import step_bytes
-from llmx.train.attention import Way, model_inputs
 from llmx.train.batches import Layout, make_step
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine, join_process_group
 from llmx.train.engine_state import capture
 from llmx.train.loop import train_step
-from llmx.train.loss import micro_batch_loss
-from llmx.train.model import build_model, model_config, num_parameters
-from llmx.train.recompute import compile_blocks
 from tests.live_memory import LiveMemory
 from tests.programs.state import build, fp16_allowed, job_experiment, train
 from tests.reference import SEQ_LEN, VOCABULARY, synthetic_store, word_tokenizer

@@ -21,11 +21,11 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral as mixtral
 
+from llmx.models.attention import Way, model_inputs
+from llmx.models.loss import micro_batch_loss
 from llmx.plan import ds_config, make_plan
 from llmx.train import engine as building
-from llmx.train.attention import Way, model_inputs
 from llmx.train.engine import build_engine, join_process_group
-from llmx.train.loss import micro_batch_loss
 from tests.reference import word_tokenizer
 from tests.rundirs import parity_experiment, with_batch
 

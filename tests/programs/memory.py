@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from llmx.errors import ConfigError
+from llmx.models.factory import build_model, model_config
 from llmx.plan import ds_config, make_plan
 from llmx.train.engine import join_process_group
-from llmx.train.model import build_model, model_config
 from tests.reference import word_tokenizer
 from tests.rundirs import parity_experiment
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from llmx.models.factory import true_vocab
 from llmx.plan import ds_config, make_plan
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine import build_engine, join_process_group
 from llmx.train.export import export_model, gathered
 from llmx.train.loop import train_step
-from llmx.train.model import true_vocab
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import parity_experiment, with_batch
 

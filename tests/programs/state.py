@@ -28,13 +28,13 @@ import llmx.train.engine as engine_module
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.tensors import Fragment, write_tensors
 from llmx.config import Experiment
+from llmx.models.factory import build_model
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine import Engine, build_engine, join_process_group
 from llmx.train.engine_state import capture, restore, state_values, weights_hash
 from llmx.train.loop import train_step
-from llmx.train.model import build_model
 from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at
 from llmx.train.state_layout import state_layout

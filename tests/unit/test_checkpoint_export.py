@@ -23,8 +23,8 @@ from llmx.checkpoint.manifest import make_manifest, rank_file
 from llmx.checkpoint.tensors import Fragment
 from llmx.errors import LlmxError
 from llmx.export import export, main
+from llmx.models.conversion import effective_conversions
 from llmx.rundir import RunDir
-from llmx.train.conversion import effective_conversions
 from llmx.train.export import vocabulary_names, write_config
 from llmx.train.state_values import buffer_table, parameter_table
 from tests.checkpoint_saves import flip_bit, tree

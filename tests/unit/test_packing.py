@@ -11,9 +11,9 @@ import pytest
 from llmx import packing
 from llmx.compose import Composed, plan_experiment
 from llmx.errors import ConfigError
+from llmx.models.trial import stand_ins, try_model
+from llmx.models.varlen import SEGMENTS
 from llmx.packing import known_answer, settle_layout
-from llmx.train.trial import stand_ins, try_model
-from llmx.train.varlen import SEGMENTS
 from tests.architectures import small_config
 from tests.rundirs import parity_experiment
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from llmx.models.recompute import recompute
 from llmx.plan.geometry import Geometry, geometry
 from llmx.plan.memory import layer_activations
-from llmx.train.recompute import recompute
 from tests.saved_activations import SMALL, VOCABULARY, saved_bytes, small_inputs, small_model
 
 BATCH, LENGTH = 2, 128

@@ -8,7 +8,7 @@ import torch
 
 from llmx.data import collate
 from llmx.data.store import Sample
-from llmx.train.attention import Way, additive, isolation_mask, model_inputs, segment_bounds, ways
+from llmx.models.attention import Way, additive, isolation_mask, model_inputs, segment_bounds, ways
 from tests.small_models import KINDS, small_model
 
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def test_on_a_gpu_transformers_makes_no_mask_of_the_padding(
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     before = logits()
     masks.clear()
-    monkeypatch.setattr("llmx.train.attention._fast_without_mask", lambda device: True)
+    monkeypatch.setattr("llmx.models.attention._fast_without_mask", lambda device: True)
     torch.testing.assert_close(logits(), before)
     assert masks
     assert all(mask is None for mask in masks)

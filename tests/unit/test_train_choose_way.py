@@ -10,13 +10,13 @@ import torch
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.models import choose_way
+from llmx.models.attention import Way
+from llmx.models.choose_way import common_layout, told
+from llmx.models.isolation import Answer
+from llmx.models.tiny import tiny_config
+from llmx.models.varlen import SEGMENTS, VARLEN
 from llmx.plan.types import Plan
-from llmx.train import choose_way
-from llmx.train.attention import Way
-from llmx.train.choose_way import common_layout, told
-from llmx.train.isolation import Answer
-from llmx.train.tiny import tiny_config
-from llmx.train.varlen import SEGMENTS, VARLEN
 from tests.architectures import full_config
 from tests.rundirs import parity_experiment
 from tests.unit.test_train_attention import CPU

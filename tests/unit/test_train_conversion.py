@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.export import export
+from llmx.models.conversion import conversions_in_words, effective_conversions
+from llmx.models.factory import _empty_model
+from llmx.models.load import load_weights
 from llmx.rundir import RunDir
 from llmx.train import export as exporting
-from llmx.train.conversion import conversions_in_words, effective_conversions
-from llmx.train.load import load_weights
-from llmx.train.model import _empty_model
 from tests.small_models import CONVERTED, converted_model, same_weights
 from tests.unit.test_checkpoint_export import save_model
 
@@ -79,7 +79,7 @@ def test_from_scratch_it_is_written_as_the_hub_has_it(kind: str, tmp_path: Path)
 
 def test_one_expert_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read together is one weight of one layer, never a whole file."""
-    from llmx.train.load import Checkpoint
+    from llmx.models.load import Checkpoint
 
     converted_model("mixtral").save_pretrained(tmp_path)
     together: list[set[str]] = [set()]

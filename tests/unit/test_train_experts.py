@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from llmx.errors import ConfigError
-from llmx.train.attention import Way, model_inputs
-from llmx.train.experts import Routing, accept_masks, expert_blocks
-from llmx.train.loss import micro_batch_loss
+from llmx.models.attention import Way, model_inputs
+from llmx.models.experts import Routing, accept_masks, expert_blocks
+from llmx.models.loss import micro_batch_loss
 from tests.rundirs import TINY_LLAMA
 from tests.small_models import CONVERTED, converted_model
 
@@ -176,7 +176,7 @@ def test_what_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest.Mon
         copied.append(values.shape)
         return values
 
-    monkeypatch.setattr("llmx.train.experts.to_device", to_device)
+    monkeypatch.setattr("llmx.models.experts.to_device", to_device)
     model = model_of("mixtral")
     run(model, Routing(model), [(5,), (4, 3)])
     assert copied == [torch.Size([2 * 16]), torch.Size([2])]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmx.models.flops import ModelFlops, model_flops
 from llmx.plan.geometry import geometry
-from llmx.train.flops import ModelFlops, model_flops
 from tests.rundirs import PARITY_MODELS
 from tests.small_models import CONVERTED, small_model
 

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmx.data import EvalPrompt
+from llmx.models.attention import Way
+from llmx.models.experts import Routing
+from llmx.models.isolation import find_ways
 from llmx.train import generate as generate_module
-from llmx.train.attention import Way
 from llmx.train.engine import Engine
-from llmx.train.experts import Routing
 from llmx.train.generate import generate, group
-from llmx.train.isolation import find_ways
 from tests.architectures import full_config, small_config
 from tests.small_models import KINDS, small_model
 

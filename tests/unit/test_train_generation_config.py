@@ -11,8 +11,8 @@ import torch
 
 from llmx.config import ModelConfig
 from llmx.data.templates import choose_template
+from llmx.models.generation_config import FILE, keep_generation_config, stop_ids
 from llmx.train.export import write_description
-from llmx.train.generation_config import FILE, keep_generation_config, stop_ids
 from tests.small_models import small_model
 from tests.small_tokenizers import byte_tokenizer
 

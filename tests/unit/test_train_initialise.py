@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmx.train import initialise as drawing
-from llmx.train.initialise import initialise
+from llmx.models import initialise as drawing
+from llmx.models.initialise import initialise
 from tests.small_models import CONVERTED, KINDS, converted_model, small_model
 
 ALL = sorted({*KINDS, *CONVERTED})

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from llmx.train import isolation
-from llmx.train.attention import Way
-from llmx.train.isolation import Answer, find_ways
+from llmx.models import isolation
+from llmx.models.attention import Way
+from llmx.models.isolation import Answer, find_ways
 from tests.architectures import architectures, full_config, small_config
 
 PADDED = (

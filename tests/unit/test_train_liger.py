@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
 from llmx.errors import ConfigError
-from llmx.train.liger import NOT_INSTALLED, apply_liger, liger_problem, wants_liger
+from llmx.models.liger import NOT_INSTALLED, apply_liger, liger_problem, wants_liger
 from tests.rundirs import experiment
 from tests.small_models import small_model
 

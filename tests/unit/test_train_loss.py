@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmx.train import loss as loss_module
-from llmx.train.loss import IGNORE, head_at, micro_batch_loss, summed_cross_entropy
+from llmx.models import loss as loss_module
+from llmx.models.loss import IGNORE, head_at, micro_batch_loss, summed_cross_entropy
 from tests.small_models import KINDS, small_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from llmx.train.tiny import tiny_config
+from llmx.models.tiny import tiny_config
 from tests.architectures import architectures, full_config, small_config
 
 

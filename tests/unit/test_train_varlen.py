@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional
 
 from llmx.data import collate
-from llmx.train import varlen
-from llmx.train.attention import model_inputs, ways
-from llmx.train.isolation import find_ways
-from llmx.train.varlen import SEGMENTS, VARLEN, Unsupported
+from llmx.models import varlen
+from llmx.models.attention import model_inputs, ways
+from llmx.models.isolation import find_ways
+from llmx.models.varlen import SEGMENTS, VARLEN, Unsupported
 from tests.architectures import full_config, small_config
 from tests.unit.test_train_attention import CPU, sample
 

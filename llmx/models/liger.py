@@ -2,7 +2,7 @@
 
 ``model.liger_kernel=null`` uses them on CUDA where the package is installed on every host and a
 tiny model of the same config has the same loss and gradient with them as without. Cross entropy
-stays ours, at target positions (``llmx.train.loss``). Shown by
+stays ours, at target positions (``llmx.models.loss``). Shown by
 ``python -m pytest tests/unit/test_train_liger.py``.
 """
 
@@ -19,8 +19,8 @@ from torch import nn
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError
-from llmx.train.isolation import gradient_of, line_of, tiny_model, without_dropout
-from llmx.train.tiny import tiny_config
+from llmx.models.isolation import gradient_of, line_of, tiny_model, without_dropout
+from llmx.models.tiny import tiny_config
 
 LOSS_TOLERANCE = {torch.float32: 1e-4}
 GRADIENT_TOLERANCE = {torch.float32: 1e-3}

@@ -1,7 +1,7 @@
 """What a model's forward gets, so that packed rows never see each other.
 
 ``segment_ids`` say which tokens belong together; a ``Way`` says how a model is told. Which way is
-right for a model is found by trying (``llmx.train.isolation``).
+right for a model is found by trying (``llmx.models.isolation``).
 Shown by ``python -m pytest tests/unit/test_train_attention.py``.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmx.train.varlen import SEGMENTS
+from llmx.models.varlen import SEGMENTS
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ which the collation knows, so that no layer asks the device for it:
   V100 each row gets the memory-efficient kernel. No mask is kept for the backward pass.
 
 What a model wants beyond a scale, a window and shared key heads (soft-caps, sinks, biases,
-dropout) is refused by raising; ``llmx.train.isolation`` then goes on to the next way.
+dropout) is refused by raising; ``llmx.models.isolation`` then goes on to the next way.
 Shown by ``python -m pytest tests/unit/test_train_varlen.py``.
 """
 

@@ -17,11 +17,11 @@ from torch import nn
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError
-from llmx.train.experts import accept_masks
-from llmx.train.generation_config import keep_generation_config
-from llmx.train.initialise import initialise
-from llmx.train.load import load_weights
-from llmx.train.recompute import compile_blocks, recompute
+from llmx.models.experts import accept_masks
+from llmx.models.generation_config import keep_generation_config
+from llmx.models.initialise import initialise
+from llmx.models.load import load_weights
+from llmx.models.recompute import compile_blocks, recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

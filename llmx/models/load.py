@@ -19,8 +19,8 @@ from torch import nn
 
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
-from llmx.train.conversion import Group, LoadPlan, WholeShapes, plan_load
-from llmx.train.initialise import initialise, whole
+from llmx.models.conversion import Group, LoadPlan, WholeShapes, plan_load
+from llmx.models.initialise import initialise, whole
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -127,7 +127,7 @@ def load_weights(model: nn.Module, source: ModelConfig) -> None:
     """Fill every parameter and persistent buffer of ``model``. Collective under ZeRO-3.
 
     Takes what ``from_pretrained`` takes, in the layout of the Hub or in that of memory
-    (``llmx.train.conversion``). What it converts is noted on the model for the export.
+    (``llmx.models.conversion``). What it converts is noted on the model for the export.
 
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
     (but for tied weights, and what the architecture says may be ignored).

@@ -15,11 +15,11 @@ import torch
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.models.attention import Way, ways
+from llmx.models.isolation import Answer, find_ways
+from llmx.models.loss import takes
+from llmx.models.varlen import SEGMENTS, VARLEN, register
 from llmx.plan.types import Plan
-from llmx.train.attention import Way, ways
-from llmx.train.isolation import Answer, find_ways
-from llmx.train.loss import takes
-from llmx.train.varlen import SEGMENTS, VARLEN, register
 
 IMPLEMENTATIONS = {"varlen": VARLEN, "segments": SEGMENTS}
 """What ``model.attention`` calls what transformers knows under another name."""

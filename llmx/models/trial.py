@@ -1,4 +1,4 @@
-"""The trial before a launch: ``python -m llmx.train.trial CONFIG.yaml ANSWER.json cpu|cuda``.
+"""The trial before a launch: ``python -m llmx.models.trial CONFIG.yaml ANSWER.json cpu|cuda``.
 
 On a CPU, whatever the run will have: kernels that exist on CUDA only are stood in for by one that
 is told the same, and are tried by the ranks. Needs no weights; ``llmx.packing`` starts it.
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
+from llmx.models.choose_way import IMPLEMENTATIONS, PLAIN, padded_candidates
+from llmx.models.factory import plain_config
+from llmx.models.isolation import Answer, find_ways
+from llmx.models.varlen import SEGMENTS
 from llmx.rundir import write_json
-from llmx.train.choose_way import IMPLEMENTATIONS, PLAIN, padded_candidates
-from llmx.train.isolation import Answer, find_ways
-from llmx.train.model import plain_config
-from llmx.train.varlen import SEGMENTS
 
 
 def try_model(exp: Experiment, *, accelerator: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from llmx.errors import ConfigError
-from llmx.train.loss import to_device
+from llmx.models.loss import to_device
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 """Of ``load_balancing_loss_func``, as nearly all of transformers' models have it."""

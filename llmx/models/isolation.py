@@ -23,10 +23,10 @@ from torch import nn
 
 from llmx.data import collate
 from llmx.data.store import Sample
-from llmx.train.attention import Way, model_inputs, reach_of, ways
-from llmx.train.loss import micro_batch_loss
-from llmx.train.tiny import tiny_config
-from llmx.train.varlen import Unsupported, register
+from llmx.models.attention import Way, model_inputs, reach_of, ways
+from llmx.models.loss import micro_batch_loss
+from llmx.models.tiny import tiny_config
+from llmx.models.varlen import Unsupported, register
 
 LARGEST_TINY = 20_000_000
 """Parameters of a model that could not be made tinier, and is not tried."""
@@ -212,7 +212,7 @@ def tiny_model(config: Any, *, remote: bool) -> Any:
 
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
-        config.output_router_logits = False  # llmx.train.experts takes them itself
+        config.output_router_logits = False  # llmx.models.experts takes them itself
     with torch.device("meta"):
         size = sum(
             p.numel()
