@@ -30,7 +30,7 @@ from llmx.rundir import write_json
 PROGRAM = "llmx.models.trial"
 TIME_LIMIT_S = 120.0
 CODE = ("attention", "choose_way", "isolation", "loss", "tiny", "trial", "varlen")
-"""Modules of ``llmx.train`` that an answer depends on."""
+"""Modules of ``llmx.models`` that an answer depends on."""
 PACKAGES = ("torch", "transformers")
 
 
@@ -86,7 +86,7 @@ def _key(exp: Experiment) -> str:
     model = exp.model
     code = hashlib.sha256()
     for name in CODE:
-        code.update((Path(__file__).parent / "train" / f"{name}.py").read_bytes())
+        code.update((Path(__file__).parent / "models" / f"{name}.py").read_bytes())
     parts = {
         "kind": model.kind,
         "path": model.path,
