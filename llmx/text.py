@@ -1,10 +1,12 @@
-"""Words of messages: numbers with their nouns, and text that a terminal may safely be given.
+"""Words of messages: numbers as a person reads them, numbers with their nouns, and text that a
+terminal may safely be given: ``6.74 B``, ``1 min 12 s``, ``96.9 %``, ``1,200 rows``.
 
-Standard library only; every room may import it.
+Standard library only; every room may import it (``from llmx import text as human``).
 """
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNSAFE = re.compile(
@@ -13,6 +15,7 @@ _UNSAFE = re.compile(
     "\u202a-\u202e\u2066-\u2069"  # bidirectional overrides: text that reads otherwise than it is
     "\ud800-\udfff]"  # lone surrogates (broken UTF-8): cannot be encoded at all
 )
+TIMES = " \N{MULTIPLICATION SIGN} "
 
 
 def plural(count: float, noun: str, nouns: str | None = None) -> str:
@@ -34,3 +37,50 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
         return f"\\x{ord(letter):02x}" if ord(letter) < 256 else f"\\u{ord(letter):04x}"
 
     return _UNSAFE.sub(escaped, text)
+
+
+def count(value: float) -> str:
+    """``950``, ``1.4 M``, ``6.74 B``: three digits and the unit."""
+    for size, unit, least in ((1e12, "T", 1e12), (1e9, "B", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
+        # 999,999 rounds up to the next unit: 1 M, not 1000 k.
+        if abs(value) >= 0.9995 * least:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """``0.8 s``, ``42 s``, ``1 min 12 s``, ``3 h 5 min``, ``2 d 4 h``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller, smaller_unit in (
+        (86_400, "d", 3_600, "h"),
+        (3_600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
+    return f"{whole} s"
+
+
+def number(value: float) -> str:
+    """Four significant digits, as of a loss; ``nan`` where there is none."""
+    return "nan" if math.isnan(value) else f"{value:#.4g}".rstrip(".")
+
+
+def percent(part: float, *, decimals: int | None = None) -> str:
+    """``0.96875`` as ``96.9 %``: three digits in all, or so many ``decimals``."""
+    return f"{100 * part:.3g} %" if decimals is None else f"{100 * part:.{decimals}f} %"
+
+
+def gib(value: float) -> str:
+    """GiB with two decimals below 10."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def one_line(text: str, *, limit: int) -> str:
+    """``text`` on one line, cut at ``limit`` characters with an ellipsis; what a model answered
+    cannot steer the terminal."""
+    flat = printable(re.sub(r"\s+", " ", text).strip(), keep="")
+    return flat if len(flat) <= limit else flat[: limit - 1].rstrip() + "…"

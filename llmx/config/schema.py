@@ -460,12 +460,15 @@ class CheckpointConfig:
         Text(
             100,
             pattern=r"(eval|train)/[\w./@-]+",
-            rule="be a value of a metrics line: eval/loss, eval/exact_match or train/loss",
+            rule="be eval/NAME or train/NAME, a value of the lines of metrics.jsonl: eval/loss, "
+            "train/loss, or a metric of the task, e.g. eval/exact_match",
         ),
     )
-    """What ``best`` goes by: a value of the evaluation (``eval/...``) or ``train/loss``."""
-    mode: str = choice("min", "max")
-    """Whether less or more of ``metric`` is better."""
+    """What ``best`` goes by: ``eval/loss``, ``train/loss``, or a metric that the task measures
+    (``eval/exact_match``)."""
+    mode: str = choice("auto", "min", "max")
+    """Whether less (``min``) or more (``max``) of ``metric`` is better; ``auto``: as the task
+    declares it, and less of a loss."""
     keep: KeepConfig = field(default_factory=KeepConfig)
 
 

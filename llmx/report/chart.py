@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from llmx.report import format as human
+from llmx import text as human
 
 Point = tuple[int, float]
 

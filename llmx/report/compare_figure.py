@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llmx.report import format as human
+from llmx import text as human
 from llmx.report.figure import SMOOTHED_FROM, drawable, installed_fonts, points, smoothed
 from llmx.report.run_data import RunData
 
@@ -60,7 +60,7 @@ def _draw(axes: Any, data: RunData, name: str, colour: str, style: str) -> None:
     if train:
         steps, values = zip(*train, strict=True)
         last = next((value for value in reversed(values) if math.isfinite(value)), math.nan)
-        label = f"{name}: {human.loss(last)} at step {steps[-1]:,}"
+        label = f"{name}: {human.number(last)} at step {steps[-1]:,}"
         many = len(values) >= SMOOTHED_FROM
         axes.plot(
             steps, values, style, color=colour, alpha=0.3 if many else 1,
@@ -70,6 +70,6 @@ def _draw(axes: Any, data: RunData, name: str, colour: str, style: str) -> None:
             axes.plot(steps, smoothed(list(values)), style, color=colour, linewidth=2, label=label)
     if evals:
         steps, values = zip(*evals, strict=True)
-        label = f"{name}, evaluation: {human.loss(values[-1])}"
+        label = f"{name}, evaluation: {human.number(values[-1])}"
         mark = "o" if style == "-" else "x"
         axes.plot(steps, values, mark, color=colour, markersize=7, label=label)

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llmx.report import format as human
+from llmx import text as human
 from llmx.report.run_data import RunData
 
 SMOOTHED_FROM = 40
@@ -83,7 +83,7 @@ def _draw_curves(axes: Any, train: list[tuple[int, float]], evals: list[tuple[in
 
 
 def _last(name: str, values: tuple[float, ...]) -> str:
-    return f"{name}, {human.loss(values[-1])} at the end"
+    return f"{name}, {human.number(values[-1])} at the end"
 
 
 def _mark_gaps(axes: Any, steps: tuple[int, ...], values: tuple[float, ...]) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from llmx import text as human
 from llmx.report import chart, wording
-from llmx.report import format as human
 from llmx.report.chart import Line, Mark
 from llmx.report.figure import SMOOTHED_FROM, points, smoothed
 from llmx.report.run_data import RunData

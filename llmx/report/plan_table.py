@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from llmx import text as human
 from llmx.config import Experiment
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
-from llmx.report import format as human
 from llmx.report.screen import open_console
 from llmx.text import plural
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from llmx import text as human
 from llmx.errors import LlmxError
-from llmx.report import format as human
 from llmx.report.run_data import RunData, load_run
 from llmx.report.screen import open_console
 from llmx.rundir import write_text
@@ -195,8 +195,8 @@ def _cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     good = [trial for trial in trials if trial.outcome == "ok"]
     columns = (
         ("steps", "steps", None, lambda v: f"{v:,}"),
-        ("loss", "loss", min, human.loss),
-        ("eval_loss", "eval loss", min, human.loss),
+        ("loss", "loss", min, human.number),
+        ("eval_loss", "eval loss", min, human.number),
         ("exact_match", "exact match", max, human.percent),
         ("tokens_per_s", "tokens/s", max, human.count),
         ("memory_gib", "GiB", min, human.gib),

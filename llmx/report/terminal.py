@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TextIO
 
-from llmx.report import format as human
+from llmx import text as human
 from llmx.report import wording
 from llmx.report.plan_table import warnings_table
 from llmx.report.run_data import RunData

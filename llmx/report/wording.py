@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.report import format as human
+from llmx import text as human
 from llmx.report.run_data import RunData
 from llmx.text import plural
 
@@ -70,19 +70,19 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
     """What is known of loss, evaluation, speed, time, memory and size, as (what, value)."""
     values, rows = data.summary, []
     if "first_loss" in values:
-        first, last = human.loss(values["first_loss"]), human.loss(values["final_loss"])
+        first, last = human.number(values["first_loss"]), human.number(values["final_loss"])
         steps = [record["step"] for record in data.train]
         text = f"{first} → {last}   (steps {steps[0]:,} → {steps[-1]:,}"
         mean, loss = data.train[-1].get("loss_mean"), data.train[-1].get("loss")
         if mean is not None and not (loss and math.isclose(mean, loss, rel_tol=1e-6)):
-            text += f"; mean of the last steps {human.loss(mean)}"
+            text += f"; mean of the last steps {human.number(mean)}"
         rows.append(("train loss", f"{text})"))
     if "final_eval_loss" in values:
         first, last = values["first_eval_loss"], values["final_eval_loss"]
-        text = human.loss(last) if len(data.evals) == 1 else f"{human.loss(first)} → "
-        text += human.loss(last) if len(data.evals) > 1 else ""
+        text = human.number(last) if len(data.evals) == 1 else f"{human.number(first)} → "
+        text += human.number(last) if len(data.evals) > 1 else ""
         if values["best_eval_loss"] < last:
-            text += f"   (best {human.loss(values['best_eval_loss'])}"
+            text += f"   (best {human.number(values['best_eval_loss'])}"
             text += f" at step {values['best_eval_step']:,})"
         rows.append(("eval loss", text))
     rows += _exact_match(data)

@@ -313,6 +313,6 @@ def event_words(event: Facts) -> str:
 
 def words_of(seconds: float) -> str:
     """A span of time: ``8 s``, ``3 min 20 s``, ``2 h 5 min``."""
-    from llmx.report.format import duration
+    from llmx.text import duration
 
     return duration(seconds) if seconds >= 9.5 else f"{seconds:.0f} s"

@@ -6,7 +6,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
-from llmx.report import format as human
+from llmx import text as human
 from llmx.status.judge import LIVE, View, words_of
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def _progress(view: View, blocks: str) -> str:
 def _loss(view: View, blocks: str) -> str:
     if view.loss is None and not view.lost:
         return ""
-    now = "not finite" if view.lost or view.loss is None else human.loss(view.loss)
-    began = "" if view.first_loss is None else f"   from {human.loss(view.first_loss)}"
+    now = "not finite" if view.lost or view.loss is None else human.number(view.loss)
+    began = "" if view.first_loss is None else f"   from {human.number(view.first_loss)}"
     return f"{now}   {sparkline(view.losses, blocks=blocks)}{began}"
 
 
@@ -92,7 +92,7 @@ def _evaluation(view: View) -> str:
     if view.eval_loss is None:
         return ""
     match = "" if view.exact_match is None else f", exact match {human.percent(view.exact_match)}"
-    return f"loss {human.loss(view.eval_loss)}{match} at step {view.eval_step or 0:,}"
+    return f"loss {human.number(view.eval_loss)}{match} at step {view.eval_step or 0:,}"
 
 
 def _speed(view: View) -> str:
@@ -185,7 +185,7 @@ def table(views: list[View], *, found: int) -> Table:
 def _short_loss(view: View) -> str:
     if view.lost:
         return "nan"
-    return "" if view.loss is None else human.loss(view.loss)
+    return "" if view.loss is None else human.number(view.loss)
 
 
 def _time(view: View) -> str:

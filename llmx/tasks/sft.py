@@ -5,11 +5,13 @@ An eval prompt is a held-out conversation up to its last completion, rendered as
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmx.config import Experiment
 from llmx.data import EvalPrompt, held_out_prompts
-from llmx.tasks.base import Task
+from llmx.metrics import Metric
+from llmx.tasks.base import Task, exact_match
 
 
 class Sft(Task):
@@ -19,6 +21,13 @@ class Sft(Task):
         super().__init__(exp, tokenizer)
         self._eval_prompts: list[EvalPrompt] | None = None
 
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Exact match of greedy completions, before and after training."""
+        if not self.exp.task.eval_generate:
+            return {}
+        return {"exact_match": Metric("exact match", "percent", higher_is_better=True)}
+
     def eval_prompts(self) -> list[EvalPrompt]:
         """Of the first ``task.eval_generate`` held-out conversations; read once, then kept."""
         limit = self.exp.task.eval_generate
@@ -26,3 +35,8 @@ class Sft(Task):
             found = held_out_prompts(self.exp, self.tokenizer, limit=limit) if limit else []
             self._eval_prompts = found
         return self._eval_prompts
+
+    def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
+        """The part of the completions that is equal to the expected ones."""
+        matched = exact_match([prompt.expected for prompt in prompts], completions)
+        return {} if matched is None else {"exact_match": matched}

@@ -132,6 +132,7 @@ def write_beginning(session: Session, *, total: int) -> None:
             num_samples=len(session.train_store),
             world_size=session.plan.world_size,
             resumed_from=start.step,
+            metrics=session.declared_metrics,
         )
         return
     session.metrics.event(
@@ -140,6 +141,7 @@ def write_beginning(session: Session, *, total: int) -> None:
         attempt=start.attempt,
         world_size=session.plan.world_size,
         total_steps=total,  # resume may have made the run longer
+        metrics=session.declared_metrics,  # the run may go on with a newer llmx
     )
     session.say(f"resuming from step {start.step} of {total} (attempt {start.attempt})")
 
@@ -224,10 +226,13 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         return False
     loss, targets = result
     when = {0: "before", total: "after"}.get(step)
-    matched = complete_eval_prompts(session, when=when) if when else None
-    session.metrics.write("eval", step=step, loss=loss, target_tokens=targets, exact_match=matched)
-    answers = "" if matched is None else f"  exact match {matched:.1%}"
-    session.say(f"evaluation at step {step}: loss {loss:.4f}{answers}")
+    scores = complete_eval_prompts(session, when=when) if when else {}
+    declared = session.task.metrics
+    # A metric that this evaluation does not measure is null.
+    values = {name: scores.get(name) for name in declared if "eval" in declared[name].kinds}
+    session.metrics.write("eval", step=step, loss=loss, target_tokens=targets, **values)
+    shown = [f"  {declared[name].title} {declared[name].shown(scores[name])}" for name in scores]
+    session.say(f"evaluation at step {step}: loss {loss:.4f}{''.join(shown)}")
     session.status.enter("training")
     return True
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.disk import DISK
+from llmx.metrics.declared import is_number
 from llmx.rundir import write_text
 
 GIB = 2**30
@@ -36,7 +37,7 @@ class MetricsWriter:
             if line["kind"] in ("train", "eval"):
                 values = {f"{line['kind']}/{key}": value for key, value in line.items()}
                 self._latest.update(
-                    {key: value for key, value in values.items() if isinstance(value, float)}
+                    {key: float(value) for key, value in values.items() if is_number(value)}
                 )
 
     def latest(self, name: str) -> dict[str, Any] | None:

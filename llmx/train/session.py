@@ -5,12 +5,14 @@ Made once at the start by ``open_session``; the loop only reads it.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from llmx.config import Experiment
+from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.tasks import KINDS, Task
@@ -52,6 +54,11 @@ class Session:
         return torch.distributed.get_rank()
 
     @property
+    def declared_metrics(self) -> dict[str, Any]:
+        """As the ``start`` line says them."""
+        return {name: metric.to_dict() for name, metric in self.task.metrics.items()}
+
+    @property
     def length(self) -> RunLength:
         """Of the whole run."""
         return length_of(self.exp, self.plan, self.train_store)
@@ -74,6 +81,13 @@ def open_session(
 
     status.enter("loading")
     tokenizer = load_tokenizer(exp)
+    task = KINDS[exp.task.kind](exp, tokenizer)
+    check_declared(task.metrics, task=exp.task.kind)
+    checkpoint = exp.checkpoint
+    mode = check_checkpoint_metric(
+        checkpoint.metric, checkpoint.mode, task.metrics, task=exp.task.kind
+    )
+    checkpoint = dataclasses.replace(checkpoint, mode=mode)
     train_store, eval_store = open_stores(exp, tokenizer, plan)
     agreement = Agreement(timeout_s=exp.launch.comm_timeout_s)
     place = find_place(run_dir.checkpoints, create=ever_saves(exp), group=agreement.group)
@@ -99,7 +113,7 @@ def open_session(
         )
         write_data(run_dir, train_store=train_store, eval_store=eval_store)
     saver = Saver(
-        exp,
+        dataclasses.replace(exp, checkpoint=checkpoint),
         plan,
         run_dir,
         engine=engine,
@@ -118,7 +132,7 @@ def open_session(
         plan=plan,
         run_dir=run_dir,
         engine=engine,
-        task=KINDS[exp.task.kind](exp, tokenizer),
+        task=task,
         tokenizer=tokenizer,
         train_store=train_store,
         eval_store=eval_store,

@@ -114,7 +114,7 @@ def test_every_problem_is_listed_at_once() -> None:
         ("hardware__hosts", [{"slots": 10**8}], "hosts[0].slots=100000000: must be a whole number"),
         ("launch__env", ["a"], "launch.env=['a']: must be a mapping. Set e.g. 'launch.env={NCCL"),
         ("launch__slurm", {"time_limit": "soon"}, "must be a time as Slurm writes it"),
-        ("checkpoint__metric", "loss", "checkpoint.metric=loss: must be a value of a metrics line"),
+        ("checkpoint__metric", "loss", "checkpoint.metric=loss: must be eval/NAME or train/NAME"),
         ("seed", 1e40, "must be a whole number from 0 to 9223372036854775807"),
     ],
 )

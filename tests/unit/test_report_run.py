@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llmx.report import figure, format, wording
+from llmx import text as human
+from llmx.report import figure, wording
 from llmx.report.__main__ import main
 from llmx.report.run_data import load_run
 from llmx.rundir import RunDir, write_json, write_text
@@ -288,21 +289,21 @@ def test_smoothing_follows_a_line_without_lag_and_skips_nan() -> None:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (format.count(950), "950"),
-        (format.count(15_600), "15.6 k"),
-        (format.count(6_738_415_616), "6.74 B"),
-        (format.count(999_999), "1 M"),
-        (format.duration(0.84), "0.8 s"),
-        (format.duration(72), "1 min 12 s"),
-        (format.duration(59.7), "1 min"),
-        (format.duration(11_100), "3 h 5 min"),
-        (format.duration(187_200), "2 d 4 h"),
-        (format.percent(0.96875), "96.9 %"),
-        (format.percent(0), "0 %"),
-        (format.loss(0.4), "0.4000"),
-        (format.loss(1234.4), "1234"),
-        (format.loss(math.nan), "nan"),
-        (format.one_line("a\n  b c", limit=4), "a b…"),
+        (human.count(950), "950"),
+        (human.count(15_600), "15.6 k"),
+        (human.count(6_738_415_616), "6.74 B"),
+        (human.count(999_999), "1 M"),
+        (human.duration(0.84), "0.8 s"),
+        (human.duration(72), "1 min 12 s"),
+        (human.duration(59.7), "1 min"),
+        (human.duration(11_100), "3 h 5 min"),
+        (human.duration(187_200), "2 d 4 h"),
+        (human.percent(0.96875), "96.9 %"),
+        (human.percent(0), "0 %"),
+        (human.number(0.4), "0.4000"),
+        (human.number(1234.4), "1234"),
+        (human.number(math.nan), "nan"),
+        (human.one_line("a\n  b c", limit=4), "a b…"),
     ],
 )
 def test_forms(found: str, expected: str) -> None:

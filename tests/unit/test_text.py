@@ -34,6 +34,6 @@ def test_writing_of_the_world_stays() -> None:
 
 
 def test_answers_in_a_table_steer_nothing() -> None:
-    from llmx.report.format import one_line
+    from llmx.text import one_line
 
     assert one_line("a\x1b[2J\n b\u202e", limit=40) == r"a\x1b[2J b\u202e"

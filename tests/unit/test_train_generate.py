@@ -170,9 +170,9 @@ def test_samples_keep_the_completions_from_before(when: str, tmp_path: Path) -> 
 
     run_dir = RunDir(tmp_path)
     prompts = [EvalPrompt(tokens=(), prompt=f"q{n}", expected=f"a{n}") for n in range(2)]
-    write_samples(run_dir, prompts, ["x", "a1"], 0.5, when="before")
+    write_samples(run_dir, prompts, ["x", "a1"], {"exact_match": 0.5}, when="before")
     if when == "after":
-        write_samples(run_dir, prompts, ["a0", "a1"], 1.0, when="after")
+        write_samples(run_dir, prompts, ["a0", "a1"], {"exact_match": 1.0}, when="after")
     after = when == "after"
     assert read_json(run_dir.samples) == {
         "rows": [

@@ -1,0 +1,196 @@
+"""What a metric is: its title and format for readers, and which direction is better.
+
+    Metric("exact match", "percent", higher_is_better=True)
+
+A metric is a flat key of the lines of ``metrics.jsonl``, so its name must not be a key that those
+lines have anyway (``RESERVED``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmx import text as human
+from llmx.errors import ConfigError
+
+Record = Mapping[str, Any]
+
+FORMATS = ("percent", "number", "integer")
+KINDS = ("train", "eval")
+"""Kinds of lines of ``metrics.jsonl`` that have metrics."""
+
+TRAIN_KEYS = (
+    *("samples", "tokens", "target_tokens", "epoch", "loss", "loss_mean", "lr", "grad_norm"),
+    *("loss_scale", "skipped_steps", "step_time_s", "tokens_per_s", "mfu", "memory_gib"),
+    *("data_wait_s", "aux_loss", "expert_load_max", "experts_idle"),
+)
+"""What the training loop writes into every ``train`` line, whatever the task."""
+EVAL_KEYS = ("loss", "target_tokens")
+LINE_KEYS = ("kind", "step", "time", "nonfinite", "extra")
+
+_NAME = re.compile(r"[A-Za-z][\w./@-]*", re.ASCII)
+_SUFFIXES = ("_before", "_after")
+RESERVED = frozenset(
+    {
+        *(*LINE_KEYS, *TRAIN_KEYS, *EVAL_KEYS),
+        # result.json and the summary of a tracker have the metrics beside these.
+        *("attempts", "cause", "ended", "exit_code", "failed_rank", "fix", "host", "launched"),
+        *("log", "model", "outcome", "restarts", "run_token", "started", "steps", "traceback"),
+        *("warnings", "first_loss", "final_loss", "first_eval_loss", "final_eval_loss"),
+        *("best_eval_loss", "best_eval_step", "checkpoints", "last_checkpoint", "num_parameters"),
+        *("memory_gib_max", "resumed_from", "total_steps", "train_time_s", "world_size", "rows"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, as a task declares it."""
+
+    title: str
+    """For readers: ``exact match``."""
+    format: str = "number"
+    """``percent`` (0.97 is shown as 97 %), ``number`` or ``integer``."""
+    higher_is_better: bool | None = None
+    """None where neither direction is better (the length of a completion, say)."""
+    kinds: tuple[str, ...] = ("eval",)
+    """Kinds of lines of ``metrics.jsonl`` that have it: ``eval``, ``train`` or both."""
+
+    def shown(self, value: float, *, decimals: int | None = None) -> str:
+        """``value`` for a reader. ``decimals``: of a percentage; default: three digits in all."""
+        if not math.isfinite(value):
+            return "nan" if math.isnan(value) else str(value)
+        if self.format == "percent":
+            return human.percent(value, decimals=decimals)
+        whole = self.format == "integer" or abs(value) >= 9999.5
+        return f"{value:,.0f}" if whole else human.number(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is written in a ``start`` line."""
+        return {
+            "title": self.title,
+            "format": self.format,
+            "higher_is_better": self.higher_is_better,
+            "kinds": list(self.kinds),
+        }
+
+
+OF_EARLIER_VERSIONS = {"exact_match": Metric("exact match", "percent", higher_is_better=True)}
+"""Runs of earlier versions declared no metrics; this is the only one that they had."""
+
+
+def declared_in(record: Record) -> dict[str, Metric]:
+    """Name -> metric, as a ``start`` line or a ``resumed`` event declares them.
+
+    Where it declares none, those of earlier versions. Entries that cannot be read are left out.
+    """
+    stated = record.get("metrics")
+    if not isinstance(stated, Mapping):
+        return dict(OF_EARLIER_VERSIONS)
+    found = {}
+    for name, entry in stated.items():
+        if isinstance(entry, Mapping):
+            better, kinds = entry.get("higher_is_better"), entry.get("kinds")
+            found[str(name)] = Metric(
+                title=str(entry.get("title") or _title(str(name))),
+                format=str(entry.get("format") or "number"),
+                higher_is_better=better if isinstance(better, bool) else None,
+                kinds=tuple(map(str, kinds)) if isinstance(kinds, list) else ("eval",),
+            )
+    return found
+
+
+def declared_of(records: Iterable[Record]) -> dict[str, Metric]:
+    """The newest declaration among the lines of a run: a resumed run may be of a newer version."""
+    found = dict(OF_EARLIER_VERSIONS)
+    for record in records:
+        if is_declaration(record):
+            found = declared_in(record)
+    return found
+
+
+def is_declaration(record: Record) -> bool:
+    """Whether a line says which metrics the run has."""
+    resumed = record.get("event") == "resumed" and "metrics" in record
+    return record.get("kind") == "start" or resumed
+
+
+def metric_of(name: str, declared: Mapping[str, Metric]) -> Metric:
+    """The declared metric, else one with a plain number format."""
+    return declared.get(name) or Metric(_title(name))
+
+
+def measured(record: Record, declared: Mapping[str, Metric]) -> dict[str, float]:
+    """The metrics of one line besides the loss, by name, in the order of the declaration.
+
+    Of an ``eval`` line every number; of a ``train`` line, which has numbers of the training loop
+    too, only what is declared for it.
+    """
+    kind = str(record.get("kind"))
+    names = [name for name, metric in declared.items() if kind in metric.kinds]
+    if kind == "eval":
+        names += [name for name in record if name not in RESERVED and name not in names]
+    values = {name: record.get(name) for name in names}
+    return {name: float(value) for name, value in values.items() if is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a line is a number (``true`` is none)."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_declared(metrics: Mapping[str, Metric], *, task: str) -> None:
+    """ConfigError where a task declares what readers could not show."""
+    for name, metric in metrics.items():
+        rule = ""
+        if not _NAME.fullmatch(name):
+            rule = "the name must begin with a letter and have only letters, digits and _ . / @ -"
+        elif name in RESERVED or name.endswith(_SUFFIXES):
+            rule = "the name is reserved; choose another, e.g. " + f"{task}_{name}".strip("_")
+        elif metric.format not in FORMATS:
+            rule = f"the format must be one of {', '.join(FORMATS)}, not {metric.format!r}"
+        elif not metric.kinds or not set(metric.kinds) <= set(KINDS):
+            rule = f"kinds must be of {', '.join(KINDS)}, not {', '.join(metric.kinds) or 'none'}"
+        if rule:
+            raise ConfigError(f"Task {task} declares the metric {name!r}: {rule}.")
+
+
+def check_checkpoint_metric(
+    wanted: str, mode: str, metrics: Mapping[str, Metric], *, task: str
+) -> str:
+    """``min`` or ``max`` for ``checkpoint.metric``; ConfigError for a metric that is not measured.
+
+    Args:
+        wanted: ``checkpoint.metric``, e.g. ``eval/loss``.
+        mode: ``checkpoint.mode``; ``auto`` takes the direction that the task declares.
+        metrics: what the task declares.
+    """
+    kind, _, name = wanted.partition("/")
+    metric = metrics.get(name)
+    if metric is not None and kind in metric.kinds:
+        better = metric.higher_is_better
+    elif name in (EVAL_KEYS if kind == "eval" else TRAIN_KEYS):
+        better = name in ("tokens_per_s", "mfu")
+    else:
+        known = ["eval/loss", "train/loss"]
+        known += [f"{each}/{name}" for name, of in metrics.items() for each in of.kinds]
+        raise ConfigError(
+            f"checkpoint.metric={wanted}: task {task} does not measure it here. "
+            f"It measures {', '.join(sorted(known))}."
+        )
+    if mode != "auto":
+        return mode
+    if better is None:
+        raise ConfigError(
+            f"checkpoint.metric={wanted}: task {task} does not say which direction is better. "
+            "Set checkpoint.mode=min or checkpoint.mode=max."
+        )
+    return "max" if better else "min"
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ")
