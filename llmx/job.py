@@ -18,7 +18,7 @@ from llmx.compose import Composed, check_paths, complete, compose
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, RunFailed
-from llmx.packing import settle_layout
+from llmx.packing import resolve_layout
 from llmx.plan.geometry import position_limit
 
 
@@ -55,7 +55,7 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check(composed.experiment, composed.plan)
     check_paths(composed.experiment, composed.plan)
-    composed = settle_layout(composed, stream=out)
+    composed = resolve_layout(composed, stream=out)
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = prepare(exp, plan, run)

@@ -1,6 +1,6 @@
 """Before a launch: can the rows of this model be packed, and can it be trained at all?
 
-The answer comes from a trial on a tiny model (``llmx.models.isolation``), made by a process of its
+The result comes from a trial on a tiny model (``llmx.models.isolation``), made by a process of its
 own, since this one loads neither torch nor transformers. It is kept in the cache by all that it
 depends on. Where it cannot be had (no transformers here, a model that only the hosts have, code of
 the Hub), the ranks decide at their start; they try in any case.
@@ -25,64 +25,90 @@ from llmx import snapshot
 from llmx.compose import Composed, plan_experiment
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.provenance.content import hub_commit
 from llmx.rundir import write_json
 
 PROGRAM = "llmx.models.trial"
 TIME_LIMIT_S = 120.0
-CODE = ("attention", "choose_way", "isolation", "loss", "tiny", "trial", "varlen")
-"""Modules of ``llmx.models`` that an answer depends on."""
+CODE = ("attention", "factory", "isolation", "loss", "select_attention", "tiny", "trial", "varlen")
+"""Modules of ``llmx.models`` that a result depends on."""
 PACKAGES = ("torch", "transformers")
 
 
-def settle_layout(composed: Composed, *, stream: TextIO) -> Composed:
-    """With ``data.layout`` as it will be, where that is known; a line says why rows are padded.
+def resolve_layout(composed: Composed, *, stream: TextIO) -> Composed:
+    """With ``data.layout=padded`` where rows cannot be packed, which a line then says.
+
+    Where they can, ``data.layout=auto`` stays: the ranks try the attention of their own devices,
+    now and whenever the run is resumed, and pad the rows if none of it isolates them.
 
     ConfigError for a model that cannot be trained, and for ``data.layout=packed`` where rows would
     see each other. A plan (``dry_run``) takes what the cache knows, and starts nothing. So does a
-    run of one of llmx's own kinds (llama, qwen3, ...): no start is worth seconds of waiting for an
-    answer that the tests know, and the ranks try it in any case.
+    run of one of llmx's own kinds (llama, qwen3, ...): no start is worth seconds of waiting for a
+    result that the tests know, and the ranks try it in any case.
     """
-    exp = composed.experiment
-    answer = known_answer(exp)
-    if answer is None and not exp.dry_run and exp.model.kind == "hf":
-        answer = _ask(exp, accelerator=composed.plan.accelerator)
-    if answer is None:
+    exp, accelerator = composed.experiment, composed.plan.accelerator
+    result = cached_result(exp, accelerator=accelerator)
+    if result is None and not exp.dry_run and exp.model.kind == "hf":
+        result = _run_trial(exp, accelerator=accelerator)
+    if result is None:
         return composed
     model = exp.model.path or exp.model.name or exp.model.kind
-    if answer["problem"]:
+    if result["problem"]:
         raise ConfigError(
-            f"{model} cannot be trained: {answer['problem']}. Choose a causal language model."
+            f"{model} cannot be trained: {result['problem']}. Choose a causal language model."
         )
-    if exp.data.layout == "packed" and not answer["packs"]:
+    if exp.data.layout == "packed" and not result["packs"]:
         raise ConfigError(
-            f"data.layout=packed is not right for {model}: {answer['why']}. Set data.layout=auto "
-            "(or padded)."
+            f"data.layout=packed cannot be used with {model}: {result['why']}. Set "
+            "data.layout=auto (or padded)."
         )
-    if exp.data.layout != "auto":
-        return composed
-    layout = "packed" if answer["packs"] else "padded"
-    if layout == "padded":
-        print(f"{model}: rows are not packed (data.layout=auto): {answer['why']}.", file=stream)
-    exp = dataclasses.replace(exp, data=dataclasses.replace(exp.data, layout=layout))
-    return plan_experiment(exp)
+    if exp.data.layout == "auto" and not result["packs"]:
+        print(f"{model}: rows are not packed (data.layout=auto): {result['why']}.", file=stream)
+        padded = dataclasses.replace(exp.data, layout="padded")
+        return plan_experiment(dataclasses.replace(exp, data=padded))
+    if result["packs"] and result["dense"]:
+        return _warn_of_dense_mask(composed)
+    return composed
 
 
-def known_answer(exp: Experiment) -> dict[str, Any] | None:
-    """``packs``, ``why``, ``problem`` of an earlier trial of the same; None where there is none."""
+def _warn_of_dense_mask(composed: Composed) -> Composed:
+    """A line in the plan for each type of GPU on which only a dense mask isolates packed rows."""
+    exp, plan = composed.experiment, composed.plan
+    if exp.model.attention != "auto":
+        return composed  # sdpa and eager: the plan has said it already
+    size = f"{exp.data.seq_len:,} x {exp.data.seq_len:,}"
+    found = []
+    for device, attention in plan.attention:
+        if exp.hardware.devices[device].accelerator != "cuda":
+            continue
+        # Flex attention takes what the other kernels refuse; it runs where varlen does.
+        unless = ", unless flex_attention fits it" if attention == "varlen" else ""
+        found.append(
+            f"{device}: packed rows are isolated with a mask of {size}, kept for each layer"
+            f"{unless}: this model's attention is none that the kernels without a mask compute. "
+            "data.layout=padded needs no mask."
+        )
+    plan = dataclasses.replace(plan, warnings=(*plan.warnings, *found))
+    return dataclasses.replace(composed, plan=plan)
+
+
+def cached_result(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
+    """``packs``, ``dense``, ``why``, ``problem`` of an earlier trial of the same; None where there
+    is none."""
     try:
-        answer = json.loads(_cached(exp).read_text(encoding="utf-8"))
-        return {name: answer[name] for name in ("packs", "why", "problem")}
+        result = json.loads(_cached(exp, accelerator).read_text(encoding="utf-8"))
+        return {name: result[name] for name in ("packs", "dense", "why", "problem")}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _cached(exp: Experiment) -> Path:
+def _cached(exp: Experiment, accelerator: str) -> Path:
     root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
-    return root / "trials" / f"{_key(exp)}.json"
+    return root / "trials" / f"{_key(exp, accelerator)}.json"
 
 
-def _key(exp: Experiment) -> str:
-    """Of all that the answer depends on: the config, its switches, packages, and our code."""
+def _key(exp: Experiment, accelerator: str) -> str:
+    """Of all that the result depends on: the config, its switches, packages, and our code."""
     model = exp.model
     code = hashlib.sha256()
     for name in CODE:
@@ -91,12 +117,15 @@ def _key(exp: Experiment) -> str:
         "kind": model.kind,
         "path": model.path,
         "revision": model.revision,
+        # A branch of the Hub moves: the trial reads the commit that is in the cache.
+        "commit": model.path and hub_commit(model.path, kind="models", revision=model.revision),
+        "trust_remote_code": model.trust_remote_code,
         "config": model.config,
         "files": _config_file(model.path),
         "attention": model.attention,
         "layout": exp.data.layout,
         "seq_len": exp.data.seq_len,
-        "devices": sorted(device.accelerator for device in exp.hardware.devices.values()),
+        "accelerator": accelerator,
         "packages": {name: _version(name) for name in PACKAGES},
         "code": code.hexdigest(),
     }
@@ -119,14 +148,14 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _ask(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
-    """The trial in a process of its own; None where it gives no answer."""
+def _run_trial(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
+    """The trial in a process of its own; None where it gives no result."""
     if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
         return None
     with tempfile.TemporaryDirectory(prefix="llmx-trial-") as name:
-        config, result = Path(name) / "config.yaml", Path(name) / "answer.json"
+        config, out = Path(name) / "config.yaml", Path(name) / "result.json"
         config.write_text(snapshot.dump_config(exp), encoding="utf-8")
-        words = [sys.executable, "-m", PROGRAM, str(config), str(result), accelerator]
+        words = [sys.executable, "-m", PROGRAM, str(config), str(out), accelerator]
         # No GPU is touched before the launch, and nothing is downloaded.
         environment = {
             **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -141,13 +170,13 @@ def _ask(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
                 timeout=TIME_LIMIT_S,
                 check=True,
             )
-            answer: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         except (OSError, ValueError, subprocess.SubprocessError):
             return None
-    if answer.get("unknown"):
+    if result.get("unknown"):
         return None
-    path = _cached(exp)
+    path = _cached(exp, accelerator)
     with contextlib.suppress(OSError):  # the next launch asks again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, answer)
-    return answer
+        write_json(path, result)
+    return result

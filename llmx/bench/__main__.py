@@ -90,7 +90,7 @@ def run_all(options: argparse.Namespace, names: list[str]) -> tuple[list[Outcome
             title = PARTS[name][1]
             print(f"\n[{number}/{len(names)}] {title} ({name})", flush=True)
             if time.monotonic() - began > 60 * options.minutes:
-                late = f"--minutes {options.minutes:g} were over"
+                late = f"the {options.minutes:g} minutes of --minutes were used up"
                 outcome = Outcome(name, title, "not run", why=late)
             else:
                 outcome = run_part(name, context)
@@ -108,23 +108,21 @@ def find_context(root: Path, *, tiny: bool) -> Context:
 
     from llmx.catalogue import conf_dir
     from llmx.config.schema import DeviceConfig
-    from llmx.doctor.detect import detect_gpus, match_device
+    from llmx.doctor.detect import detect_gpus, match_device, visible_gpus
 
-    gpus = detect_gpus()
+    gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         if not tiny:
             raise ConfigError(
-                "bench measures GPUs, and this machine has none that the driver shows "
-                "(nvidia-smi). --tiny runs every part shrunken on the CPU."
+                "bench measures GPUs, and this process sees none (nvidia-smi, "
+                "CUDA_VISIBLE_DEVICES). --tiny runs every part shrunken on the CPU."
             )
         device = DeviceConfig(accelerator="cpu", precisions=["fp32"])
         return Context(root, tiny, device, "cpu", 0)
     catalogue = (conf_dir() / "hardware" / "devices" / "catalogue.yaml").read_text(encoding="utf-8")
     known = {name: DeviceConfig(**values) for name, values in yaml.safe_load(catalogue).items()}
     name, device = match_device(gpus[0], known)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(gpus) if visible is None else len([x for x in visible.split(",") if x.strip()])
-    return Context(root, tiny, device, name, count)
+    return Context(root, tiny, device, name, len(gpus))
 
 
 def describe(context: Context) -> list[str]:
@@ -186,7 +184,7 @@ def wait(process: subprocess.Popen[bytes], *, limit_s: float) -> str:
         end(process)
         raise
     end(process)
-    return f"not over after its {limit_s:,.3g} s"
+    return f"it did not end within its {limit_s:,.3g} s"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

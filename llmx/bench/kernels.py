@@ -20,6 +20,7 @@ import torch
 
 from llmx.bench.context import Context
 from llmx.bench.measure import Measure, at_least, at_most, must
+from llmx.plan.cuda_builds import has_code_for
 
 PACKAGES = "torch deepspeed transformers datasets triton flash-attn liger-kernel trl".split()
 
@@ -44,8 +45,7 @@ def versions(context: Context) -> list[Measure]:
         return [*found, Measure("device", "CPU")]
     major, minor = torch.cuda.get_device_capability()
     archs = torch.cuda.get_arch_list()
-    # Code for 9.0 runs on 9.x of the same major; PTX of an older one is compiled by the driver.
-    here = any(_runs_on(arch, major, minor) for arch in archs)
+    here = has_code_for(float(f"{major}.{minor}"), archs)
     return [
         *found,
         Measure("device", torch.cuda.get_device_name()),
@@ -55,17 +55,6 @@ def versions(context: Context) -> list[Measure]:
         Measure("NCCL", ".".join(str(part) for part in torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         must(f"torch has kernels for sm_{major}{minor}", here, no=f"no: it has {', '.join(archs)}"),
     ]
-
-
-def _runs_on(arch: str, major: int, minor: int) -> bool:
-    kind, _, number = arch.partition("_")
-    digits = "".join(character for character in number if character.isdigit())
-    if not digits:
-        return False
-    has_major, has_minor = int(digits[:-1]), int(digits[-1])
-    if kind == "sm":
-        return has_major == major and has_minor <= minor
-    return kind == "compute" and (has_major, has_minor) <= (major, minor)
 
 
 def matmul(context: Context) -> list[Measure]:

@@ -122,9 +122,9 @@ def _pretrain(context: Context, *, steps: int, micro_batch: int, accumulation: i
 def mfu(context: Context) -> list[Measure]:
     """Model FLOPs utilization and peak memory at seq 4096, the latter against the plan's."""
     shapes = {"1.7B": llama_1_7b(context), "8 layers of 8B": llama_8b_layers(context)}
-    ways = [("none", 1), ("none", 8), ("selective", 1), ("full", 1), ("full", 8)]
+    variants = [("none", 1), ("none", 8), ("selective", 1), ("full", 1), ("full", 8)]
     rows = [
-        (shape, recompute, accumulation) for shape in shapes for recompute, accumulation in ways
+        (shape, recompute, accumulation) for shape in shapes for recompute, accumulation in variants
     ]
     if context.tiny:
         rows = [("1.7B", "full", 2)]

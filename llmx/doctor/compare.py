@@ -180,9 +180,9 @@ def _host(
     module, package = ATTENTION.get(exp.model.attention, ("", ""))
     if module and module not in facts.get("modules", [module]):
         errors.append(
-            f"{name}: model.attention={exp.model.attention} needs the package {package}, which its "
-            "Python has not. Install it on every host, or set model.attention=auto, which takes "
-            "what is there."
+            f"{name}: model.attention={exp.model.attention} needs the package {package}, which "
+            "is not installed there. Install it on every host, or set model.attention=auto, which "
+            "uses what is installed."
         )
     if facts["stale_locks"]:
         line = (

@@ -1,7 +1,7 @@
 """What a model's forward gets, so that packed rows never see each other.
 
-``segment_ids`` say which tokens belong together; a ``Way`` says how a model is told. Which way is
-right for a model is found by trying (``llmx.models.isolation``).
+``segment_ids`` say which tokens belong together; an ``AttentionMethod`` says how a model is told.
+Which one is right for a model is found by trying (``llmx.models.isolation``).
 Shown by ``python -m pytest tests/unit/test_train_attention.py``.
 """
 
@@ -19,32 +19,32 @@ from llmx.models.varlen import SEGMENTS
 
 
 @dataclass(frozen=True)
-class Way:
+class AttentionMethod:
     """How a model is given a micro batch."""
 
     implementation: str = "sdpa"
     """What transformers calls ``attn_implementation``."""
-    told_by: str = "mask"
+    isolation: str = "mask"
     """What tells it which tokens belong together:
 
     - ``mask``: positions, and a mask made here where a line holds several rows
-    - ``positions``: positions that restart, from which transformers makes its own masks, with
+    - ``position_ids``: positions that restart, from which transformers makes its own masks, with
       the model's windows and chunks
-    - ``masks``: as ``mask``, one for each kind of layer, with its window or chunk
-    - ``bounds``: positions, and where rows begin; all in one line
-    - ``padding``: which tokens are padding, and no positions (one row a line)
-    - ``nothing``: the tokens alone (one row a line, padding at its right)
+    - ``layer_masks``: as ``mask``, one for each kind of layer, with its window or chunk
+    - ``cu_seq_lens``: positions, and where rows begin; all in one line
+    - ``padding_mask``: which tokens are padding, and no positions (one row a line)
+    - ``none``: the tokens alone (one row a line, padding at its right)
     """
     layout: str = "packed"
     """``packed`` or ``padded`` (see ``llmx.data.collate``)."""
-    reach: tuple[tuple[str, int | None], ...] = ()
-    """For ``masks``: kinds of layers and their window or chunk, tokens (None: all)."""
+    windows: tuple[tuple[str, int | None], ...] = ()
+    """For ``layer_masks``: kinds of layers and their window or chunk, tokens (None: all)."""
 
 
 CHUNKED = "chunked_attention"
 
 
-def reach_of(config: Any) -> tuple[tuple[str, int | None], ...]:
+def windows_of(config: Any) -> tuple[tuple[str, int | None], ...]:
     """Each kind of attention layer of the model, and how far it sees; empty where all are alike."""
     windows = {
         "full_attention": None,
@@ -55,17 +55,17 @@ def reach_of(config: Any) -> tuple[tuple[str, int | None], ...]:
     return tuple((kind, windows[kind]) for kind in sorted(kinds & set(windows)))
 
 
-def ways(implementation: str, layout: str) -> tuple[Way, ...]:
-    """The ways to try with this implementation, the preferred one first."""
+def methods(implementation: str, layout: str) -> tuple[AttentionMethod, ...]:
+    """The methods to try with this implementation, the preferred one first."""
     if layout == "padded":
-        told = ("positions", "padding", "nothing")
+        told = ("position_ids", "padding_mask", "none")
     elif implementation.startswith(("llmx_", "flash_attention")):
-        told = ("bounds",)
+        told = ("cu_seq_lens",)
     elif implementation == "flex_attention":
-        told = ("positions", "mask", "masks")
+        told = ("position_ids", "mask", "layer_masks")
     else:
-        told = ("mask", "positions", "masks", "bounds")
-    return tuple(Way(implementation, name, layout) for name in told)
+        told = ("mask", "position_ids", "layer_masks", "cu_seq_lens")
+    return tuple(AttentionMethod(implementation, name, layout) for name in told)
 
 
 def isolation_mask(segment_ids: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def segment_bounds(segment_ids: torch.Tensor) -> tuple[int, ...]:
 def model_inputs(
     batch: dict[str, torch.Tensor],
     *,
-    way: Way,
+    method: AttentionMethod,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[dict[str, Any], torch.Tensor]:
@@ -116,29 +116,33 @@ def model_inputs(
     """
     ids, labels = batch["input_ids"], batch["labels"]
     positions, segments = batch["position_ids"], batch["segment_ids"]
-    if way.told_by == "nothing":
+    if method.isolation == "none":
         return {"input_ids": ids.to(device, non_blocking=True)}, labels
-    if way.told_by == "padding":
+    if method.isolation == "padding_mask":
         real = (segments != 0).to(torch.long)
         # A line of padding alone would be a row of nothing in a softmax.
         real[:, 0] = 1
         inputs = {"input_ids": ids, "attention_mask": real}
         return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}, labels
     told: dict[str, Any] = {"attention_mask": None}
-    if way.told_by == "bounds":
+    if method.isolation == "cu_seq_lens":
         ids, positions, labels = (x.reshape(1, -1) for x in (ids, positions, labels))
-        told.update(_told_bounds(segment_bounds(segments), way.implementation, device))
-    elif way.told_by == "mask" and int(segments.max()) > 1:
-        told["attention_mask"] = _mask(segments.to(device, non_blocking=True), way, dtype)
-    elif way.told_by == "masks" and int(segments.max()) > 1:
+        told.update(_told_bounds(segment_bounds(segments), method.implementation, device))
+    elif method.isolation == "mask" and int(segments.max()) > 1:
+        told["attention_mask"] = _mask(segments.to(device, non_blocking=True), method, dtype)
+    elif method.isolation == "layer_masks" and int(segments.max()) > 1:
         lines = segments.to(device, non_blocking=True)
         places = positions.to(device, non_blocking=True)
         told["attention_mask"] = {
-            kind: _mask(lines, way, dtype, _reaches(kind, reach, places))
-            for kind, reach in way.reach
+            kind: _mask(lines, method, dtype, _in_window(kind, window, places))
+            for kind, window in method.windows
         }
     # position_ids are given always: OPT would otherwise count them from the attention mask.
-    if way.told_by != "bounds" and _fast_without_mask(device) and int(segments.max()) <= 1:
+    if (
+        method.isolation != "cu_seq_lens"
+        and _fast_without_mask(device)
+        and int(segments.max()) <= 1
+    ):
         # Where they restart, be it in the padding, transformers makes a mask [B, 1, T, T], which
         # each layer keeps. One row a line needs none: nothing looks at the padding at its right.
         on_device = torch.arange(ids.shape[1], device=device).expand(ids.shape[0], -1)
@@ -181,39 +185,42 @@ def _told_bounds(
     return told
 
 
-Reaches = Callable[[Any, Any, Any], Any]
+InWindow = Callable[[Any, Any, Any], Any]
 """Of (line, query, key): whether the layer's window or chunk lets the one see the other."""
 
 
-def _reaches(kind: str, reach: int | None, positions: torch.Tensor) -> Reaches | None:
-    if reach is None:
+def _in_window(kind: str, window: int | None, positions: torch.Tensor) -> InWindow | None:
+    if window is None:
         return None
     if kind == CHUNKED:
-        return lambda b, q, k: positions[b, q] // reach == positions[b, k] // reach
-    return lambda b, q, k: q - k < reach
+        return lambda b, q, k: positions[b, q] // window == positions[b, k] // window
+    return lambda b, q, k: q - k < window
 
 
 def _mask(
-    segment_ids: torch.Tensor, way: Way, dtype: torch.dtype, reaches: Reaches | None = None
+    segment_ids: torch.Tensor,
+    method: AttentionMethod,
+    dtype: torch.dtype,
+    in_window: InWindow | None = None,
 ) -> Any:
-    if way.implementation == "flex_attention":
-        return _block_mask(segment_ids, reaches)
+    if method.implementation == "flex_attention":
+        return _block_mask(segment_ids, in_window)
     mask = isolation_mask(segment_ids)
-    if reaches is not None:
+    if in_window is not None:
         lines, length = segment_ids.shape
         every = torch.arange(length, device=segment_ids.device)
         line = torch.arange(lines, device=segment_ids.device)[:, None, None]
-        mask = mask & reaches(line, every[None, :, None], every[None, None, :]).unsqueeze(1)
-    return additive(mask, dtype=dtype) if way.implementation == "eager" else mask
+        mask = mask & in_window(line, every[None, :, None], every[None, None, :]).unsqueeze(1)
+    return additive(mask, dtype=dtype) if method.implementation == "eager" else mask
 
 
-def _block_mask(segment_ids: torch.Tensor, reaches: Reaches | None = None) -> Any:
+def _block_mask(segment_ids: torch.Tensor, in_window: InWindow | None = None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, length = segment_ids.shape
 
     def visible(b: Any, _head: Any, query: Any, key: Any) -> Any:
         seen = (segment_ids[b, query] == segment_ids[b, key]) & (query >= key)
-        return seen if reaches is None else seen & reaches(b, query, key)
+        return seen if in_window is None else seen & in_window(b, query, key)
 
     return create_block_mask(visible, batch, None, length, length, device=str(segment_ids.device))

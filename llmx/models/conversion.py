@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from llmx.errors import ConfigError
+from llmx.models.parameters import whole_shape
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class WholeShapes:
         self._model = model
         self._weight_conversions = conversions
         self._shapes = {
-            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+            name: whole_shape(parameter)
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
 
@@ -150,8 +151,7 @@ def plan_load(
     plan.unexpected += [name for name in plan.shapes if name not in known]
     order = {name: number for number, name in enumerate(known)}
     plan.groups.sort(key=lambda group: min(order.get(name, len(order)) for name in group.targets))
-    # Old transformers do not note it: then all of them, as for a model from scratch.
-    plan.conversions = [entry for entry in mapping if entry.was_used()] if mapping else []
+    plan.conversions = [entry for entry in mapping if entry.was_used()]
     return plan
 
 
@@ -165,12 +165,11 @@ def conversions_to_revert(model: nn.Module) -> list[Any]:
     noted = getattr(model, "_weight_conversions", None)
     if noted is not None:
         return list(noted)
-    from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
 
-    prefix_change = getattr(core_model_loading, "PrefixChange", ())
     mapping = get_model_conversion_mapping(model, add_legacy=False) or []
-    return [entry for entry in mapping if not isinstance(entry, prefix_change)]
+    return [entry for entry in mapping if not isinstance(entry, PrefixChange)]
 
 
 def plan_export(
@@ -253,10 +252,7 @@ def effective_conversions(model: nn.Module) -> list[str]:
     """
     if model in _EFFECTIVE:
         return _EFFECTIVE[model]
-    shapes = {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in model.named_parameters()
-    }
+    shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     conversions = conversions_to_revert(model)
     groups = plan_export(model, shapes, conversions)
     as_it_is = all(group.targets == (group.sources[0][1],) and not group.key for group in groups)

@@ -22,6 +22,7 @@ from llmx.models.generation_config import keep_generation_config
 from llmx.models.initialise import initialise
 from llmx.models.load import load_weights
 from llmx.models.recompute import compile_blocks, recompute
+from llmx.models.varlen import name_of_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -133,7 +134,7 @@ def _construct(exp: Experiment, config: Any, *, dtype: torch.dtype, implementati
     except ValueError as error:
         if "attn_implementation" in str(error) or "attention" in str(error).lower():
             raise ConfigError(
-                f"model.attention={implementation} does not work with "
+                f"model.attention={name_of_attention(implementation)} does not work with "
                 f"{type(config).__name__}: {error} Set model.attention=eager."
             ) from error
         raise

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
+
+from llmx.models.parameters import whole_shape
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,17 @@ def model_flops(model: nn.Module) -> ModelFlops:
     matrices, counted = 0.0, set(looked_up) | head_parameters
     for module in modules:
         for parameter in module.parameters(recurse=False):
-            if id(parameter) not in counted and len(_shape(parameter)) > 1:
-                matrices += math.prod(_shape(parameter)) * active.get(id(parameter), 1.0)
+            if id(parameter) not in counted and len(whole_shape(parameter)) > 1:
+                matrices += math.prod(whole_shape(parameter)) * active.get(id(parameter), 1.0)
                 counted.add(id(parameter))
     return ModelFlops(
         matrices=matrices,
         # A tied matrix multiplies as the head.
-        head=sum(math.prod(_shape(p)) for p in head.parameters() if p.dim() > 1) if head else 0,
+        head=sum(math.prod(whole_shape(p)) for p in head.parameters() if p.dim() > 1)
+        if head
+        else 0,
         attention=_attention(config),
     )
-
-
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -103,7 +102,7 @@ def _active_part(model: nn.Module, config: Any) -> dict[int, float]:
             continue
         parameters = list(module.parameters())
         experts = next(
-            (_shape(p)[0] for p in parameters if len(_shape(p)) == 3),
+            (whole_shape(p)[0] for p in parameters if len(whole_shape(p)) == 3),
             getattr(module, "num_experts", None),
         )
         if isinstance(module, nn.ModuleList):

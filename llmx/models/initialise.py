@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from llmx.models.parameters import whole, whole_shape
+
 
 def module_seed(seed: int, name: str) -> int:
     """A 63-bit seed of one module, from the run's seed and its dotted name."""
@@ -41,9 +43,8 @@ def initialise(model: nn.Module, *, seed: int, only: Container[str] | None = Non
             left alone.
     """
     layers = [] if only is not None else _layers(model)
-    owner: nn.Module = model
     for batch in _batches(layers):
-        _draw_layers(batch, owner=owner, seed=seed)
+        _draw_layers(batch, seed=seed)
     done = {id(layer) for _, layer, _ in layers}
     _initialise(model, name="", owner=model, seed=seed, only=only, done=done)
 
@@ -56,9 +57,9 @@ def _initialise(
     seed: int,
     only: Container[str] | None = None,
     done: Container[int] = (),
-    values: dict[int, torch.Tensor] | None = None,
+    in_place: bool = False,
 ) -> None:
-    """``values``: parameters by identity, whole on the CPU; else they are gathered here."""
+    """``in_place``: the parameters are whole and on the CPU; else they are brought there here."""
     if id(module) in done:
         return
     if hasattr(module, "_init_weights"):
@@ -71,13 +72,13 @@ def _initialise(
             seed=seed,
             only=only,
             done=done,
-            values=values,
+            in_place=in_place,
         )
     if only is not None and not any(
         f"{name}.{own}".lstrip(".") in only for own in (*module._parameters, *module._buffers)
     ):
         return
-    if values is not None:
+    if in_place:
         with _Seeded(module_seed(seed, name)):
             owner._init_weights(module)
         return
@@ -121,7 +122,6 @@ def _layers(model: nn.Module) -> list[Layer]:
         if id(module) not in members
         for parameter in module.parameters(recurse=False)
     }
-    # Buffers lie on their device, and are drawn where they are: not by threads.
     shared = any(count > 1 for count in inside.values()) or outside & inside.keys()
     return [] if shared else found
 
@@ -154,7 +154,7 @@ def _num_threads() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def _draw_layers(layers: list[Layer], *, owner: nn.Module, seed: int) -> None:
+def _draw_layers(layers: list[Layer], *, seed: int) -> None:
     """Draw ``layers`` at the same time and put them in place. Collective under ZeRO-3."""
     sharded = any(hasattr(p, "ds_id") for _, layer, _ in layers for p in layer.parameters())
     rank, world = 0, 1
@@ -166,15 +166,15 @@ def _draw_layers(layers: list[Layer], *, owner: nn.Module, seed: int) -> None:
     try:
         for _, layer, _ in mine:
             for parameter in layer.parameters():
-                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
                 kept.append((parameter, parameter.data))
+                shape = whole_shape(parameter)
                 parameter.data = torch.empty(shape, dtype=parameter.dtype, device="cpu")
                 drawn[id(parameter)] = parameter.data
 
         def draw(one: Layer) -> None:
             name, layer, of = one
             with torch.no_grad():
-                _initialise(layer, name=name, owner=of, seed=seed, values=drawn)
+                _initialise(layer, name=name, owner=of, seed=seed, in_place=True)
 
         if len(mine) == 1:
             draw(mine[0])
@@ -231,20 +231,3 @@ def _on_cpu(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]
         for parameter, data in moved:
             data.copy_(parameter.data)
             parameter.data = data
-
-
-@contextlib.contextmanager
-def whole(parameters: list[nn.Parameter], *, modified: bool = False, by: int = 0) -> Iterator[None]:
-    """Inside, the parameters are whole on every rank, also under ZeRO-3.
-
-    Args:
-        modified: write back what rank ``by`` changed (it is broadcast). Collective under ZeRO-3.
-    """
-    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    if not sharded:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=by if modified else None):
-        yield

@@ -1,4 +1,4 @@
-"""Which way of feeding a model is right: found by trying it on a tiny one of its class.
+"""Which method of attention is right for a model: found by trying it on a tiny one of its class.
 
 A few short rows go through the tiny model alone, as its authors wrote it, and then as this
 program would feed them: packed into one line, or padded. Loss and gradient must be the same. So
@@ -23,10 +23,10 @@ from torch import nn
 
 from llmx.data import collate
 from llmx.data.store import Sample
-from llmx.models.attention import Way, model_inputs, reach_of, ways
+from llmx.models.attention import AttentionMethod, methods, model_inputs, windows_of
 from llmx.models.loss import micro_batch_loss
 from llmx.models.tiny import tiny_config
-from llmx.models.varlen import Unsupported, register
+from llmx.models.varlen import Unsupported, name_of_attention, register
 
 LARGEST_TINY = 20_000_000
 """Parameters of a model that could not be made tinier, and is not tried."""
@@ -47,15 +47,15 @@ INDEPENDENT = 5e-3
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Which ways are right for a model."""
+class TrialResult:
+    """Which methods are right for a model."""
 
-    packed: Way | None
-    padded: Way | None
+    packed: AttentionMethod | None
+    padded: AttentionMethod | None
     why_not_packed: str = ""
     """What happens to rows that are packed; empty where they are isolated or were not tried."""
     why_not_trained: str = ""
-    """Why no way at all is right: this model cannot be trained here."""
+    """Why no method is right: this model cannot be trained here."""
     unknown: str = ""
     """Why nothing could be tried."""
     config_error: str = ""
@@ -65,8 +65,10 @@ class Answer:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Answer:
-        found = {name: values[name] and Way(**values[name]) for name in ("packed", "padded")}
+    def from_dict(cls, values: dict[str, Any]) -> TrialResult:
+        found = {
+            name: values[name] and AttentionMethod(**values[name]) for name in ("packed", "padded")
+        }
         return cls(**{**values, **found})
 
 
@@ -103,7 +105,7 @@ class _Trial:
             raise refusal
 
 
-def find_ways(
+def find_methods(
     config: Any,
     *,
     implementations: Sequence[str] = ("sdpa", "eager"),
@@ -113,13 +115,13 @@ def find_ways(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     real_heads: bool = False,
-) -> Answer:
-    """The first way of each layout that is right; leaves ``config`` as it is.
+) -> TrialResult:
+    """The first method of each layout that is right; leaves ``config`` as it is.
 
     Args:
         config: the Hugging Face config of the model.
         implementations: of attention, the preferred one first.
-        layouts: what to look for. After a packed way is found, padding is not looked into.
+        layouts: what to look for. After a packed method is found, padding is not looked into.
         seq_len: windows as long as this play no part.
         dtype: of the trial; 16 bits where a kernel has no other.
         real_heads: with heads as wide as the model's own, which a kernel may not take.
@@ -129,21 +131,21 @@ def find_ways(
     with _quiet(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         shape = {"seq_len": seq_len, "real_heads": real_heads}
         trial = _make_trial(config, shape, remote=trust_remote_code, device=device, dtype=dtype)
-        if isinstance(trial, Answer):
+        if isinstance(trial, TrialResult):
             return trial
-        found: dict[str, Way | None] = {"packed": None, "padded": None}
-        problems: dict[str, list[tuple[Way, str]]] = {"packed": [], "padded": []}
+        found: dict[str, AttentionMethod | None] = {"packed": None, "padded": None}
+        problems: dict[str, list[str]] = {"packed": [], "padded": []}
         for layout in layouts:
-            for way in (way for name in implementations for way in ways(name, layout)):
-                problem = _problem(trial, _for(way, trial.model.config))
+            for method in (each for name in implementations for each in methods(name, layout)):
+                problem = _problem(trial, _for(method, trial.model.config))
                 if problem is None:
-                    found[layout] = _for(way, config)
+                    found[layout] = _for(method, config)
                     break
-                problems[layout].append((way, problem))
+                problems[layout].append(problem)
             if found[layout]:
                 break
     packed, padded = found["packed"], found["padded"]
-    return Answer(
+    return TrialResult(
         packed=packed,
         padded=padded,
         why_not_packed="" if packed or "packed" not in layouts else _first(problems["packed"]),
@@ -153,15 +155,17 @@ def find_ways(
     )
 
 
-def _for(way: Way, config: Any) -> Way:
-    """With the windows of this config, where the way makes masks with them."""
-    return dataclasses.replace(way, reach=reach_of(config)) if way.told_by == "masks" else way
+def _for(method: AttentionMethod, config: Any) -> AttentionMethod:
+    """With the windows of this config, where the method makes masks with them."""
+    if method.isolation != "layer_masks":
+        return method
+    return dataclasses.replace(method, windows=windows_of(config))
 
 
-def _first(problems: list[tuple[Way, str]]) -> str:
+def _first(problems: list[str]) -> str:
     """The reason to tell: a difference of results before an exception of some fallback."""
-    differing = [text for _, text in problems if text.startswith(DIFFERS)]
-    return differing[0] if differing else problems[0][1] if problems else "no way was tried"
+    differing = [text for text in problems if text.startswith(DIFFERS)]
+    return differing[0] if differing else problems[0] if problems else "nothing was tried"
 
 
 DIFFERS = "the loss of a row "
@@ -174,7 +178,7 @@ def _make_trial(
     remote: bool,
     device: torch.device,
     dtype: torch.dtype,
-) -> _Trial | Answer:
+) -> _Trial | TrialResult:
     failed = ""
     for per_kind in (1, 2):
         try:
@@ -198,12 +202,12 @@ def _make_trial(
             )
             if getattr(config, "is_decoder", True) is False:
                 text += " as long as model.config.is_decoder=false. Set it to true"
-            return Answer(None, None, why_not_packed=text, why_not_trained=text)
+            return TrialResult(None, None, why_not_packed=text, why_not_trained=text)
         if not np.isfinite(loss):
             failed = "its loss is not finite"
             continue
         return _Trial(model, batches, loss, gradient, device, dtype, remote, {})
-    return Answer(None, None, unknown=f"no small model of its class could be tried ({failed})")
+    return TrialResult(None, None, unknown=f"no small model of its class could be tried ({failed})")
 
 
 def tiny_model(config: Any, *, remote: bool) -> Any:
@@ -297,52 +301,53 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _problem(trial: _Trial, way: Way) -> str | None:
-    """What is wrong with this way; None where it computes what the rows give alone."""
+def _problem(trial: _Trial, method: AttentionMethod) -> str | None:
+    """What is wrong with this method; None where it computes what the rows give alone."""
     model = trial.model
-    name = type(model).__name__
+    name, attention = type(model).__name__, name_of_attention(method.implementation)
     try:
-        trial.need(way.implementation)
-        model.set_attn_implementation(way.implementation)
-        _batch_loss(trial, (), way).backward()  # a rank without samples; with dropout, as trained
+        trial.need(method.implementation)
+        model.set_attn_implementation(method.implementation)
+        # A rank without samples; with dropout, as trained.
+        _batch_loss(trial, (), method).backward()
         with without_dropout(model):
             model.zero_grad()
             total = 0.0
             for batch in trial.batches:
-                loss = _batch_loss(trial, batch, way)
+                loss = _batch_loss(trial, batch, method)
                 loss.backward()
                 total += float(loss)
-            if trial.dtype != torch.float32 and way.layout == "packed":
-                changed = _changed_by_others(trial, way)
-                if changed > INDEPENDENT:
+            if trial.dtype != torch.float32 and method.layout == "packed":
+                changed = _changed_by_others(trial, method)
+                if not changed <= INDEPENDENT:  # NaN is a problem, too
                     return f"{DIFFERS}of {name} changes by {changed:.1%} with the rows beside it"
     except Unsupported as error:
-        return f"{way.implementation}: {error}"
+        return f"{attention}: {error}"
     except Exception as error:
-        return f"{name} fails with {way.implementation}: {type(error).__name__}: {line_of(error)}"
+        return f"{name} fails with {attention}: {type(error).__name__}: {line_of(error)}"
     loss_tolerance, gradient_tolerance = TOLERANCES.get(trial.dtype, LOW_PRECISION)
     difference = abs(total - trial.loss) / abs(trial.loss)
     gradient = gradient_of(model)
     if gradient.shape != trial.gradient.shape:
-        return f"{name} leaves other parameters without a gradient ({way.implementation})"
+        return f"{name} leaves other parameters without a gradient ({attention})"
     far = float((gradient - trial.gradient).norm() / trial.gradient.norm())
-    if difference > loss_tolerance or far > gradient_tolerance or not np.isfinite(far):
-        with_what = "packed with others" if way.layout == "packed" else "padded"
+    if not (difference <= loss_tolerance and far <= gradient_tolerance):
+        with_what = "packed with others" if method.layout == "packed" else "padded"
         return (
-            f"{DIFFERS}of {name} is another one when it is {with_what} (loss {difference:.1%}, "
+            f"{DIFFERS}of {name} changes when it is {with_what} (loss {difference:.1%}, "
             f"gradient {far:.1%} off)"
         )
     return None
 
 
-def _batch_loss(trial: _Trial, samples: Sequence[Sample], way: Way) -> torch.Tensor:
-    batch = collate(list(samples), seq_len=SEQ_LEN, pad_id=0, layout=way.layout, pad_to=8)
-    inputs, labels = model_inputs(batch, way=way, dtype=trial.dtype, device=trial.device)
+def _batch_loss(trial: _Trial, samples: Sequence[Sample], method: AttentionMethod) -> torch.Tensor:
+    batch = collate(list(samples), seq_len=SEQ_LEN, pad_id=0, layout=method.layout, pad_to=8)
+    inputs, labels = model_inputs(batch, method=method, dtype=trial.dtype, device=trial.device)
     return micro_batch_loss(trial.model, inputs, labels)
 
 
 @torch.no_grad()
-def _changed_by_others(trial: _Trial, way: Way) -> float:
+def _changed_by_others(trial: _Trial, method: AttentionMethod) -> float:
     """How much of the loss of the second row depends on the rows before and after it."""
     losses = []
     for other in (0, 1):
@@ -352,7 +357,7 @@ def _changed_by_others(trial: _Trial, way: Way) -> float:
             sample.tokens[:first] = sample.tokens[:first][::-1]
             sample.tokens[second:] = 7
         sample.targets[:first] = sample.targets[second:] = False
-        losses.append(float(_batch_loss(trial, (sample,), way)))
+        losses.append(float(_batch_loss(trial, (sample,), method)))
     return abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-9)
 
 

@@ -20,7 +20,8 @@ from torch import nn
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.conversion import Group, LoadPlan, WholeShapes, plan_load
-from llmx.models.initialise import initialise, whole
+from llmx.models.initialise import initialise
+from llmx.models.parameters import persistent_buffers, whole, whole_shape
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -140,7 +141,7 @@ def load_weights(model: nn.Module, source: ModelConfig) -> None:
     # All of them before the first is read, and on every rank alike: nobody waits for a
     # broadcast that never comes.
     for name, found in plan.shapes.items():
-        shape = tuple(getattr(targets[name], "ds_shape", targets[name].shape))
+        shape = whole_shape(targets[name])
         if found != shape:
             raise ConfigError(
                 f"model.path={source.path}: {name} is {found} in the checkpoint and {shape} in "
@@ -241,7 +242,4 @@ def _fill(
 def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters (tied ones under each name) and the buffers that a checkpoint holds."""
     yield from model.named_parameters(remove_duplicate=False)
-    for module_name, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{module_name}.{name}" if module_name else name), buffer
+    yield from persistent_buffers(model)

@@ -1,7 +1,7 @@
-"""The trial before a launch: ``python -m llmx.models.trial CONFIG.yaml ANSWER.json cpu|cuda``.
+"""The trial before a launch: ``python -m llmx.models.trial CONFIG.yaml RESULT.json cpu|cuda``.
 
-On a CPU, whatever the run will have: kernels that exist on CUDA only are stood in for by one that
-is told the same, and are tried by the ranks. Needs no weights; ``llmx.packing`` starts it.
+On a CPU, whatever the run will have: kernels that exist on CUDA only are replaced by one that
+gets the same arguments, and are tried by the ranks. Needs no weights; ``llmx.packing`` starts it.
 """
 
 from __future__ import annotations
@@ -11,37 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
-from llmx.models.choose_way import IMPLEMENTATIONS, PLAIN, padded_candidates
 from llmx.models.factory import plain_config
-from llmx.models.isolation import Answer, find_ways
-from llmx.models.varlen import SEGMENTS
+from llmx.models.select_attention import PLAIN, try_layouts
+from llmx.models.varlen import IMPLEMENTATIONS, SEGMENTS
 from llmx.rundir import write_json
 
 
 def try_model(exp: Experiment, *, accelerator: str) -> dict[str, Any]:
-    """``packs``: rows can be packed; ``why`` not; ``problem``: it cannot be trained at all."""
-    config, seq_len = plain_config(exp), exp.data.seq_len
-    found, why = Answer(None, None), ""
-    if exp.data.layout != "padded":
-        packing = stand_ins(exp.model.attention, accelerator)
-        found = find_ways(config, implementations=packing, layouts=["packed"], seq_len=seq_len)
-        why = found.why_not_packed
-    if not (found.packed or found.unknown or found.why_not_trained):
-        found = find_ways(
-            config,
-            implementations=padded_candidates(exp),
-            layouts=["padded"],
-            seq_len=seq_len,
-        )
+    """``packs``: rows can be packed; ``why`` not; ``dense``: only a dense mask isolates them;
+    ``problem``: it cannot be trained at all."""
+    packing = cpu_substitutes(exp.model.attention, accelerator)
+    found = try_layouts(
+        exp, plain_config(exp), packing=packing if exp.data.layout != "padded" else ()
+    )
     return {
         "packs": found.packed is not None,
-        "why": why,
+        "dense": found.packed is not None and found.packed.implementation in PLAIN,
+        "why": found.why_not_packed,
         "problem": found.why_not_trained,
         "unknown": found.unknown,
     }
 
 
-def stand_ins(attention: str, accelerator: str) -> tuple[str, ...]:
+def cpu_substitutes(attention: str, accelerator: str) -> tuple[str, ...]:
     """What is tried on a CPU for the attention that the run asks for."""
     if attention in PLAIN:
         return (attention,)
@@ -53,9 +45,9 @@ def stand_ins(attention: str, accelerator: str) -> tuple[str, ...]:
 def main(words: list[str]) -> int:
     import yaml
 
-    config, answer, accelerator = words
+    config, result, accelerator = words
     values = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-    write_json(Path(answer), try_model(experiment_from_dict(values), accelerator=accelerator))
+    write_json(Path(result), try_model(experiment_from_dict(values), accelerator=accelerator))
     return 0
 
 

@@ -9,12 +9,13 @@ which the collation knows, so that no layer asks the device for it:
   V100 each row gets the memory-efficient kernel. No mask is kept for the backward pass.
 
 What a model wants beyond a scale, a window and shared key heads (soft-caps, sinks, biases,
-dropout) is refused by raising; ``llmx.models.isolation`` then goes on to the next way.
+dropout) is refused by raising; ``llmx.models.isolation`` then tries the next method.
 Shown by ``python -m pytest tests/unit/test_train_varlen.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,14 @@ from torch.nn import functional
 
 VARLEN = "llmx_varlen"
 SEGMENTS = "llmx_segments"
+IMPLEMENTATIONS = {"varlen": VARLEN, "segments": SEGMENTS}
+"""What ``model.attention`` calls what transformers knows under another name."""
+
+
+def name_of_attention(implementation: str) -> str:
+    """The value of ``model.attention`` that chooses it."""
+    names = {own: name for name, own in IMPLEMENTATIONS.items()}
+    return names.get(implementation, implementation)
 
 
 class Unsupported(Exception):
@@ -73,26 +82,24 @@ def varlen_kernel(
     return result
 
 
-def varlen_forward(
-    module: torch.nn.Module,
+def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
     *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
+    scale: float | None,
+    window: int | None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    **rest: Any,
-) -> tuple[torch.Tensor, None]:
-    """``query`` [1, H, T, D] to [1, T, H, D], as transformers' attention functions do."""
-    _refuse(attention_mask, dropout, rest)
+    **_options: Any,
+) -> torch.Tensor:
+    """All rows at once."""
     if cu_seq_lens_q is None or max_length_q is None:
         raise Unsupported("the model does not hand cu_seq_lens_q to its attention")
     head, width = query.shape[-1], value.shape[-1]
-    if width != head:  # multi-head latent attention: the kernel wants one width
+    if width > head:
+        raise Unsupported("its values are wider than its keys")
+    if width < head:  # multi-head latent attention: the kernel wants one width
         value = functional.pad(value, (0, head - width))
     out = varlen_kernel(
         query[0].transpose(0, 1),
@@ -100,27 +107,23 @@ def varlen_forward(
         value[0].transpose(0, 1),
         cu_seq_lens=cu_seq_lens_q,
         max_length=max_length_q,
-        scale=scaling,
-        window=sliding_window,
+        scale=scale,
+        window=window,
     )
-    return out[None, ..., :width], None
+    return out[None, ..., :width]
 
 
-def segments_forward(
-    module: torch.nn.Module,
+def _by_segment(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
     *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
+    scale: float | None,
+    window: int | None,
     segment_bounds: tuple[int, ...] | None = None,
-    **rest: Any,
-) -> tuple[torch.Tensor, None]:
-    """``query`` [1, H, T, D] to [1, T, H, D]: one causal attention for each row."""
-    _refuse(attention_mask, dropout, rest)
+    **_options: Any,
+) -> torch.Tensor:
+    """One causal attention for each row."""
     if segment_bounds is None:
         raise Unsupported("the model does not hand segment_bounds to its attention")
     groups = query.shape[1] // key.shape[1]
@@ -131,9 +134,8 @@ def segments_forward(
         value = value.repeat_interleave(groups, dim=1)
     parts = []
     for start, stop in pairwise(segment_bounds):
-        window = sliding_window if sliding_window and sliding_window < stop - start else None
         mask = None
-        if window is not None:
+        if window and window < stop - start:
             places = torch.arange(stop - start, device=query.device)
             ahead = places[:, None] - places[None, :]
             mask = (ahead >= 0) & (ahead < window)
@@ -144,20 +146,45 @@ def segments_forward(
                 value[:, :, start:stop],
                 attn_mask=mask,
                 is_causal=mask is None,
-                scale=scaling,
+                scale=scale,
             )
         )
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
-def _refuse(attention_mask: torch.Tensor | None, dropout: float, rest: dict[str, Any]) -> None:
-    """Raise for what neither kernel computes."""
+def _attention_function(compute: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """``compute`` as transformers calls the attention of a layer: ``query``, ``key`` and ``value``
+    are [1, H, T, D], the result is [1, T, H, D]."""
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        _refuse(attention_mask, options)
+        return compute(query, key, value, scale=scaling, window=sliding_window, **options), None
+
+    return forward
+
+
+varlen_forward = _attention_function(_by_kernel)
+segments_forward = _attention_function(_by_segment)
+
+
+def _refuse(attention_mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+    """Raise for what neither computes."""
     if attention_mask is not None:
         raise Unsupported("the model makes a mask of its own")
-    if dropout:
+    if options.get("dropout"):
         raise Unsupported("its attention has dropout")
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
-        if rest.get(name) is not None:
+        if options.get(name) is not None:
             raise Unsupported(f"its attention has {name}")
-    if rest.get("is_causal") is False:
+    if options.get("is_causal") is False:
         raise Unsupported("its attention is not causal")

@@ -19,8 +19,7 @@ from torch import nn
 
 from llmx.config import Experiment, LaunchConfig, OptimConfig
 from llmx.errors import ConfigError
-from llmx.models.attention import Way, model_inputs
-from llmx.models.choose_way import choose_way
+from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
     DTYPES,
@@ -30,6 +29,8 @@ from llmx.models.factory import (
 )
 from llmx.models.liger import apply_liger, wants_liger
 from llmx.models.loss import fused_loss_problem
+from llmx.models.parameters import whole_shape
+from llmx.models.select_attention import select_attention
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.devices import check_quantized_gradients, choose_gpu
@@ -126,7 +127,7 @@ class Engine:
     """The Hugging Face config, vocabulary as in memory."""
     vocab_size: int
     """Rows of the vocabulary that count; the config's own may be padded."""
-    way: Way
+    attention: AttentionMethod
     """How a micro batch is given to it."""
     dtype: torch.dtype
     device: torch.device
@@ -203,14 +204,14 @@ def build_engine(
         check_quantized_gradients(exp, plan, visible=torch.cuda.device_count())
     seed_everything(exp, accelerator=plan.accelerator)
     config = model_config(exp, tokenizer=tokenizer)
-    way = choose_way(exp, plan, config, device=device)
+    attention = select_attention(exp, plan, config, device=device)
     with_liger = wants_liger(exp, config, device=device, dtype=DTYPES[plan.precision])
     model = build_model(
         exp,
         config,
         precision=plan.precision,
         device=device,
-        implementation=way.implementation,
+        implementation=attention.implementation,
         ds_config=ds_config,
     )
     if ds_config["zero_optimization"]["stage"] == 3:
@@ -235,7 +236,7 @@ def build_engine(
         engine=engine,
         config=config,
         vocab_size=(true_vocab(tokenizer) if exp.model.init == "scratch" else config.vocab_size),
-        way=way,
+        attention=attention,
         dtype=DTYPES[plan.precision],
         device=device,
         stage=ds_config["zero_optimization"]["stage"],
@@ -257,7 +258,7 @@ def _few_tokens(exp: Experiment, engine: Engine) -> tuple[dict[str, Any], torch.
         "segment_ids": torch.ones_like(ids),
         "labels": ids,
     }
-    return model_inputs(batch, way=engine.way, dtype=engine.dtype, device=engine.device)
+    return model_inputs(batch, method=engine.attention, dtype=engine.dtype, device=engine.device)
 
 
 def _can_fuse(exp: Experiment, engine: Engine) -> bool:
@@ -297,8 +298,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     matrices, vectors = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            (matrices if len(shape) > 1 else vectors).append(parameter)
+            (matrices if len(whole_shape(parameter)) > 1 else vectors).append(parameter)
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -64,7 +64,7 @@ def evaluate_loss(
         )
         inputs, labels = model_inputs(
             micro,
-            way=engine.way,
+            method=engine.attention,
             dtype=engine.dtype,
             device=engine.device,
         )

@@ -26,7 +26,7 @@ from llmx.models.conversion import (
     plan_export,
 )
 from llmx.models.generation_config import write_generation_config
-from llmx.models.initialise import whole
+from llmx.models.parameters import persistent_buffers, whole, whole_shape
 
 SHARD_BYTES = 2 * 2**30
 GATHER_BYTES = 256 * 2**20
@@ -126,7 +126,7 @@ def gathered(
             for each in part:
                 for name, parameter in each:
                     yield name, trim.value(name, parameter)
-    yield from _buffers(model)
+    yield from persistent_buffers(model)
 
 
 def _as_files_have_it(
@@ -137,7 +137,7 @@ def _as_files_have_it(
     Nothing comes out where it is not ``wanted``.
     """
     trim = _Trim(model, vocab_size=vocab_size, padded=padded)
-    parameters, buffers = dict(model.named_parameters()), dict(_buffers(model))
+    parameters, buffers = dict(model.named_parameters()), dict(persistent_buffers(model))
     shapes = {name: trim.shape(name, parameter) for name, parameter in parameters.items()}
     shapes.update((name, tuple(buffer.shape)) for name, buffer in buffers.items())
     conversions = conversions_to_revert(model)
@@ -175,16 +175,9 @@ class _Trim:
         return value[: self._rows] if trims else value
 
     def shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = whole_shape(parameter)
         trims = name in self._tables and shape[0] == self._padded
         return (self._rows, *shape[1:]) if trims else shape
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for module_name, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{module_name}.{name}" if module_name else name), buffer
 
 
 def vocabulary_names(model: nn.Module) -> list[str]:

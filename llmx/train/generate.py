@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmx.models.attention import additive, reach_of
+from llmx.models.attention import additive, windows_of
 from llmx.models.loss import head_at, takes
 from llmx.train.engine import Engine
 
@@ -80,12 +80,15 @@ def generate(
 
 def _takes_mask(engine: Engine) -> bool:
     """Whether prompts of different lengths may share a batch, padded at the left and masked."""
-    windows = [reach for _, reach in reach_of(engine.config)]
+    windows = [window for _, window in windows_of(engine.config)]
     if getattr(engine.config, "layer_types", None) is None:
         windows.append(getattr(engine.config, "sliding_window", None))
     return (
-        engine.way.layout == "packed"  # else a state along the sequence would see the padding
-        and (engine.way.implementation in MASKED or engine.way.implementation.startswith("llmx_"))
+        engine.attention.layout == "packed"  # else a state along the sequence would see the padding
+        and (
+            engine.attention.implementation in MASKED
+            or engine.attention.implementation.startswith("llmx_")
+        )
         and not any(windows)
     )
 
@@ -93,7 +96,7 @@ def _takes_mask(engine: Engine) -> bool:
 @contextlib.contextmanager
 def _plain_attention(engine: Engine) -> Iterator[None]:
     """Inside, an attention that knows only packed rows makes room for one with a cache."""
-    own = engine.way.implementation
+    own = engine.attention.implementation
     if not own.startswith("llmx_"):
         yield
         return
@@ -125,7 +128,7 @@ def _answer(
     padded = bool(padding.any())
     done = torch.zeros(rows, dtype=torch.bool, device=device)
     kind = type(engine.module)
-    with_positions = engine.way.told_by not in ("padding", "nothing") and takes(
+    with_positions = engine.attention.isolation not in ("padding_mask", "none") and takes(
         kind, "position_ids"
     )
     # Without a cache that it takes from us, the whole row goes through the model for each token.
@@ -170,4 +173,6 @@ def _mask(engine: Engine, place: torch.Tensor, length: int, padding: torch.Tenso
         keys[None, None, :] == place[None, :, None]
     )
     mask = (causal & real).unsqueeze(1)
-    return additive(mask, dtype=engine.dtype) if engine.way.implementation == "eager" else mask
+    return (
+        additive(mask, dtype=engine.dtype) if engine.attention.implementation == "eager" else mask
+    )

@@ -177,7 +177,7 @@ def train_step(
     for number, micro_batch in enumerate(step.micro_batches, start=1):
         inputs, labels = model_inputs(
             micro_batch,
-            way=engine.way,
+            method=engine.attention,
             dtype=engine.dtype,
             device=engine.device,
         )

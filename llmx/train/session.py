@@ -139,7 +139,7 @@ def open_session(
         layout=Layout(
             seq_len=exp.data.seq_len,
             pad_id=pad_id(tokenizer),
-            layout=engine.way.layout,
+            layout=engine.attention.layout,
             pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
         ),
         metrics=metrics,

@@ -7,14 +7,14 @@ Every wrapper of an optimizer lays them out in its own way; here each becomes a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from llmx.errors import ConfigError
+from llmx.models.parameters import persistent_buffers
 from llmx.train.state_pieces import Fixed, Owner, Piece
 from llmx.train.state_swap import swapped_group
 
@@ -80,14 +80,6 @@ def state_layout(engine: Any) -> StateLayout:
         partitioned=read in (_partitioned, _stage3),
         frozen_partitioned=sharded,
     )
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a checkpoint holds, by dotted name."""
-    for module_name, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield (f"{module_name}.{name}" if module_name else name), buffer
 
 
 Reader = Callable[[Any, dict[int, str]], "tuple[list[Owner], list[Piece]]"]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from llmx.errors import ConfigError
+from llmx.models.parameters import persistent_buffers, whole_shape
 from llmx.train.loss_scale import loss_scaler
-from llmx.train.state_layout import persistent_buffers
 from llmx.train.state_pieces import Owner, is_scalar
 
 KINDS = {
@@ -33,7 +33,7 @@ def parameter_table(module: nn.Module) -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         table[name] = {
-            "shape": list(getattr(parameter, "ds_shape", parameter.shape)),
+            "shape": list(whole_shape(parameter)),
             "trained": parameter.requires_grad,
             "tied_to": first.get(id(parameter)),
         }

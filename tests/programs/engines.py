@@ -21,7 +21,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import llmx.models.factory as model_module
-from llmx.models.attention import Way, model_inputs
+from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.factory import build_model, model_config, num_parameters
 from llmx.models.loss import micro_batch_loss
 from llmx.models.recompute import compile_blocks
@@ -215,7 +215,9 @@ def exact_gradient(exp: Any, step: Any) -> dict[str, torch.Tensor]:
     factor = 1 / step.target_tokens
     sums = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
     for micro_batch in step.micro_batches:
-        inputs, labels = model_inputs(micro_batch, way=Way(), dtype=torch.bfloat16, device=cpu)
+        inputs, labels = model_inputs(
+            micro_batch, method=AttentionMethod(), dtype=torch.bfloat16, device=cpu
+        )
         model.zero_grad()
         loss = micro_batch_loss(model, inputs, labels, vocab_size=VOCABULARY)
         (loss * factor).backward()

@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral as mixtral
 
-from llmx.models.attention import Way, model_inputs
+from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss
 from llmx.plan import ds_config, make_plan
 from llmx.train import engine as building
@@ -79,7 +79,9 @@ def train(out: Path, *, stage: int) -> dict[str, Any]:
             "position_ids": torch.arange(length)[None],
             "segment_ids": torch.ones(1, length, dtype=torch.int64),
         }
-        inputs, labels = model_inputs(batch, way=Way(), dtype=torch.float32, device=engine.device)
+        inputs, labels = model_inputs(
+            batch, method=AttentionMethod(), dtype=torch.float32, device=engine.device
+        )
         engine.routing.begin_step()
         with engine.routing.watch(batch["segment_ids"]):
             loss = micro_batch_loss(engine.engine, inputs, labels)

@@ -11,12 +11,12 @@ import sys
 import psutil
 import pytest
 
-from llmx.bench.__main__ import chosen, wait
+from llmx.bench.__main__ import chosen, find_context, wait
 from llmx.bench.context import Context
-from llmx.bench.kernels import _runs_on
 from llmx.bench.material import chats, text, tokenizer, vocab_size
 from llmx.bench.measure import Measure, Outcome, at_least, at_most, markdown, must
 from llmx.config.schema import DeviceConfig
+from llmx.errors import ConfigError
 from tests.cluster.host import wait_until
 
 
@@ -49,21 +49,21 @@ def test_parts_run_in_their_order_whatever_was_typed() -> None:
     assert len(chosen(None)) > 10
 
 
-@pytest.mark.parametrize(
-    ("arch", "chip", "runs"),
-    [
-        ("sm_90", (9, 0), True),
-        ("sm_80", (8, 6), True),
-        ("sm_86", (8, 0), False),
-        ("sm_80", (9, 0), False),
-        ("compute_80", (9, 0), True),
-        ("sm_90a", (9, 0), True),
-        ("sm_75", (7, 0), False),
-        ("sm_120", (12, 0), True),
-    ],
-)
-def test_code_for_a_chip_runs_on_its_own_major(arch, chip, runs) -> None:
-    assert _runs_on(arch, *chip) is runs
+def test_the_gpus_are_those_that_this_process_sees(tmp_path, monkeypatch) -> None:
+    from llmx.doctor import detect
+
+    gpus = [
+        detect.Gpu("Tesla V100-PCIE-32GB", 32.0, 7.0, 0, "GPU-a"),
+        detect.Gpu("NVIDIA H200", 140.0, 9.0, 1, "GPU-b"),
+    ]
+    monkeypatch.setattr(detect, "detect_gpus", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    context = find_context(tmp_path, tiny=False)
+    assert (context.device_name, context.num_gpus) == ("h200_141g", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not find_context(tmp_path, tiny=True).cuda
+    with pytest.raises(ConfigError, match="this process sees none"):
+        find_context(tmp_path, tiny=False)
 
 
 def test_the_words_of_the_text_are_one_token_each(tmp_path) -> None:
@@ -100,7 +100,7 @@ def test_a_part_over_its_time_is_ended_with_what_it_started() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", nested], stdin=subprocess.PIPE, start_new_session=True
     )
-    assert wait(process, limit_s=0.5) == "not over after its 0.5 s"
+    assert wait(process, limit_s=0.5) == "it did not end within its 0.5 s"
     assert process.returncode == -signal.SIGTERM
     # Each of the group was told; the last one may end a moment after the first.
     wait_until(lambda: not living_of_group(process.pid), timeout_s=30, what="the group ended")

@@ -188,6 +188,7 @@ def test_the_gpus_that_a_build_runs_on(capability: float, runs_126: bool, runs_1
 def test_code_for_one_kind_alone() -> None:
     assert not cuda_builds.has_code_for(10.0, ["sm_90a"])
     assert cuda_builds.has_code_for(9.0, ["sm_90a"])
+    assert not cuda_builds.has_code_for(8.0, ["sm_86"])
     assert cuda_builds.has_code_for(9.0, ["compute_80"])
     assert not cuda_builds.has_code_for(7.5, ["compute_80", "noise"])
     assert "leave out the hosts of one kind" in cuda_builds.advice([7.0, 12.0], [580])

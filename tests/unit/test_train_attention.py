@@ -8,7 +8,14 @@ import torch
 
 from llmx.data import collate
 from llmx.data.store import Sample
-from llmx.models.attention import Way, additive, isolation_mask, model_inputs, segment_bounds, ways
+from llmx.models.attention import (
+    AttentionMethod,
+    additive,
+    isolation_mask,
+    methods,
+    model_inputs,
+    segment_bounds,
+)
 from tests.small_models import KINDS, small_model
 
 CPU = torch.device("cpu")
@@ -26,10 +33,12 @@ def sample(*lengths: int, seed: int = 0) -> Sample:
 
 def inputs_of(samples: list[Sample], implementation: str = "sdpa", layout: str = "packed"):
     batch = collate(samples, seq_len=48, pad_id=0, layout=layout)
-    way = ways(implementation, layout)[0] if layout == "packed" else Way(layout=layout)
+    method = (
+        methods(implementation, layout)[0] if layout == "packed" else AttentionMethod(layout=layout)
+    )
     if implementation == "flex_attention":
-        way = Way(implementation, "mask")
-    inputs, labels = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)
+        method = AttentionMethod(implementation, "mask")
+    inputs, labels = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
     return batch, inputs, labels
 
 
@@ -137,13 +146,13 @@ def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
 
 
 def test_a_mask_for_each_kind_of_layer_has_its_window() -> None:
-    way = Way(
+    method = AttentionMethod(
         "sdpa",
-        "masks",
-        reach=(("chunked_attention", 3), ("full_attention", None), ("sliding_attention", 2)),
+        "layer_masks",
+        windows=(("chunked_attention", 3), ("full_attention", None), ("sliding_attention", 2)),
     )
     batch = collate([sample(5, 3)], seq_len=48, pad_id=0, layout="packed", pad_to=1)
-    masks = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)[0]["attention_mask"]
+    masks = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)[0]["attention_mask"]
     whole = isolation_mask(batch["segment_ids"])
     assert torch.equal(masks["full_attention"], whole)
     for query, first in ((4, 3), (5, 5), (7, 6)):
@@ -158,18 +167,18 @@ def test_a_mask_for_each_kind_of_layer_has_its_window() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("told_by", "layout"), [("positions", "padded"), ("mask", "packed")])
+@pytest.mark.parametrize(("isolation", "layout"), [("position_ids", "padded"), ("mask", "packed")])
 @torch.no_grad()
 def test_on_a_gpu_transformers_makes_no_mask_of_the_padding(
-    kind: str, told_by: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, isolation: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes positions that restart for packed rows, and so the padding's zeros."""
     model = small_model(kind)
     batch = collate([sample(13, seed=1), sample(6, seed=2)], seq_len=48, pad_id=0, layout=layout)
-    way, masks = Way("sdpa", told_by, layout), []
+    method, masks = AttentionMethod("sdpa", isolation, layout), []
 
     def logits() -> torch.Tensor:
-        inputs, _ = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)
+        inputs, _ = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
         return model(**inputs, use_cache=False).logits[batch["segment_ids"] > 0]
 
     attend = torch.nn.functional.scaled_dot_product_attention

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from llmx.errors import ConfigError
-from llmx.models.attention import Way, model_inputs
+from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.experts import Routing, accept_masks, expert_blocks
 from llmx.models.loss import micro_batch_loss
 from tests.rundirs import TINY_LLAMA
@@ -52,7 +52,9 @@ def batch(lines: list[tuple[int, ...]], *, length: int = 16) -> dict[str, torch.
 def run(model: Any, routing: Routing, lines: list[tuple[int, ...]], **shape: int) -> torch.Tensor:
     """Sum over the lines: cross entropy, and tokens x the weighted auxiliary loss."""
     made = batch(lines, **shape)
-    inputs, labels = model_inputs(made, way=Way(), dtype=torch.float32, device=torch.device("cpu"))
+    inputs, labels = model_inputs(
+        made, method=AttentionMethod(), dtype=torch.float32, device=torch.device("cpu")
+    )
     with routing.watch(made["segment_ids"]):
         loss = micro_batch_loss(model, inputs, labels)
     return routing.objective(loss, factor=1.0)

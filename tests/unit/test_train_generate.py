@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmx.data import EvalPrompt
-from llmx.models.attention import Way
+from llmx.models.attention import AttentionMethod
 from llmx.models.experts import Routing
-from llmx.models.isolation import find_ways
+from llmx.models.isolation import find_methods
 from llmx.train import generate as generate_module
 from llmx.train.engine import Engine
 from llmx.train.generate import generate, group
@@ -54,7 +54,7 @@ def engine_of(model: Any, attention: str, vocab_size: int | None = None) -> Engi
         engine=Wrapped(model),
         config=model.config,
         vocab_size=model.config.vocab_size if vocab_size is None else vocab_size,
-        way=Way(attention),
+        attention=AttentionMethod(attention),
         dtype=torch.float32,
         device=torch.device("cpu"),
         stage=0,
@@ -189,17 +189,19 @@ def test_models_that_are_fed_otherwise_answer_as_their_plain_forward(name: str) 
     """Padded layouts, masks by kind of layer, no positions: greedy search without a cache."""
     config = small_config(name)
     config.use_cache = False
-    found = find_ways(full_config(name))
-    way = found.packed or found.padded
-    assert way is not None
+    found = find_methods(full_config(name))
+    method = found.packed or found.padded
+    assert method is not None
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=way.implementation).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=method.implementation
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
-    engine = engine_of(model, way.implementation)
-    engine.way = way
+    engine = engine_of(model, method.implementation)
+    engine.attention = method
     answers = generate(engine, prompts()[:3], max_new_tokens=5, stop_ids=frozenset([EOS]))
     model.eval()  # it trains on after an evaluation, with its dropout
     for prompt, answer in zip(prompts(), answers, strict=False):

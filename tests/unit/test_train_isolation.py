@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llmx.models import isolation
-from llmx.models.attention import Way
-from llmx.models.isolation import Answer, find_ways
+from llmx.models.attention import AttentionMethod
+from llmx.models.isolation import TrialResult, find_methods
 from tests.architectures import architectures, full_config, small_config
 
 PADDED = (
@@ -24,13 +24,15 @@ PADDED = (
 @pytest.mark.parametrize("name", architectures())
 def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
     """All of them: half a minute of one core."""
-    found = find_ways(full_config(name))
+    found = find_methods(full_config(name))
     assert not found.unknown, f"{name}: {found.unknown}"
     assert found.packed or found.why_not_packed
     assert found.packed or found.padded or found.why_not_trained
-    way = found.packed or found.padded
-    if way is not None:  # what was switched to is what a model can be built with
-        AutoModelForCausalLM.from_config(small_config(name), attn_implementation=way.implementation)
+    method = found.packed or found.padded
+    if method is not None:  # what was switched to is what a model can be built with
+        AutoModelForCausalLM.from_config(
+            small_config(name), attn_implementation=method.implementation
+        )
     if name in PADDED:
         assert found.packed is None
         assert found.padded is not None
@@ -39,26 +41,30 @@ def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
 def test_windows_and_chunks_are_kept_where_rows_are_packed() -> None:
     """Refused once: a mask of ours would have replaced the window."""
     for name, told in (
-        ("mistral", "positions"),
-        ("llama4_text", "positions"),
-        ("gpt_oss", "masks"),
+        ("mistral", "position_ids"),
+        ("llama4_text", "position_ids"),
+        ("gpt_oss", "layer_masks"),
     ):
-        packed = find_ways(full_config(name)).packed
+        packed = find_methods(full_config(name)).packed
         assert packed is not None
-        assert packed.told_by == told
-    assert dict(packed.reach) == {"full_attention": None, "sliding_attention": 128}
+        assert packed.isolation == told
+    assert dict(packed.windows) == {"full_attention": None, "sliding_attention": 128}
 
 
 def test_a_window_that_no_row_reaches_changes_nothing() -> None:
     config = full_config("mistral")
-    assert find_ways(config, seq_len=config.sliding_window).packed == Way("sdpa", "mask")
-    assert find_ways(config, seq_len=config.sliding_window + 1).packed == Way("sdpa", "positions")
+    assert find_methods(config, seq_len=config.sliding_window).packed == AttentionMethod(
+        "sdpa", "mask"
+    )
+    assert find_methods(config, seq_len=config.sliding_window + 1).packed == AttentionMethod(
+        "sdpa", "position_ids"
+    )
 
 
 def test_an_encoder_that_looks_ahead_is_told_so() -> None:
     config = full_config("bert")
     config.is_decoder = False
-    found = find_ways(config)
+    found = find_methods(config)
     assert found.packed is found.padded is None
     assert "changes with the tokens after it" in found.why_not_trained
     assert "Set it to true" in found.why_not_trained
@@ -87,7 +93,7 @@ def test_a_small_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) ->
         return model
 
     monkeypatch.setattr(isolation, "tiny_model", leaky)
-    found = find_ways(full_config("llama"))
+    found = find_methods(full_config("llama"))
     assert (found.packed is None) == (share > 0)
     assert found.packed or found.padded
 
@@ -108,7 +114,7 @@ def test_a_model_that_padding_changes_is_not_trained(monkeypatch: pytest.MonkeyP
         return model
 
     monkeypatch.setattr(isolation, "tiny_model", changed)
-    found = find_ways(full_config("llama"))
+    found = find_methods(full_config("llama"))
     assert found.packed is found.padded is None
     assert "when it is padded" in found.why_not_trained
 
@@ -116,7 +122,7 @@ def test_a_model_that_padding_changes_is_not_trained(monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_made_small_has_no_answer() -> None:
     config = full_config("llama")
     config.hidden_act = "no such activation"
-    found = find_ways(config)
+    found = find_methods(config)
     assert found.packed is found.padded is None
     assert "KeyError" in found.unknown
 
@@ -125,10 +131,10 @@ def test_the_trial_leaves_random_numbers_as_they_were() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    find_ways(full_config("llama"))
+    find_methods(full_config("llama"))
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_an_answer_reads_back() -> None:
-    found = find_ways(full_config("gpt_oss"))
-    assert Answer.from_dict(found.to_dict()) == found
+    found = find_methods(full_config("gpt_oss"))
+    assert TrialResult.from_dict(found.to_dict()) == found

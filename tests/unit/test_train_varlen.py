@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from llmx.data import collate
 from llmx.models import varlen
-from llmx.models.attention import model_inputs, ways
-from llmx.models.isolation import find_ways
+from llmx.models.attention import methods, model_inputs
+from llmx.models.isolation import find_methods
 from llmx.models.varlen import SEGMENTS, VARLEN, Unsupported
 from tests.architectures import full_config, small_config
 from tests.unit.test_train_attention import CPU, sample
@@ -91,7 +91,7 @@ def test_models_are_isolated_by_both(kernel: None, name: str, model: str) -> Non
     config = full_config(model)
     if model == "gpt2":
         config.attn_pdrop = 0.0
-    found = find_ways(config, implementations=[name], layouts=["packed"])
+    found = find_methods(config, implementations=[name], layouts=["packed"])
     assert found.packed is not None, found.why_not_packed
     assert found.packed.implementation == name
 
@@ -103,7 +103,7 @@ def test_models_are_isolated_by_both(kernel: None, name: str, model: str) -> Non
 def test_what_the_kernels_do_not_compute_is_not_trained_with_them(
     kernel: None, model: str, why: str
 ) -> None:
-    found = find_ways(full_config(model), implementations=[VARLEN], layouts=["packed"])
+    found = find_methods(full_config(model), implementations=[VARLEN], layouts=["packed"])
     assert found.packed is None
     assert why in found.why_not_packed
 
@@ -143,8 +143,8 @@ def test_no_layer_looks_at_a_tensor_of_the_device(kernel: None, monkeypatch) -> 
 
     model = AutoModelForCausalLM.from_config(small_config("llama"), attn_implementation=VARLEN)
     batch = collate([sample(5, 9), sample(7)], seq_len=48, pad_id=0, layout="packed")
-    way = ways(VARLEN, "packed")[0]
-    inputs, _ = model_inputs(batch, way=way, dtype=torch.float32, device=CPU)
+    method = methods(VARLEN, "packed")[0]
+    inputs, _ = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
     with Watch():
         model(**inputs, use_cache=False)
     assert reads == []

@@ -1,0 +1,39 @@
+"""Parameters and buffers of a network, whole or sharded by ZeRO-3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Also of one that ZeRO-3 has sharded."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextlib.contextmanager
+def whole(parameters: list[nn.Parameter], *, modified: bool = False, by: int = 0) -> Iterator[None]:
+    """Inside, the parameters are whole on every rank, also under ZeRO-3.
+
+    Args:
+        modified: write back what rank ``by`` changed (it is broadcast). Collective under ZeRO-3.
+    """
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not sharded:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=by if modified else None):
+        yield
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint holds, by dotted name."""
+    for module_name, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield (f"{module_name}.{name}" if module_name else name), buffer

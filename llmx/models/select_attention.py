@@ -1,0 +1,252 @@
+"""How this run feeds its model: tried on every host at the start, the same layout for all.
+
+``data.layout=auto`` packs rows where it is shown that they are then isolated, and pads them
+everywhere else. Each type of device has the attention that suits it. Shown by
+``python -m pytest tests/unit/test_train_select_attention.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from llmx.config import Experiment
+from llmx.errors import ConfigError
+from llmx.models.attention import AttentionMethod
+from llmx.models.factory import DTYPES
+from llmx.models.isolation import DIFFERS, TrialResult, find_methods
+from llmx.models.loss import takes
+from llmx.models.varlen import (
+    IMPLEMENTATIONS,
+    SEGMENTS,
+    VARLEN,
+    name_of_attention,
+    register,
+)
+from llmx.plan.types import Plan
+
+ON_CUDA = (VARLEN, "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Tried on the device itself: they have no kernel, or no backward pass, on a CPU."""
+PLAIN = ("sdpa", "eager")
+CPU: dict[str, Any] = {}
+"""Conditions of a trial that show the most: the CPU, in fp32."""
+
+
+def select_attention(
+    exp: Experiment, plan: Plan, config: Any, *, device: torch.device
+) -> AttentionMethod:
+    """The method of this rank. Collective; ConfigError, on all ranks, where there is none."""
+    register()  # also where nothing is tried: the model is then built with what the others found
+    mine = None
+    # One rank a host tries: the others have the same packages and devices.
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        try:
+            mine = try_on_this_host(exp, plan, config, device=device)
+        except ConfigError as error:  # told to the others, who would wait for a result
+            mine = TrialResult(None, None, config_error=str(error))
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine and mine.to_dict())
+    by_host = {
+        plan.ranks[rank].host: TrialResult.from_dict(values)
+        for rank, values in enumerate(everyone)
+        if values is not None
+    }
+    for host, result in by_host.items():
+        if result.config_error:
+            raise ConfigError(f"Host {plan.hosts[host].name}: {result.config_error}")
+    layout = common_layout(exp, list(by_host.values()))
+    own = by_host[plan.ranks[torch.distributed.get_rank()].host]
+    if torch.distributed.get_rank() == 0:
+        for line in log_lines(exp, plan, by_host, layout):
+            print(line, flush=True)
+    if layout == "padded" and own.packed is not None:
+        # Another host cannot pack them, and the trial of this one has stopped at packed rows.
+        own = common_padded(exp, config)
+    method: AttentionMethod | None = getattr(own, layout)
+    return method or _untried(config)
+
+
+def common_padded(exp: Experiment, config: Any) -> TrialResult:
+    """The trial of padded rows alone; ConfigError where no method is right for them."""
+    result = try_layouts(exp, config, packing=())
+    common_layout(exp, [result])
+    return result
+
+
+def common_layout(exp: Experiment, results: Sequence[TrialResult]) -> str:
+    """``packed`` or ``padded``, for all hosts; ConfigError where neither is right."""
+    for result in results:
+        if result.why_not_trained:
+            raise ConfigError(
+                f"{exp.model.path or exp.model.name or exp.model.kind} cannot be trained here: "
+                f"{result.why_not_trained}. Choose a causal language model."
+            )
+    if exp.data.layout == "padded":
+        return "padded"
+    refused = [result for result in results if not result.packed]
+    if refused and exp.data.layout == "packed":
+        raise ConfigError(
+            f"data.layout=packed cannot be used with this model: {refused[0].why_not_packed}. "
+            "Set data.layout=auto (or padded)."
+        )
+    return "padded" if refused else "packed"
+
+
+def log_lines(
+    exp: Experiment, plan: Plan, by_host: dict[int, TrialResult], layout: str
+) -> list[str]:
+    """What a reader of the log should know: why packing is off, what could not be tried, and the
+    attention of each type of GPU."""
+    lines = []
+    unknown = next((result.unknown for result in by_host.values() if result.unknown), "")
+    refused = [(host, result) for host, result in by_host.items() if not result.packed]
+    if exp.data.layout == "auto" and refused:
+        host, result = refused[0]
+        where = "" if len(refused) == len(by_host) else f" on host {plan.hosts[host].name}"
+        lines.append(f"Rows are not packed (data.layout=auto){where}: {result.why_not_packed}.")
+    elif unknown:
+        lines.append(
+            f"Rows are padded. Whether this model is right with it is not known: {unknown}."
+        )
+    found = {
+        (plan.ranks[rank.rank].device, method)
+        for rank in plan.ranks
+        if (method := getattr(by_host.get(rank.host), layout, None)) is not None
+    }
+    if plan.accelerator == "cuda":
+        lines += [_attention_line(*each) for each in sorted(found, key=str)]
+    return lines
+
+
+def _attention_line(device: str, method: AttentionMethod) -> str:
+    line = f"Attention on {device}: {name_of_attention(method.implementation)}"
+    if method.layout == "packed" and method.implementation in PLAIN:
+        line += (
+            ". WARNING: packed rows are isolated by a dense mask here, since no kernel without one "
+            "is right for this model: slow, and kept for each layer. data.layout=padded needs none"
+        )
+    return f"{line}."
+
+
+def try_on_this_host(
+    exp: Experiment, plan: Plan, config: Any, *, device: torch.device
+) -> TrialResult:
+    """What the trials on this host say."""
+
+    def conditions(name: str) -> dict[str, Any]:
+        if name not in ON_CUDA:
+            return CPU
+        return {"device": device, "dtype": DTYPES[plan.precision], "real_heads": True}
+
+    packing = candidates(exp, plan, device) if exp.data.layout != "padded" else ()
+    return try_layouts(exp, config, packing=packing, conditions=conditions)
+
+
+def try_layouts(
+    exp: Experiment,
+    config: Any,
+    *,
+    packing: Sequence[str],
+    conditions: Callable[[str], dict[str, Any]] = lambda _name: CPU,
+) -> TrialResult:
+    """Packed rows with each implementation of ``packing``, until one is right; else padded ones.
+
+    A trial that could not be made (``unknown``) does not end the search, and never allows packing:
+    rows are packed where isolation was shown. A leak that was shown says more than it.
+    """
+    options = {
+        "seq_len": exp.data.seq_len,
+        "trust_remote_code": exp.model.trust_remote_code,
+    }
+    why = unknown = ""
+    for where, names in groupby(packing, key=conditions):
+        found = find_methods(
+            config, implementations=list(names), layouts=["packed"], **where, **options
+        )
+        if found.packed or found.why_not_trained:
+            return found
+        unknown = unknown or found.unknown
+        if not why or found.why_not_packed.startswith(DIFFERS):
+            why = found.why_not_packed
+    if not why and unknown:
+        why = f"it could not be shown that rows are then isolated: {unknown}"
+    if exp.data.layout == "packed":
+        return TrialResult(None, None, why_not_packed=why)
+    padded = find_methods(
+        config, implementations=padded_candidates(exp), layouts=["padded"], **options
+    )
+    return dataclasses.replace(padded, why_not_packed=why)
+
+
+def candidates(exp: Experiment, plan: Plan, device: torch.device) -> list[str]:
+    """Implementations of attention for packed rows on this device, the preferred one first."""
+    chosen = exp.model.attention
+    if chosen != "auto":
+        return [_possible(IMPLEMENTATIONS.get(chosen, chosen), chosen, device)]
+    if device.type != "cuda":
+        return list(PLAIN)
+    first = IMPLEMENTATIONS.get(plan.attention_on(_device_name(plan)), SEGMENTS)
+    found = [first] if first == VARLEN and _has_varlen(device) else []
+    if first == VARLEN:
+        found += [name for name in ("flash_attention_3", "flash_attention_2") if _installed(name)]
+        found.append("flex_attention")
+    return [*found, SEGMENTS, *PLAIN]
+
+
+def padded_candidates(exp: Experiment) -> list[str]:
+    """Implementations for rows in lines of their own, which need no mask."""
+    return [exp.model.attention] if exp.model.attention in PLAIN else list(PLAIN)
+
+
+def _device_name(plan: Plan) -> str:
+    return plan.ranks[int(os.environ.get("RANK", "0"))].device
+
+
+def _possible(name: str, chosen: str, device: torch.device) -> str:
+    """``name``; ConfigError where it cannot run on this device or is not installed."""
+    if name in ON_CUDA and device.type != "cuda":
+        # Flex attention has no backward pass on a CPU (torch 2.13 fails while it compiles one).
+        raise ConfigError(
+            f"model.attention={chosen} trains on CUDA only, this run is on {device.type}. "
+            "Set model.attention=auto."
+        )
+    if name.startswith("flash_attention") and not _installed(name):
+        raise ConfigError(
+            f"model.attention={chosen} needs the package flash-attn, which is not installed on "
+            "this host. Set model.attention=varlen (PyTorch's own kernel), or auto."
+        )
+    if name == VARLEN and not _has_varlen(device):
+        raise ConfigError(
+            f"model.attention={chosen} needs PyTorch 2.10 or newer and a GPU of compute capability "
+            "8.0 or higher. Set model.attention=auto."
+        )
+    return name
+
+
+def _installed(name: str) -> bool:
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    return importlib.util.find_spec(package[name]) is not None
+
+
+def _has_varlen(device: torch.device) -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+    except ImportError:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _untried(config: Any) -> AttentionMethod:
+    """For padded rows, where nothing could be tried: what most models take, by the arguments of
+    the forward."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    takes_positions = model is None or takes(model, "position_ids")
+    return AttentionMethod("sdpa", "position_ids" if takes_positions else "padding_mask", "padded")
