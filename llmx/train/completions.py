@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmx.data import EvalPrompt
+from llmx.models.generate import generate
 from llmx.models.generation_config import stop_ids
+from llmx.models.sampling import Sampling
 from llmx.rundir import RunDir, read_json, write_json
-from llmx.train.generate import generate
 from llmx.train.session import Session
 
 
@@ -21,15 +22,12 @@ def complete_eval_prompts(session: Session, *, when: str) -> dict[str, float]:
     prompts = session.task.eval_prompts()
     if not prompts:
         return {}
-    completions = [
-        session.task.decode(tokens)
-        for tokens in generate(
-            session.engine,
-            [prompt.tokens for prompt in prompts],
-            max_new_tokens=session.exp.task.eval_max_new_tokens,
-            stop_ids=frozenset(stop_ids(session.engine.module, session.tokenizer)),
-        )
-    ]
+    greedy = Sampling(
+        max_new_tokens=session.exp.task.eval_max_new_tokens,
+        stop_ids=frozenset(stop_ids(session.engine.module, session.tokenizer)),
+    )
+    found = generate(session.engine, [prompt.tokens for prompt in prompts], greedy)
+    completions = [session.task.decode(list(one.text_tokens)) for one in found]
     scores = session.task.score(prompts, completions)
     if session.rank == 0:
         write_samples(session.run_dir, prompts, completions, scores, when=when)

@@ -1,0 +1,497 @@
+"""Completions: greedy and sampled ones against Transformers' ``generate``, log-probabilities
+against a full forward, and that a draw depends on its seed and position alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from llmx.data import EvalPrompt
+from llmx.errors import ConfigError
+from llmx.models.attention import AttentionMethod
+from llmx.models.generate import (
+    BATCH,
+    LENGTH,
+    POSITIONS,
+    STOP,
+    BareDecoder,
+    Completion,
+    decoder_of,
+    generate,
+    group,
+)
+from llmx.models.isolation import find_methods
+from llmx.models.sampling import Sampling, draw, sample_seed, truncated, uniforms
+from tests.architectures import full_config, small_config
+from tests.programs.generation import WORLDS
+from tests.rundirs import rank_environment
+from tests.small_models import KINDS, small_model
+
+NEW_TOKENS = 12
+EOS = 2
+
+
+def packed(model: Any, attention: str = "sdpa", vocab_size: int | None = None) -> BareDecoder:
+    """A model that takes the mask of left padding, as an engine knows it."""
+    found = replace(decoder_of(model), attention=AttentionMethod(attention))
+    return found if vocab_size is None else replace(found, vocab_size=vocab_size)
+
+
+def greedy(
+    model: BareDecoder, prompts: Any, stops: Any = (), *, new: int = NEW_TOKENS, **more: Any
+) -> list[list[int]]:
+    """What is decoded of the greedy completions."""
+    sampling = Sampling(max_new_tokens=new, stop_ids=frozenset(stops))
+    return [list(one.text_tokens) for one in generate(model, prompts, sampling, **more)]
+
+
+def prompts() -> list[tuple[int, ...]]:
+    draw = np.random.Generator(np.random.Philox(key=1))
+    return [
+        tuple(int(token) for token in draw.integers(3, 90, size=length))
+        for length in (7, 1, 13, 7, 4, 22)
+    ]
+
+
+def reference(
+    model: Any, prompt: tuple[int, ...], stops: list[int], new: int = NEW_TOKENS
+) -> list[int]:
+    """Transformers' greedy search for a prompt alone, without the stop token."""
+    model.eval()
+    found = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=new,
+        eos_token_id=stops,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    return found[:-1] if found and found[-1] in stops else found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_completions_are_those_of_transformers(kind: str, attention: str) -> None:
+    model = small_model(kind, attention=attention)
+    decoder = packed(model, attention)
+    without_stop = greedy(decoder, prompts())
+    assert all(len(answer) == NEW_TOKENS for answer in without_stop)
+    # Tokens that some answers come to, at different lengths, end them.
+    stops = [without_stop[0][4], without_stop[2][0], EOS]
+    answers = greedy(decoder, prompts(), stops)
+    assert answers[2] == []
+    assert len(answers[0]) <= 4
+    for prompt, answer, longest in zip(prompts(), answers, without_stop, strict=True):
+        assert answer == reference(model, prompt, stops)
+        assert longest == reference(model, prompt, [10**6])
+
+
+def test_a_completion_ends_at_the_last_position_of_the_model() -> None:
+    """A long prompt beside a short one: the short one is completed to its end all the same."""
+    for kind, length in (("gpt2", "n_positions"), ("llama", "max_position_embeddings")):
+        model = small_model(kind, **{length: 16})
+        long, short, full, over = tuple(range(3, 16)), (5, 6), tuple(range(3, 19)), (7,) * 17
+        found = generate(
+            packed(model), [long, short, full, over], Sampling(max_new_tokens=NEW_TOKENS)
+        )
+        assert list(found[1].tokens) == reference(model, short, [10**6])
+        assert list(found[0].tokens[:3]) == reference(model, long, [10**6], new=3)
+        # The last token of a completion is not fed back: it needs no position of its own.
+        assert [len(one.tokens) for one in found] == [4, NEW_TOKENS, 1, 0]
+        assert [one.ended for one in found] == [POSITIONS, LENGTH, POSITIONS, POSITIONS]
+
+
+def test_padding_of_the_vocabulary_is_never_drawn() -> None:
+    model = small_model("llama")
+    first = [one[0] for one in greedy(packed(model), prompts(), new=1)]
+    size = max(first)
+    cut = packed(model, vocab_size=size)
+    found = greedy(cut, prompts())
+    assert all(token < size for one in found for token in one)
+    assert [one[0] for one, old in zip(found, first, strict=True) if old < size] == [
+        old for old in first if old < size
+    ]
+    hot = Sampling(max_new_tokens=30, temperature=100)
+    drawn = generate(cut, prompts(), hot, seeds=range(6))
+    assert all(token < size for one in drawn for token in one.tokens)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_as_it_was_afterwards(training: bool) -> None:
+    model = small_model("llama").train(training)
+    model.lm_head.eval()  # frozen parts may have a mode of their own
+    greedy(packed(model), [(3, 4)], new=1)
+    assert model.training == training
+    assert model.model.training == training
+    assert not model.lm_head.training
+
+
+def test_groups_hold_every_prompt_once_by_length() -> None:
+    lengths = [5, 3, 9, 3, 5, 5, 3]
+    rows = [(index + 1,) * length for index, length in enumerate(lengths)]
+
+    def batches(rows: Any, world: int, equal: bool) -> list[list[int]]:
+        return group(rows, world=world, equal=equal, together=False, limit=BATCH)
+
+    found = batches(rows, 2, False)
+    assert sorted(i for batch in found for i in batch) == list(range(7))
+    assert [len(batch) for batch in found] == [4, 3]
+    assert [lengths[i] for batch in found for i in batch] == sorted(lengths)
+    equal = batches(rows, 2, True)
+    assert all(len({lengths[i] for i in batch}) == 1 for batch in equal)
+    assert sorted(i for batch in equal for i in batch) == list(range(7))
+    assert max(map(len, batches([(1,)] * 100, 1, True))) == BATCH
+    samples = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2)]
+    assert group(samples, world=1, equal=False, together=True, limit=3) == [[0, 2, 4], [1, 3]]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_samples_keep_the_completions_from_before(when: str, tmp_path: Path) -> None:
+    from llmx.rundir import RunDir, read_json
+    from llmx.train.completions import write_samples
+
+    run_dir = RunDir(tmp_path)
+    prompts = [EvalPrompt(tokens=(), prompt=f"q{n}", expected=f"a{n}") for n in range(2)]
+    write_samples(run_dir, prompts, ["x", "a1"], {"exact_match": 0.5}, when="before")
+    if when == "after":
+        write_samples(run_dir, prompts, ["a0", "a1"], {"exact_match": 1.0}, when="after")
+    after = when == "after"
+    assert read_json(run_dir.samples) == {
+        "rows": [
+            {"prompt": "q0", "expected": "a0", "before": "x", "after": "a0" if after else None},
+            {"prompt": "q1", "expected": "a1", "before": "a1", "after": "a1" if after else None},
+        ],
+        "exact_match_before": 0.5,
+        "exact_match_after": 1.0 if after else None,
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "roberta", "bart", "bloom", "gpt_oss"])
+def test_models_that_are_fed_otherwise_complete_as_their_plain_forward(name: str) -> None:
+    """Padded layouts, masks by kind of layer, no positions; with and without a cache."""
+    config = small_config(name)
+    config.use_cache = False
+    found = find_methods(full_config(name))
+    method = found.packed or found.padded
+    assert method is not None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=method.implementation
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    answers = greedy(replace(decoder_of(model), attention=method), prompts()[:3], [EOS], new=5)
+    for prompt, answer in zip(prompts(), answers, strict=False):
+        ids = list(prompt)
+        for token in [*answer, EOS][:5]:
+            with torch.no_grad():
+                assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+
+
+# Sampling
+
+
+def processors(sampling: Sampling) -> LogitsProcessorList:
+    """Of Transformers, in its order."""
+    found = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (7, 1.0), (10**6, 1.0), (0, 0.9), (0, 1e-6), (50, 0.5)]
+)
+def test_what_is_removed_is_what_transformers_removes(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = torch.randn(16, 500, generator=torch.Generator().manual_seed(3)) * 3
+    logits[0] = 1.0  # all alike
+    logits[1, 5:9] = 20.0  # a tie at the top
+    wanted = processors(sampling)(None, logits.clone())
+    if top_p < 1:  # of equal ones, which are removed is a matter of sorting alone
+        found = truncated(logits, sampling)
+        sizes = [(x[:2] > -torch.inf).sum(1) for x in (found, wanted)]
+        assert int((sizes[0] - sizes[1]).abs().max()) <= 1
+        logits, wanted = logits[2:], wanted[2:]
+    assert torch.equal(truncated(logits, sampling), wanted)
+
+
+def test_a_uniform_number_is_a_function_of_seed_and_position() -> None:
+    alone = [float(uniforms([seed], [place])[0]) for seed in range(4) for place in range(4)]
+    seeds, places = np.repeat(range(4), 4).tolist(), [*range(4)] * 4
+    assert uniforms(seeds, places).tolist() == alone
+    assert uniforms([2**63, 3], [2**40, 0]).tolist() == [
+        float(uniforms([2**63], [2**40])[0]), float(uniforms([3], [0])[0])
+    ]  # fmt: skip
+    many = uniforms([7] * 4000, [*range(4000)])
+    assert ((many >= 0) & (many < 1)).all()
+    assert len(set(many.tolist())) == 4000
+    assert np.abs(np.histogram(many, bins=10)[0] - 400).max() < 80
+    assert abs(float(np.corrcoef(many[1:], many[:-1])[0, 1])) < 0.05
+    # What a seed gives is a promise: recorded once.
+    assert uniforms([1], [0])[0] == pytest.approx(0.7598886162154329, abs=1e-15)
+    assert len({sample_seed(0, step=s, prompt=p, sample=n)
+                for s in range(9) for p in range(9) for n in range(9)}) == 729  # fmt: skip
+
+
+def test_the_whole_range_of_a_uniform_number_draws_only_what_is_left() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 2.0, -torch.inf]]).expand(3, -1)
+    ends = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw(logits, ends).tolist() == [1, 3, 3]
+    flat = torch.zeros(1, 5)
+    assert draw(flat, torch.tensor([0.6], dtype=torch.float64)).tolist() == [3]
+    broken = torch.full((1, 5), torch.nan)  # the training around it tells of that
+    assert 0 <= int(draw(broken, ends[1:2])) < 5
+
+
+SAMPLES = 1500
+TINY = 10
+
+
+@torch.no_grad()
+def pairs_expected(model: Any, prompt: tuple[int, ...], sampling: Sampling) -> np.ndarray:
+    """The distribution of the next two tokens [V, V], by full forwards and the warpers."""
+    warp = processors(sampling)
+    first = warp(None, model(input_ids=torch.tensor([prompt])).logits[:, -1]).softmax(-1)[0]
+    rows = torch.tensor([[*prompt, token] for token in range(TINY)])
+    second = warp(None, model(input_ids=rows).logits[:, -1]).softmax(-1)
+    return (first[:, None] * second).double().numpy()
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations the statistic is above its mean; rare cells are added up."""
+    order = np.argsort(expected)
+    rare = order[np.cumsum(expected[order]) < 8]
+    common = np.setdiff1d(np.arange(len(expected)), rare)
+    if len(rare) and expected[rare].sum() > 0:
+        counts = np.append(counts[common], counts[rare].sum())
+        expected = np.append(expected[common], expected[rare].sum())
+    else:
+        assert not counts[rare].sum()
+        counts, expected = counts[common], expected[common]
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1, max_new_tokens=2),
+        Sampling(temperature=1.8, top_k=6, max_new_tokens=2),
+        Sampling(temperature=1.3, top_p=0.8, max_new_tokens=2),
+    ],
+    ids=["plain", "top_k", "top_p"],
+)
+def test_samples_are_distributed_as_those_of_transformers(sampling: Sampling) -> None:
+    """Pairs of tokens, against the exact distribution and against ``generate``'s own samples."""
+    model = small_model("llama", vocab_size=TINY)
+    model.lm_head.weight.data.mul_(0.7)  # so that many tokens have a chance
+    prompt = (3, 4, 5)
+    seeds = [sample_seed(5, step=0, prompt=0, sample=n) for n in range(SAMPLES)]
+    found = generate(packed(model), [prompt] * SAMPLES, sampling, seeds=seeds, batch_size=500)
+    torch.manual_seed(1)
+    theirs = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 3, dtype=torch.long),
+        do_sample=True, temperature=float(sampling.temperature), top_k=sampling.top_k,
+        top_p=sampling.top_p, num_return_sequences=SAMPLES, max_new_tokens=2, min_new_tokens=2,
+        eos_token_id=None, pad_token_id=0,
+    )[:, 3:].tolist()  # fmt: skip
+    expected = pairs_expected(model, prompt, sampling).reshape(-1) * SAMPLES
+    for pairs in ([one.tokens for one in found], theirs):
+        counts = np.zeros(TINY * TINY)
+        for (a, b), number in Counter(map(tuple, pairs)).items():
+            counts[a * TINY + b] = number
+        assert chi_square(counts, expected) < 4
+    if not sampling.is_model:
+        return
+    # The test would see another temperature.
+    wrong = pairs_expected(model, prompt, replace(sampling, temperature=sampling.temperature * 0.6))
+    counts = np.zeros(TINY * TINY)
+    for one in found:
+        counts[one.tokens[0] * TINY + one.tokens[1]] += 1
+    assert chi_square(counts, wrong.reshape(-1) * SAMPLES + 1e-9) > 6
+
+
+@torch.no_grad()
+def full_forward(model: Any, prompt: Any, one: Completion, sampling: Sampling) -> Any:
+    """(log-probabilities of the model, of what was sampled from) by one forward of it all."""
+    logits = model(input_ids=torch.tensor([[*prompt, *one.tokens]])).logits[0, len(prompt) - 1 : -1]
+    tokens = torch.tensor(one.tokens)[:, None]
+    kept = processors(sampling)(None, logits.clone())
+    return [x.log_softmax(-1).gather(1, tokens).squeeze(1).tolist() for x in (logits, kept)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_those_of_a_full_forward(kind: str) -> None:
+    """With padding beside it, samples that share their prompt's forward, and a stop token."""
+    model = small_model(kind)
+    sampling = Sampling(
+        temperature=1.4, top_k=40, top_p=0.95, max_new_tokens=10, stop_ids=frozenset(range(20, 32))
+    )
+    rows = [prompt for prompt in prompts() for _ in range(3)]
+    found = generate(packed(model), rows, sampling, seeds=range(len(rows)))
+    for prompt, one in zip(rows, found, strict=True):
+        logps, sampled = full_forward(model, prompt, one, sampling)
+        assert one.logps == pytest.approx(logps, abs=1e-5)
+        assert one.sampled_logps == pytest.approx(sampled, abs=1e-5)
+        assert len(one.logps) == len(one.tokens)
+        if one.ended == STOP:
+            assert one.tokens[-1] in sampling.stop_ids
+            assert one.text_tokens == one.tokens[:-1]
+        else:
+            assert (one.ended, len(one.tokens)) == (LENGTH, 10)
+            assert one.text_tokens == one.tokens
+        assert not set(one.text_tokens) & sampling.stop_ids
+    assert {one.ended for one in found} == {STOP, LENGTH}
+    plain = generate(packed(model), rows, Sampling(temperature=1), seeds=range(len(rows)))
+    assert all(one.logps == one.sampled_logps for one in plain)
+    certain = generate(packed(model), rows[:1], Sampling(max_new_tokens=3))
+    assert certain[0].sampled_logps == (0, 0, 0)
+    assert certain[0].logps == pytest.approx(
+        full_forward(model, rows[0], certain[0], Sampling(temperature=1))[0], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_sample_is_the_same_whatever_is_beside_it(kind: str) -> None:
+    decoder = packed(small_model(kind))
+    sampling = Sampling(temperature=1.2, top_p=0.98, max_new_tokens=NEW_TOKENS)
+    rows = [prompt for prompt in prompts() for _ in range(2)]
+    seeds = [sample_seed(0, step=3, prompt=n // 2, sample=n % 2) for n in range(len(rows))]
+    wanted = [one.tokens for one in generate(decoder, rows, sampling, seeds=seeds)]
+    assert len(set(wanted)) == len(wanted)
+    for size in (1, 2, 5):
+        found = generate(decoder, rows, sampling, seeds=seeds, batch_size=size)
+        assert [one.tokens for one in found] == wanted
+    order = np.random.default_rng(1).permutation(len(rows)).tolist()
+    mixed = generate(
+        decoder, [rows[n] for n in order], sampling, seeds=[seeds[n] for n in order], batch_size=4
+    )
+    assert [one.tokens for one in mixed] == [wanted[n] for n in order]
+    # A completion that was cut goes on as it would have.
+    cut = [(*row, *tokens[:5]) for row, tokens in zip(rows, wanted, strict=True)]
+    rest = generate(decoder, cut, replace(sampling, max_new_tokens=NEW_TOKENS - 5), seeds=seeds)
+    assert [one.tokens for one in rest] == [tokens[5:] for tokens in wanted]
+
+
+def test_samples_of_one_prompt_share_its_first_forward() -> None:
+    model = small_model("llama")
+    fed: list[tuple[int, int]] = []
+    hook = model.register_forward_pre_hook(
+        lambda _module, _args, given: fed.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    rows = [(3, 4, 5), (6, 7), (3, 4, 5), (6, 7), (3, 4, 5)]
+    generate(packed(model), rows, Sampling(temperature=1, max_new_tokens=3), seeds=range(5))
+    hook.remove()
+    assert fed == [(2, 3), (5, 1), (5, 1)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "gemma3_text", "gpt_oss"])
+def test_samples_share_a_first_forward_whatever_the_cache_keeps(name: str) -> None:
+    """States along the sequence and sliding windows: as if each were alone."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(name)).eval()
+    rows = [(5, 6, 7, 8, 9, 10)] * 3 + [(11, 12)] * 2
+    sampling = Sampling(temperature=1, max_new_tokens=20)
+    wanted = generate(decoder_of(model), rows, sampling, seeds=range(5), batch_size=1)
+    found = generate(decoder_of(model), rows, sampling, seeds=range(5))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    for prompt, one in zip(rows, found, strict=True):
+        assert one.logps == pytest.approx(full_forward(model, prompt, one, sampling)[0], abs=1e-5)
+
+
+def test_tokens_are_told_as_they_are_drawn() -> None:
+    told: dict[int, list[int]] = {n: [] for n in range(6)}
+    decoder = packed(small_model("llama"))
+    found = generate(
+        decoder,
+        prompts(),
+        Sampling(max_new_tokens=NEW_TOKENS, stop_ids=frozenset(range(30))),
+        batch_size=4,
+        on_token=lambda index, token: told[index].append(token),
+    )
+    assert [tuple(told[n]) for n in range(6)] == [one.tokens for one in found]
+
+
+def test_one_two_and_three_ranks_draw_the_same(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.programs.generation", str(tmp_path)],
+        env=rank_environment(),
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    read = {
+        (world, rank): json.loads((tmp_path / f"{world}.{rank}.json").read_text())
+        for world in WORLDS
+        for rank in range(world)
+    }
+    wanted = read[1, 0]
+    assert len({tuple(one["tokens"]) for one in wanted["sampled"]}) == 7
+    for (world, _), found in read.items():
+        assert found["forwards"] == read[world, 0]["forwards"]
+        for kind in ("sampled", "greedy"):
+            for one, other in zip(wanted[kind], found[kind], strict=True):
+                assert one["tokens"] == other["tokens"]
+                assert one["ended"] == other["ended"]
+                for name in ("logps", "sampled_logps"):
+                    assert one[name] == pytest.approx(other[name], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"temperature": -1}, r"temperature=-1 must be 0 \(greedy\), or a number from 0.01 to 100. "
+         "Set, for example, temperature=0.7."),
+        ({"temperature": 1e-9}, "temperature=1e-9 must be"),
+        ({"temperature": float("nan")}, "temperature=nan must be"),
+        ({"temperature": 1, "top_p": 0}, "top_p=0 must be a number above 0 and at most 1"),
+        ({"temperature": 1, "top_p": 1.1}, "top_p=1.1 must be"),
+        ({"temperature": 1, "top_k": -1}, "top_k=-1 must be a number from 0 to"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be a number from 1 to"),
+        ({"top_p": 0.9}, "top_p=0.9 has no effect with temperature=0 .greedy.. Set temperature=1"),
+        ({"top_k": 5}, "top_k=5 has no effect"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_say_what_can(values: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Sampling(**values)
+
+
+def test_what_cannot_be_generated_from_is_refused() -> None:
+    decoder = packed(small_model("llama"))
+    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+        greedy(decoder, [(3,), ()])
+    with pytest.raises(ValueError, match="2 prompts need a seed each, 1 given"):
+        generate(decoder, [(3,), (4,)], Sampling(temperature=1), seeds=[1])
+    with pytest.raises(ValueError, match="2 prompts need a seed each, none given"):
+        generate(decoder, [(3,), (4,)], Sampling(temperature=1))
+    assert generate(decoder, [], Sampling()) == []
