@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from llmx.bench import material
 from llmx.bench.context import Context, PartFailed, Run
 from llmx.bench.measure import Measure, NotHere, at_least, at_most, must
+from llmx.metrics import declared_in
 from llmx.plan.types import MemoryPlan
 
 QUICK = ("task.eval_generate=0", "task.save_model=false", "checkpoint=none")
@@ -25,7 +26,10 @@ def demo(context: Context) -> list[Measure]:
         return [Measure("final loss", loss), Measure("time", seconds, "s")]
     return [
         at_most("final loss", loss, 0.2),
-        at_least("exact match on 160 eval prompts", float(result["exact_match"]), 0.8),
+        *(
+            at_least(f"{metric.title} on 160 eval prompts", float(result[name]), 0.8)
+            for name, metric in declared_in(run.lines("start")[0]).items()
+        ),
         Measure("time", seconds, "s"),
     ]
 

@@ -12,8 +12,13 @@ import math
 import re
 import sys
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from llmx import text as human
+from llmx.metrics import Metric, declared_in, measured, metric_of
+from llmx.metrics.declared import OF_EARLIER_VERSIONS, is_declaration
 from llmx.text import printable
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ class Console:
         self._total = total_steps
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._declared: dict[str, Metric] = dict(OF_EARLIER_VERSIONS)
         self._first: tuple[int, float] | None = None
         self._in_traceback = False
         self._in_warning = False
@@ -73,6 +79,8 @@ class Console:
     def record(self, record: dict[str, Any]) -> None:
         """One record of ``metrics.jsonl``."""
         kind = record.get("kind")
+        if is_declaration(record):
+            self._declared = declared_in(record)
         if kind == "start":
             self._total = int(record.get("total_steps") or 0) or self._total
             if self._stream.isatty():
@@ -80,7 +88,7 @@ class Console:
         elif kind == "train":
             self._train(record)
         elif kind == "eval":
-            self._print(eval_line(record))
+            self._print(eval_line(record, self._declared))
         elif record.get("event") == "resumed":
             self._total = int(record.get("total_steps") or 0) or self._total
             if self._stream.isatty():
@@ -112,12 +120,12 @@ class Console:
         self._first = self._first or (step, now)
         left_s = self._left_s(step, now)
         if self._progress is None or self._task is None:
-            self._print(train_line(record, total=self._total, left_s=left_s))
+            self._print(train_line(record, self._declared, total=self._total, left_s=left_s))
             return
         self._progress.update(
             self._task,
             completed=step,
-            values="  ".join(_values(record)),
+            values="  ".join(_values(record, self._declared)),
             left="" if left_s is None else duration(left_s),
         )
 
@@ -155,24 +163,28 @@ class Console:
                 print(text, file=self._stream, flush=True)
 
 
-def train_line(record: dict[str, Any], *, total: int | None, left_s: float | None) -> str:
-    """One plain line of a logged step."""
+def train_line(
+    record: dict[str, Any],
+    declared: Mapping[str, Metric] = MappingProxyType({}),
+    *,
+    total: int | None,
+    left_s: float | None,
+) -> str:
+    """One plain line of a logged step, with the task's metrics as they are ``declared``."""
     of = f"/{total}" if total else ""
     width = len(str(total or "")) or 6
-    parts = [f"step {record['step']:>{width}}{of}", *_values(record)]
+    parts = [f"step {record['step']:>{width}}{of}", *_values(record, declared)]
     if left_s is not None:
         parts.append(f"left {duration(left_s)}")
     return "  ".join(parts)
 
 
-def eval_line(record: dict[str, Any]) -> str:
-    """One line of an evaluation."""
+def eval_line(record: dict[str, Any], declared: Mapping[str, Metric]) -> str:
+    """One line of an evaluation: the loss, and every metric that it measured."""
     parts = [f"eval at step {record.get('step')}:"]
     if record.get("loss") is not None:
         parts.append(f"loss {record['loss']:.4f}")
-    if record.get("exact_match") is not None:
-        parts.append(f"exact match {100 * record['exact_match']:.1f} %")
-    return "  ".join(parts)
+    return "  ".join([*parts, *_metrics(record, declared)])
 
 
 def duration(seconds: float) -> str:
@@ -188,13 +200,20 @@ def clock() -> str:
     return time.strftime("%H:%M:%S")
 
 
-def _values(record: dict[str, Any]) -> list[str]:
+def _metrics(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]:
+    found = {name: metric_of(name, declared) for name in measured(record, declared)}
+    # So many decimals that the numbers of a log stand one below the other.
+    return [f"{metric.title} {metric.shown(record[n], decimals=1)}" for n, metric in found.items()]
+
+
+def _values(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]:
     loss = record.get("loss")
     parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
     # ``loss`` is of this step alone; the mean is over all steps since the line before.
     mean = record.get("loss_mean")
     if mean is not None and (loss is None or not math.isclose(mean, loss, rel_tol=1e-6)):
         parts.append(f"mean {mean:.4f}")
+    parts += _metrics(record, declared)
     if record.get("lr") is not None:
         parts.append(f"lr {record['lr']:.1e}")
     if record.get("grad_norm") is not None:
@@ -202,5 +221,5 @@ def _values(record: dict[str, Any]) -> list[str]:
     if record.get("tokens_per_s") is not None:
         parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
     if record.get("mfu") is not None:
-        parts.append(f"mfu {100 * record['mfu']:.1f} %")
+        parts.append(f"mfu {human.percent(record['mfu'], decimals=1)}")
     return parts

@@ -8,6 +8,7 @@ from typing import Any
 
 from llmx.launch.hang import HangDetector
 from llmx.launch.result import Result
+from llmx.metrics.declared import Metric, declared_in, is_declaration, measured
 
 Record = Mapping[str, Any]
 
@@ -24,6 +25,7 @@ class Progress:
         self._step = 0
         self._rates: list[float] = []
         self._last: dict[str, Record] = {}
+        self._declared: dict[str, Metric] = {}
         for record in earlier:
             self._remember(record)
 
@@ -62,12 +64,15 @@ class Progress:
         train, evaluation = self._last.get("train", {}), self._last.get("eval", {})
         result.steps = int(train.get("step") or 0)
         result.final_loss = train.get("loss")
-        result.exact_match = evaluation.get("exact_match")
+        names = [name for name, metric in self._declared.items() if "eval" in metric.kinds]
+        result.metrics = {**dict.fromkeys(names), **measured(evaluation, self._declared)}
         # The first half has the start of every cache and clock in it.
         late = sorted(self._rates[len(self._rates) // 2 :])
         result.tokens_per_s = late[len(late) // 2] if late else None
 
     def _remember(self, record: Record) -> None:
         self._last[str(record.get("kind"))] = record
+        if is_declaration(record):
+            self._declared = declared_in(record)
         if record.get("kind") == "train" and record.get("tokens_per_s"):
             self._rates.append(float(record["tokens_per_s"]))

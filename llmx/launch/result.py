@@ -28,7 +28,9 @@ class Result:
     ended: float = 0.0
     steps: int = 0
     final_loss: float | None = None
-    exact_match: float | None = None
+    metrics: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    """What the task measures besides the loss, by name, as the last evaluation did; null where it
+    did not. Keys of ``result.json`` like the others."""
     tokens_per_s: float | None = None
     model: str | None = None
     exit_code: int = 0
@@ -45,7 +47,8 @@ class Result:
         return self.outcome == "ok"
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        return {**values.pop("metrics"), **values}
 
 
 def exit_code_of(outcome: str, *, launched: bool) -> int:

@@ -105,12 +105,15 @@ def declared_in(record: Record) -> dict[str, Metric]:
 
 
 def declared_of(records: Iterable[Record]) -> dict[str, Metric]:
-    """The newest declaration among the lines of a run: a resumed run may be of a newer version."""
-    found = dict(OF_EARLIER_VERSIONS)
+    """The newest declaration among the lines of a run: a resumed run may be of a newer version.
+
+    None of a run without any line; those of earlier versions where the lines declare nothing.
+    """
+    found: dict[str, Metric] | None = None
     for record in records:
-        if is_declaration(record):
+        if found is None or is_declaration(record):
             found = declared_in(record)
-    return found
+    return found or {}
 
 
 def is_declaration(record: Record) -> bool:

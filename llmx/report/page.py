@@ -15,6 +15,7 @@ from html import escape
 from typing import Any
 
 from llmx import text as human
+from llmx.metrics import metric_of
 from llmx.report import chart, wording
 from llmx.report.chart import Line, Mark
 from llmx.report.figure import SMOOTHED_FROM, points, smoothed
@@ -230,17 +231,37 @@ def _loss(data: RunData) -> str:
 
 
 def _other_curves(data: RunData) -> str:
-    charts = []
-    for title, key, colour in (
-        ("Learning rate", "lr", "gray"),
-        ("Gradient norm", "grad_norm", "blue"),
-        ("Tokens/s", "tokens_per_s", "blue"),
-    ):
-        found = points(data.train, key)
-        drawn = chart.chart([Line("", found, colour)], steps=3) if len(found) > 1 else ""
-        if drawn:
-            charts.append(f"<div><h3>{title}</h3>{drawn}</div>")
-    return f'<div class="small">{"".join(charts)}</div>' if charts else ""
+    """Learning rate, gradient norm, speed, and every metric of the task, one small chart each."""
+    curves = [
+        ("Learning rate", points(data.train, "lr"), "gray"),
+        ("Gradient norm", points(data.train, "grad_norm"), "blue"),
+        ("Tokens/s", points(data.train, "tokens_per_s"), "blue"),
+        *_metric_curves(data, "train"),
+        *_metric_curves(data, "eval"),
+    ]
+    charts = [
+        (title, chart.chart([Line("", found, colour)], steps=3))
+        for title, found, colour in curves
+        if len(found) > 1
+    ]
+    cells = [f"<div><h3>{_text(title)}</h3>{drawn}</div>" for title, drawn in charts if drawn]
+    return f'<div class="small">{"".join(cells)}</div>' if cells else ""
+
+
+def _metric_curves(data: RunData, kind: str) -> list[tuple[str, list[chart.Point], str]]:
+    """Title, points and colour of each metric of the ``train`` or the ``eval`` lines."""
+    declared, curves = data.declared, []
+    for name, found in data.metric_points(kind).items():
+        metric = metric_of(name, declared)
+        # A line through two evaluations (before and after) would look like a measured curve.
+        if kind == "eval" and len(found) < 3:
+            continue
+        title = metric.title[:1].upper() + metric.title[1:]
+        title += ", evaluation" if kind == "eval" and "train" in metric.kinds else ""
+        if metric.format == "percent":
+            title, found = f"{title} (%)", [(step, 100 * value) for step, value in found]
+        curves.append((title, found, "orange" if kind == "eval" else "blue"))
+    return curves
 
 
 def _answers(data: RunData) -> str:

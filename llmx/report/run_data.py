@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import ConfigError
+from llmx.metrics import Metric, declared_of, measured
 from llmx.rundir import RunDir, no_run, read_json
 from llmx.text import plural
 from llmx.tracking.metrics import MetricsTail, Record, Summary, step_of
@@ -85,6 +86,22 @@ class RunData:
     def _of_last_supervisor(self) -> list[Record]:
         began = (self.result or {}).get("started") or 0.0
         return [record for record in self.records if (record.get("time") or 0.0) >= began]
+
+    @property
+    def declared(self) -> dict[str, Metric]:
+        """The metrics that the task of the run declares."""
+        return declared_of(self.records)
+
+    def metric_points(self, kind: str) -> dict[str, list[tuple[int, float]]]:
+        """Name -> step and value, over the ``train`` or the ``eval`` lines; of ``eval`` lines also
+        a metric that is declared and was not measured."""
+        declared = self.declared
+        names = [name for name, metric in declared.items() if kind in metric.kinds]
+        found: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+        for record in self.train if kind == "train" else self.evals:
+            for name, value in measured(record, declared).items():
+                found.setdefault(name, []).append((step_of(record), value))
+        return found
 
     @property
     def evals(self) -> list[Record]:

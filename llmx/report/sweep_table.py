@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from llmx import text as human
 from llmx.errors import LlmxError
+from llmx.metrics import Metric, metric_of
 from llmx.report.run_data import RunData, load_run
 from llmx.report.screen import open_console
 from llmx.rundir import write_text
@@ -39,7 +40,9 @@ class Trial:
     loss: float | None = None
     """Of training: the mean of the last logged interval where it is known, else its last step."""
     eval_loss: float | None = None
-    exact_match: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """What the task measures besides the loss, by name, at the last evaluation that did."""
+    declared: Mapping[str, Metric] = field(default_factory=dict)
     tokens_per_s: float | None = None
     memory_gib: float | None = None
     """Of the fullest rank; of a trial that was only planned, as predicted."""
@@ -76,6 +79,8 @@ def _of_run(
         memory = max(totals, default=None)
     last = data.train[-1] if data.train else {}
     loss = last.get("loss_mean")
+    points = data.metric_points("eval")
+    trained = {name: [p for p in found if p[0] > 0] for name, found in points.items()}
     took = (result.get("ended") or 0.0) - (result.get("started") or 0.0)
     return Trial(
         index,
@@ -87,7 +92,8 @@ def _of_run(
         steps=values.get("steps"),
         loss=loss if loss is not None else values.get("final_loss"),
         eval_loss=values.get("final_eval_loss"),
-        exact_match=values.get("exact_match"),
+        metrics={name: p[-1][1] if p else None for name, p in trained.items()},
+        declared=data.declared,
         tokens_per_s=values.get("tokens_per_s"),
         memory_gib=memory,
         seconds=took if took > 0 else None,
@@ -147,15 +153,20 @@ def write_sweep(trials: Sequence[Trial], *, directory: Path) -> None:
 def to_csv(trials: Sequence[Trial], *, directory: Path) -> str:
     """A line a trial, a column for each key of the sweep; numbers without rounding."""
     names = axes(trials)
-    numbers = (
-        *("steps", "loss", "eval_loss", "exact_match", "tokens_per_s", "memory_gib", "seconds"),
-    )
+    before, after = ("steps", "loss", "eval_loss"), ("tokens_per_s", "memory_gib", "seconds")
+    metrics = _metrics(trials)
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["trial", *names, "outcome", *numbers, "run_dir", "cause", "fix"])
+    writer.writerow(
+        ["trial", *names, "outcome", *before, *metrics, *after, "run_dir", "cause", "fix"]
+    )
     for trial in trials:
         values = _values(trial)
-        measured = [getattr(trial, name) for name in numbers]
+        measured = [
+            *(getattr(trial, name) for name in before),
+            *(trial.metrics.get(name) for name in metrics),
+            *(getattr(trial, name) for name in after),
+        ]
         writer.writerow(
             [
                 trial.index,
@@ -192,16 +203,19 @@ def failures(trials: Sequence[Trial]) -> list[str]:
 
 def _cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     """Head and rows; columns that nobody has a number for are left out."""
-    good = [trial for trial in trials if trial.outcome == "ok"]
-    columns = (
-        ("steps", "steps", None, lambda v: f"{v:,}"),
-        ("loss", "loss", min, human.number),
-        ("eval_loss", "eval loss", min, human.number),
-        ("exact_match", "exact match", max, human.percent),
-        ("tokens_per_s", "tokens/s", max, human.count),
-        ("memory_gib", "GiB", min, human.gib),
-        ("seconds", "time", None, human.duration),
-    )
+    columns: list[tuple[str, Any, list[Any], Callable[[Any], str]]] = [
+        ("steps", None, [t.steps for t in trials], lambda v: f"{v:,}"),
+        ("loss", min, [t.loss for t in trials], human.number),
+        ("eval loss", min, [t.eval_loss for t in trials], human.number),
+    ]
+    for name, metric in _metrics(trials).items():
+        best_of = {True: max, False: min, None: None}[metric.higher_is_better]
+        columns.append((metric.title, best_of, [t.metrics.get(name) for t in trials], metric.shown))
+    columns += [
+        ("tokens/s", max, [t.tokens_per_s for t in trials], human.count),
+        ("GiB", min, [t.memory_gib for t in trials], human.gib),
+        ("time", None, [t.seconds for t in trials], human.duration),
+    ]
     names = axes(trials)
     rows = [
         [
@@ -212,19 +226,24 @@ def _cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
         for t in trials
     ]
     head = ["#", "trial", "outcome"]
-    for name, title, best_of, shown in columns:
-        if all(getattr(trial, name) is None for trial in trials):
+    for title, best_of, values, shown in columns:
+        if all(value is None for value in values):
             continue
         head.append(title)
-        known = [value for trial in good if (value := getattr(trial, name)) is not None]
+        good = [v for v, trial in zip(values, trials, strict=True) if trial.outcome == "ok"]
+        known = [value for value in good if value is not None]
         finite = [value for value in known if value == value]
         # By what is shown: of two that read alike, neither is the better one.
         best = shown(best_of(finite)) if best_of and len({*map(shown, finite)}) > 1 else None
-        for trial, row in zip(trials, rows, strict=True):
-            value = getattr(trial, name)
+        for trial, row, value in zip(trials, rows, values, strict=True):
             cell = "" if value is None else shown(value)
             row.append(f"{cell}{BEST}" if trial.outcome == "ok" and cell == best else cell)
     return head, rows
+
+
+def _metrics(trials: Sequence[Trial]) -> dict[str, Metric]:
+    """Every metric of any trial, in the order in which they are met."""
+    return {name: metric_of(name, trial.declared) for trial in trials for name in trial.metrics}
 
 
 def _values(trial: Trial) -> dict[str, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx import text as human
+from llmx.metrics import metric_of
 from llmx.report.run_data import RunData
 from llmx.text import plural
 
@@ -85,7 +86,7 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
             text += f"   (best {human.number(values['best_eval_loss'])}"
             text += f" at step {values['best_eval_step']:,})"
         rows.append(("eval loss", text))
-    rows += _exact_match(data)
+    rows += _metrics(data)
     if "tokens_per_s" in values:
         text = f"{human.count(values['tokens_per_s'])} tokens/s"
         text += f", MFU {human.percent(values['mfu'])}" if "mfu" in values else ""
@@ -124,15 +125,32 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
     return rows
 
 
-def _exact_match(data: RunData) -> list[tuple[str, str]]:
-    before = data.samples.get("exact_match_before", data.summary.get("exact_match_before"))
-    after = data.samples.get("exact_match_after", data.summary.get("exact_match"))
-    if before is None and after is None:
-        return []
-    parts = [human.percent(part) for part in (before, after) if part is not None]
-    count = len(data.samples.get("rows") or [])
-    of = f"   ({plural(count, 'held-out question')})" if count else ""
-    return [("exact match", " → ".join(parts) + of)]
+def _metrics(data: RunData) -> list[tuple[str, str]]:
+    """Every metric of the evaluations: before and after training, and the best on the way."""
+    declared, rows = data.declared, []
+    for name, points in data.metric_points("eval").items():
+        metric = metric_of(name, declared)
+        of_samples = f"{name}_before" in data.samples
+        before = data.samples.get(f"{name}_before")
+        after = data.samples.get(f"{name}_after")
+        trained = [(step, value) for step, value in points if step > 0]
+        if before is None and points and points[0][0] == 0:
+            before = points[0][1]
+        if after is None and trained:
+            after = trained[-1][1]
+        shown = [metric.shown(value) for value in (before, after) if value is not None]
+        if not shown:
+            continue
+        notes = []
+        if trained and metric.higher_is_better is not None:
+            sign = 1 if metric.higher_is_better else -1
+            step, best = max(trained, key=lambda point: sign * point[1])
+            if metric.shown(best) != metric.shown(trained[-1][1]):
+                notes.append(f"best {metric.shown(best)} at step {step:,}")
+        count = len(data.samples.get("rows") or []) if of_samples else 0
+        notes += [plural(count, "held-out question")] * bool(count)
+        rows.append((metric.title, " → ".join(shown) + (f"   ({'; '.join(notes)})" * bool(notes))))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -168,6 +186,8 @@ def answers(data: RunData, *, limit: int | None = None) -> list[Answer]:
 
 def _right(row: dict[str, Any], key: str) -> bool | None:
     if row.get(key) is None:
+        return None
+    if row.get("expected") is None:  # a prompt without one right completion
         return None
     return bool(str(row[key]).strip() == str(row.get("expected") or "").strip())
 

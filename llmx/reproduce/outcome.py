@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmx.metrics import Metric, declared_of, measured
+
 Line = Mapping[str, Any]
 
 COMPARED = {
     "train": ("loss", "grad_norm", "lr", "loss_scale", "samples", "tokens", "target_tokens"),
-    "eval": ("loss", "target_tokens", "exact_match"),
+    "eval": ("loss", "target_tokens"),
 }
+"""By kind of line; and every metric of the task."""
 EQUAL, DIFFER, UNKNOWN = "equal", "differ", "unknown"
 
 
@@ -157,9 +160,11 @@ def compare(
     hashes_now: Mapping[int, str] | None = None,
 ) -> Outcome:
     """Compare two runs' lines, and their hashes of weights (step -> hash) at common steps."""
+    then, now = list(then), list(now)
+    declared = {**declared_of(then), **declared_of(now)}
     old, new = _by_place(then), _by_place(now)
     common = sorted(set(old) & set(new))
-    gaps = [gap for place in common for gap in _gaps(place, old[place], new[place])]
+    gaps = [gap for place in common for gap in _gaps(place, old[place], new[place], declared)]
     reached = max((step for step, _ in new), default=0)
     # A run that was cut short logs its own last step; those lines are in one file only.
     ends = {max((step for step, _ in lines), default=0) for lines in (old, new)}
@@ -203,11 +208,14 @@ def _by_place(lines: Iterable[Line]) -> dict[tuple[int, str], Line]:
     return found
 
 
-def _gaps(place: tuple[int, str], then: Line, now: Line) -> list[Gap]:
+def _gaps(
+    place: tuple[int, str], then: Line, now: Line, declared: Mapping[str, Metric]
+) -> list[Gap]:
     step, kind = place
+    metrics = {**measured(then, declared), **measured(now, declared)}
     return [
         Gap(step, kind, name, then.get(name), now.get(name))
-        for name in COMPARED[kind]
+        for name in (*COMPARED[kind], *metrics)
         if name in then and name in now and not _same(then[name], now[name])
     ]
 

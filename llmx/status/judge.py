@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmx.metrics import declared_in, measured, metric_of
+
 Facts = dict[str, Any]
 
 SILENT_S = 30.0
@@ -44,7 +46,10 @@ class View:
     losses: list[float | None] = field(default_factory=list)
     eval_loss: float | None = None
     eval_step: int | None = None
-    exact_match: float | None = None
+    eval_metrics: list[tuple[str, str]] = field(default_factory=list)
+    """Title and value of what the last evaluation measured besides the loss."""
+    train_metrics: list[tuple[str, str]] = field(default_factory=list)
+    """The same of the last logged step."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     step_time_s: float | None = None
@@ -103,7 +108,8 @@ def judge(facts: Facts) -> View:
         losses=[loss for _, loss in metrics["losses"]],
         eval_loss=(metrics["eval"] or {}).get("loss"),
         eval_step=(metrics["eval"] or {}).get("step"),
-        exact_match=(metrics["eval"] or {}).get("exact_match"),
+        eval_metrics=_shown_metrics(metrics["eval"], metrics["start"]),
+        train_metrics=_shown_metrics(last, metrics["start"]),
         tokens_per_s=last.get("tokens_per_s"),
         mfu=last.get("mfu"),
         step_time_s=pace,
@@ -121,6 +127,13 @@ def judge(facts: Facts) -> View:
         events=[(float(e.get("time") or 0.0), event_words(e)) for e in metrics["events"]],
         report=facts["report"],
     )
+
+
+def _shown_metrics(line: Facts | None, start: Facts | None) -> list[tuple[str, str]]:
+    """Title and value of every metric of a line, as the run declares them."""
+    declared = declared_in(start or {})
+    found = {name: metric_of(name, declared) for name in measured(line or {}, declared)}
+    return [(metric.title, metric.shown((line or {})[name])) for name, metric in found.items()]
 
 
 def _state(facts: Facts) -> tuple[str, str, str]:

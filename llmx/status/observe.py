@@ -168,8 +168,9 @@ class Metrics:
             self.end = record
         elif kind == "event":
             self.events = [*self.events[1 - MOST_EVENTS :], record]
-            if self.start and record.get("event") == "resumed" and record.get("total_steps"):
-                self.start = {**self.start, "total_steps": record["total_steps"]}
+            if self.start and record.get("event") == "resumed":
+                again = {k: record[k] for k in ("total_steps", "metrics") if record.get(k)}
+                self.start = dict(self.start, **again)
 
     def facts(self) -> Facts:
         paces = [r["step_time_s"] for r in self.train[1:] or self.train if r.get("step_time_s")]

@@ -55,6 +55,7 @@ def _rows(view: View, blocks: str) -> list[tuple[str, Text]]:
 
     rows = [("why", view.why), ("do", view.fix)]
     rows += [("step", _progress(view, blocks)), ("loss", _loss(view, blocks))]
+    rows += [("metrics", ", ".join(f"{title} {value}" for title, value in view.train_metrics))]
     rows += [("eval", _evaluation(view)), ("speed", _speed(view)), ("memory", _memory(view))]
     rows += [("saved", _saved(view)), ("restarts", _restarts(view))]
     rows += [(name, what) for name, what in view.hosts]
@@ -89,10 +90,9 @@ def _loss(view: View, blocks: str) -> str:
 
 
 def _evaluation(view: View) -> str:
-    if view.eval_loss is None:
-        return ""
-    match = "" if view.exact_match is None else f", exact match {human.percent(view.exact_match)}"
-    return f"loss {human.number(view.eval_loss)}{match} at step {view.eval_step or 0:,}"
+    parts = [] if view.eval_loss is None else [f"loss {human.number(view.eval_loss)}"]
+    parts += [f"{title} {value}" for title, value in view.eval_metrics]
+    return f"{', '.join(parts)} at step {view.eval_step or 0:,}" if parts else ""
 
 
 def _speed(view: View) -> str:

@@ -12,6 +12,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from llmx.metrics import measured
+from llmx.metrics.declared import is_number
 from llmx.tail import LineTail
 
 Record = dict[str, Any]
@@ -53,7 +55,7 @@ def scalars(record: Record) -> dict[str, float]:
             values[name] = math.nan
         elif isinstance(value, bool | int | float):
             values[name] = float(value)
-        elif isinstance(value, list) and value and all(_is_number(item) for item in value):
+        elif isinstance(value, list) and value and all(is_number(item) for item in value):
             values[f"{name}_max"] = float(max(value))
             if len(value) > 1:
                 for rank, item in enumerate(value):
@@ -66,12 +68,8 @@ def event_scalars(record: Record) -> dict[str, float]:
     if record.get("kind") != "event":
         return {}
     name = record.get("event", "event")
-    numbers = {k: v for k, v in record.items() if k not in ("kind", "time") and _is_number(v)}
+    numbers = {k: v for k, v in record.items() if k not in ("kind", "time") and is_number(v)}
     return {f"{name}/{key}": float(value) for key, value in numbers.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -193,7 +191,7 @@ class Summary:
         self._memory_gib = max([self._memory_gib, *(record.get("memory_gib") or [])])
 
     def _eval(self, record: Record) -> None:
-        loss, match = record.get("loss"), record.get("exact_match")
+        loss = record.get("loss")
         if loss is not None:
             self._values.setdefault("first_eval_loss", loss)
             self._values["final_eval_loss"] = loss
@@ -201,11 +199,11 @@ class Summary:
             if best is None or loss < best:
                 self._values["best_eval_loss"] = loss
                 self._values["best_eval_step"] = step_of(record)
-        if match is not None:
+        for name, value in measured(record, {}).items():
             if step_of(record) == 0:
-                self._values.setdefault("exact_match_before", match)
+                self._values.setdefault(f"{name}_before", value)
             else:
-                self._values["exact_match"] = match
+                self._values[name] = value
 
     def values(self, result: Record | None = None) -> dict[str, Any]:
         """The known numbers, with outcome, cause and fix of ``result.json`` when given."""
