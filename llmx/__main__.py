@@ -14,36 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmx.errors import ConfigError, LlmxError, did_you_mean
-from llmx.text import printable
-
-LIGHT = ("resume", "reproduce", "status", "watch")
-"""Commands that are a module ``llmx.NAME`` with a ``main(words)``, run in this process."""
-
-HEAVY = ("report", "generate", "export", "compare", "bench")
-"""Commands that load heavy libraries: ``python -m llmx.NAME``, in a process of their own."""
-
-OWN_HELP = ("bench", "compare", "export", "generate", "report")
-"""Commands with flags of their own, which ``export --help`` lists."""
+from llmx.commands import COMMANDS, HEAVY, LIGHT
+from llmx.errors import ConfigError, LlmxError, did_you_mean, exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors for the user are printed, not raised."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        code = _dispatch(words)
-        sys.stdout.flush()
-        return code
-    except LlmxError as error:
-        # What was typed, or is in a file, must not steer the terminal.
-        print(f"llmx: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader has seen enough (`| head`); Python must not complain of it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return exit_code(lambda: _dispatch(words))
 
 
 def _dispatch(words: list[str]) -> int:
@@ -56,9 +34,9 @@ def _dispatch(words: list[str]) -> int:
         from llmx.completion import main as completion_main
 
         return completion_main(words[1:])
-    if len(words) == 2 and words[0] in OWN_HELP and words[1] in ("-h", "--help"):
-        return _module(words[0], words[1:])
     if any(word in ("-h", "--help") for word in words):
+        if words[0] in HEAVY:
+            return _module(words[0], ["--help"])
         print(_help(words))
         return 0
     if words == ["--version"]:
@@ -72,7 +50,6 @@ def _dispatch(words: list[str]) -> int:
         print(OPTIONS_HELP, end="")
         return 0
     from llmx.arguments import split_command, split_own
-    from llmx.help import COMMANDS
     from llmx.job import CONFIG_COMMANDS
 
     command, rest = split_command(words, tuple(COMMANDS))
@@ -93,10 +70,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _help(words: list[str]) -> str:
-    """A command's own help where it has one, else the whole."""
-    from llmx.commands import COMMANDS
-
-    if words[0] in COMMANDS and words[0] not in OWN_HELP:
+    """A command's own help where one is named, else the whole."""
+    if words[0] in COMMANDS:
         from llmx.topics import command_help
 
         return command_help(words[0])

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from llmx.catalogue import GROUPS
+from llmx.commands import HYDRA_WORDS
 from llmx.config.build import shown
 from llmx.errors import ConfigError, did_you_mean
 
@@ -39,14 +40,18 @@ def resolve_alias(override: str) -> str:
 
 
 def _quoted(override: str) -> str:
-    """Values with letters beyond ASCII in quotes, without which Hydra's grammar takes none.
+    """Values with letters beyond ASCII, or that begin with ``~``, in quotes, without which Hydra's
+    grammar takes none.
 
     Where there are quotes or brackets, the user has said what belongs together.
     """
     key, equal, value = override.partition("=")
-    if not equal or value.isascii() or any(mark in value for mark in "'\"[]{}()\\"):
+    if not equal or any(mark in value for mark in "'\"[]{}()\\"):
         return override
-    words = [word if word.isascii() else f"'{word}'" for word in value.split(",")]
+    words = [
+        f"'{word}'" if word.startswith("~") or not word.isascii() else word
+        for word in value.split(",")
+    ]
     return f"{key}={','.join(words)}"
 
 
@@ -76,10 +81,7 @@ class Line:
     """What to print instead of starting anything, in Hydra's words: ``--cfg job``."""
 
 
-_SHOWN = {
-    "--cfg": ("job", "hydra", "all"),
-    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-}
+_SHOWN = {word.name: word.choices for word in HYDRA_WORDS if word.choices}
 _SHORT = {
     "-m": "--multirun", "-r": "--run", "-c": "--cfg", "-i": "--info", "-p": "--package",
     "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name",
@@ -91,7 +93,7 @@ _REFUSED = {
     "--config-dir DIR experiment=NAME",
     "--experimental-rerun": "a run is repeated by python -m llmx reproduce RUN_DIR",
     "--shell-completion": "completion is printed by python -m llmx completion bash|zsh|fish",
-    "--version": "it stands alone: python -m llmx --version",
+    "--version": "give it alone: python -m llmx --version",
 }
 OPTIONS = ("--multirun", "--run", "--cfg", "--resolve", "--package", "--info", "--config-dir")
 OPTIONS_HELP = """\
@@ -228,4 +230,7 @@ def sweep_overrides(path: Path) -> list[str]:
 def _literal(value: object) -> str:
     if value is None:
         return "null"
+    if isinstance(value, str) and "," in value and not value.startswith(("[", "{", "'", '"')):
+        # One value, which a sweep would read as several.
+        return '"{}"'.format(value.replace("\\", "\\\\").replace('"', '\\"'))
     return str(value).lower() if isinstance(value, bool) else str(value)

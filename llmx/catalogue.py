@@ -10,10 +10,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmx.config.build import shown
+from llmx.errors import did_you_mean
+
 GROUPS = (
     "experiment", "model", "data", "task", "zero", "hardware", "optim", "batch", "checkpoint",
     "launch", "tracking",
 )  # fmt: skip
+
+OPTIONAL_GROUPS = ("experiment",)
+"""Groups that may be left out: ``experiment=null``."""
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -58,6 +64,19 @@ def option_names(group: str, directories: Sequence[Path] = ()) -> list[str]:
         path.stem for each in (*directories, conf_dir()) for path in (each / group).glob("*.yaml")
     }
     return sorted(found)
+
+
+def no_such_option(group: str, name: str, directories: Sequence[Path] = ()) -> str:
+    """The message for an option that a group does not have."""
+    known = option_names(group, directories)
+    # zero=4 is read as zero=stage4.
+    typed = f"stage{name}" if group == "zero" and name.isdecimal() else name
+    near = did_you_mean(typed[:100], known)
+    null = ", or null for none" if group in OPTIONAL_GROUPS else ""
+    return (
+        f"{group}={shown(name)}: no such option.{near} Options of {group}: "
+        f"{', '.join(known)}{null}; your own: --config-dir DIR."
+    )
 
 
 def first_comment(path: Path) -> str:

@@ -28,10 +28,12 @@ class Command:
 
     line: str
     """Its line in ``--help``."""
-    usage: str
-    about: str
+    usage: str = ""
+    """What follows its name; empty where the command prints its help itself."""
+    about: str = ""
     """What it does, for its own help; empty where the command prints that itself."""
     words: tuple[Word, ...] = ()
+    """Its own flags (each has ``--help``, too) and keys."""
     arguments: tuple[str, ...] = ()
     """What its bare words are, in order: ``run``, ``run+`` (any number), ``sweep``, ``topic``."""
     overrides: bool = False
@@ -41,16 +43,24 @@ class Command:
     examples: tuple[str, ...] = ()
 
 
+LIGHT = ("resume", "reproduce", "status", "watch")
+"""Commands that are a module ``llmx.NAME`` with a ``main(words)``, run in this process; each has a
+``help_text()``."""
+HEAVY = ("report", "generate", "export", "compare", "bench")
+"""Commands that load heavy libraries: ``python -m llmx.NAME``, in a process of their own, which
+also prints their help."""
+
+_OVERRIDES = "[group=option] [key=value] ..."
 _TRUE = ("true", "false")
 _DRY_RUN = Word("dry_run=", "say what would happen, start nothing", "true", _TRUE)
 _CONFIG_DIR = Word("--config-dir", "a directory with your own groups", "DIR", takes="directory")
 _WIDTH = Word("--width", "columns of the tables", "N")
 _SSH_CONFIG = Word("--ssh-config", "for user@host:RUN, as ssh -F", "FILE", takes="path")
 _EVERY = Word("--every", "seconds between two looks", "S")
-_HELP = Word("--help", "what the command does, and its flags")
+HELP = Word("--help", "what the command does, and its flags")
 
 HYDRA_WORDS = (
-    _HELP,
+    HELP,
     Word("--multirun", "comma lists become a sweep"),
     Word("-m", "comma lists become a sweep"),
     Word("--cfg", "print the composed config", "job", ("job", "hydra", "all")),
@@ -68,7 +78,7 @@ HYDRA_WORDS = (
 COMMANDS = {
     "train": Command(
         "compose, check, snapshot, launch, train, report (the default)",
-        "python -m llmx [train] [group=option] [key=value] ...",
+        _OVERRIDES,
         "Trains. The config is composed and checked before a GPU is touched; a snapshot of it and\n"
         "the exact command are written into a new run directory under outputs/ (run_dir=DIR: into\n"
         "DIR); then the ranks are started, watched, and restarted where that helps. Without\n"
@@ -78,7 +88,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "the same up to the launch: the run directory, the plan, the exact command",
-        "python -m llmx plan [group=option] [key=value] ...",
+        _OVERRIDES,
         "Composes and checks the config, writes the run directory, and prints the plan: hosts and\n"
         "ranks, micro batches, steps, memory a rank, precision and why, the exact command. Starts\n"
         "nothing. The same as dry_run=true.",
@@ -87,7 +97,7 @@ COMMANDS = {
     ),
     "sweep": Command(
         "run a committed grid: sweep NAME [overrides] (see sweeps/)",
-        "python -m llmx sweep NAME|FILE.yaml [group=option] [key=value] ...",
+        f"NAME|FILE.yaml {_OVERRIDES}",
         "Runs every combination of a grid, one trial after another, and ends with a table of them\n"
         "(also in sweep.csv and sweep.md). A file has a grid and, if you like, overrides:\n\n"
         "  grid:\n"
@@ -101,11 +111,9 @@ COMMANDS = {
         examples=("python -m llmx sweep lr task.steps=50",),
     ),
     "resume": Command(
-        "go on with a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
-        "python -m llmx resume RUN_DIR [overrides] [step=N] [--config-dir DIR]",
-        "",
+        "resume a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
         words=(
-            Word("step=", "go on from that checkpoint", "N", takes="step"),
+            Word("step=", "from that checkpoint", "N", takes="step"),
             _DRY_RUN,
             _CONFIG_DIR,
         ),
@@ -114,8 +122,6 @@ COMMANDS = {
     ),
     "reproduce": Command(
         "start a new run from the snapshot of an old one: reproduce RUN_DIR",
-        "python -m llmx reproduce RUN_DIR [overrides] [to_step=K] [strict=true] [checkout=true]",
-        "",
         words=(
             Word("to_step=", "train the first K steps only", "K"),
             Word("strict=", "refuse where anything differs", "true", _TRUE),
@@ -129,54 +135,45 @@ COMMANDS = {
     ),
     "status": Command(
         "what runs are doing, or one of them: status [RUN_DIR | user@host:RUN_DIR]",
-        "python -m llmx status [RUN | DIR | user@host:RUN] [options]",
-        "",
         words=(
             Word("--all", "all runs, not only the first"),
             Word("--json", "the facts as JSON, for scripts"),
             _SSH_CONFIG,
-            _HELP,
         ),
         arguments=("run",),
     ),
     "watch": Command(
         "the same, live: watch RUN_DIR",
-        "python -m llmx watch [RUN | DIR | user@host:RUN] [options]",
-        "",
-        words=(_EVERY, _SSH_CONFIG, _HELP),
+        words=(_EVERY, _SSH_CONFIG),
         arguments=("run",),
     ),
     "compare": Command(
         "what differs between two runs, and both loss curves: compare RUN_A RUN_B",
-        "python -m llmx compare RUN_A RUN_B [--out FILE.png] [--width N]",
-        "",
-        words=(Word("--out", "the picture", "FILE.png", takes="path"), _WIDTH, _HELP),
+        "RUN_A RUN_B [--out FILE.png] [--width N]",
+        words=(Word("--out", "the picture", "FILE.png", takes="path"), _WIDTH),
         arguments=("run", "run"),
     ),
     "export": Command(
         "a checkpoint as a Hugging Face model: export RUN_DIR [--step N] [--check]",
-        "python -m llmx export RUN_DIR [--step N] [--out DIR] [--check]",
-        "",
+        "RUN_DIR [--step N] [--out DIR] [--check]",
         words=(
             Word("--step", "which checkpoint", "N", takes="step"),
             Word("--out", "the directory to write", "DIR", takes="path"),
             Word("--dtype", "of the weights", "DTYPE", ("bf16", "fp16", "fp32")),
             Word("--shard-gib", "size of a file of weights", "X"),
             Word("--check", "verify the checkpoints instead"),
-            _HELP,
         ),
         arguments=("run",),
     ),
     "report": Command(
         "tables, loss curve and HTML of a run directory: report RUN_DIR",
-        "python -m llmx report RUN_DIR [--width N]",
-        "",
-        words=(_WIDTH, _HELP),
+        "RUN_DIR [--width N]",
+        words=(_WIDTH,),
         arguments=("run",),
     ),
     "data": Command(
         "prepare the data, say what became of it; preview=3 shows samples token by token",
-        "python -m llmx data [preview=N] [split=train|eval] [group=option] [key=value] ...",
+        f"[preview=N] [split=train|eval] {_OVERRIDES}",
         "Reads, tokenizes and packs the data as a training with the same words would, and prints\n"
         "what became of every record: used, truncated, dropped, and why. The prepared data is\n"
         "kept; a training finds it.",
@@ -193,7 +190,7 @@ COMMANDS = {
     ),
     "tokenizer": Command(
         "train one on the data: tokenizer.kind=bbpe|sentencepiece vocab_size=64000",
-        "python -m llmx tokenizer data=text data.path=DIR [vocab_size=N] [key=value] ...",
+        "data=text data.path=DIR [vocab_size=N] [key=value] ...",
         "Trains a tokenizer on the data's text, proves that AutoTokenizer loads it and that text\n"
         "comes back as it was, and writes a directory for model.tokenizer=DIR.",
         words=(
@@ -211,31 +208,27 @@ COMMANDS = {
     ),
     "generate": Command(
         'answer a prompt with a trained model: generate RUN_DIR "What ...?"',
-        "python -m llmx generate RUN_DIR [PROMPT ...] [--max-new-tokens N] [--model DIR]",
-        "",
+        "RUN_DIR [PROMPT ...] [--max-new-tokens N] [--model DIR]",
         words=(
             Word("--max-new-tokens", "of one answer", "N"),
             Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
-            _HELP,
         ),
         arguments=("run",),
     ),
     "bench": Command(
         "what this machine does: kernels, training speed and memory: bench [--parts A,B]",
-        "python -m llmx bench [--parts A,B] [--tiny] [--minutes N] [--out DIR]",
-        "",
+        "[--parts A,B] [--tiny] [--minutes N] [--out DIR]",
         words=(
             Word("--parts", "only these", "A,B"),
             Word("--tiny", "shrunken sizes: does it run at all?"),
             Word("--minutes", "begin no part after so long", "N"),
             Word("--out", "where gpu-CHIP.md and .json go", "DIR", takes="directory"),
             Word("--work-dir", "for runs and data", "DIR", takes="directory"),
-            _HELP,
         ),
     ),
     "help": Command(
         "what a key, a group, an option or a command does: help optim.lr",
-        "python -m llmx help [KEY | GROUP | GROUP=OPTION | COMMAND | environment] ...",
+        "[KEY | GROUP | GROUP=OPTION | COMMAND | environment] ...",
         "Prints type, range, default, meaning and an example of a key; the options and all keys\n"
         "of a group; the file of an option; the help of a command; the LLMX_* variables. A part\n"
         "of a name lists what it may mean. All keys on one page: docs/config.md.",
@@ -249,7 +242,7 @@ COMMANDS = {
     ),
     "completion": Command(
         "tab completion for a shell: completion bash|zsh|fish prints the script",
-        "python -m llmx completion bash|zsh|fish",
+        "bash|zsh|fish",
         "Prints a script that completes commands, groups and options (also those of\n"
         "--config-dir), keys, values, paths and run directories behind `llmx` and\n"
         "`python -m llmx`. For this terminal, or in the shell's start-up file for every one:\n\n"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmx.config import migrate, to_dict
 from llmx.config.build import experiment_from_dict
-from llmx.errors import ConfigError, LlmxError
+from llmx.errors import ConfigError, exit_code
 from llmx.flags import Parser, whole_number
 from llmx.provenance.differences import MEANING, Difference, not_recorded
 from llmx.report.compare_figure import draw_both
@@ -48,11 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
     )
     options = parser.parse_args(argv)
-    try:
-        return compare(options.run_a, options.run_b, out=options.out, width=options.width)
-    except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code(
+        lambda: compare(options.run_a, options.run_b, out=options.out, width=options.width)
+    )
 
 
 def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | None = None) -> int:
@@ -184,7 +182,8 @@ def _picture(a: RunData, b: RunData, names: tuple[str, str], out: Path | None) -
         except OSError as error:
             if place is places[-1]:
                 raise ConfigError(
-                    f"{place}: not written ({error.strerror}). Give another: --out FILE.png"
+                    f"{place}: the picture cannot be written ({error.strerror or error}). Set "
+                    "--out to another file, e.g. --out compare.png."
                 ) from error
     return None
 

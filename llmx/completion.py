@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llmx.arguments import ALIASES
 from llmx.catalogue import GROUPS, conf_dir, first_comment, sweeps_dir
-from llmx.commands import COMMANDS, HYDRA_WORDS, Command, Word
+from llmx.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
 from llmx.errors import ConfigError, did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")
@@ -77,7 +77,7 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
     name = before[0] if before and before[0] in COMMANDS else ""
     rest = before[1:] if name else before
     command = COMMANDS[name or "train"]
-    flags = (*command.words, *(HYDRA_WORDS if command.overrides else ()))
+    flags = (*command.words, *(HYDRA_WORDS if command.overrides else (HELP,)))
 
     flag = _flag_before(flags, before)
     if flag is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from llmx.config.validate import validate
 from llmx.doctor.detect import local_names
 from llmx.errors import ConfigError
 from llmx.hardware import resolve_hardware
-from llmx.local_paths import local_paths, missing_here
+from llmx.local_paths import absolute, is_directory, local_paths, missing_here
 from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.geometry import position_limit
 
@@ -77,7 +76,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     if model.kind == "hf" and found:
         model = dataclasses.replace(model, config={**found, **model.config})
     model = dataclasses.replace(model, config=as_typed(model.config))
-    run_dir = os.path.abspath(exp.run_dir) if exp.run_dir else ""
+    run_dir = absolute(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
     exp = dataclasses.replace(
         exp,
@@ -107,7 +106,7 @@ def check_paths(exp: Experiment, plan: Plan) -> None:
 
 def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str, Any], list[str]]:
     """``config.json`` of a model directory on this machine, else empty; and what is wrong."""
-    if not model.path or not Path(model.path).is_absolute() or not Path(model.path).is_dir():
+    if not model.path or not is_directory(model.path):
         return {}, []
     problems = []
     directory = Path(model.path)
@@ -127,7 +126,7 @@ def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str
         return {}, problems
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         return {}, [*problems, f"{config}: is not valid JSON ({error}). Is the download complete?"]
     if not isinstance(found, dict):
         return {}, [*problems, f"{config}: must be a JSON object. Is it a model's config?"]

@@ -7,7 +7,12 @@ is a defect of llmx and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+from llmx.text import printable
 
 EXIT_CODES = {
     0: "it went well; a report or a comparison was printed, whatever it says",
@@ -56,3 +61,36 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     match = [name for name in names if len(word) > 2 and name.startswith(word)]
     match = match or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f' Did you mean "{match[0]}"?' if match else ""
+
+
+def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
+    """Run a program's work; its exit code. What it raises for the user is printed as one message.
+
+    ``interrupted``: what to say after Ctrl-C.
+    """
+    try:
+        code = program()
+        sys.stdout.flush()
+        return code
+    except LlmxError as error:
+        # What was typed, or is in a file, must not steer the terminal.
+        print(f"llmx: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if interrupted:
+            print(f"llmx: interrupted; {interrupted}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); Python must not complain of it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG or not error.filename:
+            raise
+        # Any look at such a path raises; it is never one of ours.
+        name = printable(str(error.filename), keep="")
+        place = name if len(name) <= 60 else f"{name[:57]}..."
+        print(
+            f"llmx: {place}: the name is too long for a file. Use a shorter one.", file=sys.stderr
+        )
+        return ConfigError.exit_code

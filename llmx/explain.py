@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from llmx.catalogue import no_such_option
 from llmx.config import experiment_from_dict
 from llmx.config.keys import key_problem, shown
 from llmx.errors import ConfigError
@@ -34,10 +35,7 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
         return f"{_typed(wanted, overrides)}: cannot be set here. Leave out + and ~."
     option = re.search(r"Could not find '([\w/]+)/([^']+)'", text)
     if option:
-        return (
-            f"{option[1]}={shown(option[2])}: no such option. See python -m llmx --help; your "
-            "own options: --config-dir DIR."
-        )
+        return no_such_option(option[1], option[2])
     if "nterpolation" in name or "Grammar" in name or "nterpolation" in text:
         return _interpolation(key, text, name)
     if key.startswith("hydra."):

@@ -29,7 +29,7 @@ from llmx.checkpoint.manifest import (
     step_of,
 )
 from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
-from llmx.errors import ConfigError, LlmxError
+from llmx.errors import ConfigError, LlmxError, exit_code
 from llmx.flags import Parser, positive_number, whole_number
 from llmx.rundir import RunDir, no_run, read_json
 from llmx.snapshot import config_values
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="verify the checkpoints instead, write nothing"
     )
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         run, step = _which(options.run, options.step)
         if options.check:
             return check(run)
@@ -76,13 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             dtype=options.dtype,
             shard_bytes=int(options.shard_gib * 2**30),
         )
-    except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("llmx: interrupted; nothing was put in place", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return exit_code(work, interrupted="nothing was left at the place of the export")
 
 
 def check(run: RunDir) -> int:
@@ -124,10 +121,11 @@ def export(
         LlmxError: there is no such checkpoint, it is damaged, the disk is full.
     """
     began, stream = time.monotonic(), stream or sys.stderr
+    if out is not None:
+        _refuse_existing(out)  # before the checkpoint is read, which takes minutes
     checkpoint = _choose(run, step, stream=stream)
     directory = Path(os.path.abspath(out or run.root / "export" / checkpoint.name))
-    if directory.exists():
-        raise ConfigError(f"{directory} is there already. Remove it, or set --out to another name.")
+    _refuse_existing(directory)
     try:
         state = read_json(checkpoint / STATE)
         index = FragmentIndex(sorted(checkpoint.glob("rank-*.safetensors")))
@@ -244,14 +242,23 @@ def _set_dtype(config: Any, dtype: str) -> bool:
     return changed
 
 
-def _disk_error(error: OSError, directory: Path, num_bytes: int) -> CheckpointError:
+def _refuse_existing(directory: Path) -> None:
+    # Not Path.exists(), which raises for a name that is too long.
+    if os.path.lexists(directory):
+        raise ConfigError(f"{directory} is there already. Remove it, or set --out to another name.")
+
+
+def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = commit.free_bytes(directory.parent)
         return CheckpointError(
             f"{directory}: the export needs {size(num_bytes)}, {size(free)} are free. Nothing was "
             "left there. Free some disk, or set --out to another one."
         )
-    return CheckpointError(f"{directory} cannot be written: {error}. Nothing was left there.")
+    return ConfigError(
+        f"{directory}: cannot be written ({error.strerror or error}). Nothing was left there. Set "
+        "--out to a directory that can be made."
+    )
 
 
 if __name__ == "__main__":

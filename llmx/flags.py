@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from llmx.config.build import shown
 from llmx.config.fields import Range
 from llmx.errors import ConfigError
+from llmx.text import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         message = message.replace("unrecognized arguments: ", "no such option: ")
         message = message.replace("the following arguments are required: ", "missing: ")
         command = self.prog.split()[-1]
-        print(f"llmx: {command}: {message}. See {self.prog} --help.", file=sys.stderr)
+        print(f"llmx: {command}: {printable(message)}. See {self.prog} --help.", file=sys.stderr)
         raise SystemExit(ConfigError.exit_code)
 
 

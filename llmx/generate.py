@@ -18,7 +18,7 @@ from llmx.config import Experiment
 from llmx.data.forms import Conversation, Message
 from llmx.data.read import Where
 from llmx.data.render import Renderer
-from llmx.errors import ConfigError, LlmxError
+from llmx.errors import ConfigError, exit_code
 from llmx.flags import Parser, whole_number
 from llmx.rundir import RunDir
 from llmx.text import plural, printable
@@ -45,11 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     # Prompts may stand before and behind the options.
     options = parser.parse_intermixed_args(argv)
-    try:
-        return _answer(options)
-    except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code(lambda: _answer(options))
 
 
 def _answer(options: argparse.Namespace) -> int:
@@ -79,7 +75,7 @@ def _answer(options: argparse.Namespace) -> int:
         pad_token_id=next((i for i in (tokenizer.pad_token_id, *stops) if i is not None), None),
     )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    exit_code = 0
+    code = 0
     for prompt in options.prompt or _lines():
         ids = torch.tensor([prompt_ids(exp, tokenizer, prompt)], device=device)
         length = ids.shape[1]
@@ -91,7 +87,7 @@ def _answer(options: argparse.Namespace) -> int:
                 "Ask something shorter.",
                 file=sys.stderr,
             )
-            exit_code = ConfigError.exit_code
+            code = ConfigError.exit_code
             continue
         with torch.no_grad():
             out = model.generate(
@@ -104,7 +100,7 @@ def _answer(options: argparse.Namespace) -> int:
         answer = answer[:-1] if answer and answer[-1] in stops else answer
         text = tokenizer.decode(answer, skip_special_tokens=True).strip()
         print(printable(text) if sys.stdout.isatty() else text, flush=True)
-    return exit_code
+    return code
 
 
 def _no_model(run: RunDir, directory: Path, *, asked: bool) -> str:

@@ -10,8 +10,10 @@ while the config is composed. What is missing is found then, all of it at once:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -20,14 +22,13 @@ from pathlib import Path
 from llmx.config import DataConfig, Experiment, ModelConfig
 from llmx.config.build import shown
 from llmx.errors import did_you_mean
+from llmx.file_formats import KNOWN, files_in, is_saved, name_problem
 
 HUB = "hub:"
 _DATASET_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_FILE = re.compile(
-    r".*\.(txt|text|json|jsonl|ndjson|tsv|csv|parquet|arrow)(\.(gz|zst|bz2|xz))?", re.IGNORECASE
-)
-"""A name that ends so is a file's, not that of a data set on the Hub."""
+_MOST_FILES = 1000
+"""Files of a directory or a glob whose names are looked at before a launch; the ranks look at all."""
 
 
 def local_paths(exp: Experiment, *, all_here: bool) -> tuple[DataConfig, ModelConfig, list[str]]:
@@ -58,6 +59,11 @@ def local_paths(exp: Experiment, *, all_here: bool) -> tuple[DataConfig, ModelCo
 def absolute(path: str) -> str:
     """``~`` expanded, and absolute."""
     return os.path.abspath(os.path.expanduser(path))
+
+
+def is_directory(path: str) -> bool:
+    """Whether an absolute path is a directory here; False also for one that cannot be."""
+    return os.path.isabs(path) and os.path.isdir(path)
 
 
 def missing_here(exp: Experiment) -> Iterator[str]:
@@ -96,16 +102,24 @@ class _Paths:
             return path
         full = absolute(path)
         if _exists(full):
+            if self._all_here and (problem := _unreadable(Path(full))):
+                self.problems.append(f"{where}={shown(path)}: {problem}.")
             return full
         if glob.has_magic(path):
-            if any(glob.iglob(full, recursive=True)):
-                return full
-            if self._must_exist(path):
+            matches = list(itertools.islice(glob.iglob(full, recursive=True), _MOST_FILES))
+            files = [file for file in map(Path, matches) if file.is_file()]
+            wrong = next((file for file in files if name_problem(file)), None)
+            if wrong is not None and self._all_here:
+                self.problems.append(
+                    f"{where}={shown(path)}: {shown(wrong.name)} matches it: {name_problem(wrong)}."
+                )
+            elif not files and self._must_exist(path) and len(matches) < _MOST_FILES:
                 at = _seen_from(path)
-                self.problems.append(f"{where}={shown(path)}: no file matches it{at}.")
+                self.problems.append(f"{where}={shown(path)}: no file matches it{at}. Correct it.")
             return full
         is_id = _DATASET_ID.fullmatch(path) and not path.startswith((".", "~"))
-        if is_id and not _FILE.fullmatch(path) and not os.path.isdir(os.path.dirname(full)):
+        is_file = not name_problem(Path(path))
+        if is_id and not is_file and not os.path.isdir(os.path.dirname(full)):
             return path
         if self._must_exist(path):
             hub = f" A data set of the Hub is {HUB}owner/name." if is_id else ""
@@ -143,13 +157,25 @@ class _Paths:
         return self._all_here or not os.path.isabs(os.path.expanduser(path))
 
 
+def _unreadable(place: Path) -> str:
+    """Why nothing can be read from a file or a directory that exists, by the names in it."""
+    if not place.is_dir():
+        return name_problem(place)
+    if is_saved(place):
+        return ""
+    files = list(itertools.islice(files_in(place), _MOST_FILES))
+    if not files:
+        return f"no file in it ends in {', '.join(KNOWN)}. Give a directory with such files"
+    return next((f"{shown(f.name)} in it: {why}" for f in files if (why := name_problem(f))), "")
+
+
 def _missing(where: str, path: str) -> str:
     name, parent = os.path.basename(path.rstrip("/")), os.path.dirname(absolute(path))
     near = ""
-    if os.path.isdir(parent):
-        with os.scandir(parent) as entries:
-            names = [entry.name for entry, _ in zip(entries, range(10_000), strict=False)]
-        near = did_you_mean(name, names) if len(name) < 100 else ""
+    if os.path.isdir(parent) and len(name) < 100:
+        # What may not be listed suggests nothing.
+        with contextlib.suppress(OSError), os.scandir(parent) as entries:
+            near = did_you_mean(name, [each.name for each in itertools.islice(entries, 10_000)])
     at = _seen_from(path)
     return f"{where}={shown(path)}: no such file or directory{at}.{near} Give an existing path."
 

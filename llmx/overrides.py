@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from llmx.arguments import resolve_alias
-from llmx.catalogue import GROUPS, find_option, option_names
+from llmx.catalogue import (
+    GROUPS,
+    OPTIONAL_GROUPS,
+    find_option,
+    no_such_option,
+    option_names,
+)
 from llmx.config.keys import key_problem, shown
 from llmx.errors import ConfigError, did_you_mean
 from llmx.user_files import check_user_files
@@ -27,8 +33,6 @@ MAX_JOBS = 10_000
 
 _NESTED = ("hardware/devices",)
 """Groups inside a group."""
-_OPTIONAL = ("experiment",)
-"""Groups that may be left out: ``experiment=null``."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def _meant(word: str) -> str:
     from llmx.commands import COMMANDS
 
     if word in COMMANDS:
-        return f" A command stands first: python -m llmx {word} ..."
+        return f" A command comes first: python -m llmx {word} ..."
     hint = did_you_mean(word, [*COMMANDS, *GROUPS]) if len(word) < 100 else ""
     return hint or " Write group=option or key=value."
 
@@ -176,7 +180,7 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
             f"{'' if key in GROUPS else written}"
         )
     if override.package is not None:
-        raise ConfigError(f"{shown(word)}: an @ has no use here. Write {shown(key)}=...")
+        raise ConfigError(f"{shown(word)}: @ is not supported here. Write {shown(key)}=...")
     if key.startswith("hydra"):
         _check_hydra(word, override)
         return []
@@ -200,7 +204,7 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
     group = override.key_or_group
     known = option_names(group, directories)
     if override.is_delete():
-        if group in _OPTIONAL:
+        if group in OPTIONAL_GROUPS:
             return [None]
         if override.value() in (None, ""):
             return []
@@ -209,7 +213,7 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
     if override.is_sweep_override():
         values = [_plain(value) for value in _sweep_values(override)]
     for value in values:
-        if value is None and group in _OPTIONAL:
+        if value is None and group in OPTIONAL_GROUPS:
             if len(values) > 1:
                 raise ConfigError(
                     f"{shown(word)}: null is no option of a sweep. Sweep over the keys of the "
@@ -223,10 +227,7 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
             )
         name = value if isinstance(value, str) else shown(value)
         if find_option(group, name, directories) is None:
-            raise ConfigError(
-                f"{group}={shown(name)}: no such option.{did_you_mean(name[:100], known)} "
-                f"Options of {group}: {', '.join(known)}; your own: --config-dir DIR."
-            )
+            raise ConfigError(no_such_option(group, name, directories))
     return values
 
 

@@ -22,6 +22,7 @@ from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.provenance import record
 from llmx.rundir import RunDir, no_run, read_json, write_json, write_text
+from llmx.user_files import read_yaml
 
 
 def write(
@@ -150,9 +151,9 @@ def migrations(run: RunDir) -> tuple[str, ...]:
 
 
 def _migrated(run: RunDir) -> Migrated:
-    text = run.config.read_text(encoding="utf-8")
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{run.config}: not valid YAML ({error}). Is the file whole?") from error
+        values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        read_yaml(run.config)  # says what is wrong, and in which line
+        raise ConfigError(f"{run.config}: cannot be read as YAML. Is the file whole?") from error
     return migrate(values, source=str(run.config))

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import re
 
-_UNSAFE = re.compile(
-    "[\x00-\x1f\x7f-\x9f"  # C0, DEL, C1: they move the cursor, ring, set titles, clear screens
-    "\u2028\u2029"  # line breaks that are none in a file
-    "\u202a-\u202e\u2066-\u2069"  # bidirectional overrides: text that reads otherwise than it is
-    "\ud800-\udfff]"  # lone surrogates (broken UTF-8): cannot be encoded at all
-)
+CONTROL = "\x00-\x1f\x7f-\x9f\u2028\u2029"
+"""Of a regular expression's class: C0, DEL and C1, which move the cursor, set titles or clear
+screens, and Unicode's own line breaks. No text on one line has them."""
+SURROGATES = "\ud800-\udfff"
+"""Of a class: halves of surrogate pairs (broken UTF-8), which cannot be encoded at all."""
+BIDIRECTIONAL = "\u202a-\u202e\u2066-\u2069"
+"""Of a class: overrides of the direction, with which text reads otherwise than it is."""
+
+_UNSAFE = re.compile(f"[{CONTROL}{BIDIRECTIONAL}{SURROGATES}]")
 TIMES = " \N{MULTIPLICATION SIGN} "
 
 

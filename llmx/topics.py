@@ -19,19 +19,29 @@ from pathlib import Path
 from typing import Any
 
 from llmx.arguments import ALIASES
-from llmx.catalogue import GROUPS, conf_dir, first_comment, options, sweeps_dir
-from llmx.commands import COMMANDS, Word
+from llmx.catalogue import (
+    GROUPS,
+    OPTIONAL_GROUPS,
+    conf_dir,
+    find_option,
+    first_comment,
+    no_such_option,
+    options,
+    sweeps_dir,
+)
+from llmx.commands import COMMANDS, LIGHT, Word
 from llmx.config.reference import Key, keys, sections, typed
 from llmx.errors import EXIT_CODES, ConfigError, did_you_mean
+from llmx.user_files import read_text
 
 WIDTH = 92
 
 GROUP_LINES = {
-    "experiment": "a whole recipe",
+    "experiment": "a whole recipe; experiment=null is none",
     "model": "which network, pretrained or from scratch",
     "data": "what to train on",
     "task": "what is learned, for how long",
-    "zero": "how DeepSpeed shards and offloads (zero_stage= is the same)",
+    "zero": "how DeepSpeed shards and offloads (zero_stage= is the same; zero=3 is zero=stage3)",
     "hardware": "hosts and devices",
     "optim": "optimizer and schedule",
     "batch": "global batch, micro batch, accumulation",
@@ -125,10 +135,10 @@ def command_help(name: str, *, brief: bool = False) -> str:
     ``brief``: without the keys of its section, which follow.
     """
     command = COMMANDS[name]
-    if name in ("resume", "reproduce", "status", "watch"):
+    if name in LIGHT:
         text: str = importlib.import_module(f"llmx.{name}").help_text()
         return text.rstrip("\n")
-    lines = [command.usage, "", command.about or _sentence(command.line)]
+    lines = [f"python -m llmx {name} {command.usage}", "", command.about or _sentence(command.line)]
     if command.words:
         lines += ["", *_rows([(_shown(word), word.line) for word in command.words])]
     if not command.about:
@@ -263,17 +273,17 @@ def _home(key: Key) -> str:
 
 
 def _option(group: str, name: str, config_dirs: Sequence[Path]) -> str:
-    for directory in (*reversed(config_dirs), conf_dir()):
-        path = directory / group / f"{name}.yaml"
-        if path.is_file():
-            return f"{group}={name}  {path}\n\n{path.read_text(encoding='utf-8')}"
+    if path := find_option(group, name, config_dirs):
+        return f"{group}={name}  {path}\n\n{read_text(path)}"
     known = all_options(group, config_dirs)
     if group == "zero" and f"stage{name}" in known:
         return _option(group, f"stage{name}", config_dirs)
-    raise ConfigError(
-        f"{group}={name}: no such option.{did_you_mean(name, known)} Options of {group}: "
-        f"{', '.join(known)}; your own: --config-dir DIR."
-    )
+    if group in OPTIONAL_GROUPS and name == "null":
+        return (
+            f"{group}=null: none. Each group has the option that conf/config.yaml names, or the "
+            "one that you choose."
+        )
+    raise ConfigError(no_such_option(group, name, config_dirs))
 
 
 def _named(name: str) -> list[Key]:

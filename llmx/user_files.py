@@ -12,9 +12,9 @@ from pathlib import Path
 
 import yaml
 
-from llmx.catalogue import GROUPS, find_option, option_names
+from llmx.catalogue import GROUPS, find_option, no_such_option, option_names
 from llmx.config.keys import key_problem, shape, shown
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import ConfigError
 
 _ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")
 _MAX_FILES = 1000
@@ -199,7 +199,7 @@ def _defaults(
         chosen = match["group"] if match["root"] else f"{group}/{match['group']}"
         if match["root"] and chosen in GROUPS and "override" not in key.value:
             raise ConfigError(
-                f"{path}, line {line}: the config has a {chosen} already. Write "
+                f"{path}, line {line}: the config already has the group {chosen}. Write "
                 f"- override /{chosen}: {shown(value.value)}."
             )
         names = value.value if isinstance(value, yaml.SequenceNode) else [value]
@@ -218,8 +218,9 @@ def _existing(
         own = group.split("/")[-1]
         if not known and own in GROUPS:
             hint = f" Write - override /{own}: {shown(written)}."
+        elif known:
+            raise ConfigError(f"{path}, line {line}: {no_such_option(group, name, directories)}")
         else:
-            hint = did_you_mean(name[:100], known)
-            hint += f" Options of {group}: {', '.join(known)}." if known else ""
+            hint = ""
         raise ConfigError(f"{path}, line {line}: {group}={shown(name)}: no such option.{hint}")
     return group, name

@@ -11,12 +11,14 @@ from __future__ import annotations
 import ipaddress
 import re
 
+from llmx.text import CONTROL
+
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}"
 """An ssh user."""
 INTERFACE = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}"
 """A network interface: 15 characters at most, as the kernel has it."""
-PATH = r"[^\"'\\\x00-\x1f\x7f]*"
+PATH = f"[^\"'\\\\{CONTROL}]*"
 """A path that ``ssh_config`` can hold, in double quotes where it has a space."""
 
 

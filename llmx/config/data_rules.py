@@ -26,6 +26,8 @@ COLUMNS = (
     "rejected",
 )
 """Our names of columns: the keys of ``data.columns``."""
+LEAST_CHAT_TOKENS = 8
+"""Of a question with its answer: the markers of two turns, a token in each, and the EOS token."""
 MAPPED = ("prompt", "label", "history")
 """Those of a labelled row: the keys of ``data.data_map``."""
 
@@ -37,6 +39,12 @@ def data_problems(exp: Experiment) -> Iterator[str]:
         yield (
             "data.packing=concat: would cut completions at data.seq_len. For task=sft use "
             "data.packing=best_fit or none."
+        )
+    is_chat = exp.task.kind == "sft" and data.form != "text" and data.loss_on != "all"
+    if is_chat and data.seq_len < LEAST_CHAT_TOKENS:
+        yield (
+            f"data.seq_len={data.seq_len}: no question with its answer is so short; its chat "
+            f"template alone takes most of {LEAST_CHAT_TOKENS} tokens. Set e.g. data.seq_len=512."
         )
     yield from _names(data)
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmx.text import CONTROL, SURROGATES
+
 MAX_ITEMS = 1000
 """Entries of a list or a mapping, where the field does not say otherwise."""
 MAX_PATH = 4096
@@ -73,22 +75,14 @@ class Text:
         """What is wrong with ``value``, in words that follow "must"; empty where nothing is."""
         if len(value) > self.max_length:
             return f"have at most {self.max_length} characters (it has {len(value)})"
-        if not _is_unicode(value):
+        if re.search(f"[{SURROGATES}]", value):
             return "be valid Unicode text (it has half of a surrogate pair)"
-        control = re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", value)
+        control = re.search(f"[{CONTROL}]", value)
         if control and (not self.multiline or control.group() == "\x00"):
             return f"be text on one line, without control characters (it has {control.group()!r})"
         if self.pattern and not re.fullmatch(self.pattern, value):
             return self.rule
         return ""
-
-
-def _is_unicode(value: str) -> bool:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def plain(number: float) -> str:
@@ -97,7 +91,7 @@ def plain(number: float) -> str:
         text = str(int(number))
         zeros = len(text) - len(text.rstrip("0"))
         return f"{text[:-zeros]}e{zeros}" if zeros >= 6 else text
-    return f"{number:g}".replace("e-0", "e-")
+    return f"{number:g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def choice(default: str, *options: str) -> Any:

@@ -64,8 +64,8 @@ def _hosts(hardware: HardwareConfig) -> Iterator[str]:
         before = addresses.setdefault(place, where)
         if host.name and before is not where and first is where:
             yield (
-                f"{where}: address={place[0]} with ssh_port={place[1]} is {before}. A host stands "
-                "in the list once, with all its slots."
+                f"{where}: address={place[0]} with ssh_port={place[1]} is {before}. List a "
+                "host once, with all its slots."
             )
         yield from _slots_and_device(host, where, hardware)
 

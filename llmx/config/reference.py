@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmx.config import schema
+from llmx.config.fields import plain
 
 NAME = "NAME"
 """Stands for a key of the user's choice: ``hardware.devices.NAME.memory_gib``."""
@@ -231,20 +232,12 @@ def typed(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
-        return _number(value)
+        return plain(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(typed(item) for item in value)}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {typed(item)}" for key, item in value.items()) + "}"
     return str(value) or "''"
-
-
-def _number(value: int | float) -> str:
-    if float(value).is_integer():
-        text = str(int(value))
-        zeros = len(text) - len(text.rstrip("0"))
-        return f"{text[:-zeros]}e{zeros}" if zeros >= 6 else text
-    return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def _keys(cls: type, prefix: str) -> Iterator[Key]:
@@ -319,8 +312,8 @@ def _words(hint: Any) -> str:
         return "list" if dataclasses.is_dataclass(inner) else f"list of {_plural(_words(inner))}"
     if origin is dict:
         inner = args[1]
-        plain = inner is Any or dataclasses.is_dataclass(inner)
-        return "mapping" if plain else f"mapping to {_plural(_words(inner))}"
+        any_value = inner is Any or dataclasses.is_dataclass(inner)
+        return "mapping" if any_value else f"mapping to {_plural(_words(inner))}"
     return _WORDS[hint]
 
 

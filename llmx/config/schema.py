@@ -93,7 +93,7 @@ class ModelConfig:
     memory, about a third more time). ``true`` is ``full``, ``false`` is ``none``."""
     fused_loss: bool | None = None
     """Compute the output head and the cross entropy together, a chunk of target positions at a
-    time, so that the logits are never whole in memory. None: on for CUDA, off for CPU."""
+    time, so that the logits are never whole in memory. Null: on for CUDA, off for CPU."""
     liger_kernel: bool | None = None
     """Liger-Kernel's fused RMSNorm, rotary embedding and SwiGLU (CUDA; ``pip install liger-kernel``
     on every host). Null: used where it is installed everywhere and a tiny model of the same config
@@ -163,7 +163,7 @@ class DataConfig:
     seq_len: int = number(512, minimum=2, maximum=2**24)
     """Tokens of one sample. The one sequence length of the whole run."""
     packing: str = choice("best_fit", "concat", "none")
-    """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the end
+    """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the EOS
     token and cuts at ``seq_len``; ``none`` makes one sample of one row."""
     layout: str = choice("auto", "packed", "padded")
     """How a sample's rows lie in a micro batch: ``packed`` into one line, isolated from each
@@ -171,7 +171,7 @@ class DataConfig:
     of the same architecture shows that rows are isolated. Same loss."""
     pad_to_multiple_of: int | None = number(None, minimum=1, maximum=2**16, example=64)
     """A micro batch is as long as its longest line, rounded up to a multiple of this, and at most
-    ``seq_len``. null: 128 on CUDA, where few shapes are faster, 8 on a CPU."""
+    ``seq_len``. Null: 128 on CUDA, where few shapes are faster, 8 on a CPU."""
     template: str = choice(
         "auto", "chatml", "llama2", "llama3", "qwen", "alpaca", "vicuna", "human_assistant"
     )
@@ -274,14 +274,14 @@ class ZeroConfig:
     quantized_gradients: bool = False
     """ZeRO++ qgZ (no effect on one node)."""
     overlap_comm: bool | None = None
-    """None: on for CUDA, off for CPU."""
+    """Null: on for CUDA, off for CPU."""
     grad_accum_dtype: str = choice("auto", "precision", "fp32", "bf16", "fp16")
     """In what gradients are summed over micro steps. ``auto``: fp32 where it costs no memory, or
     where there is memory for it and more than one micro step; else the run's precision.
     ``precision``: always the run's. Over 64 micro steps a gradient summed in bf16 is 0.7 % off, in
     fp32 0.1 %. Stage 0 sums in the run's precision only."""
     reduce_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
-    """Elements. None: from the model's width and the free memory."""
+    """Elements. Null: from the model's width and the free memory."""
     allgather_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
     """Elements that stages 1 and 2 gather at once after a step. Null: as ``reduce_bucket_size``."""
     prefetch_bucket_size: int | None = number(None, minimum=0, maximum=MAX_ELEMENTS, example=5e7)
@@ -494,7 +494,7 @@ class SlurmConfig:
     cpus_per_task: int | None = number(None, minimum=1, maximum=4096, example=8)
     """``srun --cpus-per-task``: cores of a rank; null: those of the allocation, or of the smallest
     host, shared out among its ranks."""
-    extra_args: list[str] = items(maximum=100, example="[--qos=high]")
+    extra_args: list[str] = items(maximum=100, example='["--qos=high"]')
     """Further arguments of ``srun``."""
 
 
@@ -572,7 +572,7 @@ class TokenizerConfig:
     """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3); ``sentencepiece`` a BPE over
     characters that falls back to bytes (Llama 2)."""
     vocab_size: int = number(32000, minimum=300, maximum=10**7)
-    """Control tokens included; reported with its padding to 64."""
+    """Special tokens included; reported with its padding to 64."""
     output: str | None = None
     """The directory to write; default ``tokenizers/<data>-<kind>-<vocab_size>`` here."""
     max_bytes: int = number(256 << 20, minimum=1 << 16, maximum=2**50)
@@ -601,7 +601,7 @@ class Experiment:
     precision: str = choice("auto", "fp32", "bf16", "fp16")
     """``auto`` is the best that the weakest device supports."""
     deterministic: bool | None = None
-    """None: on for CPU, off for CUDA."""
+    """Null: on for CPU, off for CUDA."""
     dry_run: bool = False
     """Render the run directory, print the plan and the command, launch nothing."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -102,7 +102,7 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
 def _length(exp: Experiment) -> Iterator[str]:
     task = exp.task
     if task.steps is None and task.epochs is None:
-        yield "task.steps and task.epochs are both null: one says how long to train."
+        yield "task.steps and task.epochs are both null. Set one, e.g. task.steps=1000."
 
 
 def _batch_and_optim(exp: Experiment) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmx.data.encode import Batch, DocumentEncoder, TokenBlock
 from llmx.data.fit import CUT_OFF, joined
-from llmx.data.forms import Document
+from llmx.data.forms import Conversation, Document
 from llmx.data.part import Row
 from llmx.data.prompts import PromptCutter
 from llmx.data.rejects import Rejects
@@ -33,6 +33,8 @@ BATCH_BYTES = 1 << 20
 WITHOUT_ANSWER = "without an answer"
 ANSWER_TOO_LONG = "answer longer than seq_len"
 """Reasons for which rows are dropped."""
+UNANSWERED = "turns after the last answer"
+"""Of rows that are used: so many turns were left out."""
 FAST_FROM_BYTES = 2 << 20
 """With less text, a faster encoder is not worth its proof."""
 
@@ -171,6 +173,7 @@ class RowEncoder:
         pairs = zip(batch.rows, fitted.rows, strict=True)
         rows = [row for row, tokens in pairs if tokens is not None]
         counts = Counter({"rows": batch.read, WITHOUT_ANSWER: batch.read - len(batch.rows)})
+        counts[UNANSWERED] = sum(row.unanswered for row in rows if isinstance(row, Conversation))
         counts.update(fitted.counts)
         return Encoded(rows, joined(kept), counts, batch.size)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmx.data.rows import Record, excerpt, wrong_record
@@ -64,6 +64,13 @@ def _is_false(value: Any) -> bool:
     return value is False or (isinstance(value, str) and value.strip().lower() == "false")
 
 
+def _is_no(value: Any) -> bool:
+    """False in the spellings that a column of verdicts has: ``false``, 0, ``no``."""
+    return value in (False, 0) or (
+        isinstance(value, str) and value.strip().lower() in ("false", "0", "0.0", "no", "n")
+    )
+
+
 def _is_neutral_weight(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip() in ("1", "1.0") or _is_true(value)
@@ -95,11 +102,15 @@ _TEXT_ONLY = Rule(
     "the row is about it, and only text is trained", f"{_FILTER}",
 )  # fmt: skip
 _NOT_GOOD = Rule(
-    ("label", "kto_tag", "desirable", "is_desirable", "correct", "is_correct", "accepted"),
-    LEARNED, lambda value: not _is_false(value), "an answer that is marked as bad",
+    ("label",), LEARNED, lambda value: not _is_false(value), "an answer that is marked as bad",
     "the answer is marked as a bad one, and task=sft learns every answer as a good one",
     f"{_FILTER}; true is learned",
 )  # fmt: skip
+_NOT_RIGHT = replace(
+    _NOT_GOOD,
+    names=("kto_tag", "desirable", "is_desirable", "correct", "is_correct", "accepted"),
+    harmless=lambda value: not _is_no(value),
+)
 _LABEL = Rule(
     ("label",), LEARNED, lambda value: _is_true(value) or _is_false(value),
     "a label that nothing uses",
@@ -156,8 +167,8 @@ _TOOLS = Rule(
     "it defines tools, which are read from the column \"tools\"", "data.columns.tools={name}",
 )  # fmt: skip
 RULES = (
-    _TEXT_ONLY, _NOT_GOOD, _LABEL, _WEIGHT, _SCORE, _CHOSEN, _REJECTED, _HISTORY, _CONTEXT, _INPUT,
-    _LABELLED_CONTEXT, _SYSTEM, _TOOLS,
+    _TEXT_ONLY, _NOT_GOOD, _NOT_RIGHT, _LABEL, _WEIGHT, _SCORE, _CHOSEN, _REJECTED, _HISTORY,
+    _CONTEXT, _INPUT, _LABELLED_CONTEXT, _SYSTEM, _TOOLS,
 )  # fmt: skip
 
 _TURN_RULES = (

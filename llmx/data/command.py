@@ -11,6 +11,7 @@ the rows' lengths is written beside each store.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,25 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
+from llmx.config.build import shown
 from llmx.data import SampleStore, has_eval, load_tokenizer, prepare
 from llmx.data.histogram import draw_histogram
 from llmx.data.preview import print_samples
 from llmx.data.summary import report
-from llmx.errors import ConfigError, LlmxError
+from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
 from llmx.text import printable
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or that of the error, which is printed."""
-    try:
-        return _run(Path(argv[0]), dict(_pair(word) for word in argv[1:]))
-    except LlmxError as error:
-        print(f"llmx: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("llmx: interrupted; the next preparation resumes from here.", file=sys.stderr)
-        return 130
+    return exit_code(
+        lambda: _run(Path(argv[0]), dict(_pair(word) for word in argv[1:])),
+        interrupted="the next preparation resumes from here.",
+    )
 
 
 def _run(config: Path, own: dict[str, str]) -> int:
@@ -93,10 +91,8 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(
-            f"preview={printable(text)}: not a number of samples. Use e.g. preview=3."
-        )
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ConfigError(f"preview={shown(text)}: not a number of samples. Use e.g. preview=3.")
     return int(text)
 
 

@@ -15,7 +15,6 @@ from typing import IO, Any
 from llmx.data.rows import Meter
 
 READ_BYTES = 1 << 18
-SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 """What reading a damaged file raises; bz2 raises an OSError without a number."""
 

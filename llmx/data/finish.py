@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmx.data.blocks import UNANSWERED
 from llmx.data.fit import CUT_OFF
 from llmx.data.pack import PACKERS
 from llmx.data.rejects import Rejects, counted, write_rejects
@@ -44,7 +45,7 @@ def finish(
     data, source, path = wanted.data, wanted.source, wanted.path
     counts = Counter(tally.counts)
     rows_read, truncated = counts.pop("rows", 0), counts.pop("truncated", 0)
-    cut_off = counts.pop(CUT_OFF, 0)
+    cut_off, unanswered = counts.pop(CUT_OFF, 0), counts.pop(UNANSWERED, 0)
     counts.update(tally.left_out)
     dropped = {reason: count for reason, count in counts.items() if count}
     rejected: Counter[str] = Counter()
@@ -71,6 +72,7 @@ def finish(
             "rows_read": rows_read,
             "truncated": truncated,
             "truncated_tokens": cut_off,
+            "unanswered_turns": unanswered,
             "dropped": dropped,
             "rejected": dict(rejected),
             "ignored_columns": list(tally.ignored_columns),

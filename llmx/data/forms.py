@@ -43,12 +43,14 @@ class Conversation:
     definitions, empty where there are none.
 
     ``keeps_answer``: of a row that is too long the prompt is cut, never the answer (a label).
+    ``unanswered``: turns after the last answer, which were left out.
     """
 
     messages: tuple[Message, ...]
     where: Where
     tools: str = ""
     keeps_answer: bool = False
+    unanswered: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ def to_conversation(
     assistant. ``system`` is used where the record has no system message of its own. (Pairs
     have a reader of their own, ``llmx.data.preferences``.)
 
-    Turns after the last of the assistant are left out. Raises RowError for a key that is
-    missing or has a wrong type, an unknown role, or turns that make no conversation.
+    Turns after the last of the assistant are left out, and counted. Raises RowError for a key
+    that is missing or has a wrong type, an unknown role, or turns that make no conversation.
     """
 
     def column(name: str) -> str:
@@ -139,6 +141,7 @@ def conversation_of(
     """Messages with the record's system message and tools, up to the last answer; None where
     there is none."""
     messages = _with_system(record, messages, columns.get("system", "system"), system)
+    given = len(messages)
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
     if not any(message.role == "assistant" and message.content.strip() for message in messages):
@@ -146,7 +149,7 @@ def conversation_of(
     for message in messages:
         _check_characters(record, message.content)
     tools = _tools(record, columns.get("tools", "tools"))
-    return Conversation(tuple(messages), record.where, tools)
+    return Conversation(tuple(messages), record.where, tools, unanswered=given - len(messages))
 
 
 def _with_system(

@@ -22,7 +22,7 @@ from llmx.errors import DataError
 from llmx.text import plural, printable
 
 Row = Conversation | Document
-COLUMNS_VERSION = 1
+COLUMNS_VERSION = 2
 """Raised when a record with columns, beside plain documents, becomes another row than before."""
 LOOKED_AT = 100
 """First rows of a source that tell its form where bad ones are skipped."""

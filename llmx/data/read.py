@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from llmx.data.compressed import DAMAGED, SUFFIXES, opened
+from llmx.config.build import shown
+from llmx.data.compressed import DAMAGED, opened
 from llmx.data.json_array import array_elements
 from llmx.data.lines import (
     WHOLE,
@@ -36,18 +37,22 @@ from llmx.data.rows import (
     excerpt,
     refuse,
 )
-from llmx.data.tables import is_saved, saved_files, table_rows
+from llmx.data.tables import saved_files, table_rows
 from llmx.errors import DataError
+from llmx.file_formats import (
+    COLUMNAR_SUFFIXES,
+    COMPRESSED,
+    DELIMITED_SUFFIXES,
+    JSON_SUFFIXES,
+    KNOWN,
+    TEXT_SUFFIXES,
+    files_in,
+    is_saved,
+    kind_of,
+    name_problem,
+)
 
-__all__ = ["Record", "TextPiece", "Where", "excerpt", "kind_of", "read_file", "source_files"]
-
-TEXT_SUFFIXES = (".txt", ".text")
-JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-DELIMITED_SUFFIXES = (".tsv", ".csv")
-COLUMNAR_SUFFIXES = (".parquet", ".arrow")
-KNOWN = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *DELIMITED_SUFFIXES, *COLUMNAR_SUFFIXES)
-NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
-"""Files that describe a data set and lie beside it."""
+__all__ = ["Record", "TextPiece", "Where", "excerpt", "read_file", "source_files"]
 
 
 def source_files(path: str, *, split: str | None = None) -> list[Path]:
@@ -62,37 +67,20 @@ def source_files(path: str, *, split: str | None = None) -> list[Path]:
     elif place.is_dir():
         if is_saved(place):
             return saved_files(place, split=split)
-        files = sorted(file for file in place.rglob("*") if file.is_file() and _is_data(file))
-        files = [file for file in files if not _is_hidden(file.relative_to(place))]
+        files = sorted(files_in(place))
     else:
         files = sorted(Path(name) for name in glob.glob(str(place), recursive=True))  # noqa: PTH207
         files = [file for file in files if file.is_file()]
     if not files:
         raise DataError(
-            f"data.path={path!r}: no such file, or no file there ends in {', '.join(KNOWN)} "
-            f"(or one of these and {', '.join(SUFFIXES)}). Relative paths start at "
+            f"data.path={shown(path)}: no such file, or no file there ends in {', '.join(KNOWN)} "
+            f"(or one of these and {', '.join(COMPRESSED)}). Relative paths start at "
             f"{Path.cwd()}."
         )
     for file in files:
-        if kind_of(file) not in KNOWN:
-            raise DataError(
-                f"{file}: {kind_of(file) or 'no'} suffix; files that end in {', '.join(KNOWN)} "
-                "are read. Rename it, or convert it to JSON Lines."
-            )
-        if kind_of(file) in COLUMNAR_SUFFIXES and file.suffix.lower() in SUFFIXES:
-            raise DataError(
-                f"{file}: a {kind_of(file)} file is compressed inside and cannot be read through "
-                f"another compression. Decompress it ({file.suffix} off)."
-            )
+        if problem := name_problem(file):
+            raise DataError(f"{file}: {problem}.")
     return files
-
-
-def kind_of(file: Path) -> str:
-    """The suffix that tells the form, in lower case, without that of a compression."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in SUFFIXES:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
 
 
 def read_file(
@@ -128,7 +116,7 @@ def read_file(
 
 def can_be_stretched(file: Path, *, text_unit: str) -> bool:
     """Whether each line is a row that can be read without those before it."""
-    if file.suffix.lower() in SUFFIXES:
+    if file.suffix.lower() in COMPRESSED:
         return False
     if kind_of(file) in TEXT_SUFFIXES:
         return text_unit == "line"
@@ -152,15 +140,6 @@ def _records(
     if _first_character(stream) == b"[":
         return _json_array(file, stream, bad)
     return json_lines(lines, bad)
-
-
-def _is_data(file: Path) -> bool:
-    return kind_of(file) in KNOWN and file.name not in NOT_DATA
-
-
-def _is_hidden(file: Path) -> bool:
-    """What tools leave behind: ``.ipynb_checkpoints``, ``.cache``, ``._rows.jsonl``."""
-    return any(part.startswith(".") for part in file.parts)
 
 
 def _damaged(file: Path, error: Exception) -> RowError:

@@ -173,7 +173,7 @@ class TemplateSpans:
             if found:
                 raise DataError(
                     f"{conversation.where}: the chat template rewrites the contents, and one "
-                    f"contains the control token {found[0]}. Remove it from the row, or choose "
+                    f"contains the special token {found[0]}. Remove it from the row, or choose "
                     "another data.template."
                 )
         answers: list[Span] = []

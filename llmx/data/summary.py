@@ -23,6 +23,8 @@ def summary(store: SampleStore) -> str:
         lost.append(f"rejected (see {listed}): {counted(meta['rejected'])}")
     if meta["truncated"]:
         lost.append(f"{plural(meta['truncated'], 'row')} truncated to {meta['seq_len']} tokens")
+    if unanswered := meta.get("unanswered_turns"):
+        lost.append(f"{_unanswered(unanswered)} left out")
     fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
     fate = "; ".join(lost) or "no row left out or truncated"
     if ignored := meta.get("ignored_columns"):
@@ -62,6 +64,8 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     ]
     if ignored := meta.get("ignored_columns"):
         lines.insert(3, ("ignored columns", names(ignored)))
+    if unanswered := meta.get("unanswered_turns"):
+        lines.insert(3, ("left-out turns", _unanswered(unanswered)))
     if "encoder" not in meta:  # prepared by an earlier llmx
         return lines
     seconds = meta["tokenize_seconds"]
@@ -79,6 +83,10 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         )
     )
     return lines
+
+
+def _unanswered(turns: int) -> str:
+    return f"{plural(turns, 'turn')} after the last answer of a row"
 
 
 def _form(meta: dict[str, Any]) -> str:

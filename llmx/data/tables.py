@@ -11,8 +11,6 @@ from llmx.data.rows import OnBad, Record, RowError, Where, refuse
 from llmx.errors import DataError
 
 BATCH_ROWS = 1024
-SAVED = ("state.json", "dataset_dict.json")
-"""By these files a directory of ``Dataset.save_to_disk`` or ``DatasetDict`` is known."""
 
 
 def table_rows(file: Path, bad: OnBad = refuse) -> Iterator[Record]:
@@ -83,11 +81,6 @@ def _not_utf8(error: UnicodeDecodeError, where: Where) -> RowError:
         reason="not UTF-8",
         content=repr(around),
     )
-
-
-def is_saved(place: Path) -> bool:
-    """Whether a directory is what ``save_to_disk`` writes."""
-    return any((place / name).is_file() for name in SAVED)
 
 
 def saved_files(place: Path, *, split: str | None) -> list[Path]:

@@ -28,8 +28,7 @@ from llmx.data.sentencepiece_bpe import train_sentencepiece
 from llmx.data.source import Source
 from llmx.data.templates import TEMPLATES, choose_template
 from llmx.data.text_sample import TextSample, texts_of
-from llmx.errors import ConfigError, DataError, LlmxError
-from llmx.text import printable
+from llmx.errors import ConfigError, DataError, exit_code
 
 PAD_TO = 64
 OWN_KEYS = ("vocab_size", "kind", "output")
@@ -226,22 +225,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """``python -m llmx.data.train_tokenizer CONFIG.yaml [vocab_size=N]``: what ``llmx
     tokenizer`` starts."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def work() -> int:
         if not words:
             raise ConfigError("one composed config: python -m llmx.data.train_tokenizer FILE.yaml")
         values = yaml.safe_load(Path(words[0]).read_text(encoding="utf-8"))
         for word in words[1:]:
             key, _, value = word.partition("=")
             if key not in OWN_KEYS:
-                raise ConfigError(f"{word}: not known here; say it as tokenizer.{word}.")
+                raise ConfigError(f"{word}: no such key here. Write tokenizer.{word}.")
             values["tokenizer"][key] = value
         print(train_tokenizer(experiment_from_dict(values)))
-    except LlmxError as error:
-        print(f"llmx: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return 0
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

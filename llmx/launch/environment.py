@@ -18,6 +18,7 @@ from pathlib import Path
 
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
+from llmx.text import CONTROL, SURROGATES
 
 COPIED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "OMP_", "MKL_",
@@ -60,7 +61,7 @@ _SECRET_VALUE = re.compile(
 )
 _NOT_SECRET = frozenset({"LLMX_RUN_TOKEN", "TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ONE_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*")
+_ONE_LINE = re.compile(f"[^{CONTROL}{SURROGATES}]*")
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 """What DeepSpeed passes on without adding double quotes."""
 

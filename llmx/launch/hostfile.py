@@ -62,7 +62,7 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostSlots, .
         entry, problem = _parse_line(words)
         if entry is not None and entry.name in first_line:
             problem = (
-                f'host "{entry.address or entry.name}" stands already in line '
+                f'host "{entry.address or entry.name}" is already in line '
                 f"{first_line[entry.name]}; write each host once, with all its slots"
             )
         if problem is not None or entry is None:

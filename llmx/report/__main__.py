@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from llmx.errors import LlmxError
+from llmx.errors import exit_code
 from llmx.flags import Parser, whole_number
 from llmx.report.figure import draw_loss
 from llmx.report.page import page
@@ -31,17 +31,17 @@ def main(argv: list[str] | None = None) -> int:
         "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
     )
     options = parser.parse_args(argv)
-    try:
-        data = load_run(options.run_dir)
-    except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code(lambda: _report(options.run_dir, width=options.width))
+
+
+def _report(run_dir: Path, *, width: int | None) -> int:
+    data = load_run(run_dir)
     try:
         write_files(data)
     except OSError as error:
         # A full or read-only disk: what can be printed is printed all the same.
         data.warnings.append(f"{error.filename or data.run.root}: not written ({error.strerror}).")
-    print_report(data, stream=sys.stdout, width=options.width)
+    print_report(data, stream=sys.stdout, width=width)
     return 0
 
 

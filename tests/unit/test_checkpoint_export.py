@@ -21,7 +21,7 @@ from llmx.checkpoint.disk import Disk
 from llmx.checkpoint.fragments import fragment_key
 from llmx.checkpoint.manifest import make_manifest, rank_file
 from llmx.checkpoint.tensors import Fragment
-from llmx.errors import LlmxError
+from llmx.errors import ConfigError, LlmxError
 from llmx.export import export, main
 from llmx.models.conversion import effective_conversions
 from llmx.rundir import RunDir
@@ -247,6 +247,25 @@ def test_a_full_disk_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(LlmxError, match=r"the export needs 0.1 MiB, .* are free. Nothing was left"):
         export(run)
     assert tree(run.root / "export") == []
+
+
+def test_a_place_that_cannot_be_written_is_one_line(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(run, make_model(), 1)
+    (tmp_path / "file").touch()
+    for out, reason in (
+        (tmp_path / "file" / "out", "Not a directory"),
+        (Path("/dev/null/out"), "Not a directory"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        (tmp_path / "file", "is there already. Remove it, or set --out to another name"),
+    ):
+        assert main([str(run.root), "--out", str(out)]) == ConfigError.exit_code
+        said = [line for line in capsys.readouterr().err.splitlines() if "llmx:" in line]
+        assert len(said) == 1
+        assert str(out) in said[0]
+        assert reason in said[0]
+        assert "--out" in said[0]
 
 
 def test_memory_does_not_grow_with_a_tensor(run: RunDir) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import typing
 from typing import Any
 
 import pytest
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, experiment_from_dict, known_keys, to_dict
+from llmx.config.build import _example
 from llmx.errors import ConfigError
 
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=64)
@@ -155,21 +157,25 @@ def test_every_number_has_a_range_and_every_list_a_length() -> None:
 
 
 def test_what_a_message_suggests_is_accepted() -> None:
-    for where, hint, metadata in every_field():
-        example, place = metadata.get("example"), where.split(".")
-        if example is None or place[:2] in (["hardware", "hosts"], ["hardware", "devices"]):
+    """The override in the message itself, read as Hydra reads it."""
+    checked = 0
+    for where, _, metadata in every_field():
+        suggestion = re.fullmatch(r" Set e\.g\. '?(.+?)'?\.", _example(where, metadata))
+        inside_a_list = where.startswith(("hardware.hosts.", "hardware.devices.", "data.sources."))
+        if suggestion is None or inside_a_list:
             continue
-        if place[:2] == ["data", "sources"] and len(place) > 2:
-            continue
-        value = yaml.safe_load(example) if isinstance(example, str) else example
-        if kinds_of(hint) & {str} and not isinstance(value, list | dict):
-            value = str(value)
-        values = to_dict(Experiment())
-        node = values
-        for parent in place[:-1]:
-            node = node[parent]
-        node[place[-1]] = value
-        experiment_from_dict(values)
+        override = OverridesParser.create().parse_override(suggestion[1])
+        assert override.key_or_group == where
+        value = override.value()
+        for part in reversed(where.split(".")):
+            value = {part: value}
+        found = to_dict(experiment_from_dict(value))
+        for part in where.split("."):
+            value, found = value[part], found[part]
+        # Entries of lists and mappings get the defaults of what is not said.
+        assert found == value or isinstance(value, list | dict), suggestion[1]
+        checked += 1
+    assert checked > 80
 
 
 def test_known_keys_are_frozen(golden) -> None:

@@ -40,6 +40,9 @@ def part(tmp_path: Path, rows: list[dict], **options) -> Part:
         ({**ASKED, "label": "False"}, "marked as a bad one"),
         ({**CHAT, "label": False}, "marked as a bad one"),
         ({**ASKED, "kto_tag": False}, "marked as a bad one"),
+        ({**ASKED, "is_correct": 0}, "marked as a bad one"),
+        ({**TASK, "accepted": "no"}, "marked as a bad one"),
+        ({**TASK, "desirable": 1}, None),
         ({**ASKED, "label": 0}, r"data\.form=labelled data\.data_map\.label=label"),
         ({**CHAT, "images": ["a.png"]}, '"images" is .*only text is trained'),
         ({**CHAT, "Image": {"bytes": "x"}}, "only text is trained"),
@@ -163,6 +166,24 @@ def test_what_was_rejected_and_ignored_is_in_the_summary(tmp_path: Path):
         prepare(experiment(tmp_path, rows), tokenizer)
     with pytest.raises(DataError, match=r"rejected: an answer that is marked as bad \(2\)"):
         prepare(experiment(tmp_path, rows[1:3], on_bad_row="skip"), tokenizer)
+
+
+def test_turns_after_the_last_answer_are_counted(tmp_path: Path):
+    rows = [
+        {"messages": [USER, BOT, USER]},
+        {"messages": [USER, BOT]},
+        {"messages": [USER, BOT, {"role": "tool", "content": "4"}, USER]},
+        {"messages": [USER]},  # without an answer: the whole row is left out, and counted so
+    ]
+    store = prepare(experiment(tmp_path, rows), byte_tokenizer(*CHATML))
+    assert store.meta["unanswered_turns"] == 3
+    assert store.meta["dropped"] == {"without an answer": 1}
+    assert summary(store).endswith("; 3 turns after the last answer of a row left out.")
+    lines = dict(report(store.meta, found=False))
+    assert lines["left-out turns"] == "3 turns after the last answer of a row"
+    store = prepare(experiment(tmp_path, rows[1:2]), byte_tokenizer(*CHATML))
+    assert "after the last answer" not in summary(store)
+    assert "left-out turns" not in dict(report(store.meta, found=False))
 
 
 def test_many_columns_are_named_up_to_a_limit(tmp_path: Path):

@@ -13,6 +13,7 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.arguments import split_own
+from llmx.config.build import shown
 from llmx.data.preview import sample_lines
 from llmx.data.store import Sample
 from llmx.errors import ConfigError
@@ -64,11 +65,12 @@ def test_unknown_words_are_errors(capsys):
     assert "data: takes one config" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["preview=many", "split=test"])
+@pytest.mark.parametrize("word", ["preview=many", "split=test", "preview=" + "9" * 5000])
 def test_own_words_are_checked(tmp_path: Path, word: str):
     done = llmx("data", word, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"llmx: {word}: ")
+    assert done.stderr.startswith(f"llmx: {shown(word)}"[:50])
+    assert done.stderr.count("\n") == 1
 
 
 def test_own_words_are_told_from_overrides():

@@ -101,7 +101,7 @@ def test_files_of_a_path(tmp_path: Path):
     assert [file.name for file in source_files(f"{tmp_path}/**/*.gz")] == ["c.json.gz"]
     with pytest.raises(DataError, match="no such file"):
         source_files(f"{tmp_path}/none/*.json")
-    with pytest.raises(DataError, match=r"\.md suffix"):
+    with pytest.raises(DataError, match=r"README\.md: \.md files are not read; those that end in"):
         source_files(f"{tmp_path}/README.md")
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
+from llmx.arguments import sweep_overrides
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.errors import EXIT_CODES, LlmxError
 from llmx.launch.result import EXIT_CODES as OF_OUTCOMES
 from tests.fuzz.check import FOREIGN
 
+LONG = "x" * 300
 OPTIM = "# Mine.\nlr: 1e-3\nbetas: [0.9, 0.95]\n"
 
 
@@ -45,10 +48,14 @@ def refused(llmx, *words: str, code: int = 2) -> str:
     [
         (["seq_len=3"], "seq_len: no such key. It exists as data.seq_len."),
         (["zero=stage4"], 'zero=stage4: no such option. Did you mean "stage3"? Options of zero'),
+        (["zero=4"], 'zero=4: no such option. Did you mean "stage'),
+        (["zero_stage=7"], "zero=7: no such option."),
+        (["experiment=none"], "opt_1_3b_sft, or null for none;"),
+        (["data.seq_len=2"], "data.seq_len=2: no question with its answer is so short"),
         (["zreo=stage3"], 'zreo: no such key. Did you mean "zero"?'),
         (["data=file"], "data.path has no value yet, and this choice needs one: set data.path=..."),
         (["trian"], 'Did you mean "train"?'),
-        (["plan", "status"], "status: is not key=value. A command stands first"),
+        (["plan", "status"], "status: is not key=value. A command comes first"),
         (["sweep", "zero_x"], 'Did you mean "zero_x_micro_batch"?'),
         (["reproduce", "nowhere"], "no run directory"),
         (["optim.lr=[1"], "optim.lr=[1: cannot be read. A [ has no ];"),
@@ -62,7 +69,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["model=null"], "model=null: no such option."),
         (["model=[a]"], "model takes one option"),
         (["models/x=1"], "models/x: no such group."),
-        (["model@x=tiny"], "an @ has no use here"),
+        (["model@x=tiny"], "@ is not supported here"),
         (["hydra.job.chdir=true"], "cannot be set: relative paths start where you are"),
         (["hydra=3"], "hydra=3: set one of its keys"),
         (["hydra/launcher=3"], "hydra/launcher takes the name of an option"),
@@ -116,6 +123,28 @@ def test_what_is_meant_is_done(llmx, words) -> None:
         assert f"stage {words[-1][-1]}" in out
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["plan", "zero=" + LONG], ["help", "zero=" + LONG], ["help", LONG], ["sweep", LONG], ["status", LONG],
+     ["plan", "--config-dir", LONG], ["plan", f"hydra.searchpath=[file://{LONG}]"], ["resume", LONG],
+     ["plan", "model=hf", f"model.path=./{LONG}"], ["plan", f"run_dir={LONG}"]],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_name_that_is_too_long_for_a_file(llmx, words) -> None:
+    refused(llmx, *words)
+
+
+def test_a_tilde_needs_no_quotes(llmx, monkeypatch) -> None:
+    """No shell expands it behind ``model.path=``, and Hydra's grammar does not take it."""
+    home = Path.cwd() / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    assert llmx("plan", "hardware=cpu2", "run_dir=~/mine")[0] == 0
+    assert (home / "mine" / "config.yaml").is_file()
+    said = refused(llmx, "plan", "model=hf", "model.path=~/nothing")
+    assert said.startswith("model.path=~/nothing: no such file or directory")
+
+
 def test_no_experiment_is_no_demo(llmx) -> None:
     code, out, _ = llmx("experiment=null", "--cfg", "job")
     assert code == 0
@@ -161,7 +190,7 @@ def write(name: str, content: bytes | str) -> Path:
         (
             "defaults:\n  - /zero: stage1\n",
             2,
-            "the config has a zero already. Write - override /zero: stage1.",
+            "the config already has the group zero. Write - override /zero: stage1.",
         ),
         ("defaults: adamw\n", 1, "defaults is a list"),
     ],
@@ -212,6 +241,18 @@ def test_ones_own_options_are_listed(llmx) -> None:
 def test_a_sweep_file(llmx, content, message) -> None:
     Path("mine.yaml").write_text(content)
     assert message in refused(llmx, "sweep", "mine.yaml", "dry_run=true")
+
+
+def test_a_comma_in_a_value_of_a_sweep_file_is_one_value(tmp_path) -> None:
+    grid = tmp_path / "mine.yaml"
+    grid.write_text("""grid: {data.path: ["a, b.txt", 'c"d,e', plain], zero: [3, stage1]}\n""")
+    words = sweep_overrides(grid)
+    assert words == ['data.path="a, b.txt","c\\"d,e",plain', "zero=3,stage1"]
+    override = OverridesParser.create().parse_override(words[0])
+    assert [str(value.text) for value in list(override.sweep_iterator())[:2]] == [
+        "a, b.txt",
+        'c"d,e',
+    ]
 
 
 def test_exit_codes_are_documented(llmx) -> None:

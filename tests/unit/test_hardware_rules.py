@@ -191,7 +191,7 @@ def test_ipv6_in_a_hostfile(tmp_path) -> None:
         (b"a slots=" + b"9" * 5000, "at most 1024 slots"),
         ("a slots=٢".encode(), "expected \"slots=N\""),
         (b"a slots=2\nfd00::1:22:33::1 slots=2", "a name has no colon"),
-        (b"[fd00::1] slots=2\nfd00:0::1 slots=2", "stands already in line 1"),
+        (b"[fd00::1] slots=2\nfd00:0::1 slots=2", "is already in line 1"),
         (b"fe80::1%eth0 slots=2", "a zone"),
         (b"u@h\x07 slots=1", r"write \"h.x07\" and"),
         (b"? slots=2\n" * 5000, "and 4980 more lines that are no host"),

@@ -218,7 +218,7 @@ def test_hostfile_of_a_user() -> None:
         ("a:2222 slots=2", "hardware.ssh_port=2222"),
         ("ada@a slots=2", "hardware.user=ada"),
         ("node[1-3] slots=2", "one host a line"),
-        ("good slots=1", "stands already in line 1"),
+        ("good slots=1", "is already in line 1"),
     ],
 )
 def test_hostfile_errors_name_line_and_fix(line: str, expected: str) -> None:

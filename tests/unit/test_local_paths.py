@@ -102,6 +102,46 @@ def test_what_is_no_model_directory(here) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("rows.xlsx", ".xlsx files are not read; those that end in .txt, .text, .json,"),
+        ("rows", "its name has no suffix; those that end in"),
+        ("rows.gz", "its name has no suffix"),
+        ("rows.parquet.gz", "a .parquet file is compressed inside and cannot be read"),
+        ("rows.JSONL.GZ", ""),
+        ("rows.arrow", ""),
+    ],
+)
+def test_a_file_of_another_kind_is_found_before_a_launch(here, name, problem) -> None:
+    (here / "data" / "rows.jsonl").unlink()
+    (here / "data" / name).touch()
+    words = ["model=tiny", "data=file"]
+    if not problem:
+        for path in (f"data/{name}", "data", "'data/*'"):
+            composed([*words, f"data.path={path}"])
+        return
+    (line,) = refused(*words, f"data.path=data/{name}")
+    assert line.startswith(f"data.path=data/{name}: {problem}")
+    (line,) = refused("model=tiny", f"data.sources=[{{path: data/{name}}}]")
+    assert line.startswith(f"data.sources[0].path=data/{name}: {problem}")
+    (line,) = refused(*words, "data.path='data/*'")
+    assert f": {name} matches it: {problem}" in line
+    (line,) = refused(*words, "data.path=data")
+    in_it = f"{name} in it: {problem}" if ".parquet" in name else "no file in it ends in .txt,"
+    assert line.startswith(f"data.path=data: {in_it}")
+    # Of another host's files this machine knows nothing.
+    composed(["hardware=a100x2_v100x2", *words, f"data.path={here}/data/{name}"])
+
+
+def test_hidden_files_are_no_data_and_a_saved_data_set_is(here) -> None:
+    (here / "data" / "rows.jsonl").rename(here / "data" / ".rows.jsonl")
+    (line,) = refused("model=tiny", "data=file", "data.path=data")
+    assert "no file in it ends in" in line
+    (here / "data" / "state.json").touch()
+    composed(["model=tiny", "data=file", "data.path=data"])
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["data.path=''"], "data.path is empty"),

@@ -45,7 +45,7 @@ RULES = [
     ["zero=stage3_zeropp", "hardware=cpu2"], ["task.epochs=null"], ["batch.global_batch=13", "batch.micro_batch=4"],
     ["batch.global_batch=1", "hardware=a100x8"], ["batch.global_batch=16", "batch.accumulation=3"],
     ["batch.global_batch=8", "batch.tokens_per_step=4096"], ["batch.global_batch=null", "batch.tokens_per_step=4096", "batch.accumulation=2"],
-    ["batch.global_batch=null", "batch.tokens_per_step=1e12", "data.seq_len=2", "model.kind=qwen3", "hardware=a100x8"],
+    ["batch.global_batch=null", "batch.tokens_per_step=1e12", "data.seq_len=8", "model.kind=qwen3", "hardware=a100x8"],
     ["launch.transport=local", "hardware=a100x2_v100x2"], ["data.packing=concat"], ["optim.warmup_steps=9", "task.steps=5"],
     ["zero.extra.zero_optimisation={}"], ["zero.extra.elasticity={}"], ["zero.extra.train_batch_size=8"],
     ["zero.extra.zero_optimization.round_robin=true"], ["model=hf"], ["model=gpt2", "model.path=./nowhere"],

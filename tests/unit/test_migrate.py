@@ -145,7 +145,7 @@ def test_what_is_no_snapshot_is_refused(values: object, said: str) -> None:
 def test_torn_yaml_is_named(tmp_path) -> None:
     run = RunDir(tmp_path)
     run.config.write_text("schema_version: 2\nmodel: {name: 'a")
-    with pytest.raises(ConfigError, match="Is the file whole"):
+    with pytest.raises(ConfigError, match=r"config\.yaml, line 2: the quote is not closed"):
         snapshot.load(run)
 
 
