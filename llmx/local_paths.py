@@ -28,7 +28,7 @@ HUB = "hub:"
 _DATASET_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MOST_FILES = 1000
-"""Files of a directory or a glob whose names are looked at before a launch; the ranks look at all."""
+"""Files of a directory or a glob whose names are looked at before a launch; ranks look at all."""
 
 
 def local_paths(exp: Experiment, *, all_here: bool) -> tuple[DataConfig, ModelConfig, list[str]]:
