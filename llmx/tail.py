@@ -1,4 +1,4 @@
-"""Reads a file that others append to, and that may be cut back or replaced meanwhile.
+"""Reads a file of lines that others append to, and that may be cut back or replaced meanwhile.
 
 Standard library only and one file: ``status`` and ``watch`` also send it over ssh to a host
 that has nothing but a Python 3.
@@ -8,7 +8,14 @@ that has nothing but a Python 3.
 # ruff: noqa: PTH123
 from __future__ import annotations
 
+import json
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    Record = dict[str, Any]
 
 
 class LineTail:
@@ -44,3 +51,28 @@ class LineTail:
         lines = (self._partial + data).split(b"\n")
         self._partial = lines.pop()
         return lines
+
+
+def record_of(line: bytes) -> Record | None:
+    """The JSON object of a line; None for anything else, such as a line that a crash cut off."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def records_of(lines: Iterable[bytes]) -> list[Record]:
+    """The JSON objects of ``lines``; the others are left out."""
+    found = [record_of(line) for line in lines]
+    return [record for record in found if record is not None]
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """The JSON objects of the lines of a file; none where there is no file. A last line that has
+    no end yet counts where it is a whole object."""
+    try:
+        with open(path, "rb") as stream:
+            return records_of(stream.read().split(b"\n"))
+    except OSError:
+        return []

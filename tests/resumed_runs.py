@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmx.metrics.lines import read_metrics
 from llmx.rundir import RunDir
-from llmx.train.metrics import read_lines
 from tests.rundirs import experiment, write_run
 
 MEASURED = {"time", "step_time_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s"}
@@ -39,14 +39,14 @@ def measurements(run_dir: RunDir) -> list[dict[str, Any]]:
     """All lines of ``metrics.jsonl`` but events, without what the machine decides."""
     return [
         {key: value for key, value in line.items() if key not in MEASURED | OF_THE_INTERVAL}
-        for line in read_lines(run_dir.metrics)
+        for line in read_metrics(run_dir.metrics)
         if line["kind"] != "event"
     ]
 
 
 def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
     """The events of one name."""
-    return [line for line in read_lines(run_dir.metrics) if line.get("event") == name]
+    return [line for line in read_metrics(run_dir.metrics) if line.get("event") == name]
 
 
 def has_saved(run_dir: RunDir, step: int) -> bool:

@@ -16,13 +16,13 @@ from typing import Any
 
 from llmx import text as human
 from llmx.metrics import metric_of
+from llmx.metrics.lines import Record, scalars
 from llmx.report import chart, wording
 from llmx.report.chart import Line, Mark
 from llmx.report.figure import SMOOTHED_FROM, points, smoothed
 from llmx.report.run_data import RunData
 from llmx.report.settings import as_yaml, chosen, shown
 from llmx.text import plural, printable
-from llmx.tracking.metrics import Record, scalars
 
 MOST_METRIC_ROWS = 200
 MOST_ANSWERS = 200

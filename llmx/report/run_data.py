@@ -8,7 +8,6 @@ Reads ``config.yaml``, ``overrides.yaml``, ``plan.json``, ``data.json``, ``metri
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 from collections.abc import Callable
@@ -18,9 +17,11 @@ from typing import Any
 
 from llmx.errors import ConfigError
 from llmx.metrics import Metric, declared_of, measured
+from llmx.metrics.lines import MetricsTail, Record, step_of
+from llmx.metrics.summary import Summary
 from llmx.rundir import RunDir, no_run, read_json
+from llmx.tail import read_records
 from llmx.text import plural
-from llmx.tracking.metrics import MetricsTail, Record, Summary, step_of
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def load_run(root: Path) -> RunData:
         result=result,
         tracking=_read(run.root / "tracking.json", read_json, warnings),
         data=_data(run, warnings),
-        attempts=_lines(run.attempts),
+        attempts=read_records(run.attempts),
         changes=_changes(run),
         typed=_typed(run),
         summary=summary.values(result),
@@ -172,21 +173,6 @@ def _data(run: RunDir, warnings: list[str]) -> dict[str, list[tuple[str, str]]]:
         return {}
     paragraphs = re.findall(r"^Data \((\w+)\): (.+)$", log, re.MULTILINE)
     return {split: [("summary", text)] for split, text in paragraphs}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines; torn ones are left out."""
-    found = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                found.append(value)
-    return found
 
 
 def _changes(run: RunDir) -> list[dict[str, Any]]:

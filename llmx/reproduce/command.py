@@ -13,6 +13,7 @@ import yaml
 from llmx import snapshot
 from llmx.compose import check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
+from llmx.metrics.lines import read_metrics
 from llmx.provenance import code_files, git_state, record
 from llmx.provenance.differences import (
     HARMLESS,
@@ -28,7 +29,6 @@ from llmx.resume.changed import plan_of
 from llmx.resume.rules import Change
 from llmx.rundir import RunDir, write_json
 from llmx.text import plural
-from llmx.tracking.metrics import read_metrics
 
 OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
 FILE = "reproduction.json"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx.metrics.lines import read_metrics
 from llmx.rundir import RunDir, read_json
-from llmx.tracking.metrics import read_metrics
 
 _COMMITTED = re.compile(r"step-(\d{8})")
 

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from llmx.tail import LineTail
+from llmx.tail import LineTail, read_records, records_of
 
 if TYPE_CHECKING:
     Facts = dict[str, Any]  # at run time an old Python on a host must do
@@ -87,7 +87,7 @@ class Observer:
         return value if isinstance(value, dict) else None
 
     def _lines(self, name: str) -> list[Facts]:
-        return _records(LineTail(self._path(name)).read())
+        return read_records(self._path(name))
 
     def _mtime(self, *names: str) -> float | None:
         try:
@@ -140,7 +140,7 @@ class Observer:
         lines = self.tail.read()
         if self.tail.began_anew:
             self.metrics = Metrics()
-        for record in _records(lines):
+        for record in records_of(lines):
             self.metrics.add(record)
 
 
@@ -234,18 +234,6 @@ def main(argv: list[str]) -> int:
             return 0
 
 
-def _records(lines: list[bytes]) -> list[Facts]:
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
-
-
 def _head_and_end(path: str) -> list[Facts]:
     """The first line and the last ones of a file that may be long."""
     try:
@@ -258,7 +246,7 @@ def _head_and_end(path: str) -> list[Facts]:
             lines = stream.read().split(b"\n")[:-1]
     except OSError:
         return []
-    return _records([first, *lines])
+    return records_of([first, *lines])
 
 
 def _thinned(losses: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:

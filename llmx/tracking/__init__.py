@@ -5,24 +5,10 @@
 """
 
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
-from llmx.tracking.metrics import (
-    MetricsTail,
-    Summary,
-    event_scalars,
-    read_metrics,
-    scalars,
-    step_of,
-)
 
 __all__ = [
     "CompositeTracker",
-    "MetricsTail",
     "RunMeta",
     "Status",
-    "Summary",
     "Tracker",
-    "event_scalars",
-    "read_metrics",
-    "scalars",
-    "step_of",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmx.tracking.metrics import Record
+from llmx.metrics.lines import Record
 
 
 @dataclass(frozen=True)

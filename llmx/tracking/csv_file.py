@@ -9,8 +9,8 @@ import csv
 from pathlib import Path
 from typing import Any, TextIO
 
+from llmx.metrics.lines import Record, scalars, step_of
 from llmx.tracking.base import RunMeta, Say, Status
-from llmx.tracking.metrics import Record, scalars, step_of
 
 FIRST_COLUMNS = ("step", "kind", "time")
 

@@ -27,9 +27,9 @@ from typing import Any, TextIO
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
+from llmx.metrics.lines import MetricsTail, Record
 from llmx.rundir import RunDir, read_json, write_json
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
-from llmx.tracking.metrics import MetricsTail, Record
 
 POLL_S = 0.5
 TRACKING_JSON = "tracking.json"

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from llmx.metrics.lines import Record, event_scalars, scalars, step_of
+from llmx.metrics.summary import Summary
 from llmx.tracking.base import RunMeta, Say, Status
-from llmx.tracking.metrics import Record, Summary, event_scalars, scalars, step_of
 
 
 class TensorBoardTracker:

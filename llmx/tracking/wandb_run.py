@@ -15,8 +15,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from llmx.metrics.lines import Record, event_scalars, scalars, step_of
+from llmx.metrics.summary import Summary
 from llmx.tracking.base import RunMeta, Say, Status, replay_command
-from llmx.tracking.metrics import Record, Summary, event_scalars, scalars, step_of
 from llmx.tracking.reach import why_offline
 
 LONGEST_TEXT = 16_384

@@ -17,6 +17,7 @@ from typing import Any
 
 from llmx.checkpoint.disk import DISK
 from llmx.metrics.declared import is_number
+from llmx.metrics.lines import read_metrics
 from llmx.rundir import write_text
 
 GIB = 2**30
@@ -75,20 +76,6 @@ class MetricsWriter:
             self._stream.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a torn one (a crash, a full disk) is left out."""
-    found = []
-    if path.is_file():
-        for text in path.read_bytes().split(b"\n"):
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                found.append(line)
-    return found
-
-
 def lines_until(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     """The lines of a run that goes on from ``step``: none of a later step, no end, and no line
     that was only written because the run stopped there (``extra``)."""
@@ -102,7 +89,7 @@ def lines_until(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     """Replace a metrics file by its lines up to ``step``; returns them. Atomic; untouched where
     nothing is to go."""
-    lines = read_lines(path)
+    lines = read_metrics(path)
     kept = lines_until(lines, step)
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)
     if path.is_file() and path.read_bytes() != text.encode():

@@ -20,12 +20,13 @@ from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.metrics.lines import read_metrics
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.text import plural
 from llmx.train.divergence import SPIKE_WINDOW
 from llmx.train.engine import Engine
-from llmx.train.metrics import lines_until, read_lines
+from llmx.train.metrics import lines_until
 from llmx.train.place import Place, exchange
 from llmx.train.schedule import RunLength
 from llmx.train.state_exchange import bring_missing
@@ -97,7 +98,7 @@ def begin(run_dir: RunDir, mine: dict[str, Any], *, place: Place, stage: int, gr
     if place.leads:
         recover(place.directory)
     asked = read_json(run_dir.resume) if place.rank == 0 and run_dir.resume.is_file() else {}
-    lines = read_lines(run_dir.metrics) if place.rank == 0 else []
+    lines = read_metrics(run_dir.metrics) if place.rank == 0 else []
     saved = {line["step"] for line in lines if line.get("event") == "saved"}
     asked, saved = exchange((asked, saved), group=group)[0]
     wanted = asked.get("step")

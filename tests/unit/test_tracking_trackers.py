@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from llmx.metrics.lines import MetricsTail, scalars
 from llmx.rundir import write_text
-from llmx.tracking import CompositeTracker, MetricsTail, RunMeta, Status, scalars
+from llmx.tracking import CompositeTracker, RunMeta, Status
 from llmx.tracking.csv_file import CsvTracker
 from llmx.tracking.mirror import run_id
 from llmx.tracking.tensorboard import TensorBoardTracker

@@ -11,7 +11,8 @@ import pytest
 
 from llmx.checkpoint.commit import begin
 from llmx.errors import ConfigError
-from llmx.train.metrics import MetricsWriter, cut_back, lines_until, read_lines
+from llmx.metrics.lines import read_metrics
+from llmx.train.metrics import MetricsWriter, cut_back, lines_until
 from llmx.train.place import Place
 from llmx.train.resume import check_identity, check_samples
 from llmx.train.schedule import RunLength
@@ -74,7 +75,7 @@ def test_the_newest_value_is_known_over_a_restart(tmp_path: Path) -> None:
     assert writer.latest("eval/loss") == {"name": "eval/loss", "value": 1.0}
     assert writer.latest("train/loss") == {"name": "train/loss", "value": 1.9}
     assert writer.latest("eval/exact_match") is None
-    assert [each["kind"] for each in read_lines(tmp_path / "metrics.jsonl")] == [
+    assert [each["kind"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [
         "eval",
         "train",
         "event",

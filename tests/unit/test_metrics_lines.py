@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmx.metrics.lines import MetricsTail, event_scalars, read_metrics, scalars, step_of
+from llmx.metrics.summary import Summary
 from llmx.rundir import write_text
-from llmx.tracking import MetricsTail, Summary, event_scalars, read_metrics, scalars, step_of
 from tests import tracked_run
 
 
@@ -168,3 +169,11 @@ def test_a_run_that_was_made_longer_has_its_new_total() -> None:
     summary.add({"kind": "start", "total_steps": 20})
     summary.add({"kind": "event", "event": "resumed", "step": 8, "total_steps": 30})
     assert summary.values()["total_steps"] == 30
+
+
+def test_a_torn_last_line_is_left_out_and_a_whole_one_without_an_end_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n\xff\n[1]\n{"kind": "train", "step": 2}')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "train", "st')
+    assert [line["step"] for line in read_metrics(path)] == [1]
