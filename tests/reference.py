@@ -18,6 +18,7 @@ from llmx.config import Experiment
 from llmx.data.order import samples_of_step
 from llmx.data.store import Sample, SampleStore, write_store
 from llmx.models.factory import build_model, model_config
+from llmx.models.parameters import persistent_buffers, whole
 from llmx.train.schedule import lr_at
 
 VOCABULARY = 90
@@ -141,3 +142,11 @@ def naive_training(
             for parameter in model.parameters():
                 parameter -= lr * parameter.grad
     return losses, gradients
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters (tied ones once) and persistent buffers. Collective under ZeRO-3."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad(), whole(list(parameters.values())):
+        found = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    return {**found, **{name: buffer.clone() for name, buffer in persistent_buffers(model)}}

@@ -14,7 +14,7 @@ from llmx.recompose import Words, apply, group_of
 from llmx.resume.rules import Change, changes, refuse
 from llmx.resume.standing import Standing
 from llmx.rundir import RunDir, read_json
-from llmx.train.schedule import lr_at, total_steps
+from llmx.train.schedule import lr_at, run_length
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ def _total(exp: Experiment, plan: Plan, stands: Standing) -> int | None:
         return exp.task.steps
     if stands.num_samples is None:
         return None
-    return total_steps(
+    return run_length(
         exp.task,
         num_samples=stands.num_samples,
         global_batch=plan.batch.global_batch,
         last_batch=exp.data.last_batch,
-    )
+    ).steps
 
 
 def schedule_note(goes_on: Next, stands: Standing, origin: int) -> str:

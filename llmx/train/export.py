@@ -112,29 +112,14 @@ def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
     return final
 
 
-def gathered(
-    model: nn.Module, *, vocab_size: int, padded: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and whole values, tied weights once, persistent buffers too. Collective.
-
-    Rows of an embedding or a head beyond ``vocab_size`` are left out. A value is a view that
-    is good until the next one is asked for.
-    """
-    trim = _Trim(model, vocab_size=vocab_size, padded=padded)
-    for part in _parts([[one] for one in model.named_parameters()]):
-        with torch.no_grad(), whole([parameter for each in part for _, parameter in each]):
-            for each in part:
-                for name, parameter in each:
-                    yield name, trim.value(name, parameter)
-    yield from persistent_buffers(model)
-
-
 def _as_files_have_it(
     model: nn.Module, *, vocab_size: int, padded: int, wanted: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same as files of the Hub have it: fused experts apart, names of the Hub. Collective.
+    """Names and whole values as files of the Hub have them: fused experts apart. Collective.
 
-    Nothing comes out where it is not ``wanted``.
+    Tied weights once, persistent buffers too; rows of an embedding or a head beyond ``vocab_size``
+    are left out. A value is good until the next one is asked for. Nothing comes out where it is
+    not ``wanted``.
     """
     trim = _Trim(model, vocab_size=vocab_size, padded=padded)
     parameters, buffers = dict(model.named_parameters()), dict(persistent_buffers(model))

@@ -66,15 +66,6 @@ def run_length(
     return RunLength(steps, steps * global_batch, global_batch)
 
 
-def total_steps(
-    task: TaskConfig, *, num_samples: int, global_batch: int, last_batch: str = "wrap"
-) -> int:
-    """Optimizer steps of the whole run; see ``run_length``."""
-    return run_length(
-        task, num_samples=num_samples, global_batch=global_batch, last_batch=last_batch
-    ).steps
-
-
 def warmup_steps(optim: OptimConfig, *, total: int) -> int:
     """Steps of linear warm-up; 0 starts at the full rate."""
     if optim.warmup_steps is not None:

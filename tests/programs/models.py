@@ -21,19 +21,13 @@ from llmx.models.factory import true_vocab
 from llmx.plan import ds_config, make_plan
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine import build_engine, join_process_group
-from llmx.train.export import export_model, gathered
+from llmx.train.export import export_model
 from llmx.train.loop import train_step
-from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
+from tests.reference import SEQ_LEN, synthetic_store, whole_weights, word_tokenizer
 from tests.rundirs import parity_experiment, with_batch
 
 SHARD_BYTES = 20_000
 """Small enough that every export has several files."""
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Every weight, whole, the vocabulary as in memory. Collective."""
-    size = engine.config.vocab_size
-    return {n: v.clone() for n, v in gathered(engine.module, vocab_size=size, padded=size)}
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -56,7 +50,7 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
     plan = with_batch(make_plan(exp), (2,) * world, 1)
     engine = build_engine(exp, plan, ds_config(exp, plan), tokenizer=tokenizer)
     report = {
-        "digest": digest(weights(engine)),
+        "digest": digest(whole_weights(engine.module)),
         "buffers": {name: str(b.dtype) for name, b in engine.module.named_buffers()},
     }
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
@@ -64,7 +58,7 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
     for number in range(2):
         step = make_step(store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
         train_step(engine, step, world=world)
-    final = weights(engine)
+    final = whole_weights(engine.module)
     export_model(
         engine.module,
         engine.config,

@@ -20,17 +20,17 @@ import torch
 from llmx.plan import ds_config, make_plan
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine import build_engine, join_process_group
-from llmx.train.export import gathered
 from llmx.train.loop import train_step
 from llmx.train.schedule import lr_at
-from tests.reference import GLOBAL_BATCH, SEQ_LEN, STEPS, synthetic_store, word_tokenizer
+from tests.reference import (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    STEPS,
+    synthetic_store,
+    whole_weights,
+    word_tokenizer,
+)
 from tests.rundirs import parity_experiment, with_batch
-
-
-def snapshot(engine: Any) -> dict[str, torch.Tensor]:
-    """All parameters, whole, in fp32 copies. Collective."""
-    size = engine.config.vocab_size
-    return {n: v.clone() for n, v in gathered(engine.module, vocab_size=size, padded=size)}
 
 
 def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> None:
@@ -43,7 +43,7 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
     engine = build_engine(exp, plan, ds_config(exp, plan), tokenizer=tokenizer)
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=job["layout"])
     losses, norms = [], []
-    start = snapshot(engine)
+    start = whole_weights(engine.module)
     gradient: dict[str, torch.Tensor] = {}
     for number in range(STEPS):
         step = make_step(
@@ -65,7 +65,7 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
         norms.append(engine.grad_norm())
         if number == 0:
             # SGD without momentum: what a weight lost is the rate times its gradient.
-            after = snapshot(engine)
+            after = whole_weights(engine.module)
             gradient = {name: (start[name] - after[name]) / lr for name in start}
     if rank == 0:
         result = {"losses": losses, "norms": norms, "gradient": gradient}

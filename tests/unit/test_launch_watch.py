@@ -25,6 +25,7 @@ from llmx.launch.fleet import Channel, Message
 from llmx.launch.signals import Asked
 from llmx.launch.watch import AWAY_S, Watch
 from llmx.rundir import RunDir
+from tests.unit.test_launch_agent import wait_until
 from tests.unit.test_launch_render import experiment, spec_of
 
 
@@ -77,8 +78,7 @@ def test_the_queue_of_slurm_is_no_failure_to_start(rig: Rig) -> None:
         "srun: job 7 queued and waiting for resources",
         "srun: job 7 has been allocated resources",
     ]
-    time.sleep(0.06)
-    assert rig.over()
+    wait_until(rig.over, timeout_s=10)
     assert rig.watch.evidence.start_timeout_s == 0.05
 
 

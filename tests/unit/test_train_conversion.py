@@ -19,7 +19,7 @@ from llmx.models.factory import _empty_model
 from llmx.models.load import load_weights
 from llmx.rundir import RunDir
 from llmx.train import export as exporting
-from tests.small_models import CONVERTED, converted_model, same_weights
+from tests.small_models import CONVERTED, converted_model, same_weights, small_model
 from tests.unit.test_checkpoint_export import save_model
 
 
@@ -142,8 +142,6 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_values_for_one_tied_weight_are_refused(tmp_path: Path) -> None:
-    from tests.small_models import small_model
-
     small_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -156,8 +154,6 @@ def test_two_values_for_one_tied_weight_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
-    from tests.small_models import small_model
-
     small_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")

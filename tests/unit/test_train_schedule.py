@@ -9,7 +9,7 @@ import pytest
 
 from llmx.config import OptimConfig, TaskConfig
 from llmx.errors import ConfigError
-from llmx.train.schedule import RunLength, lr_at, run_length, total_steps, warmup_steps
+from llmx.train.schedule import RunLength, lr_at, run_length, warmup_steps
 
 
 def rates(total: int, **values: Any) -> list[float]:
@@ -67,7 +67,7 @@ def test_warmup_by_fraction_rounds_up_and_steps_win() -> None:
 def test_total_steps_from_steps_or_epochs() -> None:
     def total(num_samples: int = 10, global_batch: int = 4, **values: Any) -> int:
         task = TaskConfig(kind="sft", **values)
-        return total_steps(task, num_samples=num_samples, global_batch=global_batch)
+        return run_length(task, num_samples=num_samples, global_batch=global_batch).steps
 
     assert total(steps=7, epochs=100.0) == 7
     assert total(epochs=1.0) == 3
