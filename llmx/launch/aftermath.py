@@ -86,7 +86,7 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
         with contextlib.suppress(OSError):  # nobody reads any more
             print(done.stdout, file=stream, end="", flush=True)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return f"no report ({last}); run it again: {' '.join(argv)}"
     return None
 

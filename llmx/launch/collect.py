@@ -287,4 +287,6 @@ class Collector:
         finally:
             self._rsync = None
         if code != 0:
-            raise LaunchError(f"rsync ended with code {code}: {said.strip()[-500:] or 'no word'}")
+            raise LaunchError(
+                f"rsync ended with code {code}: {said.strip()[-500:] or 'no message'}"
+            )

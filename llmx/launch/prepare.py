@@ -264,7 +264,7 @@ def _survey_here(spec: LaunchSpec, asked: Message) -> tuple[str, ...]:
         )
         facts = json.loads(done.stdout.splitlines()[-1])
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
-        return (f"this machine could not be looked at before the start: {error}",)
+        return (f"this machine could not be checked before the start: {error}",)
     findings = compare_hosts(spec.exp, spec.plan, {host.name: facts})
     if findings.errors:
         # No network is between: what is missing here is missing at a restart, too.

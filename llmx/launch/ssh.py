@@ -80,13 +80,17 @@ def _check(host: HostPlan) -> None:
     problems = [
         ("name", host.name, name_problem(host.name)),
         ("address", host.address, address_problem(host.address)),
-        ("user", host.user, None if re.fullmatch(USER, host.user or "x") else "it is no user"),
+        (
+            "user",
+            host.user,
+            None if re.fullmatch(USER, host.user or "x") else "it is not a user name",
+        ),
         (
             "identity_file",
             host.identity_file,
             None
             if re.fullmatch(PATH, host.identity_file or "") and "${" not in str(host.identity_file)
-            else "it is no plain path",
+            else "it is not a plain path",
         ),
     ]
     for key, value, problem in problems:

@@ -259,7 +259,7 @@ class Transfers:
         if process.returncode != 0:
             raise LaunchError(
                 f"launch.sync=rsync: {what}: rsync ended with code {process.returncode}: "
-                f"{error.strip() or 'no word'}. It is needed on both hosts "
+                f"{error.strip() or 'no message'}. It is needed on both hosts "
                 "(apt-get install rsync), and the path must be writable there."
             )
         return said

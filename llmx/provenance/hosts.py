@@ -58,7 +58,7 @@ def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
                 )  # fmt: skip
                 if done.returncode == 0:
                     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
-                said = (done.stderr.strip().splitlines() or ["no words"])[-1]
+                said = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 return {"error": f"{said} (tried: {shlex.join(argv[:3])} ...)"}
             except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
                 return {"error": str(error)}

@@ -45,8 +45,8 @@ def help_text() -> str:
     return (
         "python -m llmx reproduce RUN_DIR [overrides] [to_step=K] [strict=true] [checkout=true]\n\n"
         "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
-        "start it lists what differs from then, by severity; at the end it says whether the\n"
-        "numbers are bitwise identical, or which step differs first and by how much.\n\n"
+        "start it lists what differs from the recorded run, by severity; at the end it says\n"
+        "whether the numbers are bitwise identical, or which step differs first and how much.\n\n"
         "  to_step=K       train the first K steps only, with the schedule of the whole run\n"
         "  strict=true     refuse where anything differs that may change numbers; exit code 1\n"
         "                  also where the numbers differ at the end\n"

@@ -63,12 +63,14 @@ def print_outcome(
     console.print(Text(f"\n{mark} reproduction: {outcome.verdict()}", style=style))
     if other_inputs:
         console.print(
-            f"  The ranks read other inputs than then: {', '.join(other_inputs)} (by fingerprints "
-            "over every byte).",
+            "  The ranks read other inputs than those of the first run: "
+            f"{', '.join(other_inputs)} (by fingerprints over every byte).",
             style="bold red",
         )
     if breaking:
-        console.print("  It differs from then in what breaks bitwise equality:", style="bold red")
+        console.print(
+            "  It differs from the first run in what breaks bitwise equality:", style="bold red"
+        )
         for row in breaking:
             console.print(Text(f"    {row.what}: {row.then} then, {row.now} now", style="red"))
         if outcome.identical:

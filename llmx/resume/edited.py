@@ -41,7 +41,7 @@ def edited_config(run: RunDir, then: Mapping[str, Any]) -> list[Difference]:
     return [
         Difference(
             BREAKS, "config.yaml was edited by hand", str(recorded)[:12],
-            snapshot.hash_of(now)[:12], "there is no copy of it as it was: compare by eye",
+            snapshot.hash_of(now)[:12], "no copy of the recorded one is left to compare it with",
         )
     ]  # fmt: skip
 

@@ -165,4 +165,6 @@ def test_marks() -> None:
     assert said(compare(lines(), lines()), [], []).startswith("\n= ")
     assert said(compare(lines(), lines(loss=1.0)), [], []).startswith("\n≠ ")
     assert said(compare(lines(), []), [], []).startswith("\n? reproduction: nothing to compare")
-    assert "read other inputs than then: data" in said(compare(lines(), lines()), ["data"], [])
+    assert "read other inputs than those of the first run: data" in said(
+        compare(lines(), lines()), ["data"], []
+    )

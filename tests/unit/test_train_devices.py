@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from llmx.errors import ConfigError
 from llmx.train import devices
@@ -97,5 +98,6 @@ def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
             check_quantized_gradients(exp, done.plan, visible=visible)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_here_without_a_gpu() -> None:
     assert devices.gpus_here().capabilities == ()
