@@ -158,7 +158,7 @@ def generate(
     batches = group(
         rows,
         world=world,
-        equal=not takes_left_padding(model.config, model.attention),
+        equal=not _all_take_left_padding(model, world=world),
         together=not sampling.greedy,
         limit=batch_size,
     )
@@ -235,6 +235,16 @@ def takes_left_padding(config: Any, attention: AttentionMethod) -> bool:
         # A cache that forgets what left the window has no place for a mask over everything.
         and not any(windows)
     )
+
+
+def _all_take_left_padding(model: Decoder, *, world: int) -> bool:
+    """Whether every rank does. Hosts may have other attention than each other: with other batches
+    the ranks would make other numbers of forwards, and wait for each other. Collective."""
+    mine = takes_left_padding(model.config, model.attention)
+    everyone = [mine] * world
+    if world > 1:
+        torch.distributed.all_gather_object(everyone, mine)
+    return all(everyone)
 
 
 def cache_argument(model: Decoder) -> str | None:

@@ -264,6 +264,9 @@ def _few_tokens(exp: Experiment, engine: Engine) -> tuple[dict[str, Any], torch.
 def _can_fuse(exp: Experiment, engine: Engine) -> bool:
     """Whether head and loss of this model can be computed together; says why not. Collective."""
     problem = fused_loss_problem(engine.engine, *_few_tokens(exp, engine))
+    problems: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    problem = next((found for found in problems if found), None)
     if problem is None:
         return True
     model = type(engine.module).__name__

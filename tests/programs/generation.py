@@ -2,8 +2,9 @@
 
 ``python -m tests.programs.generation OUT``
 
-Every rank of every world writes ``OUT/WORLD.RANK.json``: the completions of ``sampled`` and of
-``greedy``, and how many forwards it made. Judged by ``tests/unit/test_models_generate.py``.
+Every rank of every world writes ``OUT/WORLD.RANK.json``: the completions of ``sampled``,
+``greedy`` and ``mixed``, and how many forwards it made. Judged by
+``tests/unit/test_models_generate.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ PROMPTS = [(5, 6, 7), (8,), (5, 6, 7), (9, 10, 11, 12, 13), (5, 6, 7), (20, 21),
 SEEDS = [sample_seed(1, step=0, prompt=prompt, sample=0) for prompt in range(len(PROMPTS))]
 
 
-def completions(model: Any, sampling: Sampling) -> list[dict[str, Any]]:
-    decoder = dataclasses.replace(decoder_of(model), attention=AttentionMethod("sdpa"))
+def completions(model: Any, sampling: Sampling, attention: str = "sdpa") -> list[dict[str, Any]]:
+    decoder = dataclasses.replace(decoder_of(model), attention=AttentionMethod(attention))
     found = generate(decoder, PROMPTS, sampling, seeds=SEEDS, batch_size=2)
     return [dataclasses.asdict(one) for one in found]
 
@@ -49,11 +50,15 @@ def run_rank(rank: int, world: int, out: Path) -> None:
 
     model.register_forward_hook(count)
     stops = frozenset({2, 30, 31, 32, 33})
+    greedy = Sampling(max_new_tokens=9, stop_ids=stops)
+    # The last host has an attention that takes no mask of left padding.
+    mixed = completions(model, greedy, "flex_attention" if rank == world - 1 else "sdpa")
     result = {
+        "mixed": mixed,
         "sampled": completions(
             model, Sampling(max_new_tokens=9, temperature=1.5, top_k=60, stop_ids=stops)
         ),
-        "greedy": completions(model, Sampling(max_new_tokens=9, stop_ids=stops)),
+        "greedy": completions(model, greedy),
         "forwards": forwards,
     }
     (out / f"{world}.{rank}.json").write_text(json.dumps(result))

@@ -455,10 +455,11 @@ def test_one_two_and_three_ranks_draw_the_same(tmp_path: Path) -> None:
         for rank in range(world)
     }
     wanted = read[1, 0]
+    assert [one["tokens"] for one in wanted["mixed"]] == [one["tokens"] for one in wanted["greedy"]]
     assert len({tuple(one["tokens"]) for one in wanted["sampled"]}) == 7
     for (world, _), found in read.items():
         assert found["forwards"] == read[world, 0]["forwards"]
-        for kind in ("sampled", "greedy"):
+        for kind in ("sampled", "greedy", "mixed"):
             for one, other in zip(wanted[kind], found[kind], strict=True):
                 assert one["tokens"] == other["tokens"]
                 assert one["ended"] == other["ended"]

@@ -158,7 +158,10 @@ def test_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    same_weights(loaded(tmp_path), small_model("llama", tie_word_embeddings=True))
+    model = loaded(tmp_path)
+    assert model.model.embed_tokens.weight is model.lm_head.weight
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    same_weights(model, small_model("llama", tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_neox"])
