@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmx import text as human
 from llmx.checkpoint import choose, commit
-from llmx.checkpoint.console import Progress, check_all, explain, size, verify
+from llmx.checkpoint.console import Progress, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
 from llmx.checkpoint.dtypes import NAMES, TORCH_NAMES
 from llmx.checkpoint.fragments import FragmentIndex
@@ -172,7 +173,7 @@ def export(
     elements = sum(weight.num_elements for weight in weights)
     print(
         f"{directory}: step {state['step']}, {elements:,} parameters in {precision}, "
-        f"{size(total)}, {time.monotonic() - began:.0f} s",
+        f"{human.size(total)}, {time.monotonic() - began:.0f} s",
         flush=True,
     )
     return directory
@@ -252,8 +253,8 @@ def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = commit.free_bytes(directory.parent)
         return CheckpointError(
-            f"{directory}: the export needs {size(num_bytes)}, {size(free)} are free. Nothing was "
-            "left there. Free some disk, or set --out to another one."
+            f"{directory}: the export needs {human.size(num_bytes)}, {human.size(free)} are free. "
+            "Nothing was left there. Free some disk, or set --out to another one."
         )
     return ConfigError(
         f"{directory}: cannot be written ({error.strerror or error}). Nothing was left there. Set "

@@ -30,27 +30,31 @@ def stay_offline_if_unreachable(
     if not asked or environment.get("HF_HUB_OFFLINE"):
         return ""
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
-    if why := _why_no_answer(endpoint, timeout_s=timeout_s):
+    if why := why_no_answer(endpoint, timeout_s=timeout_s):
         environment["HF_HUB_OFFLINE"] = "1"
         return f"{endpoint} cannot be reached ({why}): only the cache of the Hub is used"
     return ""
 
 
-def _why_no_answer(endpoint: str, *, timeout_s: float) -> str:
-    """Any HTTP answer will do. In a thread, because name resolution knows no time-out."""
+def why_no_answer(url: str, *, timeout_s: float) -> str:
+    """Why a server gives no answer; empty where it does, and any HTTP answer will do."""
     answer: list[str] = []
+    silent = f"no answer within {timeout_s:g} s"
 
     def ask() -> None:
-        request = urllib.request.Request(endpoint, method="HEAD")
+        request = urllib.request.Request(url, method="HEAD")
         try:
             with urllib.request.urlopen(request, timeout=timeout_s):
                 answer.append("")
         except urllib.error.HTTPError:
             answer.append("")
         except (OSError, ValueError) as error:  # URLError is an OSError around the reason
-            answer.append(str(getattr(error, "reason", error)) or type(error).__name__)
+            reason = getattr(error, "reason", error)
+            late = isinstance(reason, TimeoutError)
+            answer.append(silent if late else str(reason) or type(error).__name__)
 
-    thread = threading.Thread(target=ask, name="hub-probe", daemon=True)
+    # In a thread, because name resolution has no time-out.
+    thread = threading.Thread(target=ask, name="http-probe", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    return answer[0] if answer else f"no answer within {timeout_s:g} s"
+    return answer[0] if answer else silent

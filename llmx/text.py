@@ -82,6 +82,14 @@ def gib(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
+def size(num_bytes: float) -> str:
+    """Bytes as ``812 B``, ``3.2 MiB``, ``41.0 GiB``."""
+    for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def one_line(text: str, *, limit: int) -> str:
     """``text`` on one line, cut at ``limit`` characters with an ellipsis; what a model answered
     cannot steer the terminal."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmx import text as human
 from llmx.checkpoint import choose
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import Manifest, Problem, read_manifest
@@ -24,7 +25,7 @@ def check_all(checkpoints: Path, *, stream: Any) -> tuple[list[str], bool]:
         directory = committed_dir(checkpoints, step)
         problems = verify(directory, stream=stream)
         manifest = read_manifest(directory)
-        num_bytes = size(manifest.num_bytes) if isinstance(manifest, Manifest) else ""
+        num_bytes = human.size(manifest.num_bytes) if isinstance(manifest, Manifest) else ""
         pointed = "".join(f"  <- {name}" for name, value in names.items() if value == step)
         verdict = f"cannot be used: {explain(directory, problems)}" if problems else "usable"
         lines.append(f"{directory.name}  {num_bytes:>10}  {verdict}{pointed}")
@@ -63,11 +64,6 @@ def explain(directory: Path, problems: Sequence[Problem]) -> str:
     return words + "."
 
 
-def size(num_bytes: int) -> str:
-    """``1.50 GiB``, ``0.7 MiB``."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
-
-
 class Progress:
     """A line that is rewritten on a terminal; now and then a line of a log."""
 
@@ -86,7 +82,7 @@ class Progress:
             rate = self._done / max(now - self._began, 1e-9)
             left_s = (self._total - self._done) / max(rate, 1e-9)
             line = (
-                f"{self._title}: {size(self._done)} of {size(self._total)}, "
+                f"{self._title}: {human.size(self._done)} of {human.size(self._total)}, "
                 f"{rate / 2**20:.0f} MiB/s, {left_s:.0f} s left"
             )
             print(f"\r{line}\033[K" if self._live else line, end="" if self._live else "\n",

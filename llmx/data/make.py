@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from itertools import islice
 
+from llmx import text as human
 from llmx.data.blocks import RowEncoder
 from llmx.data.encode import parallel_tokenizers
 from llmx.data.finish import Tally, finish
 from llmx.data.fit import Fit
-from llmx.data.progress import Progress, size_text
+from llmx.data.progress import Progress
 from llmx.data.rejects import Rejects, RejectsUnwritten
 from llmx.data.spool import Spool
 from llmx.data.store import SampleStore, cannot_write
@@ -125,10 +126,10 @@ def _disk_full(wanted: Wanted, spool: Spool, progress: Progress) -> DataError:
     times = 1 if wanted.data.packing == "concat" else 2
     written = times * sum(file.stat().st_size for file in partial.iterdir())
     done = progress.fraction()
-    need = f"about {size_text(written / done)}" if done else f"more than {size_text(written)}"
+    need = f"about {human.size(written / done)}" if done else f"more than {human.size(written)}"
     directory = partial.parent
     stays = _kept(spool)
-    free = size_text(shutil.disk_usage(directory).free)
+    free = human.size(shutil.disk_usage(directory).free)
     return DataError(
         f"The disk of {directory} is full: {wanted.path.name} needs {need} in all, "
         f"{free} are free now. {stays} What was prepared earlier is untouched. Free some space, or "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.data.progress import clock, size_text
+from llmx import text as human
+from llmx.data.progress import clock
 from llmx.data.rejects import counted
 from llmx.data.rows import names
 from llmx.data.store import SampleStore
@@ -70,7 +71,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         return lines
     seconds = meta["tokenize_seconds"]
     took = "less than a second" if seconds < 1 else clock(seconds)
-    rate = f" ({size_text(meta['text_bytes'] / seconds)}/s)" if seconds >= 1 else ""
+    rate = f" ({human.size(meta['text_bytes'] / seconds)}/s)" if seconds >= 1 else ""
     hosts = meta.get("hosts", 1)
     workers = plural(meta["workers"], "core") + (f" on {hosts} hosts" if hosts > 1 else "")
     lines.append(("encoder", f"{meta['encoder']}, {workers}"))
@@ -78,7 +79,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         (
             "time",
             f"{'found prepared; preparing took' if found else 'preparing took'} {took} for "
-            f"{size_text(meta['text_bytes'])} of text{rate}"
+            f"{human.size(meta['text_bytes'])} of text{rate}"
             + (f", resumed at row {meta['resumed_at_row']:,}" if meta["resumed_at_row"] else ""),
         )
     )

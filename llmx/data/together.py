@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx import text as human
 from llmx.config import Experiment
 from llmx.data.exchange import Board, Channel, storage_groups
 from llmx.data.make import progress_of
 from llmx.data.prepare import found, prepare
-from llmx.data.progress import Progress, size_text
+from llmx.data.progress import Progress
 from llmx.data.share import assemble, write_share
 from llmx.data.store import SampleStore, locked
 from llmx.data.summary import summary
@@ -215,7 +216,9 @@ def _gather(shares: Path, channel: Channel, leaders: list[int], first: int, rank
         for leader in leaders:
             if leader != first:
                 size = channel.receive(shares, source=leader)
-                print(f"Received {size_text(size)} of prepared data from rank {leader}", flush=True)
+                print(
+                    f"Received {human.size(size)} of prepared data from rank {leader}", flush=True
+                )
     elif rank in leaders:
         channel.send(shares, to=first)
 
@@ -228,7 +231,7 @@ def _spread(wanted: Wanted, channel: Channel, chain: list[int], rank: int) -> No
     if place == 0:
         assert following is not None
         size = channel.send(wanted.path, to=following)
-        print(f"Sent {wanted.path.name} ({size_text(size)}) to the other hosts", flush=True)
+        print(f"Sent {wanted.path.name} ({human.size(size)}) to the other hosts", flush=True)
         return
     with locked(wanted.path):
         temporary = wanted.path.with_name(f"{wanted.path.name}.tmp-received")

@@ -122,7 +122,7 @@ def _saved(view: View) -> str:
     parts = []
     if view.saved_step is not None:
         ago = "" if view.saved_ago_s is None else f", {words_of(view.saved_ago_s)} ago"
-        size = "" if not view.saved_bytes else f", {size_words(view.saved_bytes)}"
+        size = "" if not view.saved_bytes else f", {human.size(view.saved_bytes)}"
         parts.append(f"step {view.saved_step:,}{ago}{size}; {view.kept} kept")
     elif view.step and view.state != "finished":
         parts.append("nothing yet" if view.state in LIVE else "nothing")
@@ -130,7 +130,7 @@ def _saved(view: View) -> str:
         parts.append(f"step {view.saving_step:,} is being written")
     low = view.disk_free_bytes is not None and view.disk_free_bytes < 4 * (view.saved_bytes or 0)
     if low and view.state in LIVE:
-        parts.append(f"only {size_words(view.disk_free_bytes or 0)} of disk left")
+        parts.append(f"only {human.size(view.disk_free_bytes or 0)} of disk left")
     return "; ".join(parts)
 
 
@@ -234,11 +234,3 @@ def _block(part: list[float | None], low: float, high: float, blocks: str) -> st
     mean = sum(known) / len(known)
     level = (mean - low) / (high - low) if high > low else 0.0
     return blocks[min(len(blocks) - 1, int(level * len(blocks)))]
-
-
-def size_words(count: float) -> str:
-    """Bytes as ``3.2 MiB``, in the units of the ranks' lines."""
-    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

@@ -178,7 +178,7 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
     assert main([str(run.root)]) == 0
     said = capsys.readouterr()
     assert "step-00000003 cannot be used: rank-00001.safetensors: damaged, it has" in said.err
-    assert "export/step-00000002: step 2, 55,872 parameters in bf16, 0.1 MiB" in said.out
+    assert "export/step-00000002: step 2, 55,872 parameters in bf16, 109.1 KiB" in said.out
     found = AutoModelForCausalLM.from_pretrained(run.root / "export" / "step-00000002")
     for key, tensor in expected(models[2], torch.bfloat16).items():
         assert torch.equal(found.state_dict()[key], tensor), key
@@ -191,8 +191,8 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
     assert "no checkpoint of step 4. It has: 1, 2, 3." in capsys.readouterr().err
     assert main([str(run.root), "--check"]) == 5
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step-00000003     0.5 MiB  cannot be used: rank-00001.safetensors")
-    assert lines[1:] == [f"step-0000000{step}     0.5 MiB  usable" for step in (2, 1)]
+    assert lines[0].startswith("step-00000003   466.9 KiB  cannot be used: rank-00001.safetensors")
+    assert lines[1:] == [f"step-0000000{step}   466.9 KiB  usable" for step in (2, 1)]
     # A checkpoint may be named instead of the run.
     assert main([str(run.checkpoint(1)), "--out", str(run.root / "one")]) == 0
     assert json.loads((run.root / "one" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -244,7 +244,9 @@ def test_a_full_disk_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Disk, "reserve", full)
-    with pytest.raises(LlmxError, match=r"the export needs 0.1 MiB, .* are free. Nothing was left"):
+    with pytest.raises(
+        LlmxError, match=r"the export needs 109.1 KiB, .* are free. Nothing was left"
+    ):
         export(run)
     assert tree(run.root / "export") == []
 
