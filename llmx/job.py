@@ -49,16 +49,16 @@ def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | No
 
 def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | None = None) -> int:
     """Write the run directory, then plan only (``dry_run``) or launch and supervise."""
-    from llmx.launch import check, prepare, supervise
+    from llmx.launch import check_launch, supervise, write_launch_files
 
     out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
-    check(composed.experiment, composed.plan)
+    check_launch(composed.experiment, composed.plan)
     check_paths(composed.experiment, composed.plan)
     composed = resolve_layout(composed, stream=out)
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
-    launch = prepare(exp, plan, run)
+    launch = write_launch_files(exp, plan, run)
     if exp.dry_run:
         from llmx.launch.render import render_command
         from llmx.report.plan_table import print_plan

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from llmx.config.build import experiment_from_dict, to_dict
 from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
+from llmx.config.launch_rules import launch_problems
 from llmx.config.model_rules import model_config_problems
 from llmx.config.schema import SCHEMA_VERSION, Experiment
 from llmx.errors import ConfigError
@@ -38,7 +39,7 @@ def validate(
         *_length(exp),
         *_batch_and_optim(exp),
         *_zero(exp),
-        *_launch(exp),
+        *launch_problems(exp),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -178,29 +179,3 @@ def _zero(exp: Experiment) -> Iterator[str]:
                 "zero.quantized_weights (qwZ) and zero.quantized_gradients (qgZ) need CUDA. Set "
                 "both to false."
             )
-
-
-def _launch(exp: Experiment) -> Iterator[str]:
-    launch, hosts = exp.launch, exp.hardware.hosts
-    for index, path in enumerate(launch.sync_extra):
-        if not path.startswith(("/", "~")):
-            yield (
-                f"launch.sync_extra[{index}]={path}: must be an absolute path, as it is the same "
-                "on every host. Write e.g. /data/more."
-            )
-    if launch.transport == "local" and len(hosts) > 1:
-        yield (
-            f"launch.transport=local starts this machine's ranks only, but there are "
-            f"{len(hosts)} hosts. Use pdsh, openmpi or slurm."
-        )
-    if launch.transport == "slurm" and len({host.slots for host in hosts}) > 1:
-        slots = ", ".join(f"{host.name} {host.slots}" for host in hosts)
-        yield (
-            f"launch.transport=slurm needs the same slots on every host (have {slots}). "
-            "Use pdsh or openmpi, or hardware.slots=N."
-        )
-    if launch.transport == "slurm" and launch.sync == "rsync":
-        yield (
-            "launch.sync=rsync goes over ssh; Slurm needs a shared file system. Use "
-            "launch.sync=none."
-        )

@@ -1,17 +1,17 @@
-"""The host agent: one small process a host, that watches a run there and ends it for certain.
+"""The host agent: one small process on each host that monitors a run there and ends it reliably.
 
-Standard library only, one file, so that it can be sent over ssh to a host which has neither
-llmx nor a shared file system. It speaks JSON lines over stdin and stdout with the
-supervisor, and it finds the processes of its run by ``LLMX_RUN_TOKEN`` in their
-environment, never by a pattern that another run might share.
+One file, standard library only, so that it can be sent over ssh to a host which has neither llmx
+nor a shared file system. It exchanges JSON lines with the supervisor over stdin and stdout. It
+finds the processes of its run by ``LLMX_RUN_TOKEN`` in their environment, never by a pattern that
+another run might match.
 
-It ends the run on this host when it is told to, when its stdin closes (the supervisor is
-dead, however it died), and when no word came for ``silence_s`` (its host or the network is).
+It ends the run on its host on request, when its stdin closes (the supervisor exited, for whatever
+reason), and when no message arrives for ``silence_s`` (the supervisor's host or network failed).
 
-    python llmx/launch/agent.py          # then type: {"cmd": "hello", "id": 1, "token": "20300101"}
+    python llmx/launch/agent.py     # then type: {"cmd": "handshake", "id": 1, "token": "20300101"}
 """
 
-# os instead of pathlib, whose import would be a third of this process's start.
+# os instead of pathlib: importing pathlib would take a third of the start time.
 # ruff: noqa: PTH103, PTH108, PTH110, PTH113, PTH115, PTH116, PTH118, PTH119, PTH123, PTH202, PTH207, PTH208
 from __future__ import annotations
 
@@ -36,26 +36,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    Message = dict[str, Any]  # at run time an old Python on a host must do
+    Message = dict[str, Any]  # not at run time: hosts may have an old Python
 SCAN_S = 0.5
 CHUNK = 65536
-STREAM_BYTES = 1 << 20  # of one file in one look: a flood in a log must not hold up the rest
-AWAY_S = 5.0  # between two turns
-LONE_GRACE_S = 15.0  # for the ranks to save once the supervisor is gone
+STREAM_BYTES = (
+    1 << 20
+)  # of one file in one poll: much output in one log must not delay the other files
+SUSPENDED_S = 5.0  # between two polls: this process itself was suspended
+ORPHAN_GRACE_S = 15.0  # for the ranks to save a checkpoint after the supervisor disappeared
 STREAMED = ("metrics.jsonl", "logs/rank-*.log")
-MIN_TOKEN = 7  # a process with the token among its arguments is the run's, and will be ended
-PIPE_BYTES = 4096  # what a pipe takes without waiting, once it takes anything
+MIN_TOKEN = 7  # a process with the token among its arguments belongs to the run, and will be ended
+PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
 REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-PORTS = range(20000, 32700)  # below the ports that the kernel gives to outgoing connections
+PORTS = range(20000, 32700)  # below the kernel's ports for outgoing connections
 
 
-class Unheard(Exception):
-    """Nobody takes what is written: the network is cut, or the supervisor stands still."""
+class SupervisorUnreachable(Exception):
+    """Output is not read any more: the network failed, or the supervisor is suspended."""
 
 
 class Process:
-    """One process of the run, as /proc shows it."""
+    """One process of the run, from /proc."""
 
     def __init__(self, pid: int, parent: int, argv: list[str], environ: dict[str, str]) -> None:
         self.pid, self.parent, self.argv, self.environ = pid, parent, argv, environ
@@ -70,8 +72,8 @@ class Process:
 
     @property
     def is_runner(self) -> bool:
-        """DeepSpeed's runner, whose SIGTERM handler does `pkill -f` on a pattern that every
-        DeepSpeed launch of this user shares: it must only ever be killed outright."""
+        """DeepSpeed's runner. Its SIGTERM handler runs `pkill -f` with a pattern that matches every
+        DeepSpeed launch of this user, so it is only ever ended by SIGKILL."""
         head = self.argv[:4]
         return "deepspeed.launcher.runner" in head or any(
             os.path.basename(part) == "deepspeed" for part in head[:2]
@@ -79,20 +81,20 @@ class Process:
 
 
 class ProcessTable:
-    """Finds the run's processes; remembers the ones that are not, to look at each once."""
+    """Finds the processes of a run; remembers all others, so that each is read once."""
 
     def __init__(self, token: str) -> None:
-        if len(token) < MIN_TOKEN:  # "0" is an argument of half the programs of a host
+        if len(token) < MIN_TOKEN:  # "0" is an argument of many programs
             raise ValueError(f"a run token of {len(token)} characters: at least {MIN_TOKEN}")
-        self.mark = f"LLMX_RUN_TOKEN={token}".encode()
+        self.variable = f"LLMX_RUN_TOKEN={token}".encode()
         self.token = token.encode()
-        self.others: dict[int, str] = {}
+        self.ignored: dict[int, str] = {}
         self.host = _link("/proc/self/ns/uts")
 
     def find(self, *, fresh: bool = False) -> list[Process]:
-        """Every living process of the run on this host, without this one and its ancestors."""
+        """Every live process of the run on this host, except this one and its ancestors."""
         own = _ancestors(os.getpid())
-        found, others = [], {}
+        found, ignored = [], {}
         for entry in os.listdir("/proc"):
             if not entry.isdigit() or int(entry) in own:
                 continue
@@ -100,24 +102,26 @@ class ProcessTable:
             stat = _stat(pid)
             if stat is None or stat[0] in ("Z", "X"):
                 continue
-            if not fresh and self.others.get(pid) == stat[2]:
-                others[pid] = stat[2]
+            if not fresh and self.ignored.get(pid) == stat[2]:
+                ignored[pid] = stat[2]
                 continue
             process = self._read(pid, int(stat[1]))
             if process is not None:
                 found.append(process)
-            elif _age_s(stat[2]) > 5:  # a younger one may still be between fork and exec
-                others[pid] = stat[2]
-        self.others = others
+            elif _age_s(stat[2]) > 5:  # a younger one may be between fork and exec
+                ignored[pid] = stat[2]
+        self.ignored = ignored
         return found
 
     def _read(self, pid: int, parent: int) -> Process | None:
         environ, cmdline = _bytes(f"/proc/{pid}/environ"), _bytes(f"/proc/{pid}/cmdline")
         argv = cmdline.rstrip(b"\0").split(b"\0")
-        # A remote shell of pdsh has the variable in its command, a daemon of mpirun the token.
-        if not (self.mark in environ.split(b"\0") or self.mark in cmdline or self.token in argv):
+        # pdsh's remote shell has the variable in its command line, mpirun's daemon the token.
+        if not (
+            self.variable in environ.split(b"\0") or self.variable in cmdline or self.token in argv
+        ):
             return None
-        # A container or a namespace that shares the process table is another host.
+        # A container or a UTS namespace with the same process table is another host.
         if self.host and _link(f"/proc/{pid}/ns/uts") not in ("", self.host):
             return None
         pairs = (part.split(b"=", 1) for part in environ.split(b"\0") if b"=" in part)
@@ -129,21 +133,21 @@ class ProcessTable:
         )
 
 
-def end_processes(
+def terminate_processes(
     table: ProcessTable,
     grace_s: float,
-    hurry: Callable[[], bool] = lambda: False,
-    ask: int = signal.SIGINT,
-    ranks_are_elsewhere: bool = False,
+    grace_ended: Callable[[], bool] = lambda: False,
+    first_signal: int = signal.SIGINT,
+    ranks_are_remote: bool = False,
 ) -> dict[str, int]:
-    """End every process of the run here: ranks are asked first, then all, then all are killed.
+    """End every process of the run here: a signal to the ranks, SIGTERM to all, SIGKILL to all.
 
-    ``ask`` is what ranks get: SIGUSR1 to save and leave, SIGINT to leave. ``hurry`` cuts the
-    grace short. ``ranks_are_elsewhere``: somebody else asks them, and what runs here (srun) ends
-    when they have left.
+    ``first_signal``: to the ranks, SIGUSR1 to save a checkpoint and exit, SIGINT to exit.
+    ``grace_ended``: whether to stop waiting. ``ranks_are_remote``: the scheduler signals the ranks,
+    and the processes here (srun) exit when these have.
 
-    Returns how many were found, how many had to be killed, and how many are left (0, unless
-    the kernel itself holds one).
+    Returns how many processes were found, how many were killed, and how many are left (0, unless
+    one is blocked in the kernel).
     """
     seen: set[int] = set()
     killed: set[int] = set()
@@ -160,14 +164,14 @@ def end_processes(
         deadline = time.monotonic() + seconds
         while True:
             left = [p for p in alive() if p.rank is not None or not only_ranks]
-            if not left or time.monotonic() >= deadline or hurry():
+            if not left or time.monotonic() >= deadline or grace_ended():
                 return left
             time.sleep(0.1)
 
     if grace_s > 0:
-        for process in top_ranks(alive()):
-            _signal(process.pid, ask)
-        wait(grace_s, only_ranks=not ranks_are_elsewhere)
+        for process in rank_processes(alive()):
+            _signal(process.pid, first_signal)
+        wait(grace_s, only_ranks=not ranks_are_remote)
         for process in alive():
             if process.rank is None:
                 _signal(process.pid, signal.SIGTERM)
@@ -183,8 +187,8 @@ def end_processes(
     return {"ended": len(seen), "killed": len(killed), "left": len(left)}
 
 
-def top_ranks(processes: list[Process]) -> list[Process]:
-    """The ranks themselves: a rank's own children inherit its number."""
+def rank_processes(processes: list[Process]) -> list[Process]:
+    """The ranks themselves: the children of a rank inherit its variables."""
     rank_of = {process.pid: process.rank for process in processes}
     return [
         process
@@ -194,7 +198,7 @@ def top_ranks(processes: list[Process]) -> list[Process]:
 
 
 class Agent:
-    """Answers the supervisor's commands; between them watches ranks and files."""
+    """Executes the supervisor's commands; between them it monitors ranks and files."""
 
     def __init__(self) -> None:
         self.token = ""
@@ -210,7 +214,7 @@ class Agent:
         self.listening: list[socket.socket] = []
         self.claim: socket.socket | None = None
         self.session = ""
-        self.watching = self.streaming = self.done = False
+        self.watching = self.streaming = self.stopped = False
         self.ranks: dict[int, int] = {}
         self.offsets: dict[str, int] = {}
         self.stamps: dict[str, tuple[int, int]] = {}
@@ -218,73 +222,73 @@ class Agent:
         self.output = True
         self.backlog: collections.deque[Message] = collections.deque()
         self.wake, self.lock = threading.Event(), threading.Lock()
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         self.closed_at: float | None = None
 
     def serve(self) -> None:
-        """Until stdin closes, a stop is done, or the supervisor is silent for too long."""
+        """Until stdin closes, or no message arrives for ``silence_s``."""
         for number in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._asked_to_end)
+            signal.signal(number, self._on_signal)
         threading.Thread(target=self.listen, daemon=True).start()
-        last_scan, looked_at = 0.0, time.monotonic()
+        last_scan, polled_at = 0.0, time.monotonic()
         try:
             while True:
                 self.wake.wait(0.2)
                 self.wake.clear()
                 closed = self.closed_at is not None
                 while self.backlog:
-                    self.answer(self.backlog.popleft())
+                    self.execute(self.backlog.popleft())
                 now = time.monotonic()
-                if now - looked_at > AWAY_S:
-                    self.heard_at = now  # this process itself stood still
-                looked_at = now
-                if closed or (self.silence_s and now - self.heard_at > self.silence_s):
+                if now - polled_at > SUSPENDED_S:
+                    self.last_message_at = now  # this process was suspended
+                polled_at = now
+                if closed or (self.silence_s and now - self.last_message_at > self.silence_s):
                     break
                 if self.watching and now - last_scan >= SCAN_S:
                     last_scan = now
-                    self.look()
-        except (KeyboardInterrupt, OSError, Unheard):
-            pass  # the channel is broken: the supervisor is gone
+                    self.poll()
+        except (KeyboardInterrupt, OSError, SupervisorUnreachable):
+            pass  # the connection is broken: the supervisor is unreachable
         self.output = False
-        if not self.done:
-            # Nobody is left to go on, so what was trained is saved for whoever resumes.
-            self.end(min(self.grace_s, LONE_GRACE_S), save=True)
+        if not self.stopped:
+            # The run can be resumed later, so the ranks save a checkpoint.
+            self.shut_down(min(self.grace_s, ORPHAN_GRACE_S), save=True)
 
     def listen(self) -> None:
-        """Take in what the supervisor sends, and answer its signs of life at once: a disk that
-        holds up all else here makes no lost host."""
+        """Receive commands, and reply to pings at once: a slow disk, which delays everything else
+        here, must not make this a lost host."""
         pending = b""
-        with contextlib.suppress(OSError, ValueError, KeyError, Unheard):
+        with contextlib.suppress(OSError, ValueError, KeyError, SupervisorUnreachable):
             while data := os.read(0, CHUNK):
-                self.heard_at = time.monotonic()
+                self.last_message_at = time.monotonic()
                 *lines, pending = (pending + data).split(b"\n")
                 for message in [json.loads(line) for line in lines if line.strip()]:
                     if message["cmd"] == "ping":
-                        self.answer(message)
+                        self.execute(message)
                     else:
                         self.backlog.append(message)
                 self.wake.set()
         self.closed_at = time.monotonic()
         self.wake.set()
 
-    def hurry(self) -> bool:
-        """Whether the ranks have no more time: asked to stop once more, or left alone for long."""
-        if self.closed_at is not None and time.monotonic() - self.closed_at > LONE_GRACE_S:
+    def grace_ended(self) -> bool:
+        """Whether the ranks have no more time: a second stop arrived, or the supervisor exited."""
+        if self.closed_at is not None and time.monotonic() - self.closed_at > ORPHAN_GRACE_S:
             return True
         return any(message["cmd"] == "stop" for message in list(self.backlog))
 
-    def answer(self, message: Message) -> None:
-        """One command; the answer carries its ``id``."""
+    def execute(self, message: Message) -> None:
+        """Execute one command; the reply has its ``id``."""
         command = getattr(self, f"do_{message['cmd']}")
         try:
             reply = command(message)
-        except Exception as error:  # the supervisor decides what it means
+        except Exception as error:  # the supervisor decides what follows
             reply = {"error": f"{type(error).__name__}: {error}"}
         self.send({"event": message["cmd"], "id": message.get("id"), **reply})
 
-    def do_hello(self, message: Message) -> Message:
+    def do_handshake(self, message: Message) -> Message:
         self.token = message["token"]
         self.table = ProcessTable(self.token)
         self.run_dir = message.get("run_dir", "")
@@ -294,7 +298,7 @@ class Agent:
         self.cancel_force = message.get("cancel_force", [])
         self.signals = message.get("signals", {})
         self.session = message.get("session", "")
-        self._be_found()
+        self._register()
         nonce = message.get("nonce", "")
         code, python = message.get("code"), message.get("python")
         return {
@@ -305,7 +309,7 @@ class Agent:
             "cores": len(os.sched_getaffinity(0)),
             "sees_run_dir": bool(nonce) and os.path.exists(os.path.join(self.run_dir, nonce)),
             "sees_code": code is None or os.path.exists(code),
-            "python": _ask_python(python, message.get("modules", [])) if python else None,
+            "python": _python_info(python, message.get("modules", [])) if python else None,
             "rsync": any(
                 os.access(os.path.join(path, "rsync"), os.X_OK)
                 for path in os.environ.get("PATH", "/usr/bin:/bin").split(":")
@@ -317,7 +321,7 @@ class Agent:
         return {"sent": message.get("sent"), "time": time.time()}
 
     def do_survey(self, message: Message) -> Message:
-        """Facts of this host, by a program that the supervisor sent, run by the ranks' Python."""
+        """Facts of this host, from a program of the supervisor, run by the Python of the ranks."""
         done = subprocess.run(
             [message["python"], "-c", message["program"], *message["arguments"]],
             stdin=subprocess.DEVNULL,
@@ -325,17 +329,17 @@ class Agent:
             timeout=150,
             check=True,
         )
-        # The last line: an environment may greet whoever starts its Python.
+        # The last line: the start of an environment may print something.
         return {"facts": json.loads(done.stdout.splitlines()[-1])}
 
-    def do_port(self, message: Message) -> Message:
-        """A port that nobody listens on, kept from other runs as long as this process lives."""
+    def do_reserve_port(self, message: Message) -> Message:
+        """A free port, reserved against other runs as long as this process lives."""
         wanted = message.get("want", 0)
         candidates = [wanted] if wanted else random.sample(PORTS, 200)
         for port in candidates:
             claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # An abstract name vanishes with its owner, however that dies.
+                # An abstract name is freed when its owner ends, however it ends.
                 claim.bind(f"\0llmx-port-{port}")
                 _close(_listen(port))
             except OSError:
@@ -346,29 +350,29 @@ class Agent:
         return {"port": 0}
 
     def do_listen(self, message: Message) -> Message:
-        """Let hosts try the way to a port, before the ranks need it; port 0 ends it."""
+        """Listen on a port so that hosts can test their connections to it; port 0 closes it."""
         _close(self.listening)
         self.listening = _listen(message["port"]) if message["port"] else []
         return {}
 
-    def do_knock(self, message: Message) -> Message:
-        """Whether this host gets to a port of another one."""
+    def do_connect(self, message: Message) -> Message:
+        """Test the connection from this host to a port of another one."""
         socket.create_connection((message["to"], message["port"]), timeout=10).close()
         return {}
 
     def do_route(self, message: Message) -> Message:
-        """The address and interface of this host on the way to another."""
-        said: OSError | None = None
+        """The address and interface of this host on the route to another one."""
+        failure: OSError | None = None
         for family, kind, _, _, to in socket.getaddrinfo(message["to"], 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
                 try:
                     probe.connect(to)
-                except OSError as error:  # no way by this family
-                    said = said or error
+                except OSError as error:  # no route in this address family
+                    failure = failure or error
                     continue
                 address = probe.getsockname()[0]
             return {"address": address, "interface": _interface_of(address)}
-        raise said or OSError(f"{message['to']} has no address")
+        raise failure or OSError(f"{message['to']} has no address")
 
     def do_mkdir(self, message: Message) -> Message:
         for path in message["paths"]:
@@ -376,7 +380,7 @@ class Agent:
         return {}
 
     def do_watch(self, message: Message) -> Message:
-        """Begin to report ranks, and (where the file system is not shared) what they write."""
+        """Begin to report ranks, and (on a private disk) to stream the files that they write."""
         self.streaming = message.get("stream", False)
         self.port = message.get("port", self.port)
         if self.streaming:
@@ -390,31 +394,31 @@ class Agent:
         return {}
 
     def do_flush(self, message: Message) -> Message:
-        self.look()
+        self.poll()
         return {"oom_kills": _oom_kills()}
 
-    def do_clear(self, message: Message) -> Message:
-        """End what an earlier attempt of the same run left here. Its supervisor may have died a
-        moment ago, and its ranks be saving: they get the time for it."""
+    def do_kill_leftovers(self, message: Message) -> Message:
+        """End what an earlier attempt of the same run left here. Its supervisor may have exited a
+        moment ago, and its ranks may be saving a checkpoint: they get the time for it."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
-        self._end_earlier_agents()
-        counts = end_processes(self.table, message["grace_s"], ask=signal.SIGUSR1)
-        # Also where nothing was found: a job outlives the machine that its srun ran on.
+        self._kill_earlier_agents()
+        counts = terminate_processes(self.table, message["grace_s"], first_signal=signal.SIGUSR1)
+        # Also where nothing was found: a Slurm job continues when the host of its srun fails.
         _run_all(self.cancel_force)
         return counts
 
-    def _be_found(self) -> None:
-        """Leave a name for the agents of later attempts; it vanishes with this process."""
+    def _register(self) -> None:
+        """Bind a name by which agents of later attempts find this process; freed when it ends."""
         if self.claim is None and self.session:
             self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with contextlib.suppress(OSError):
                 self.claim.bind(f"\0llmx-agent-{self.token}-{self.session}-{os.getpid()}")
                 self.claim.listen(8)
 
-    def _end_earlier_agents(self) -> None:
-        """An agent that has not noticed yet that its supervisor is gone (silently: its host lost
-        its power, or the network) would end the ranks of the next attempt as well."""
+    def _kill_earlier_agents(self) -> None:
+        """An agent that has not yet noticed the end of its supervisor (whose host lost power or
+        network) would end the ranks of the next attempt as well."""
         prefix = f"@llmx-agent-{self.token}-"
         for line in _bytes("/proc/net/unix").decode("utf-8", "replace").splitlines():
             name = line.split(" ")[-1]
@@ -423,23 +427,23 @@ class Agent:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
                 try:
                     other.connect("\0" + name[1:])
-                    said = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 except OSError:
-                    continue  # it has just ended
-            pid = struct.unpack("3i", said)[0]
-            if pid > 0:  # else it is of another container
+                    continue  # it has exited just now
+            pid = struct.unpack("3i", credentials)[0]
+            if pid > 0:  # else it is in another container
                 _signal(pid, signal.SIGKILL)
 
     def do_signal(self, message: Message) -> Message:
         """Send a signal (``USR1``, ``USR2``) to every rank of the run on this host."""
         _run_all(self.signals.get(message["name"], []))
-        ranks = top_ranks(self.table.find(fresh=True)) if self.table else []
+        ranks = rank_processes(self.table.find(fresh=True)) if self.table else []
         for process in ranks:
             _signal(process.pid, getattr(signal, "SIG" + message["name"]))
         return {"ranks": [process.rank for process in ranks]}
 
-    def do_list(self, message: Message) -> Message:
-        """Files below directories of the run directory: relative path -> bytes."""
+    def do_list_files(self, message: Message) -> Message:
+        """Files of the run directory that match the patterns: relative path -> bytes."""
         found = {}
         for pattern in message["patterns"]:
             pattern = os.path.join(glob.escape(self.run_dir), pattern)
@@ -450,7 +454,7 @@ class Agent:
         return {"files": found}
 
     def do_pin(self, message: Message) -> Message:
-        """Name the checkpoints that the ranks here must not remove yet."""
+        """Set the checkpoints that the ranks here must not prune."""
         path = os.path.join(self.run_dir, "checkpoints/pinned")
         with open(f"{path}.new", "w", encoding="utf-8") as file:
             file.write("".join(f"{step}\n" for step in message["steps"]))
@@ -459,34 +463,33 @@ class Agent:
 
     def do_stop(self, message: Message) -> Message:
         self.watching = False
-
         save = message.get("save", False)
-        counts = self.end(message.get("grace_s", self.grace_s), self.hurry, save=save)
-        self.done = True
+        counts = self.shut_down(message.get("grace_s", self.grace_s), self.grace_ended, save=save)
+        self.stopped = True
         if self.streaming:
             self.stream()
         return counts
 
-    def end(
-        self, grace_s: float, hurry: Callable[[], bool] = lambda: False, save: bool = False
+    def shut_down(
+        self, grace_s: float, grace_ended: Callable[[], bool] = lambda: False, save: bool = False
     ) -> dict[str, int]:
-        """End the run on this host and remove what it left in /dev/shm. ``save``: the ranks may
-        save first, within the grace."""
+        """End the run on this host and remove its files in /dev/shm. ``save``: the ranks may save a
+        checkpoint first, within the grace."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
         save = save and grace_s > 0
-        asked = self.signals.get("USR1", []) if save else []
-        _run_all(asked or self.cancel)
-        counts = end_processes(
+        to_save = self.signals.get("USR1", []) if save else []
+        _run_all(to_save or self.cancel)
+        counts = terminate_processes(
             self.table,
             grace_s,
-            hurry,
-            ask=signal.SIGUSR1 if save else signal.SIGINT,
-            ranks_are_elsewhere=bool(asked),
+            grace_ended,
+            first_signal=signal.SIGUSR1 if save else signal.SIGINT,
+            ranks_are_remote=bool(to_save),
         )
         _run_all(self.cancel_force)
-        # Of a rank that was killed while it replaced its status; ranks of other hosts may write
-        # their last word into the same directory now.
+        # Of ranks that were killed while they replaced their status. Only those of this host: the
+        # others may be writing their last status into the same directory now.
         for rank in self.ranks:
             name = f"ranks/.rank-{rank:03d}.json.*.tmp"
             for path in glob.glob(os.path.join(glob.escape(self.run_dir), name)):
@@ -499,13 +502,13 @@ class Agent:
                     os.unlink(path)
         return counts
 
-    def look(self) -> None:
-        """Report ranks that came and went, and new content of files."""
+    def poll(self) -> None:
+        """Report ranks that started or exited, and stream new content of files."""
         if self.table is None:
             return
         processes = self.table.find()
         ranks_by_pid = {p.pid: p.rank for p in processes if p.rank is not None}
-        for process in top_ranks(processes):
+        for process in rank_processes(processes):
             rank = process.rank
             if rank is not None and rank not in self.ranks:
                 self.ranks[rank] = process.pid
@@ -527,13 +530,13 @@ class Agent:
                 )
 
     def stream(self) -> None:
-        """Send what ranks wrote since the last time; whole files where they are replaced."""
+        """Send what ranks wrote since the last poll; replaced files as a whole."""
         for path in self._matches(STREAMED):
             with contextlib.suppress(OSError), open(os.path.join(self.run_dir, path), "rb") as file:
                 status = os.fstat(file.fileno())
                 inode = self.inodes.setdefault(path, status.st_ino)
                 if inode != status.st_ino or status.st_size < self.offsets.get(path, 0):
-                    # Rewritten (metrics are cut back where a run goes on from): whole.
+                    # Replaced (a resumed run truncates its metrics): sent as a whole.
                     data = file.read()
                     self.send_file({"event": "replace", "path": path}, data)
                     self.offsets[path], self.inodes[path] = len(data), status.st_ino
@@ -570,13 +573,13 @@ class Agent:
         data = memoryview(json.dumps(message).encode() + b"\n")
         with self.lock:
             while data:
-                # Never longer than silence: an agent that hangs in a write would end nothing.
+                # At most silence_s: an agent that blocks in a write could not end the run.
                 if not select.select([], [1], [], self.silence_s or None)[1]:
-                    self.silence_s = 1e-3  # the next one does not wait
-                    raise Unheard
+                    self.silence_s = 1e-3  # the next write does not wait
+                    raise SupervisorUnreachable
                 data = data[os.write(1, data[:PIPE_BYTES]) :]
 
-    def _asked_to_end(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
 
@@ -589,7 +592,7 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _listen(port: int) -> list[socket.socket]:
-    """Listens on every address; OSError where somebody does already, on any of them."""
+    """Listen on every address; OSError where one is in use."""
     families = [(socket.AF_INET, "0.0.0.0")]
     if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6"):
         families.append((socket.AF_INET6, "::"))
@@ -599,7 +602,7 @@ def _listen(port: int) -> list[socket.socket]:
             made.append(socket.socket(family, socket.SOCK_STREAM))
             if family == socket.AF_INET6:
                 made[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            # Connections of a run that ended a moment ago do not count as in use.
+            # Closed connections of a run that has just ended do not count as in use.
             made[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made[-1].bind((address, port))
             made[-1].listen(64)
@@ -633,8 +636,8 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def _ask_python(python: str, modules: list[str]) -> Message:
-    """Version of a Python here and which of the modules it misses, without importing them."""
+def _python_info(python: str, modules: list[str]) -> Message:
+    """The version of a Python, and the modules that it lacks, without importing them."""
     code = (
         "import sys, importlib.util as u, json;"
         "print(json.dumps([sys.version.split()[0],"
@@ -655,7 +658,7 @@ def _ask_python(python: str, modules: list[str]) -> Message:
 
 
 def _disk_free(path: str) -> int | None:
-    """Bytes left where the ranks write; None where that cannot be said."""
+    """Free bytes where the ranks write; None where unknown."""
     try:
         disk = os.statvfs(path)
     except OSError:
@@ -664,7 +667,7 @@ def _disk_free(path: str) -> int | None:
 
 
 def _oom_kills() -> int:
-    """How often the kernel's OOM killer struck on this host since it started."""
+    """How many processes the kernel's OOM killer has ended since this host booted."""
     for line in _bytes("/proc/vmstat").splitlines():
         if line.startswith(b"oom_kill "):
             return int(line.split()[1])

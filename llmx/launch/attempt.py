@@ -1,7 +1,7 @@
-"""One attempt of a run: prepare, start ``deepspeed``, watch every rank, end everything, judge.
+"""One attempt of a run: prepare, start ``deepspeed``, monitor every rank, shut down, classify.
 
-However an attempt ends, no process of it is left on any host. What comes next (another attempt,
-or the end) is decided by ``supervisor.py``.
+However an attempt ends, no process of it is left on any host. What follows (another attempt, or
+the end of the run) is decided by ``supervisor.py``.
 """
 
 from __future__ import annotations
@@ -11,49 +11,35 @@ import errno
 import queue
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from llmx.doctor.diagnose import NOTES
 from llmx.errors import ConfigError, DataError, LlmxError
-from llmx.launch.collect import Collector
-from llmx.launch.console import Console
-from llmx.launch.ending import Ending
-from llmx.launch.fleet import Channel, Message
-from llmx.launch.outcome import Verdict, judge
+from llmx.launch.collect import CheckpointSync
+from llmx.launch.ending import pull_outputs, shut_down
+from llmx.launch.fleet import Connection, Message
+from llmx.launch.log import RunLog
+from llmx.launch.outcome import AttemptRecord, Outcome, classify
 from llmx.launch.prepare import (
-    Unreachable,
-    bring,
-    clear,
-    greet,
-    settle,
+    HostsUnreachable,
+    check_environments,
+    handshake,
+    kill_leftovers,
+    push_inputs,
+    resolve_network,
     start_agents,
-    survey,
 )
-from llmx.launch.render import check, check_programs, runner_env
-from llmx.launch.restart import Ended
-from llmx.launch.signals import Asked, Interrupted
+from llmx.launch.record import Journal, write_resume
+from llmx.launch.render import check_launch, check_programs, runner_env
+from llmx.launch.signals import Interrupted, ShutdownRequest
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports import transport_of
-from llmx.launch.watch import Watch
+from llmx.launch.watch import RankMonitor
 from llmx.rundir import RunDir
+from llmx.text import plural
 
 FAILURE_GRACE_S = 3.0
-"""For ranks to leave when another one has failed: there is nothing to save any more."""
-
-
-@dataclass
-class Voice:
-    """How an attempt speaks: to the user, and to the log."""
-
-    console: Console
-    say: Callable[[str], None]
-    warn: Callable[[str], None]
-    log: Callable[[str], None]
-    alive: Callable[[], None]
-    """Called several times a second while the attempt goes on."""
-    state: Callable[[str], None] = field(default=lambda state: None)
-    """``preparing``, ``running``, ``ending``."""
+"""For ranks to exit after another one has failed: there is nothing to save any more."""
 
 
 class Attempt:
@@ -62,220 +48,204 @@ class Attempt:
     def __init__(
         self,
         spec: LaunchSpec,
-        voice: Voice,
-        asked: Asked,
+        log: RunLog,
+        journal: Journal,
+        shutdown: ShutdownRequest,
         *,
-        again: bool,
-        before: Callable[[], None],
+        number: int,
+        is_restart: bool,
         on_start: Callable[[], None],
+        step: int | None = None,
+        skip_steps: Sequence[int] = (),
     ) -> None:
-        self.spec, self.voice, self.asked = spec, voice, asked
-        self.again = again
-        """Not the first attempt: what was said then is not said again."""
-        self.before, self.on_start = before, on_start
+        self.spec, self.log, self.journal, self.shutdown = spec, log, journal, shutdown
+        self.number = number
+        self.is_restart = is_restart
+        """What the first attempt has shown on the console is only logged."""
+        self.on_start = on_start
+        self.step, self.skip_steps = step, list(skip_steps)
+        """The step to resume from (None: the newest checkpoint), and steps that are not trained."""
         self.started = time.time()
-        self.inbox: queue.Queue[tuple[Channel, Message]] = queue.Queue()
-        self.channels: list[Channel] = []
+        self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
+        self.connections: list[Connection] = []
         self.runner: subprocess.Popen[bytes] | None = None
-        self.watch: Watch | None = None
-        self.collector: Collector | None = None
+        self.monitor: RankMonitor | None = None
+        self.checkpoints: CheckpointSync | None = None
 
-    def run(self) -> Verdict:
+    def run(self) -> AttemptRecord:
         """All of it, in order."""
-        lost: tuple[str, ...] = ()
-        try:
-            self.voice.state("preparing")
-            self.asked.interruptible = True
-            if self.asked.count:
-                raise Interrupted
-            self._prepare()
-            self.asked.interruptible = False
-            self._start()
-            self._watch_ranks()
-            return self._conclude()
-        except Interrupted:
-            return Verdict("interrupted", f"stopped by {self.asked.by} before the start")
-        except LlmxError as error:
-            lost = error.hosts if isinstance(error, Unreachable) else ()
-            return not_started(error, lost)
-        except OSError as error:
-            return of_the_disk(error, self.spec.run_dir)
-        finally:
-            self.asked.interruptible = False
-            self.voice.console.close()
-            self._end_processes(FAILURE_GRACE_S)
-
-    def ended(self, verdict: Verdict) -> Ended:
-        """What the decision about a restart needs."""
-        progress, new = self.watch.progress if self.watch else None, self._new_step()
+        outcome = self._outcome()
+        progress, new = self.monitor.progress if self.monitor else None, self._new_checkpoint()
         first = progress.first_step if progress else None
-        return Ended(
-            outcome=verdict.outcome,
-            cause=verdict.cause,
-            name=verdict.name,
+        return AttemptRecord(
+            outcome,
             launched=self.runner is not None,
             first_step=first,
             last_step=progress.last_step if progress else None,
             saved_step=new or first or None,
             new_checkpoint=new is not None,
-            failed_step=verdict.step,
-            lost_hosts=verdict.lost_hosts,
+            started=self.started,
+            ended=time.time(),
+            hosts=tuple(host.name for host in self.spec.plan.hosts),
         )
 
-    def _new_step(self) -> int | None:
-        """The newest checkpoint that this attempt made: as rank 0 said, or as it lies here (the
-        attempt may have ended between the commit and the word)."""
-        progress = self.watch.progress if self.watch else None
+    def _outcome(self) -> Outcome:
+        try:
+            self.journal.state("preparing", attempt=self.number)
+            self.shutdown.raises = True
+            if self.shutdown.count:
+                raise Interrupted
+            self._prepare()
+            self.shutdown.raises = False
+            self._start()
+            self._monitor_ranks()
+            return self._finish()
+        except Interrupted:
+            return Outcome("interrupted", f"stopped by {self.shutdown.source} before the start")
+        except LlmxError as error:
+            return launch_failure(error)
+        except OSError as error:
+            return local_disk_failure(error, self.spec.run_dir)
+        finally:
+            self.shutdown.raises = False
+            self.log.console.close()
+            self._shut_down(FAILURE_GRACE_S)
+
+    def _new_checkpoint(self) -> int | None:
+        """The newest step that this attempt committed, by the status of rank 0 or by its files
+        (the attempt may end between the commit and the status)."""
+        progress = self.monitor.progress if self.monitor else None
         if progress is None or progress.first_step is None:
             return None
         found = [] if progress.saved_step is None else [progress.saved_step]
         for path in self.spec.run_dir.checkpoints.glob("step-*/manifest.json"):
-            with contextlib.suppress(OSError, ValueError):  # it may just be removed
+            with contextlib.suppress(OSError, ValueError):  # it may be pruned meanwhile
                 if path.stat().st_mtime >= self.started:
                     found.append(int(path.parent.name.removeprefix("step-")))
         return max((step for step in found if step > progress.first_step), default=None)
 
     def _prepare(self) -> None:
-        spec, voice = self.spec, self.voice
-        self.before()
-        check(spec.exp, spec.plan)
-        check_programs(spec.exp, spec.plan)
-        self.channels = start_agents(spec, self.inbox)
-        greet(spec, self.channels)
-        clear(spec, self.channels, voice.say)
-        for warning in survey(spec, self.channels):
-            (voice.log if self.again else voice.warn)(warning)
-        self.spec = spec = settle(spec, self.channels)
-        bring(spec, self.channels, voice.log if self.again else voice.say)
-        self.collector = Collector(spec, self.channels, voice.log)
-        self.collector.push_missing(voice.say)
-        self.watch = Watch(spec, self.channels, self.inbox, voice.console, voice.log)
-        self.watch.begin()
+        spec, log = self.spec, self.log
+        write_resume(spec.run_dir, step=self.step, skip_steps=self.skip_steps, attempt=self.number)
+        check_launch(spec.exp, spec.plan)
+        check_programs(spec.exp.launch, spec.plan)
+        self.connections = start_agents(spec, self.inbox)
+        handshake(spec, self.connections)
+        kill_leftovers(spec, self.connections, log)
+        for warning in check_environments(spec, self.connections):
+            (log.debug if self.is_restart else log.warning)(warning)
+        self.spec = spec = resolve_network(spec, self.connections)
+        push_inputs(spec, self.connections, log.debug if self.is_restart else log.info)
+        self.checkpoints = CheckpointSync(spec, self.connections, log)
+        self.checkpoints.push_missing()
+        self.monitor = RankMonitor(spec, self.connections, self.inbox, log)
+        self.monitor.start()
 
     def _start(self) -> None:
         spec = self.spec
         argv = transport_of(spec.plan.transport).argv(spec)
-        env = runner_env(spec)
         hosts = ", ".join(f"{host.name} ({host.slots})" for host in spec.plan.hosts)
-        ranks = "1 rank" if spec.plan.world_size == 1 else f"{spec.plan.world_size} ranks"
-        self.voice.say(f"launching {ranks} over {spec.plan.transport}: {hosts}")
-        with spec.run_dir.launcher_log.open("ab") as log:
-            # A group of its own: DeepSpeed answers a Ctrl-C with `pkill -f` on a pattern that
-            # is common to all its launches, so it must never see one.
+        ranks = plural(spec.plan.world_size, "rank")
+        self.log.info(f"launching {ranks} over {spec.plan.transport}: {hosts}")
+        with spec.run_dir.launcher_log.open("ab") as stream:
+            # A session of its own: DeepSpeed handles Ctrl-C with `pkill -f` on a pattern that all
+            # its launches share, so it must never receive one.
             self.runner = subprocess.Popen(
                 argv,
                 cwd=spec.run_dir.root,
-                env=env,
+                env=runner_env(spec),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=stream,
+                stderr=stream,
                 start_new_session=True,
             )
-        self.voice.log(f"deepspeed is process {self.runner.pid}; port {spec.port}")
-        self.voice.state("running")
+        self.log.debug(f"deepspeed is process {self.runner.pid}; port {spec.port}")
+        self.journal.state("running", attempt=self.number)
         self.on_start()
-        if self.collector is not None:
-            self.collector.start()
+        if self.checkpoints is not None:
+            self.checkpoints.start()
 
-    def _watch_ranks(self) -> None:
-        """Until the attempt is over or has to be ended."""
-        assert self.watch is not None
+    def _monitor_ranks(self) -> None:
+        """Until the attempt is over, or its end is requested."""
+        assert self.monitor is not None
         assert self.runner is not None
         while True:
-            self.watch.tick()
-            self.voice.alive()
-            if self.asked.count:
-                self.watch.evidence.interrupted_at = self.asked.at
-                self.watch.evidence.interrupted_by = self.asked.by
-                grace_s = self.spec.exp.launch.stop_grace_s
-                self.voice.say(
-                    f"{self.asked.by}: ranks save a checkpoint and exit within {grace_s:.0f} s; "
-                    "a second signal ends them at once"
+            self.monitor.poll()
+            self.journal.heartbeat()
+            if self.shutdown.count:
+                self.monitor.evidence.interrupted_at = self.shutdown.time
+                self.monitor.evidence.interrupted_by = self.shutdown.source
+                self.log.info(
+                    f"{self.shutdown.source}: ranks save a checkpoint and exit within "
+                    f"{self.spec.exp.launch.stop_grace_s:.0f} s; a second signal ends them at once"
                 )
                 return
-            if self.watch.is_over(self.runner.poll()):
+            if self.monitor.is_over(self.runner.poll()):
                 return
 
-    def _conclude(self) -> Verdict:
-        """End what is left everywhere, then judge on all that was written."""
-        assert self.watch is not None
-        self.voice.state("ending")
-        self.watch.evidence.ended_at = time.time()
-        if self.asked.count and self.watch.failed_at is None:
-            self._end_processes(self.spec.exp.launch.stop_grace_s, save=True)
+    def _finish(self) -> Outcome:
+        """Shut down on every host, then classify what was observed and written."""
+        assert self.monitor is not None
+        self.journal.state("ending", attempt=self.number)
+        self.monitor.evidence.ended_at = time.time()
+        if self.shutdown.count and self.monitor.failed_at is None:
+            self._shut_down(self.spec.exp.launch.stop_grace_s, save=True)
         else:
-            self._end_processes(FAILURE_GRACE_S)
-        self.watch.tick(final=True)
-        self.watch.collect_logs()
-        return judge(self.watch.evidence, self.spec.plan)
+            self._shut_down(FAILURE_GRACE_S)
+        self.monitor.poll(final=True)
+        self.monitor.read_logs()
+        return classify(self.monitor.evidence, self.spec.plan)
 
-    def _end_processes(self, grace_s: float, *, save: bool = False) -> None:
-        """End the attempt on every host, bring its outputs back, let the agents go."""
-        lost = set(self.watch.evidence.lost_hosts) if self.watch else set()
-        for channel in self.channels:
-            if channel.name in lost:  # nobody waits for its answers, the collector neither
-                channel.lost_at = channel.lost_at or time.time()
-        collector, self.collector = self.collector, None
-        if collector is not None:
-            collector.stop()
-        asked = self.asked
-        ending = Ending(
-            self.spec,
+    def _shut_down(self, grace_s: float, *, save: bool = False) -> None:
+        """End the ranks on every host, pull their outputs, end the agents."""
+        spec, log, monitor = self.spec, self.log, self.monitor
+        lost = set(monitor.evidence.lost_hosts) if monitor else set()
+        for connection in self.connections:
+            if connection.name in lost:  # so that nothing waits for its replies
+                connection.lost_at = connection.lost_at or time.time()
+        checkpoints, self.checkpoints = self.checkpoints, None
+        if checkpoints is not None:
+            checkpoints.stop()
+        connections, self.connections = self.connections, []
+        connections = shut_down(
+            spec,
+            connections,
+            log,
             lost=lost,
-            asked=lambda: asked.count,
-            log=self.voice.log,
-            warn=self.voice.warn,
+            launched=self.runner is not None,
+            requests=lambda: self.shutdown.count,
+            grace_s=grace_s,
+            save=save,
         )
-        channels, self.channels = self.channels, []
-        launched = self.runner is not None
-        channels = ending.end(channels, grace_s=grace_s, launched=launched, save=save)
-        if self.runner is not None and channels:
+        if self.runner is not None and connections:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self.runner.wait(timeout=5)
-                if self.watch is not None and code >= 0:
-                    self.watch.evidence.runner_code = code
-            if self.watch is not None:
-                self.watch.take_rest()
-            ending.bring_back(channels)
-            if collector is not None:
-                collector.finish([c for c in channels if c.lost_at is None])
-        for channel in channels:
-            channel.close(timeout_s=5 if channel.lost_at is None else 0.2)
+                if monitor is not None and code >= 0:
+                    monitor.evidence.runner_code = code
+            if monitor is not None:
+                monitor.drain()
+            pull_outputs(spec, connections, log)
+            if checkpoints is not None:
+                checkpoints.pull_rest([c for c in connections if c.lost_at is None])
+        for connection in connections:
+            connection.close(timeout_s=5 if connection.lost_at is None else 0.2)
 
 
-def not_started(error: LlmxError, lost: tuple[str, ...] = ()) -> Verdict:
-    """The verdict on a launch that was given up before a rank existed."""
-    outcome = {ConfigError: "config", DataError: "data"}.get(type(error), "comm")
-    return Verdict("host_lost" if lost else outcome, str(error), lost_hosts=lost)
+def launch_failure(error: LlmxError) -> Outcome:
+    """The outcome of an attempt that failed before a rank was started."""
+    lost = error.hosts if isinstance(error, HostsUnreachable) else ()
+    kind = {ConfigError: "config", DataError: "data"}.get(type(error), "comm")
+    return Outcome("host_lost" if lost else kind, str(error), lost_hosts=lost)
 
 
-def of_the_disk(error: OSError, run_dir: RunDir) -> Verdict:
-    """The verdict where this process itself could not read or write."""
+def local_disk_failure(error: OSError, run_dir: RunDir) -> Outcome:
+    """The outcome where the supervisor itself could not read or write."""
     where = error.filename or run_dir.root
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Verdict("disk_full", f"{where}: no space left on the disk", NOTES["disk_full"])
-    return Verdict(
+        return Outcome("disk_full", f"{where}: no space left on the disk", NOTES["disk_full"])
+    return Outcome(
         "crash",
         f"the supervisor cannot continue: {where}: {error.strerror or error}",
         f"check the file system of {run_dir.root} (mount, dmesg), then: python -m llmx resume "
         f"{run_dir.root}",
     )
-
-
-def line_of(
-    number: int, started: float, verdict: Verdict, ended: Ended, hosts: list[str]
-) -> dict[str, object]:
-    """The line of ``attempts.jsonl`` without the decision."""
-    return {
-        "attempt": number,
-        "started": started,
-        "ended": time.time(),
-        "outcome": verdict.outcome,
-        "cause": verdict.cause,
-        "rank": verdict.rank,
-        "host": verdict.host,
-        "first_step": ended.first_step,
-        "last_step": ended.last_step,
-        "saved_step": ended.saved_step,
-        "hosts": hosts,
-    }

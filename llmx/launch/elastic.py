@@ -1,7 +1,7 @@
 """The same run on fewer hosts: the same global batch, the same samples in the same order. Pure.
 
 ``launch.elastic=true`` uses it when a host is lost; checkpoints do not depend on the number of
-ranks, so the run goes on from the newest one.
+ranks, so the run continues from the newest one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from llmx.plan.make import LOCAL_NAMES
 from llmx.plan.types import Plan
 
 
-def without(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[Experiment, Plan]:
-    """The experiment and its plan without the hosts ``lost``; ConfigError says why that cannot be.
+def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[Experiment, Plan]:
+    """The experiment and its plan without the hosts ``lost``; ConfigError where that is impossible.
 
-    The global batch is that of ``plan``; micro batches and accumulation are solved anew.
+    The global batch is that of ``plan``; micro batches and accumulation are computed again.
     """
     left = [host for host in exp.hardware.hosts if host.name not in lost]
     if not left:
@@ -38,8 +38,8 @@ def without(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[Experim
             tokens_per_step=None,
             accumulation=None,
         ),
-        # ``auto`` follows the memory, which is another on fewer hosts: the sums stay as they were.
-        # By its meaning, so that another precision is what is refused below.
+        # ``auto`` depends on the memory, which differs on fewer hosts; the dtype stays the same.
+        # Given as "precision", so that another precision is refused by the rule below.
         zero=dataclasses.replace(
             exp.zero,
             grad_accum_dtype="fp32" if plan.grad_accum_dtype == "fp32" else "precision",

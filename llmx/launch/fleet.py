@@ -1,8 +1,8 @@
-"""The supervisor's side of the agents: one channel a host, all of them together the fleet.
+"""The connections of the supervisor to the agents, one for each host: JSON lines, over ssh.
 
-The agent on this machine always runs: it covers ``deepspeed``, ``pdsh``, ``mpirun`` and
-``srun`` too. Other hosts get theirs over ``ssh -F RUN_DIR/ssh_config``, source and all, so
-nothing needs to be installed there but a Python.
+This machine always has an agent: it also monitors ``deepspeed``, ``pdsh``, ``mpirun`` and ``srun``.
+On other hosts it is started over ``ssh -F RUN_DIR/ssh_config``, which sends its source, so a host
+needs a Python and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from typing import Any
 from llmx.launch.ssh import ssh_argv
 
 AGENT = Path(__file__).with_name("agent.py")
-# Reads the agent's source from stdin, by descriptor: what follows belongs to the agent.
-_BOOTSTRAP = (
+AGENT_SOURCE = AGENT.read_bytes()
+"""Read once: an update of llmx while a run continues must not mix two versions of the protocol."""
+# Reads the agent's source from stdin, and no byte more: what follows is for the agent.
+BOOTSTRAP = (
     "import os\n"
     "def take(k):\n"
     " d=os.read(0,k)\n"
@@ -38,51 +40,51 @@ _BOOTSTRAP = (
     "exec(compile(s,'llmx-agent','exec'),{'__name__':'__main__'})\n"
 )
 Message = dict[str, Any]
-KEEP_ALIVE_S = 3.0
-"""Between two signs of life to an agent of another host."""
-EXCHANGES = 20
-"""The clock of a host is measured by the quickest of so many: it may be set meanwhile."""
+HEARTBEAT_S = 3.0
+"""Between two pings to the agent of another host."""
+CLOCK_SAMPLES = 20
+"""The clock of a host is measured by the quickest of the last so many pings: it may be set."""
 
 
 class AgentError(Exception):
-    """The agent said no, or says nothing any more. ``str()`` is its word or ssh's."""
+    """The agent replied with an error, or not at all. ``str()`` is its message or that of ssh."""
 
 
 @dataclass
-class Channel:
-    """The agent of one host."""
+class Connection:
+    """The connection to the agent of one host."""
 
     name: str
-    """The host's, as in the hostfile; this machine's own agent is ``localhost`` where it is
-    no host of the run."""
+    """Of the host, as in the hostfile; ``this machine`` where that is not a host of the run."""
     hosts: tuple[int, ...]
-    """Indices of the plan's hosts that it covers; empty for a control machine."""
+    """Indices of the plan's hosts; empty for a machine without ranks."""
     argv: list[str]
-    source: bytes
-    """Sent before the first command; empty where the agent is started from its file."""
     log: Path
-    """What ssh said."""
-    inbox: queue.Queue[tuple[Channel, Message]]
+    """The stderr of ssh."""
+    inbox: queue.Queue[tuple[Connection, Message]]
     is_remote: bool
-    hello: Message = field(default_factory=dict)
-    offset_s: float = 0.0
-    """Clock of the host minus this one's."""
+    host_info: Message = field(default_factory=dict)
+    """The reply to the handshake: facts of the host."""
+    clock_offset_s: float = 0.0
+    """Clock of the host minus the clock of this machine."""
     shared: bool = True
-    """Whether the host sees this machine's run directory."""
+    """Whether the host shares the run directory with this machine."""
     session: str = ""
-    """The same for all agents of one attempt, and no other's."""
+    """An id of the attempt, the same for all its agents."""
     lost_at: float | None = None
-    last_heard: float = 0.0
+    last_message_at: float = 0.0
     _process: subprocess.Popen[bytes] | None = None
     _reader: threading.Thread | None = None
     _replies: dict[int, queue.Queue[Message]] = field(default_factory=dict)
     _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
-    _clocks: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
-    """Round trip and clock difference of the last exchanges, seconds."""
+    _clock_samples: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=CLOCK_SAMPLES)
+    )
+    """Round trip and clock difference of the last pings, seconds."""
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def start(self, env: dict[str, str]) -> None:
-        """Start the agent in a session of its own: a Ctrl-C in the terminal is not for it."""
+        """Start the agent, in a session of its own: Ctrl-C in the terminal is not for it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -93,71 +95,70 @@ class Channel:
                 env=env,
                 start_new_session=True,
             )
-        self.last_heard = time.monotonic()
-        if self.source:
-            self._write(f"{len(self.source)}\n".encode() + self.source)
+        self.last_message_at = time.monotonic()
+        self._write(f"{len(AGENT_SOURCE)}\n".encode() + AGENT_SOURCE)
         self._reader = threading.Thread(target=self._read, name=f"agent-{self.name}", daemon=True)
         self._reader.start()
         if self.is_remote:
             name = f"alive-{self.name}"
-            threading.Thread(target=self._keep_alive, name=name, daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, name=name, daemon=True).start()
 
-    def renewed(self) -> Channel:
-        """Another agent for the same host, not started yet."""
-        again = Channel(
-            self.name, self.hosts, self.argv, self.source, self.log, self.inbox, self.is_remote
+    def reconnect(self) -> Connection:
+        """A new connection to the same host, not started yet."""
+        again = Connection(
+            self.name, self.hosts, self.argv, self.log, self.inbox, is_remote=self.is_remote
         )
         again.shared, again.session = self.shared, self.session
         return again
 
-    def post(self, cmd: str, **values: Any) -> queue.Queue[Message]:
-        """Send one command; its answer arrives in the queue that is returned."""
+    def send(self, cmd: str, **values: Any) -> queue.Queue[Message]:
+        """Send one command; its reply arrives in the queue that is returned."""
         number = next(iter(self._ids))
         replies: queue.Queue[Message] = queue.Queue()
         self._replies[number] = replies
         self._write(json.dumps({"cmd": cmd, "id": number, **values}).encode() + b"\n")
         return replies
 
-    def ask(self, cmd: str, *, timeout_s: float, **values: Any) -> Message:
-        """Send one command and wait for its answer; AgentError where none comes."""
-        return self.wait(self.post(cmd, **values), timeout_s=timeout_s)
+    def request(self, cmd: str, *, timeout_s: float, **values: Any) -> Message:
+        """Send one command and wait for its reply; AgentError where none arrives."""
+        return self.wait_for(self.send(cmd, **values), timeout_s=timeout_s)
 
-    def wait(self, replies: queue.Queue[Message], *, timeout_s: float) -> Message:
-        """The answer to a ``post``."""
+    def wait_for(self, replies: queue.Queue[Message], *, timeout_s: float) -> Message:
+        """The reply to a command that was sent."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 reply = replies.get(timeout=max(0.0, min(0.1, deadline - time.monotonic())))
             except queue.Empty:
                 if self.lost_at is not None:
-                    raise AgentError(self.last_words() or "the connection closed") from None
+                    raise AgentError(self.stderr_tail() or "the connection closed") from None
                 if time.monotonic() >= deadline:
-                    raise AgentError(f"no answer within {timeout_s:.0f} s") from None
+                    raise AgentError(f"no reply within {timeout_s:.0f} s") from None
                 continue
             if "error" in reply:
                 raise AgentError(str(reply["error"]))
             return reply
 
     def ping(self) -> None:
-        """Ask for a sign of life; the answer also measures the clock."""
+        """Ask whether the agent is alive; the reply also measures its clock."""
         if self.lost_at is None:
-            self.post("ping", sent=time.monotonic())
+            self.send("ping", sent=time.monotonic())
 
-    def last_words(self) -> str:
-        """The end of what ssh (or Python) said on its standard error."""
+    def stderr_tail(self) -> str:
+        """The end of the stderr of ssh (or of Python)."""
         try:
             return self.log.read_text(errors="replace")[-2000:].strip()
         except OSError:
             return ""
 
     def close(self, *, timeout_s: float) -> None:
-        """Close the channel: an agent that is still there ends the run on its host, and ends."""
+        """Close the connection: an agent that still runs ends the run on its host, and exits."""
         if self._process is None:
             return
         self._closing.set()
-        self.lost_at = self.lost_at or time.time()  # no news from now on
+        self.lost_at = self.lost_at or time.time()  # no events from now on
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it may be gone already
+        with contextlib.suppress(OSError):  # it may have exited already
             self._process.stdin.close()
         try:
             self._process.wait(timeout=timeout_s)
@@ -169,10 +170,10 @@ class Channel:
             if not self._reader.is_alive() and self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _keep_alive(self) -> None:
-        """The agent ends the run when it hears nothing: it must not depend on what the main thread
-        does, which may copy files for an hour, or wait for a terminal that Ctrl-S holds."""
-        while not self._closing.wait(KEEP_ALIVE_S) and self.lost_at is None:
+    def _send_heartbeats(self) -> None:
+        """An agent without messages ends the run, so they must not depend on the main thread, which
+        may copy files for an hour, or be blocked by a terminal that Ctrl-S stopped."""
+        while not self._closing.wait(HEARTBEAT_S) and self.lost_at is None:
             self.ping()
 
     def _write(self, data: bytes) -> None:
@@ -182,7 +183,7 @@ class Channel:
             self._process.stdin.write(data)
             self._process.stdin.flush()
         except (OSError, ValueError):
-            self._lose()
+            self._mark_lost()
 
     def _read(self) -> None:
         assert self._process is not None
@@ -193,51 +194,69 @@ class Channel:
             except ValueError:
                 message = None
             if not isinstance(message, dict):
-                continue  # a login banner; even "42" or "null" is JSON
-            self.last_heard = time.monotonic()
+                continue  # a login banner; "42" and "null" are JSON, too
+            self.last_message_at = time.monotonic()
             if message.get("event") == "ping":
-                self._measure(message)
+                self._measure_clock(message)
                 self._replies.pop(message.get("id", 0), None)
             elif message.get("id") in self._replies:
                 self._replies.pop(message["id"]).put(message)
             else:
                 self.inbox.put((self, message))
-        self._lose()
+        self._mark_lost()
 
-    def _measure(self, message: Message) -> None:
-        """Take the clock difference of the quickest recent exchange."""
+    def _measure_clock(self, message: Message) -> None:
+        """Take the clock difference of the quickest recent ping."""
         round_trip_s = time.monotonic() - message["sent"]
-        self._clocks.append((round_trip_s, message["time"] - (time.time() - round_trip_s / 2)))
-        self.offset_s = min(self._clocks)[1]
+        self._clock_samples.append(
+            (round_trip_s, message["time"] - (time.time() - round_trip_s / 2))
+        )
+        self.clock_offset_s = min(self._clock_samples)[1]
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         if self.lost_at is None:
             self.lost_at = time.time()
             self.inbox.put((self, {"event": "lost"}))
 
 
-def local_channel(
-    name: str, hosts: tuple[int, ...], log: Path, inbox: queue.Queue[tuple[Channel, Message]]
-) -> Channel:
-    """The agent of this machine."""
-    argv = [sys.executable, "-I", "-S", str(AGENT)]
-    return Channel(name, hosts, argv, b"", log, inbox, is_remote=False)
+def local_connection(
+    name: str, hosts: tuple[int, ...], log: Path, inbox: queue.Queue[tuple[Connection, Message]]
+) -> Connection:
+    """The connection to the agent of this machine."""
+    argv = [sys.executable, "-I", "-S", "-c", BOOTSTRAP]
+    return Connection(name, hosts, argv, log, inbox, is_remote=False)
 
 
-def remote_channel(
+def remote_connection(
     name: str,
     hosts: tuple[int, ...],
     log: Path,
-    inbox: queue.Queue[tuple[Channel, Message]],
+    inbox: queue.Queue[tuple[Connection, Message]],
     *,
     ssh_config: Path,
     python: str,
-) -> Channel:
-    """The agent of another host, over ssh."""
+) -> Connection:
+    """The connection to the agent of another host, over ssh."""
     script = (
         f'for p in {shlex.quote(python)} python3; do command -v "$p" >/dev/null 2>&1 && '
-        f'exec "$p" -I -S -u -c {shlex.quote(_BOOTSTRAP)}; done; '
+        f'exec "$p" -I -S -u -c {shlex.quote(BOOTSTRAP)}; done; '
         'echo "no python3 on this host" >&2; exit 127'
     )
     argv = ssh_argv(ssh_config, name, ["/bin/sh", "-c", script])
-    return Channel(name, hosts, argv, AGENT.read_bytes(), log, inbox, is_remote=True)
+    return Connection(name, hosts, argv, log, inbox, is_remote=True)
+
+
+def request_all(
+    connections: Iterable[Connection],
+    cmd: str,
+    *,
+    timeout_s: float,
+    message: Callable[[Connection], Message] = lambda connection: {},
+) -> Iterator[tuple[Connection, Message | AgentError]]:
+    """Send a command to all agents, then yield their replies in order. ``message``: its values."""
+    pending = [(each, each.send(cmd, **message(each))) for each in connections]
+    for connection, replies in pending:
+        try:
+            yield connection, connection.wait_for(replies, timeout_s=timeout_s)
+        except AgentError as error:
+            yield connection, error

@@ -1,6 +1,6 @@
-"""Reads what the ranks write into the run directory, while they write it.
+"""Reads the files that the ranks write, while they write them.
 
-Only whole lines are taken; a file that is not there yet is simply empty.
+Only complete lines are read; a file that does not exist yet is empty.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ _STREAMED = re.compile(
 )
 FINAL_STATES = frozenset({"finished", "failed", "interrupted"})
 SHOWN_BYTES = 1 << 20
-"""Of a log in one look: who is further behind shows the end. The file has all of it."""
+"""Of a log in one poll: of more than that, the console shows the end. The file has all."""
 LINE_BYTES = 1 << 20
-"""A longer line is taken in parts: somebody writes without ever ending one."""
+"""A longer line is split: a program may write without line breaks."""
 
 
 class LineReader:
-    """New whole lines of a growing file, from where the reader was made. ``most_bytes``: of more
-    than that at once, the end."""
+    """New complete lines of a growing file. ``from_end``: without those that are there already;
+    ``max_bytes``: of more than that at once, the end."""
 
-    def __init__(
-        self, path: Path, *, from_end: bool = False, most_bytes: int | None = None
-    ) -> None:
-        self.path, self.most_bytes = path, most_bytes
+    def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int | None = None) -> None:
+        self.path, self.max_bytes = path, max_bytes
         self.offset = path.stat().st_size if from_end and path.exists() else 0
         self._rest = b""
 
     def read(self, *, final: bool = False) -> list[str]:
-        """Lines completed since the last call; ``final`` takes an unfinished one too."""
+        """Lines completed since the last call; ``final``: an incomplete one, too."""
         try:
             with self.path.open("rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
                 if size < self.offset:
-                    self.offset, self._rest = 0, b""  # emptied by somebody
-                if self.most_bytes is not None and size - self.offset > self.most_bytes:
-                    self.offset, self._rest = size - self.most_bytes, b""
+                    self.offset, self._rest = 0, b""  # truncated
+                if self.max_bytes is not None and size - self.offset > self.max_bytes:
+                    self.offset, self._rest = size - self.max_bytes, b""
                 stream.seek(self.offset)
                 data = stream.read()
         except OSError:
@@ -56,10 +54,10 @@ class LineReader:
 
 
 class MetricsReader:
-    """New records of ``metrics.jsonl``; a line that is no JSON is left out.
+    """New records of ``metrics.jsonl``; a line that is not JSON is ignored.
 
-    Where a run goes on from a checkpoint, rank 0 replaces the file by one without the lines that
-    come after it: of a replaced file only lines that were never seen are new.
+    Where a run resumes, rank 0 replaces the file by one without the lines after the checkpoint: of
+    a replaced file only lines that were not read before are new.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -107,7 +105,7 @@ class MetricsReader:
 
 
 class StatusReader:
-    """The latest status of every rank that wrote one."""
+    """The latest status of every rank that has written one."""
 
     def __init__(self, run_dir: RunDir, world_size: int) -> None:
         self._run_dir = run_dir
@@ -116,8 +114,10 @@ class StatusReader:
         self.statuses: dict[int, dict[str, Any]] = {}
 
     def clear(self) -> None:
-        """Remove what an earlier attempt left, so that every status is of this one."""
-        stale = list(self._run_dir.ranks.glob(".rank-*.tmp"))  # a kill in the middle of a write
+        """Remove the statuses of an earlier attempt."""
+        stale = list(
+            self._run_dir.ranks.glob(".rank-*.tmp")
+        )  # of ranks that were killed during a write
         for path in [*self._paths.values(), *stale]:
             path.unlink(missing_ok=True)
 
@@ -131,12 +131,12 @@ class StatusReader:
                     self.statuses[rank] = json.loads(path.read_text(encoding="utf-8"))
                     self._stamps[rank] = stamp
             except (OSError, ValueError):
-                continue  # not there yet; a replaced file is never half written
+                continue  # not there yet; a replaced file is always complete
         return self.statuses
 
 
 def tail_text(path: Path, *, max_bytes: int = 16384) -> str:
-    """The end of a file, for a diagnosis; empty where there is none."""
+    """The end of a file; empty where there is none."""
     try:
         with path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
@@ -147,10 +147,10 @@ def tail_text(path: Path, *, max_bytes: int = 16384) -> str:
 
 
 def apply_update(run_dir: RunDir, message: dict[str, Any], data: bytes) -> None:
-    """Bring what an agent saw on a private disk into this machine's run directory."""
+    """Write what an agent read from a private disk into the run directory of this machine."""
     name = str(message["path"])
     if not _STREAMED.fullmatch(name):
-        raise ValueError(f"{name!r} is no file that ranks write")
+        raise ValueError(f"{name!r} is not a file that ranks write")
     path = run_dir.root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if message["event"] == "replace":

@@ -1,24 +1,34 @@
-"""Whether a run hangs, and which rank the others wait for. Pure: statuses, logs and clocks in.
+"""Detects a hang, dumps the stacks of all ranks, and finds the rank that the others wait for.
 
-A rank that is dead is no hang, and neither is a step that takes as long as steps do.
+A rank that exited is not a hang, and neither is a step that takes as long as usual.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from llmx.launch.fleet import Connection
+from llmx.launch.follow import tail_text
+from llmx.launch.outcome import Hang
+from llmx.rundir import RunDir
 
 MIN_TIMEOUT_S = 600.0
 STEPS = 20
-"""The default time-out, in usual steps."""
-LONGER = 6
-"""While a rank saves or evaluates, and in the first step of an attempt, the time-out is so many
-times longer: kernels and connections come to be in it, and nobody knows how long a step takes."""
+"""The default time-out, in times of a usual step."""
+SLOW_PHASE_FACTOR = 6
+"""The time-out is so many times longer while a rank saves or evaluates, and in the first step of an
+attempt, which compiles kernels and opens connections."""
 FROZEN_S = 20.0
-"""A rank's status is refreshed every 5 s by a thread of its own; an older one means that the whole
-process stands still."""
+"""A thread of each rank refreshes its status every 5 s; an older one means that the whole process
+is stopped."""
+STACKS_S = 3.0
+"""For the ranks to write their stacks."""
+REST_S = 0.5
+"""For the rest of a dump that has begun."""
 _WATCHED = frozenset({"training", "evaluating", "saving"})
 _IN_COLLECTIVE = re.compile(
     r"distributed_c10d|torch/distributed|deepspeed/comm/|in (synchronize|all_reduce|all_gather\w*"
@@ -29,7 +39,7 @@ Statuses = Mapping[int, Mapping[str, Any]]
 
 
 class HangDetector:
-    """Notes progress: any rank's step or state that changes. Times are of one monotonic clock."""
+    """Detects progress: a change of the step or state of any rank. Times: one monotonic clock."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
@@ -37,10 +47,10 @@ class HangDetector:
         self._progress_at = 0.0
         self._step_times_s: list[float] = []
         self._step: tuple[int, float] | None = None
-        """The last step that was seen to be done in this attempt, and when."""
+        """The last step that finished in this attempt, and when."""
 
-    def see(self, statuses: Statuses, now: float) -> None:
-        """Take in the statuses as they are now."""
+    def update(self, statuses: Statuses, now: float) -> None:
+        """The current statuses."""
         seen = {
             rank: (str(status.get("state")), int(status.get("step") or 0))
             for rank, status in statuses.items()
@@ -55,18 +65,18 @@ class HangDetector:
             self._seen, self._progress_at = seen, now
 
     def _step_done(self, step: int, now: float) -> None:
-        """Not every step is logged; this is what is known of the others."""
+        """Measures steps that are not logged."""
         if self._step is not None and step > self._step[0]:
-            self.step_took((now - self._step[1]) / (step - self._step[0]), now)
+            self.add_step_time((now - self._step[1]) / (step - self._step[0]), now)
         self._step = (step, now)
 
-    def step_took(self, step_time_s: float, now: float) -> None:
-        """A logged step: progress that the statuses, refreshed every 5 s, may not show yet."""
+    def add_step_time(self, step_time_s: float, now: float) -> None:
+        """A logged step: progress that the statuses (every 5 s) may not show yet."""
         self._progress_at = now
         self._step_times_s = [*self._step_times_s[-200:], step_time_s]
 
     def timeout_s(self) -> float | None:
-        """Without progress for so long it is a hang; None where it cannot be one now."""
+        """Seconds without progress that count as a hang; None where there cannot be one now."""
         states = {state for state, _ in self._seen.values()}
         active = states & _WATCHED
         if not active or states - _WATCHED - {"finished"} or self._timeout_s == 0:
@@ -74,22 +84,22 @@ class HangDetector:
         usual_s = statistics.median(self._step_times_s) if self._step_times_s else 0.0
         limit_s = self._timeout_s or max(MIN_TIMEOUT_S, STEPS * usual_s)
         usual = active == {"training"} and bool(self._step or self._step_times_s)
-        return limit_s if usual else LONGER * limit_s
+        return limit_s if usual else SLOW_PHASE_FACTOR * limit_s
 
     def stuck_s(self, now: float) -> float | None:
-        """How long nothing moved, once that is a hang."""
+        """Seconds without progress, where that is a hang; else None."""
         limit_s = self.timeout_s()
         waited_s = now - self._progress_at
         return waited_s if limit_s is not None and waited_s > limit_s else None
 
 
-def rank_to_blame(
+def find_stuck_rank(
     statuses: Statuses, logs: Mapping[int, str], ages_s: Mapping[int, float]
 ) -> tuple[int | None, str]:
-    """The rank that the others wait for, and why it is that one.
+    """The rank that the others wait for, and how it was found.
 
-    ``logs``: the end of each rank's log, with the stacks that were asked for; ``ages_s``: how old
-    each rank's status is, by its own host's clock.
+    ``logs``: rank -> the end of its log, with its stacks; ``ages_s``: rank -> age of its status, by
+    the clock of its host.
     """
     silent = sorted(set(statuses) - set(logs))
     if logs and len(silent) == 1:
@@ -111,7 +121,7 @@ def rank_to_blame(
 
 
 def main_stack(log: str) -> str:
-    """The main thread's part of the last stacks in a log (it is the last one of each dump)."""
+    """The stack of the main thread, which is the last one of a dump, in the last dump of a log."""
     starts = [match.start() for match in _DUMP.finditer(log)]
     if not starts:
         return ""
@@ -122,3 +132,50 @@ def main_stack(log: str) -> str:
             break
         kept.append(line)
     return "\n".join(kept)
+
+
+def dump_stacks(
+    run_dir: RunDir,
+    statuses: Mapping[int, Mapping[str, Any]],
+    *,
+    stuck_s: float,
+    clock_offsets_s: Mapping[int, float],
+    connections: Sequence[Connection],
+    poll: Callable[[], None],
+) -> Hang:
+    """Have every rank dump its stacks (SIGUSR2), and find the one that the others wait for.
+
+    ``clock_offsets_s``: rank -> clock of its host minus that of this machine; ``poll``:
+    receives what the agents send, and waits a moment.
+    """
+    now = time.time()  # before the dump, which changes the logs
+    ages_s = {
+        rank: now - (float(status.get("time") or 0.0) - clock_offsets_s.get(rank, 0.0))
+        for rank, status in statuses.items()
+    }
+    sizes = {rank: _size(run_dir, rank) for rank in statuses}
+    for connection in connections:
+        if connection.lost_at is None:
+            connection.send("signal", name="USR2")
+    deadline = time.monotonic() + STACKS_S
+    while time.monotonic() < deadline and any(
+        _size(run_dir, rank) == size for rank, size in sizes.items()
+    ):
+        poll()
+    deadline = time.monotonic() + REST_S
+    while time.monotonic() < deadline:
+        poll()
+    logs = {
+        rank: tail_text(run_dir.rank_log(rank))
+        for rank, size in sizes.items()
+        if _size(run_dir, rank) > size
+    }
+    rank, why = find_stuck_rank(statuses, logs, ages_s)
+    stack = "" if rank is None else main_stack(logs.get(rank, ""))
+    step = min(int(status.get("step") or 0) for status in statuses.values())
+    return Hang(now, stuck_s, step, rank, why, stack)
+
+
+def _size(run_dir: RunDir, rank: int) -> int:
+    path = run_dir.rank_log(rank)
+    return path.stat().st_size if path.exists() else 0

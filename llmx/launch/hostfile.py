@@ -1,8 +1,8 @@
-"""The hostfile: one line a host, ``name slots=N``, in rank order.
+"""The hostfile: one line for each host, ``name slots=N``, in rank order.
 
-Owns writing it for DeepSpeed and OpenMPI, and reading a user's own one. DeepSpeed's reader
-raises on ``slots = 2`` without a line number, and silently accepts ``slots=0`` and
-``host:port``; this one names file, line, rule and fix.
+It is written for DeepSpeed and OpenMPI, and read where a user has one. DeepSpeed's own reader
+raises on ``slots = 2`` without a line number, and accepts ``slots=0`` and ``host:port``; this one
+reports file, line, rule and fix.
 
 ``python -m llmx hardware=hostfile hardware.path=/job/hostfile hardware.device=h100 dry_run=true``
 shows what was read. ``parse_hostfile(render_hostfile(hosts)) == hosts``.
@@ -22,7 +22,7 @@ from llmx.text import printable
 MAX_SLOTS = 1024
 """Of one host, as in the schema."""
 MAX_PROBLEMS = 20
-"""Lines named in one message."""
+"""Problems listed in one message."""
 _IGNORED = re.compile(r"max[_-]slots=[0-9]+")
 
 
@@ -33,21 +33,23 @@ class HostSlots:
     name: str
     slots: int
     address: str | None = None
-    """Where the line has an IPv6 address instead of a name; ``name`` is made of it then."""
+    """Where the line has an IPv6 address as its name, from which ``name`` is made."""
 
 
 def render_hostfile(hosts: Iterable[HostSlots]) -> str:
-    """The text of a hostfile that DeepSpeed and OpenMPI read alike.
+    """The text of a hostfile for DeepSpeed and OpenMPI.
 
-    Raises ConfigError for a name that would be read as something else.
+    Raises ConfigError for a name that they would misread: plan.json may have been edited.
     """
-    hosts = tuple(hosts)
+    lines = []
     for host in hosts:
-        problem = name_problem(host.name)
-        if problem or host.slots < 1:
-            problem = problem or "a host has at least one slot"
+        problem = name_problem(host.name) or (
+            "" if host.slots >= 1 else "a host has at least one slot"
+        )
+        if problem:
             raise ConfigError(f"host {shown(host.name)} slots={host.slots}: {problem}.")
-    return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
+        lines.append(f"{host.name} slots={host.slots}\n")
+    return "".join(lines)
 
 
 def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostSlots, ...]:
@@ -72,11 +74,10 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostSlots, .
         first_line[entry.name] = number
         hosts.append(entry)
     if not hosts and not problems:
-        problems.append(f"{source}: no host in it; write one line a host: worker-0 slots=2")
+        problems.append(f"{source}: has no hosts; write one line for each: worker-0 slots=2")
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = [
-            f"{source}: and {len(problems) - MAX_PROBLEMS} more lines that are no host. Is it a "
-            "hostfile?"
+            f"{source}: and {len(problems) - MAX_PROBLEMS} more invalid lines. Is it a hostfile?"
         ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -84,7 +85,7 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostSlots, .
 
 
 def _parse_line(words: str) -> tuple[HostSlots | None, str | None]:
-    """The host of one line, or None and what is wrong with the line."""
+    """The host of one line, or None and the problem of the line."""
     if words.startswith(("//", ";", "--")):
         return None, "a comment begins with #"
     name, *rest = words.split()

@@ -3,92 +3,86 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llmx.errors import LlmxError
 from llmx.launch.console import duration
-from llmx.launch.elastic import without
-from llmx.launch.outcome import Verdict
+from llmx.launch.elastic import without_hosts
+from llmx.launch.outcome import Outcome
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh import render_ssh_config
-from llmx.launch.waiting import Waiting
+from llmx.launch.waiting import Backoff
 from llmx.plan import ds_config
 from llmx.rundir import write_json, write_text
 from llmx.text import plural
 
 ELASTIC_GRACE_S = 20.0
-"""With launch.elastic, for a lost host to show up again before the run goes on without it."""
+"""With launch.elastic, how long a lost host is waited for before the run continues without it."""
 
 
-class Hosts:
+class HostSelection:
     """The hosts of a run over its attempts. ``spec`` is that of the next attempt."""
 
-    def __init__(
-        self,
-        whole: LaunchSpec,
-        waiting: Waiting,
-        say: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self.whole = whole
+    def __init__(self, full_spec: LaunchSpec, backoff: Backoff) -> None:
+        self.full_spec = full_spec
         """With every host."""
-        self.spec = whole
-        self.waiting, self.say, self.warn = waiting, say, warn
+        self.spec = full_spec
+        self.backoff, self.log = backoff, backoff.log
 
-    def choose(self) -> Verdict | None:
-        """Wait for hosts that do not answer; a verdict where the run cannot go on."""
-        launch = self.whole.exp.launch
-        # The last attempt may have done without some; ssh must know them all.
-        hosts = self.whole.plan.hosts
-        write_text(self.whole.run_dir.ssh_config, render_ssh_config(hosts))
+    def select(self) -> Outcome | None:
+        """Wait for hosts that do not answer; an outcome where the run cannot continue."""
+        launch = self.full_spec.exp.launch
+        # The last attempt may have run without some hosts; ssh must know all of them.
+        hosts = self.full_spec.plan.hosts
+        write_text(self.full_spec.run_dir.ssh_config, render_ssh_config(hosts))
         limit_s = launch.host_wait_s
         if launch.elastic:
-            # One that the last attempt did without already was waited for.
-            limit_s = 0.0 if self.spec is not self.whole else min(ELASTIC_GRACE_S, limit_s)
-        missing = self.waiting.hosts(self.whole, limit_s=limit_s)
-        if missing and launch.elastic and not self.waiting.asked():
-            smaller = self._smaller(missing)
+            # A host that the last attempt ran without has been waited for already.
+            limit_s = 0.0 if self.spec is not self.full_spec else min(ELASTIC_GRACE_S, limit_s)
+        missing = self.backoff.wait_for_hosts(self.full_spec, limit_s=limit_s)
+        if missing and launch.elastic and not self.backoff.shutdown.count:
+            smaller = self._without(missing)
             if smaller is not None:
                 self._use(smaller)
                 return None
-            missing = self.waiting.hosts(self.whole, limit_s=launch.host_wait_s)
+            missing = self.backoff.wait_for_hosts(self.full_spec, limit_s=launch.host_wait_s)
         if missing:
-            return _gone(self.whole, missing)
-        if self.spec is not self.whole:
-            self.say("continuing with every host again")
-            self._use(self.whole)
+            return self._hosts_lost(missing)
+        if self.spec is not self.full_spec:
+            self.log.info("continuing with every host again")
+            self._use(self.full_spec)
         return None
 
-    def _smaller(self, missing: Sequence[str]) -> LaunchSpec | None:
-        """The run without some hosts, where that is the same run."""
+    def _without(self, missing: Sequence[str]) -> LaunchSpec | None:
+        """The run without some hosts; None where it would not be the same run."""
         try:
-            exp, plan = without(self.whole.exp, self.whole.plan, missing)
+            exp, plan = without_hosts(self.full_spec.exp, self.full_spec.plan, missing)
         except LlmxError as error:
-            self.warn(f"it cannot continue without {', '.join(missing)}: {error}")
+            self.log.warning(f"the run cannot continue without {', '.join(missing)}: {error}")
             return None
         batch = plan.batch
         ranks = plural(plan.world_size, "rank")
-        self.say(
+        self.log.info(
             f"continuing without {', '.join(missing)} (launch.elastic): {ranks}, the same global "
             f"batch of {batch.global_batch} in {batch.accumulation} micro steps"
         )
         interfaces = tuple(host.interface for host in plan.hosts)
-        return dataclasses.replace(self.whole, exp=exp, plan=plan, interfaces=interfaces)
+        return dataclasses.replace(self.full_spec, exp=exp, plan=plan, interfaces=interfaces)
 
     def _use(self, spec: LaunchSpec) -> None:
-        """The ranks of the next attempts read the plan of ``spec``."""
+        """Write the plan that the ranks of the next attempts read."""
         self.spec = spec
         write_json(spec.run_dir.plan, spec.plan.to_dict())
         write_json(spec.run_dir.ds_config, ds_config(spec.exp, spec.plan))
 
-
-def _gone(spec: LaunchSpec, missing: Sequence[str]) -> Verdict:
-    return Verdict(
-        "host_lost",
-        f"{', '.join(missing)} did not come back within {duration(spec.exp.launch.host_wait_s)} "
-        "(launch.host_wait_s)",
-        f"when it is back: python -m llmx resume {spec.run_dir.root}; without it: the same with "
-        "launch.elastic=true",
-        host=missing[0],
-        lost_hosts=tuple(missing),
-    )
+    def _hosts_lost(self, missing: Sequence[str]) -> Outcome:
+        wait_s = self.full_spec.exp.launch.host_wait_s
+        return Outcome(
+            "host_lost",
+            f"{', '.join(missing)} did not come back within {duration(wait_s)} "
+            "(launch.host_wait_s)",
+            f"when it is back: python -m llmx resume {self.full_spec.run_dir.root}; without it: "
+            "the same with launch.elastic=true",
+            host=missing[0],
+            lost_hosts=tuple(missing),
+        )

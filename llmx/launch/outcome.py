@@ -1,8 +1,8 @@
-"""From everything that was seen of a run to one verdict. Pure.
+"""How an attempt ended: its evidence is classified into one ``Outcome``. Pure.
 
-The rule: the *earliest* failure is the cause, by clocks corrected per host, and a failure
-that usually follows from another one (a broken connection, a rank that was asked to end) is
-only named when there is nothing else.
+The *earliest* failure is the cause, by clocks corrected for each host. A failure that usually
+follows from another one (a broken connection, a rank that received SIGTERM) is the cause only
+where there is no other.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from llmx.launch.follow import FINAL_STATES
 from llmx.plan.types import Plan
 
 FULL_BYTES = 1 << 16
-"""Less than this is no room for a status file and a traceback."""
-SPEECHLESS = "disk_full_silent"
+"""With less free space than this a rank cannot write its status and a traceback."""
+SILENT_DISK_FULL = "disk_full_silent"
+"""The name of the diagnosis of a rank that could not write its error."""
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """A rank's process went away."""
+    """A rank's process ended."""
 
     time: float
     """On the supervisor's clock."""
     oom_kills: int = 0
-    """Of the kernel of its host, since the run began."""
+    """By the kernel of its host, since the run began."""
     disk_free: int | None = None
-    """Bytes left on the disk of the run directory there; None where it is not known."""
+    """Free bytes on the disk of the run directory there; None where unknown."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +46,28 @@ class Hang:
     time: float
     stuck_s: float
     step: int
-    """The step that the slowest rank had done."""
+    """The last step that every rank had finished."""
     rank: int | None
-    """The rank that the others wait for; None where all wait."""
+    """The rank that the others wait for; None where every rank waits."""
     why: str
-    """Why it is this one."""
+    """How that rank was found."""
     stack: str = ""
-    """Where its main thread was."""
+    """The stack of its main thread."""
 
 
 @dataclass
 class Evidence:
-    """What the supervisor saw."""
+    """What the supervisor observed during an attempt."""
 
     statuses: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Rank -> content of its status file, of this run only."""
+    """Rank -> content of its status file, of this attempt only."""
     exits: dict[int, RankExit] = field(default_factory=dict)
     offsets_s: dict[int, float] = field(default_factory=dict)
     """Rank -> clock of its host minus the supervisor's."""
     lost_hosts: dict[str, float] = field(default_factory=dict)
-    """Host -> when it was last heard."""
+    """Host -> time of the last message from its agent."""
     runner_code: int | None = None
-    """Exit code of ``deepspeed``; None while it runs or when the supervisor ended it."""
+    """Exit code of ``deepspeed``; None while it runs, or where the supervisor ended it."""
     launcher_log: str = ""
     rank_logs: dict[int, str] = field(default_factory=dict)
     """Rank -> the end of its log."""
@@ -74,26 +75,64 @@ class Evidence:
     interrupted_by: str = ""
     hang: Hang | None = None
     ended_at: float | None = None
-    """When the supervisor began to end what was left: what ranks say later follows from that."""
+    """When the supervisor began to end the attempt: later errors of ranks follow from that."""
     start_timeout_s: float | None = None
-    """Set when ranks did not show up for so long."""
+    """Set where ranks did not start within this time."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How it ended, and whom to look at."""
+class Outcome:
+    """How an attempt, or the run, ended: what kind of end, why, and on which rank."""
 
-    outcome: str
+    kind: str
+    """As in ``result.json``: ``ok``, ``oom``, ``nan``, ``comm``, ``host_lost``, ..."""
     cause: str = ""
     fix: str = ""
     rank: int | None = None
     host: str | None = None
     traceback: str = ""
     name: str = ""
-    """The row of the catalogue of known failures; empty where none matched."""
+    """The row of the catalogue of known failures (llmx/doctor); empty where none matches."""
     step: int | None = None
-    """Where training diverged, if the rank said so."""
+    """The step at which training diverged, where the rank reported it."""
     lost_hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt that is over."""
+
+    outcome: Outcome
+    launched: bool = True
+    """Whether ``deepspeed`` was started."""
+    first_step: int | None = None
+    """The step it began at; None where training did not begin."""
+    last_step: int | None = None
+    """The last step that is known to be trained; None where none was."""
+    saved_step: int | None = None
+    """The newest checkpoint at its end."""
+    new_checkpoint: bool = False
+    """Whether this attempt committed one."""
+    started: float = 0.0
+    """Seconds since the epoch, as ``ended``."""
+    ended: float = 0.0
+    hosts: tuple[str, ...] = ()
+
+    def to_json(self, number: int) -> dict[str, Any]:
+        """The line of ``attempts.jsonl``, without the decision that followed."""
+        return {
+            "attempt": number,
+            "started": self.started,
+            "ended": self.ended,
+            "outcome": self.outcome.kind,
+            "cause": self.outcome.cause,
+            "rank": self.outcome.rank,
+            "host": self.outcome.host,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "saved_step": self.saved_step,
+            "hosts": list(self.hosts),
+        }
 
 
 @dataclass(frozen=True)
@@ -106,22 +145,22 @@ class _Candidate:
 
 
 def all_finished(evidence: Evidence, plan: Plan) -> bool:
-    """Whether every rank of the plan says so itself."""
+    """Whether the status of every rank is ``finished``."""
     return all(
         evidence.statuses.get(rank.rank, {}).get("state") == "finished" for rank in plan.ranks
     )
 
 
-def judge(evidence: Evidence, plan: Plan) -> Verdict:
-    """The verdict on a run that is over."""
+def classify(evidence: Evidence, plan: Plan) -> Outcome:
+    """The outcome of an attempt that is over."""
     if all_finished(evidence, plan):
-        return Verdict("ok")
+        return Outcome("ok")
     candidates = _candidates(evidence, plan)
     if evidence.interrupted_at is not None:
-        # Ranks that are asked to end may break each other's connections; that is no failure.
+        # Ranks that exit on request may break each other's connections: no failure.
         candidates = [c for c in candidates if c.time < evidence.interrupted_at]
         if not candidates:
-            return Verdict(
+            return Outcome(
                 "interrupted",
                 f"stopped by {evidence.interrupted_by or 'the user'}",
             )
@@ -130,21 +169,21 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
         return _hung(evidence.hang, plan)
     if evidence.start_timeout_s is not None and not before:
         return _never_started(evidence, plan)
-    # Ranks that leave after the end has begun were asked to by us: that says nothing.
+    # Ranks that are interrupted after the shutdown began were interrupted by it.
     candidates = before or [c for c in candidates if c.diagnosis.outcome != "interrupted"]
     if candidates:
-        # Where no disk is left nobody can say why: what others saw of it comes second.
+        # A rank on a full disk reports nothing; what the others report follows from it.
         first = min(
             candidates,
-            key=lambda c: (c.diagnosis.consequence, c.diagnosis.name != SPEECHLESS, c.time),
+            key=lambda c: (c.diagnosis.consequence, c.diagnosis.name != SILENT_DISK_FULL, c.time),
         )
         found = first.diagnosis
         if found.consequence and signal_in_log(evidence.launcher_log):
-            # Where no agent looks (Slurm), only the launcher knows who was killed.
+            # Without agents (Slurm) only the launcher's log shows which rank was killed.
             return _from_launcher(evidence, plan)
         error = evidence.statuses.get(-1 if first.rank is None else first.rank, {}).get("error")
         step = (error or {}).get("step")
-        return Verdict(
+        return Outcome(
             found.outcome,
             found.cause,
             found.fix,
@@ -158,25 +197,25 @@ def judge(evidence: Evidence, plan: Plan) -> Verdict:
     return _from_launcher(evidence, plan)
 
 
-def _speechless(rank: int, host: str) -> Diagnosis:
+def _disk_full(rank: int, host: str) -> Diagnosis:
     return Diagnosis(
         "disk_full",
-        f"the disk of the run directory on {host} is full: rank {rank} died and could not even "
-        "write why",
+        f"the disk of the run directory on {host} is full: rank {rank} exited and could not write "
+        "its error",
         f"free some space on {host} (`df -h`; checkpoint.keep sets how many checkpoints "
         "are kept), or set run_dir to a larger disk",
-        SPEECHLESS,
+        SILENT_DISK_FULL,
     )
 
 
-def _hung(hang: Hang, plan: Plan) -> Verdict:
+def _hung(hang: Hang, plan: Plan) -> Outcome:
     host = None if hang.rank is None else plan.hosts[plan.ranks[hang.rank].host].name
     who = "every rank waits for the others" if hang.rank is None else f"rank {hang.rank}"
     who += f" on {host}: {hang.why}" if host else ""
-    return Verdict(
+    return Outcome(
         "hang",
         f"no rank made progress for {hang.stuck_s:.0f} s after step {hang.step}; {who}",
-        "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; if steps may take "
+        "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; if a step may take "
         "so long, raise launch.hang_timeout_s",
         hang.rank,
         host,
@@ -213,7 +252,7 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
             log = evidence.rank_logs.get(rank.rank, "")
             failure = Failure(signal=signal_of_silent_death(log), oom_kills=gone.oom_kills, log=log)
             full = gone.disk_free is not None and gone.disk_free < FULL_BYTES
-            diagnosis = _speechless(rank.rank, host) if full else diagnose(failure)
+            diagnosis = _disk_full(rank.rank, host) if full else diagnose(failure)
             found.append(_Candidate(gone.time, diagnosis, rank.rank, host, _traceback_in(log)))
         elif status.get("state") == "interrupted" and evidence.interrupted_at is None:
             found.append(
@@ -221,10 +260,10 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
                     float(status.get("time") or 0.0) - offset,
                     Diagnosis(
                         "interrupted",
-                        f"rank {rank.rank} on {host} was asked to end (SIGTERM or SIGUSR1) by "
-                        "somebody else: a job's time limit, a preemption, or a person",
-                        "under Slurm, ask for more time (launch.slurm.time_limit)",
-                        # The launcher does the same to the other ranks of a host after a failure.
+                        f"rank {rank.rank} on {host} received SIGTERM or SIGUSR1 from outside "
+                        "llmx: a time limit of the job, a preemption, or a user",
+                        "under Slurm, request more time, e.g. launch.slurm.time_limit=24:00:00",
+                        # The launcher sends it to the other ranks of a host after a failure.
                         consequence=True,
                     ),
                     rank.rank,
@@ -234,15 +273,15 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
     for name, time in evidence.lost_hosts.items():
         diagnosis = Diagnosis(
             "host_lost",
-            f"{name} does not respond any more: it is down, or cut off from the network",
-            f"check that {name} is up and reachable: ssh -F RUN_DIR/ssh_config {name} uptime; run "
-            "without it, or start again when it is back",
+            f"{name} stopped responding: the host is down, or its network is",
+            f"check that {name} is up and reachable: ssh -F RUN_DIR/ssh_config {name} uptime; then "
+            "resume the run, or resume it without the host (launch.elastic=true)",
         )
         found.append(_Candidate(time, diagnosis, None, name))
     return found
 
 
-def _never_started(evidence: Evidence, plan: Plan) -> Verdict:
+def _never_started(evidence: Evidence, plan: Plan) -> Outcome:
     missing = [rank for rank in plan.ranks if rank.rank not in evidence.statuses]
     hosts = sorted({plan.hosts[rank.host].name for rank in missing})
     found = diagnose(Failure(log=evidence.launcher_log))
@@ -250,7 +289,7 @@ def _never_started(evidence: Evidence, plan: Plan) -> Verdict:
     cause = f"rank {numbers} on {', '.join(hosts)} did not start within "
     cause += f"{evidence.start_timeout_s:.0f} s (launch.start_timeout_s)"
     if found.name:
-        return Verdict(
+        return Outcome(
             found.outcome,
             f"{cause}: {found.cause}",
             found.fix,
@@ -258,18 +297,18 @@ def _never_started(evidence: Evidence, plan: Plan) -> Verdict:
             hosts[0],
             name=found.name,
         )
-    return Verdict(
+    return Outcome(
         "comm",
         cause,
-        "look at RUN_DIR/logs/launcher.log; a stale lock of a compiler cache also waits like this: "
+        "read RUN_DIR/logs/launcher.log; a stale lock of the extension cache also blocks a start: "
         "find ~/.cache/torch_extensions -name lock",
         missing[0].rank if missing else None,
         hosts[0] if hosts else None,
     )
 
 
-def _from_launcher(evidence: Evidence, plan: Plan) -> Verdict:
-    """No rank said anything: the launcher's own log is all there is."""
+def _from_launcher(evidence: Evidence, plan: Plan) -> Outcome:
+    """No rank reported an error: the log of the launcher is the only source."""
     log = evidence.launcher_log
     rank = _rank_in_log(log, plan)
     signal = signal_in_log(log)
@@ -277,23 +316,23 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Verdict:
     cause = found.cause
     if not found.name:
         code = evidence.runner_code
-        said = "ended" if code is None else f"ended with code {code}"
-        cause = f"deepspeed {said} before every rank had finished"
+        exited = "exited" if code is None else f"exited with code {code}"
+        cause = f"deepspeed {exited} before every rank had finished"
         last = [line.strip() for line in log.splitlines() if line.strip()][-1:]
         cause += f": {last[0]}" if last else ""
     host = None if rank is None else plan.hosts[plan.ranks[rank].host].name
-    return Verdict(found.outcome, cause, found.fix, rank, host, _traceback_in(log), found.name)
+    return Outcome(found.outcome, cause, found.fix, rank, host, _traceback_in(log), found.name)
 
 
 def _rank_in_log(log: str, plan: Plan) -> int | None:
-    """The rank that srun or mpirun names as the one that died."""
+    """The rank that srun or mpirun reports as killed."""
     match = re.search(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)", log)
     match = match or re.search(r"process rank (\d+) with PID", log)
     return int(match[1]) if match and int(match[1]) < plan.world_size else None
 
 
 def _traceback_in(log: str) -> str:
-    """The last Python traceback of a log, or nothing."""
+    """The last Python traceback in a log; empty where there is none."""
     start = log.rfind("Traceback (most recent call last)")
     start = start if start >= 0 else log.rfind("Fatal Python error")
     return log[start:].strip() if start >= 0 else ""

@@ -1,4 +1,4 @@
-"""How far an attempt has come: its first, last and saved steps, whether it hangs, its numbers."""
+"""The progress of an attempt: its first, last and saved steps, its hangs, its metrics."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llmx.metrics.declared import Metric, declared_in, is_declaration, measured
 Record = Mapping[str, Any]
 
 
-class Progress:
-    """From ``metrics.jsonl`` and the ranks' statuses. ``earlier``: records of former attempts."""
+class AttemptProgress:
+    """From ``metrics.jsonl`` and the statuses. ``earlier``: records of earlier attempts."""
 
     def __init__(self, *, hang_timeout_s: float | None, earlier: Iterable[Record]) -> None:
         self.first_step: int | None = None
-        """The step this attempt began at; None before training."""
+        """The step that this attempt began at; None before training."""
         self.saved_step: int | None = None
-        """The newest checkpoint that this attempt made."""
+        """The newest checkpoint that this attempt committed."""
         self.hang = HangDetector(hang_timeout_s)
         self._step = 0
         self._rates: list[float] = []
@@ -48,11 +48,11 @@ class Progress:
         elif kind == "train":
             self._step = max(int(record["step"]), self._step)
             if record.get("step_time_s"):
-                self.hang.step_took(float(record["step_time_s"]), time.monotonic())
+                self.hang.add_step_time(float(record["step_time_s"]), time.monotonic())
 
-    def see(self, statuses: Mapping[int, Record]) -> None:
-        """The statuses of the ranks, as they are now."""
-        self.hang.see(statuses, time.monotonic())
+    def update(self, statuses: Mapping[int, Record]) -> None:
+        """The current statuses of the ranks."""
+        self.hang.update(statuses, time.monotonic())
         for status in statuses.values():
             self._step = max(int(status.get("step") or 0), self._step)
             saved = status.get("saved_step")
@@ -60,13 +60,13 @@ class Progress:
                 self.saved_step = max(saved, self.saved_step or 0)
 
     def fill(self, result: Result) -> None:
-        """The numbers of a result, as far as they are known."""
+        """Set the metrics of a result that are known."""
         train, evaluation = self._last.get("train", {}), self._last.get("eval", {})
         result.steps = int(train.get("step") or 0)
         result.final_loss = train.get("loss")
         names = [name for name, metric in self._declared.items() if "eval" in metric.kinds]
         result.metrics = {**dict.fromkeys(names), **measured(evaluation, self._declared)}
-        # The first half has the start of every cache and clock in it.
+        # The first half includes warm-up.
         late = sorted(self._rates[len(self._rates) // 2 :])
         result.tokens_per_s = late[len(late) // 2] if late else None
 

@@ -1,7 +1,7 @@
-"""What the supervisor writes about itself: who it is, what it does, how each attempt ended.
+"""The supervisor's own files: its lock, its state, its attempts, and where the next one begins.
 
-``supervisor.lock`` (one supervisor a run), ``supervisor.json`` (now), ``attempts.jsonl`` (so far),
-``resume.json`` (where the next attempt begins); ``run.json`` is read, or made where it is missing.
+``supervisor.lock`` (one supervisor a run), ``supervisor.json`` (its state now), ``attempts.jsonl``
+(how each attempt ended), ``resume.json`` (where the next one begins), ``run.json`` (the run's id).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ REFRESH_S = 3.0
 
 
 def run_id(run_dir: RunDir) -> str:
-    """The identity of the run, the same through all attempts; made where there is none yet."""
+    """The id of the run, the same through all attempts; created where there is none yet."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(run_dir.identity)["run_id"]
         if isinstance(found, str) and found:
             return found
-    made = new_token()
-    write_json(run_dir.identity, {"run_id": made, "created": time.time(), "parent": None})
-    return made
+    created = new_token()
+    write_json(run_dir.identity, {"run_id": created, "created": time.time(), "parent": None})
+    return created
 
 
 @contextlib.contextmanager
-def only_supervisor(run_dir: RunDir, token: str) -> Iterator[None]:
+def supervisor_lock(run_dir: RunDir, token: str) -> Iterator[None]:
     """Hold the run for this process; LaunchError names the process that already does.
 
-    A copy of a run directory has the same identity: two of them at once on one machine would end
-    each other's ranks, so the second is refused too.
+    A copy of a run directory has the same id: two of them at once on one machine would end each
+    other's ranks, so the second one is refused too.
     """
     run_dir.root.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run_dir.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -50,19 +50,19 @@ def only_supervisor(run_dir: RunDir, token: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise LaunchError(_taken(run_dir)) from None
+            raise LaunchError(_held_message(run_dir)) from None
         try:
-            claim.bind(f"\0llmx-run-{token}")  # vanishes with this process, however that dies
+            claim.bind(f"\0llmx-run-{token}")  # freed when this process ends, however it ends
         except OSError:
             raise LaunchError(
-                f"{run_dir.root}: a run with the same identity ({token}) is running from another "
+                f"{run_dir.root}: a run with the same id ({token}) is running from another "
                 "directory: this one is a copy of it. Remove run.json here to make it a run of its "
                 "own."
             ) from None
-        for half_written in run_dir.root.glob(".*.tmp"):  # by one that was killed
-            half_written.unlink(missing_ok=True)
+        for temporary in run_dir.root.glob(".*.tmp"):  # of a supervisor that was killed
+            temporary.unlink(missing_ok=True)
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        with contextlib.suppress(OSError):  # a full disk; the lock holds without its words
+        with contextlib.suppress(OSError):  # a full disk; the lock holds without its content
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
         yield
@@ -71,14 +71,14 @@ def only_supervisor(run_dir: RunDir, token: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _taken(run_dir: RunDir) -> str:
+def _held_message(run_dir: RunDir) -> str:
     try:
         holder = json.loads(run_dir.supervisor_lock.read_text(encoding="utf-8"))
         who = f"process {holder['pid']} on {holder['host']}"
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))
-        end = f"`kill {holder['pid']}` there saves and ends it."
+        end = f"`kill {holder['pid']}` there saves a checkpoint and ends it."
     except (OSError, ValueError, KeyError, TypeError):
-        who, since, end = "another process", "a moment ago", "End that one first."
+        who, since, end = "another process", "a moment ago", "End it first."
     return (
         f"{run_dir.root}: this run is already running, supervised by {who} since {since}. "
         f"`python -m llmx watch {run_dir.root}` shows it; {end}"
@@ -86,25 +86,25 @@ def _taken(run_dir: RunDir) -> str:
 
 
 class Journal:
-    """The supervisor's files of one run. Nothing here can fail the run: a full disk is met by
-    whoever needs the space."""
+    """``supervisor.json`` and ``attempts.jsonl`` of one run. Nothing here fails the run: on a full
+    disk the lines of attempts are kept and written later."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self.attempts = read_attempts(run_dir)
         """All lines of ``attempts.jsonl``, also of earlier supervisors."""
         self._unwritten: list[dict[str, Any]] = []
-        """Lines that a full disk did not take yet."""
+        """Lines that could not be written yet (full disk)."""
         self._now: dict[str, Any] = {}
         self._written_at = 0.0
 
     @property
     def restarts(self) -> int:
-        """How often the run was started again by itself."""
+        """How many automatic restarts there were."""
         return sum(line.get("decision") == "restart" for line in self.attempts)
 
     def state(self, state: str, *, attempt: int, why: str = "", until: float | None = None) -> None:
-        """What the supervisor does from now on. ``until``: seconds since the epoch."""
+        """Record what the supervisor does from now on. ``until``: seconds since the epoch."""
         self._now = {
             "state": state,
             "attempt": attempt,
@@ -116,15 +116,14 @@ class Journal:
         }
         self._write()
 
-    def alive(self) -> None:
-        """Called often; refreshes the time of ``supervisor.json`` now and then."""
+    def heartbeat(self) -> None:
+        """Called often; refreshes the time in ``supervisor.json`` every few seconds."""
         if self._now and time.monotonic() - self._written_at > REFRESH_S:
             self._now["time"] = time.time()
             self._write()
 
-    def ended(self, line: dict[str, Any]) -> None:
-        """One attempt is over: its line of ``attempts.jsonl``, on disk at once, or as soon as a
-        full disk takes it."""
+    def add_attempt(self, line: dict[str, Any]) -> None:
+        """Append the line of an attempt that is over, now or as soon as the disk has space."""
         self.attempts.append(line)
         self._unwritten.append(line)
         self._append()
@@ -151,7 +150,7 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     with path.open("ab", buffering=0) as stream:
         size = stream.tell()
         if size and not path.read_bytes().endswith(b"\n"):
-            line = b"\n" + line  # after one that a crash has torn
+            line = b"\n" + line  # the last one is incomplete: a crash
         try:
             if stream.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -162,9 +161,9 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 
 def overwrite_json(path: Path, value: dict[str, Any]) -> None:
-    """On a full disk, where nothing can be written beside: into the block that the file has.
+    """On a full disk, where no second file can be written: into the block that the file has.
 
-    In one write, and filled up with spaces: a reader sees the old content or the new.
+    In one write, padded with spaces: a reader sees the old content or the new.
     """
     text = json.dumps(value, ensure_ascii=False).encode() + b"\n"
     descriptor = os.open(path, os.O_WRONLY)
@@ -175,7 +174,7 @@ def overwrite_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The lines of ``attempts.jsonl``; a torn last one is left out."""
+    """The lines of ``attempts.jsonl``; an incomplete last one is left out."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         for line in run_dir.attempts.read_text(encoding="utf-8").splitlines():
@@ -187,7 +186,7 @@ def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def read_resume(run_dir: RunDir) -> tuple[int | None, list[int]]:
-    """``resume.json``: the step to begin at (None: the newest) and the steps to pass over."""
+    """``resume.json``: the step to resume from (None: the newest checkpoint), and steps to skip."""
     try:
         values = read_json(run_dir.resume)
         step = values.get("step")
@@ -196,9 +195,9 @@ def read_resume(run_dir: RunDir) -> tuple[int | None, list[int]]:
         return None, []
 
 
-def read_went_back(run_dir: RunDir) -> list[int]:
-    """All steps that the run was sent back to, the first one first: what came after each on an
-    earlier course is given up for good, on whichever disk it lies."""
+def read_rollbacks(run_dir: RunDir) -> list[int]:
+    """The rollbacks of a run: every step that the user went back to, the first one first. Later
+    checkpoints of an abandoned branch are never used again, on whichever disk they are."""
     try:
         return [int(step) for step in read_json(run_dir.resume).get("went_back", [])]
     except (OSError, ValueError, TypeError, AttributeError):
@@ -211,9 +210,9 @@ def write_resume(
     step: int | None,
     skip_steps: list[int],
     attempt: int,
-    went_back: list[int] | None = None,
+    rollbacks: list[int] | None = None,
 ) -> None:
-    """Where the next attempt begins. ``went_back``: None leaves it as it is."""
-    went_back = read_went_back(run_dir) if went_back is None else went_back
+    """Set where the next attempt begins. ``rollbacks``: None leaves them unchanged."""
+    rollbacks = read_rollbacks(run_dir) if rollbacks is None else rollbacks
     values = {"step": step, "skip_steps": sorted(set(skip_steps)), "attempt": attempt}
-    write_json(run_dir.resume, {**values, **({"went_back": went_back} if went_back else {})})
+    write_json(run_dir.resume, {**values, **({"went_back": rollbacks} if rollbacks else {})})

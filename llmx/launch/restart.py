@@ -1,8 +1,8 @@
-"""Whether a run that ended is started again, and how. Pure: history in, ``Decision`` out.
+"""Whether an attempt is followed by another one, and how. Pure: history in, ``Decision`` out.
 
-The rule: what came from outside (a dead host, a kill, the network) is tried again, with a budget
-that each new checkpoint gives back; what would come again (the config, the data, the same error
-at the same step) ends the run with its cause. ``cat RUN_DIR/attempts.jsonl`` shows the decisions.
+A failure from outside (a dead host, a killed process, the network) is followed by a restart, from
+a budget that each new checkpoint restores. A failure that would occur again (the config, the data,
+the same error at the same step) ends the run. ``cat RUN_DIR/attempts.jsonl`` shows the decisions.
 """
 
 from __future__ import annotations
@@ -12,47 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmx.config.schema import LaunchConfig, TaskConfig
+from llmx.launch.outcome import AttemptRecord, Outcome
+from llmx.text import plural
 
-_WORDS = {
+_REASONS = {
     "crash": "it crashed",
-    "comm": "the ranks lost each other",
+    "comm": "the ranks lost their connections",
     "host_lost": "a host was lost",
     "hang": "it hung",
     "disk_full": "a disk was full",
     "oom": "a host ran out of memory",
     "nan": "training diverged",
 }
-_FROM_OUTSIDE = frozenset({"comm", "host_lost", "disk_full"})
-"""Says nothing about the run itself: may happen at the same step twice by chance."""
+_EXTERNAL = frozenset({"comm", "host_lost", "disk_full"})
+"""Not caused by the run itself: may happen at the same step twice by chance."""
 _KILLED = frozenset({"killed", "kernel_oom"})
-"""Rows of the catalogue for a process that somebody else ended."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """One attempt that is over, as far as the decision needs it."""
-
-    outcome: str
-    cause: str = ""
-    name: str = ""
-    """The row of the catalogue of known failures; empty where none matched."""
-    launched: bool = True
-    """Whether a rank was started."""
-    first_step: int | None = None
-    """The step it began at; None when training did not begin."""
-    last_step: int | None = None
-    """The last step that is known to be trained; None when none was."""
-    saved_step: int | None = None
-    """The newest checkpoint at its end."""
-    new_checkpoint: bool = False
-    failed_step: int | None = None
-    """Where training diverged, as the rank said."""
-    lost_hosts: tuple[str, ...] = ()
+"""Rows of the catalogue of known failures for a process that was killed from outside."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What comes next."""
+    """What follows an attempt."""
 
     action: str
     """``restart``, ``stop`` or ``finished``."""
@@ -61,121 +41,111 @@ class Decision:
     skip_steps: tuple[int, ...] = ()
     """Further steps that the next attempt does not train."""
     wait_for: str = ""
-    """What must be there before the restart: ``hosts``, ``disk`` or nothing."""
+    """What the restart needs: ``hosts``, ``disk`` or nothing."""
     restart: int = 0
-    """The how manieth in a row without a new checkpoint."""
+    """The number of this restart since the last new checkpoint, from 1."""
 
 
-def decide(history: Sequence[Ended], launch: LaunchConfig, task: TaskConfig) -> Decision:
-    """The decision after ``history[-1]``; earlier attempts of the same supervisor come first."""
+def decide(history: Sequence[AttemptRecord], launch: LaunchConfig, task: TaskConfig) -> Decision:
+    """The decision after ``history[-1]``; ``history`` has all attempts of this supervisor."""
     last = history[-1]
-    if last.outcome == "ok":
+    kind = last.outcome.kind
+    if kind == "ok":
         return Decision("finished", "every rank finished")
-    if last.outcome == "interrupted":
+    if kind == "interrupted":
         return Decision("stop", "a stop was requested")
     if launch.max_restarts == 0:
         return Decision("stop", "launch.max_restarts=0")
-    hopeless = _recurs(history)
-    if hopeless:
-        return Decision("stop", hopeless)
+    recurring = _recurring_failure(history)
+    if recurring:
+        return Decision("stop", recurring)
     skip_steps: tuple[int, ...] = ()
-    if last.outcome == "nan" and _diverged_before(history):
-        skip_steps, hopeless = _passed_over(last, task)
-        if hopeless:
-            return Decision("stop", hopeless)
-    number = in_a_row(history)
+    if kind == "nan" and _diverged_before(history):
+        if task.on_divergence == "stop" or last.outcome.step is None:
+            step = last.outcome.step
+            where = "at an unknown step" if step is None else f"at step {step}"
+            return Decision(
+                "stop",
+                f"training diverged {where} again after the rollback to the last checkpoint "
+                f"(task.on_divergence={task.on_divergence})",
+            )
+        skip_steps = _steps_to_skip(last.saved_step or 0, last.outcome.step, task)
+    number = consecutive_failures(history)
     if number > launch.max_restarts:
         return Decision(
             "stop",
-            f"{_times(launch.max_restarts, 'restart')} in a row without a new checkpoint "
+            f"{plural(launch.max_restarts, 'restart')} in a row without a new checkpoint "
             f"(launch.max_restarts={launch.max_restarts})",
         )
-    doubled = min(number - 1, 60)  # a float has an end
+    doubled = min(number - 1, 60)  # 2.0**1024 overflows
     wait_s = min(launch.restart_backoff_s * 2**doubled, launch.restart_backoff_max_s)
-    why = _WORDS.get(last.outcome, last.outcome)
+    why = _REASONS.get(kind, kind)
     if skip_steps:
-        why += f" at the same step twice; skipping {_steps(skip_steps)}"
+        first, final = skip_steps[0], skip_steps[-1]
+        skipped = f"step {first}" if first == final else f"steps {first} to {final}"
+        why += f" at the same step twice; skipping {skipped}"
     return Decision(
         "restart",
         why,
         wait_s=wait_s,
         skip_steps=skip_steps,
-        wait_for={"host_lost": "hosts", "disk_full": "disk"}.get(last.outcome, ""),
+        wait_for={"host_lost": "hosts", "disk_full": "disk"}.get(kind, ""),
         restart=number,
     )
 
 
-def in_a_row(history: Sequence[Ended]) -> int:
-    """Which restart in a row without a new checkpoint the next one is: 1 for the first."""
+def consecutive_failures(history: Sequence[AttemptRecord]) -> int:
+    """Failed attempts since the one that made the last new checkpoint, which counts too."""
     count = 0
-    for ended in reversed(history):
+    for record in reversed(history):
         count += 1
-        if ended.new_checkpoint:
+        if record.new_checkpoint:
             break
     return count
 
 
-def _recurs(history: Sequence[Ended]) -> str:
-    """Why starting again would end the same way; empty where it might not."""
+def _recurring_failure(history: Sequence[AttemptRecord]) -> str:
+    """Why a restart would end in the same failure; empty where it might not."""
     last, earlier = history[-1], history[:-1]
-    if last.outcome in ("config", "data"):
-        return f"the same {last.outcome} error would occur again"
+    kind, name = last.outcome.kind, last.outcome.name
+    if kind in ("config", "data"):
+        return f"the same {kind} error would occur again"
     if not last.launched and not earlier:
         return "it could not be started"
-    if last.outcome == "oom":
-        killed = [ended for ended in history if ended.name == "kernel_oom"]
-        if last.name != "kernel_oom":
+    if kind == "oom":
+        killed = [record for record in history if record.outcome.name == "kernel_oom"]
+        if name != "kernel_oom":
             return "device memory would run out again"
         return "" if len(killed) == 1 else f"the host's memory was full {len(killed)} times"
-    if last.outcome == "nan" or last.outcome in _FROM_OUTSIDE or last.name in _KILLED:
+    if kind == "nan" or kind in _EXTERNAL or name in _KILLED:
         return ""
-    if last.last_step is None and not any(ended.last_step is not None for ended in earlier):
+    if last.last_step is None and not any(record.last_step is not None for record in earlier):
         return "it failed before the first step, and would fail there again"
-    same = [ended for ended in earlier if _same(ended, last)]
+    same = [record for record in earlier if _same_failure(record, last)]
     if same and not last.new_checkpoint:
         at = "before the first step" if last.last_step is None else f"at step {last.last_step}"
         return f"the same failure {at} in {len(same) + 1} attempts: it would occur again"
     return ""
 
 
-def _same(one: Ended, other: Ended) -> bool:
-    """The same failure at the same place: outcome, cause without its numbers, and step."""
-    return (one.outcome, _shape(one.cause), one.last_step) == (
-        other.outcome,
-        _shape(other.cause),
-        other.last_step,
-    )
+def _same_failure(one: AttemptRecord, other: AttemptRecord) -> bool:
+    def key(outcome: Outcome) -> tuple[str, str]:
+        # Process numbers, addresses and seconds differ by chance.
+        return outcome.kind, re.sub(r"0x[0-9a-f]+|\d+", "#", outcome.cause)
+
+    return key(one.outcome) == key(other.outcome) and one.last_step == other.last_step
 
 
-def _shape(cause: str) -> str:
-    """A cause without what differs by chance: process numbers, addresses, seconds."""
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", cause)
-
-
-def _diverged_before(history: Sequence[Ended]) -> bool:
+def _diverged_before(history: Sequence[AttemptRecord]) -> bool:
     last = history[-1]
     return any(
-        ended.outcome == "nan" and ended.failed_step == last.failed_step for ended in history[:-1]
+        record.outcome.kind == "nan" and record.outcome.step == last.outcome.step
+        for record in history[:-1]
     )
 
 
-def _passed_over(last: Ended, task: TaskConfig) -> tuple[tuple[int, ...], str]:
-    """The steps to skip after the second divergence at one step, or why there is no way on."""
-    step = last.failed_step
-    where = "at an unknown step" if step is None else f"at step {step}"
-    if task.on_divergence == "stop" or step is None:
-        return (), (
-            f"training diverged {where} again after going back to the last checkpoint "
-            "(task.on_divergence=stop)"
-        )
+def _steps_to_skip(saved_step: int, failed_step: int, task: TaskConfig) -> tuple[int, ...]:
+    """After the second divergence at ``failed_step``."""
     if task.on_divergence == "skip":
-        return (step,), ""
-    return tuple(range((last.saved_step or 0) + 1, step + 1)), ""
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _times(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+        return (failed_step,)
+    return tuple(range(saved_step + 1, failed_step + 1))

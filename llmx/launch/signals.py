@@ -1,6 +1,6 @@
-"""How a user, or a scheduler, asks a supervisor to end its run: Ctrl-C, SIGTERM, SIGUSR1, SIGHUP.
+"""Requests to end a run: Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP to the supervisor.
 
-The first request lets the ranks save, a second one ends them at once.
+The first request lets the ranks save a checkpoint, a second one ends them at once.
 """
 
 from __future__ import annotations
@@ -13,55 +13,56 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "hang-up"}
 
 
 class Interrupted(Exception):
-    """The user asked to end while nothing was running yet."""
+    """The shutdown was requested before anything was started."""
 
 
-class Asked:
-    """Who asked to end the run, and how often."""
+class ShutdownRequest:
+    """Whether the run was asked to end: how often, when and by which signal."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.by = ""
-        self.at: float | None = None
-        """Seconds since the epoch, of the first time."""
-        self.wake = threading.Event()
-        """Set by each request: what ends a wait."""
-        self.interruptible = False
-        """Nothing is running: a request raises ``Interrupted`` where the main thread is."""
+        self.source = ""
+        """The first signal, as the user knows it: ``Ctrl-C``, ``SIGTERM``."""
+        self.time: float | None = None
+        """Seconds since the epoch, of the first request."""
+        self.event = threading.Event()
+        """Set by each request, so that waits end."""
+        self.raises = False
+        """While nothing is running yet: a request raises ``Interrupted`` in the main thread."""
 
     @contextlib.contextmanager
-    def listening(self, say: Callable[[str], None]) -> Iterator[None]:
+    def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
         """Handle the signals in this block. Ctrl-Z is refused."""
 
         def refuse(number: int, frame: FrameType | None) -> None:
-            say("Ctrl-Z is refused: a paused supervisor would end the run; use tmux or nohup")
+            notify("Ctrl-Z is refused: a suspended supervisor would end the run; use tmux or nohup")
 
         saved: dict[signal.Signals, Any] = {}
         try:
-            for number in ENDING:
-                # nohup and background shells have a signal ignored: then so do we.
+            for number in SHUTDOWN_SIGNALS:
+                # nohup and background shells ignore a signal: then it stays ignored.
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    saved[number] = signal.signal(number, self._handle)
+                    saved[number] = signal.signal(number, self._on_signal)
             saved[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, refuse)
         except ValueError:
-            saved = {}  # not the main thread: whoever owns it ends us
+            saved = {}  # not the main thread, whose owner handles signals
         try:
             yield
         finally:
             for number, handler in saved.items():
                 signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number)
         self.count += 1
-        self.by = self.by or _NAMES.get(name, name.name)
-        self.at = self.at or time.time()
-        self.wake.set()
-        if self.interruptible:
-            self.interruptible = False
+        self.source = self.source or _NAMES.get(name, name.name)
+        self.time = self.time or time.time()
+        self.event.set()
+        if self.raises:
+            self.raises = False
             raise Interrupted

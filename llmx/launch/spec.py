@@ -1,6 +1,6 @@
-"""What one launch is made of: the frozen input of everything that is rendered.
+"""``LaunchSpec``: the frozen input of everything that is rendered for a launch.
 
-Rendering reads nothing but a ``LaunchSpec``, so the same spec always gives the same files.
+Rendering reads nothing else, so the same spec always gives the same files.
 """
 
 from __future__ import annotations
@@ -15,49 +15,44 @@ from pathlib import Path
 
 import llmx
 from llmx.config.schema import Experiment
-from llmx.launch.hostfile import HostSlots
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """One run about to be started."""
+    """One launch of a run."""
 
     exp: Experiment
     plan: Plan
     run_dir: RunDir
     port: int
-    """Of the rendezvous, on the host of rank 0."""
+    """MASTER_PORT: of the rendezvous, on the host of rank 0."""
     token: str
     """Unique to this run; in the environment of each of its processes, on every host."""
     python: str = sys.executable
-    """On the hosts and for ``deepspeed`` itself, which starts the ranks with its own."""
+    """The interpreter on the hosts, and of ``deepspeed``, which starts the ranks with its own."""
     code_root: str | None = None
     """The directory that holds the ``llmx`` package; None where it is installed."""
     worker: str = "llmx.worker"
-    """The module of a rank."""
+    """The module that a rank runs."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The environment of the supervisor; rendering copies allow-listed names from it."""
     cores: int = 1
-    """Of this machine; under Slurm those of the smallest host."""
+    """CPU cores of this machine; under Slurm those of the smallest host."""
     cpus_per_task: int | None = None
-    """Under Slurm: cores of a rank; None where Slurm did not say how many a host has."""
+    """Under Slurm: cores of a rank; None where the cores of the hosts are unknown."""
     interfaces: tuple[str | None, ...] = ()
     """Network interface of each host, where it is known."""
 
     @property
-    def host_slots(self) -> tuple[HostSlots, ...]:
-        return tuple(HostSlots(host.name, host.slots) for host in self.plan.hosts)
-
-    @property
     def job_name(self) -> str:
-        """Unique to this run: what Slurm knows it by."""
+        """The name of the Slurm job; unique to this run."""
         return f"llmx-{self.token}"
 
     @property
     def worker_path(self) -> str:
-        """The worker as a file, for a launcher that cannot start a module."""
+        """The file of the worker, for a launcher that cannot start a module."""
         relative = Path(*self.worker.split(".")).with_suffix(".py")
         root = self.code_root or str(Path(llmx.__file__).parent.parent)
         return str(Path(root) / relative)
@@ -73,7 +68,7 @@ def make_spec(
     worker: str = "llmx.worker",
     interfaces: tuple[str | None, ...] = (),
 ) -> LaunchSpec:
-    """The spec of a launch from this machine, as it is now."""
+    """The spec of a launch from this machine, with its current environment."""
     cores, cpus_per_task = len(os.sched_getaffinity(0)), None
     if plan.transport == "slurm":
         names = [host.name for host in plan.hosts]
@@ -99,8 +94,8 @@ def make_spec(
 
 
 def share_of_cores(cores: int | None, slots: int) -> int | None:
-    """Of one rank. Even, since Slurm gives away both threads of a core: seven times 13 of 96 would
-    be more than there are."""
+    """Cores of one rank. An even number, since Slurm allocates both threads of a core: 7 ranks with
+    13 of 96 would be rounded up to 98."""
     if cores is None:
         return None
     share = max(1, cores // slots)
@@ -108,14 +103,14 @@ def share_of_cores(cores: int | None, slots: int) -> int | None:
 
 
 def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
-    """Cores that every host has for the run: of this allocation, else as Slurm lists the hosts;
-    None where it does not say."""
+    """Cores that every host has for the run: of the allocation, else as Slurm lists the hosts; None
+    where unknown."""
     given = environ.get("SLURM_JOB_CPUS_PER_NODE")
     if given:  # 16(x2),8
         counts = [part.split("(")[0] for part in given.split(",")]
         return min((int(count) for count in counts if count.isdecimal()), default=None)
     if environ.get("SLURM_JOB_ID"):
-        # An allocation joined by its number: it may have fewer cores than its hosts.
+        # An allocation joined by its id: it may have fewer cores than its hosts.
         return None
     try:
         done = subprocess.run(
@@ -132,7 +127,7 @@ def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
 
 
 def new_token() -> str:
-    """A name that no other run has."""
+    """A random id for a run."""
     return secrets.token_hex(8)
 
 

@@ -1,7 +1,7 @@
-"""The ssh settings of one run: a file of its own, so that every host may have its own port.
+"""``RUN_DIR/ssh_config``: the ssh settings of one run, with a port and a key for each host.
 
-DeepSpeed knows one ``--ssh_port`` for all hosts and checks only the first one. Instead,
-every ssh of a run (pdsh's, mpirun's, rsync's, the agents') reads ``RUN_DIR/ssh_config``.
+DeepSpeed has one ``--ssh_port`` for all hosts and checks only the first one. Instead every ssh of a
+run (of pdsh, mpirun, rsync and the agents) reads this file.
 
 ``ssh -F RUN_DIR/ssh_config HOST`` logs in exactly as the run does.
 """
@@ -24,19 +24,19 @@ ALIVE_COUNT = 4
 
 
 def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
-    """One block a host, then the user's and the system's own settings.
+    """One block for each host, then the settings of the user and of the system.
 
-    ssh takes the *first* value it finds for a key, so what stands here wins and a jump host
-    or a cipher of ``~/.ssh/config`` still applies.
+    ssh takes the *first* value of a key, so these win, and a jump host or a cipher of
+    ``~/.ssh/config`` still applies.
 
-    Raises ConfigError for a value that ssh would read as more than that value, whatever has
-    checked it before: a line break in an address would be a ``ProxyCommand`` of its own.
+    Raises ConfigError for a value that ssh would misread, whatever has checked it before (plan.json
+    may have been edited): a line break in an address could add a ``ProxyCommand``.
     """
     blocks = ["# Written by llmx for this run. Log in with: ssh -F THIS_FILE HOST\n"]
     for host in hosts:
         _check(host)
         lines = [f"Host {host.name}"]
-        # What the config leaves at its default is left to the user's own settings.
+        # Defaults of the config are left to the user's own settings.
         if host.address != host.name:
             lines.append(f"    HostName {host.address}")
         if host.ssh_port != 22:
@@ -57,8 +57,8 @@ def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
                 f"    ServerAliveCountMax {ALIVE_COUNT}",
                 "    StrictHostKeyChecking accept-new",
                 "    LogLevel ERROR",
-                # What people have for their terminals: a command, a forwarded port that only one
-                # ssh can have, a master that stays with our pipes open. One that is there is used.
+                # Users set these for terminals: a command, a forwarded port that only one ssh can
+                # have, a master that keeps our pipes open. A master that runs already is used.
                 "    RemoteCommand none",
                 "    RequestTTY no",
                 "    ClearAllForwardings yes",
@@ -90,7 +90,7 @@ def _check(host: HostPlan) -> None:
             host.identity_file,
             None
             if re.fullmatch(PATH, host.identity_file or "") and "${" not in str(host.identity_file)
-            else "it is not a plain path",
+            else "it must be a path without quotes and variables",
         ),
     ]
     for key, value, problem in problems:
@@ -99,6 +99,6 @@ def _check(host: HostPlan) -> None:
 
 
 def _path(path: str) -> str:
-    """As one word that ssh reads as this path: it expands ``%h`` and takes ``#`` for a comment."""
+    """As one word: ssh expands ``%h``, and ``#`` begins a comment."""
     path = path.replace("%", "%%")
     return path if re.fullmatch(r"[\w@%+=:,./~-]+", path, re.ASCII) else f'"{path}"'

@@ -1,16 +1,18 @@
-"""Without a shared file system: code, data and model to the same path on every host, and the
+"""Copies code, data and model to the same paths on hosts without a shared file system, and the
 outputs back.
 
-``python -m llmx launch.sync=rsync ...``. rsync sends only what changed and checks every file
-that it sent; afterwards a second, dry run compares again: by content up to
-``CHECKSUM_LIMIT_BYTES`` a path, by size and time above it.
+``python -m llmx launch.sync=rsync ...``. rsync sends only what changed and verifies every file that
+it sends. Afterwards a dry run compares again: by content for paths of up to
+``CHECKSUM_LIMIT_BYTES``, by size and time for larger ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
+import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from llmx.config.schema import Experiment
 from llmx.errors import LaunchError
+from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.text import plural
 
@@ -29,61 +32,59 @@ CODE_EXCLUDES = (
     ".hypothesis", "outputs", "multirun", "wandb", "node_modules", "*.egg-info", "dist", "build",
 )  # fmt: skip
 RUN_FILES = ("config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json")
-"""What ranks read of the run directory; all else is written by them, or by this process while
-files travel."""
+"""What ranks read in the run directory; all other files are written by ranks or the supervisor."""
 
 
 @dataclass(frozen=True)
-class Item:
-    """One path to bring to the other hosts."""
+class SyncPath:
+    """One path to copy to the other hosts."""
 
     path: str
     """Absolute; the same on every host."""
     excludes: tuple[str, ...] = ()
     what: str = ""
     only: tuple[str, ...] = ()
-    """Names in the directory that are brought; empty brings all."""
+    """Names in the directory that are copied; empty: all."""
 
     @property
     def is_dir(self) -> bool:
         return Path(self.path).is_dir()
 
 
-def items_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[Item]:
-    """What the ranks read, in the order it is sent. ``run_dir``: whether that is private too."""
-    exp = spec.exp
-    extra = tuple(exp.launch.sync_exclude)
-    items: list[Item] = []
+def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
+    """What the ranks read, in the order of sending. ``run_dir``: whether that is private, too."""
+    extra = tuple(spec.exp.launch.sync_exclude)
+    items: list[SyncPath] = []
     if spec.code_root is not None:
-        items.append(Item(spec.code_root, (*CODE_EXCLUDES, *extra), "code"))
+        items.append(SyncPath(spec.code_root, (*CODE_EXCLUDES, *extra), "code"))
     if run_dir:
-        items.append(Item(str(spec.run_dir.root), (), "run directory", RUN_FILES))
-    items += [Item(path, extra, what) for path, what in _named_paths(exp)]
-    seen: set[str] = set()
-    once = [item for item in items if not (item.path in seen or seen.add(item.path))]  # type: ignore[func-returns-value]
-    return [_without_runs(item, spec.run_dir.root) for item in once]
+        items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
+    items += [SyncPath(path, extra, what) for path, what in _configured_paths(spec.exp)]
+    unique: dict[str, SyncPath] = {}
+    for item in items:
+        unique.setdefault(item.path, item)
+    return [_without_runs(item, spec.run_dir.root) for item in unique.values()]
 
 
-def _without_runs(item: Item, run_dir: Path) -> Item:
-    """Without this run and those beside it, where they lie below: they are written all the time."""
+def _without_runs(item: SyncPath, run_dir: Path) -> SyncPath:
+    """Without this run and those beside it, where they are below: they change all the time."""
     runs = {run_dir, *(path.parent for path in run_dir.parent.glob("*/run.json"))}
-    below = sorted(f"/{os.path.relpath(run, item.path)}" for run in runs if _is_below(run, item))
+    below = sorted(
+        f"/{os.path.relpath(run, item.path)}" for run in runs if Path(item.path) in run.parents
+    )
     return replace(item, excludes=(*item.excludes, *below)) if below else item
 
 
-def _is_below(path: Path, item: Item) -> bool:
-    return Path(item.path) in path.parents
-
-
-def _named_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
-    """Absolute local paths of the config; a glob gives its matches."""
+def _configured_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
+    """The absolute local paths of the config, with globs expanded."""
     wanted = [
         (exp.model.path, "model"),
         (exp.model.tokenizer, "tokenizer"),
         (exp.data.path, "data"),
         (exp.data.eval_path, "evaluation data"),
         *((source.path, "data") for source in exp.data.sources),
-        (_cache_dir(exp), "prepared data"),
+        # By the rule of data.cache_dir.
+        (exp.data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx", "prepared data"),
         *((path, "launch.sync_extra") for path in exp.launch.sync_extra),
     ]
     for path, what in wanted:
@@ -99,120 +100,102 @@ def _named_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
             yield match, what
 
 
-def _cache_dir(exp: Experiment) -> str:
-    """Where prepared data lies, by the rule of ``data.cache_dir``."""
-    return exp.data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx"
-
-
 def push(
     spec: LaunchSpec,
     hosts: list[str],
     *,
     private_run_dirs: set[str],
     make_dirs: Callable[[str, list[str]], None],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> None:
-    """Bring everything to ``hosts`` (in parallel); LaunchError names host, path and rsync's word.
+    """Copy everything to ``hosts`` (in parallel); LaunchError has host, path and rsync's message.
 
     ``make_dirs(host, paths)`` creates directories there.
     """
-    transfers = Transfers(spec)
-    with ThreadPoolExecutor(max_workers=min(8, len(hosts))) as pool:
-        done = pool.map(
-            lambda host: _push_host(
-                transfers, host, run_dir=host in private_run_dirs, make_dirs=make_dirs, say=say
-            ),
-            hosts,
+    pool = RsyncPool(spec.run_dir.ssh_config)
+
+    def push_host(host: str) -> str:
+        run_dir = host in private_run_dirs
+        items = paths_to_push(spec, run_dir=run_dir)
+        parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
+        outputs = [spec.run_dir.logs, spec.run_dir.ranks] if run_dir else []
+        make_dirs(host, [*parents, *map(str, outputs)])
+        files = sent = 0
+        for item in items:
+            notify(f"sync: {host}: {item.what} {item.path}")
+            new_files, new_bytes = _send(pool, host, item)
+            _verify(pool, host, item)
+            files, sent = files + new_files, sent + new_bytes
+        return (
+            f"sync: {host}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
+            f"{plural(len(items), 'path')} verified"
         )
+
+    with ThreadPoolExecutor(max_workers=min(8, len(hosts))) as threads:
         try:
-            for line in done:
-                say(line)
-        except BaseException:  # a host failed, or the user asked for the end
-            transfers.end()
+            for line in threads.map(push_host, hosts):
+                notify(line)
+        except BaseException:  # a host failed, or the user requested the shutdown
+            pool.terminate()
             raise
 
 
-def _push_host(
-    transfers: Transfers,
-    host: str,
-    *,
-    run_dir: bool,
-    make_dirs: Callable[[str, list[str]], None],
-    say: Callable[[str], None],
-) -> str:
-    spec = transfers.spec
-    items = items_to_push(spec, run_dir=run_dir)
-    parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
-    outputs = [spec.run_dir.logs, spec.run_dir.ranks] if run_dir else []
-    make_dirs(host, [*parents, *map(str, outputs)])
-    files = sent = 0
-    for item in items:
-        say(f"sync: {host}: {item.what} {item.path}")
-        new_files, new_bytes = _send(transfers, host, item)
-        _verify(transfers, host, item)
-        files, sent = files + new_files, sent + new_bytes
-    return (
-        f"sync: {host}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
-        f"{plural(len(items), 'path')} verified"
-    )
-
-
-def _send(transfers: Transfers, host: str, item: Item) -> tuple[int, int]:
-    said = transfers.rsync(["--stats", *_from_to(host, item)], what=f"{item.path} to {host}")
+def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
+    """Returns files and bytes sent."""
+    output = pool.run(["--stats", *_from_to(host, item)], what=f"{item.path} to {host}")
     if item.what == "code":
-        # A module that was removed here must not be imported there; elsewhere in the tree
-        # the host may have files of its own.
-        package = Item(str(Path(item.path) / "llmx"), item.excludes, item.what)
-        transfers.rsync(["--delete", *_from_to(host, package)], what=f"{package.path} to {host}")
-    return _count(said, r"transferred: ([\d,]+)"), _count(said, r"transferred file size: ([\d,]+)")
+        # A module that was removed here must not be imported there. Elsewhere in the tree the host
+        # may have files of its own.
+        package = SyncPath(str(Path(item.path) / "llmx"), item.excludes, item.what)
+        pool.run(["--delete", *_from_to(host, package)], what=f"{package.path} to {host}")
+    return _number(output, r"transferred: ([\d,]+)"), _bytes_received(output)
 
 
-def _verify(transfers: Transfers, host: str, item: Item) -> None:
-    """LaunchError where the host has not the same content now."""
-    by_content = _size(item) <= CHECKSUM_LIMIT_BYTES
+def _verify(pool: RsyncPool, host: str, item: SyncPath) -> None:
+    """LaunchError where the content on the host differs."""
+    by_content = bool(item.only) or size_of(item.path) <= CHECKSUM_LIMIT_BYTES
     mode = ["--checksum"] if by_content else []
-    said = transfers.rsync(
+    output = pool.run(
         ["--dry-run", "--itemize-changes", *mode, *_from_to(host, item)], what=item.path
     )
-    wrong = differing(said, by_content=by_content)
+    wrong = differing(output, by_content=by_content)
     if wrong:
         raise LaunchError(
             f"launch.sync=rsync: {item.path} on {host} differs after the copy ({wrong[0].strip()}, "
-            f"{len(wrong)} in all); is something writing there? Leave it out with "
-            "launch.sync_exclude, or start again."
+            f"{len(wrong)} in all). If something writes there, leave it out, e.g. "
+            "launch.sync_exclude=[*.log]."
         )
 
 
-def differing(said: str, *, by_content: bool) -> list[str]:
-    """Of what ``rsync --itemize-changes`` said, the lines of content that differs: files that would
-    be sent (``<fc``, ``<f+``), directories to be made (``cd+``). Not ``by_content``, a file that
-    would be sent has another size or time (``<f.s``, ``<f..t``)."""
+def differing(output: str, *, by_content: bool) -> list[str]:
+    """The lines of ``rsync --itemize-changes`` for content that differs: files that would be sent
+    (``<fc``, ``<f+``), directories that would be made (``cd+``). Not ``by_content``, also files of
+    another size or time (``<f.s``, ``<f..t``)."""
     pattern = r"<f[c+]|cd\+" if by_content else r"<f|cd\+"
-    return [line for line in said.splitlines() if re.match(pattern, line)]
+    return [line for line in output.splitlines() if re.match(pattern, line)]
 
 
 def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
-    """Bring back what the ranks of one host wrote; returns bytes received.
+    """Copy the outputs of the ranks of one host into the run directory; returns bytes received.
 
-    Only this host's own files of ``logs`` and ``ranks``; ``model`` whole. Checkpoints have a way
-    of their own (``llmx/launch/collect.py``).
+    Of ``logs`` and ``ranks`` only the files of this host; ``model`` as a whole. For checkpoints see
+    ``llmx/launch/collect.py``.
     """
-    root, received, transfers = spec.run_dir.root, 0, Transfers(spec)
+    root, received, pool = spec.run_dir.root, 0, RsyncPool(spec.run_dir.ssh_config)
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]
     names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
         names += ["/metrics.jsonl", "/samples.json", "/inputs.json"]
-    # A log only grows: a host that lost its disk has the shorter one, which is left there. What
-    # is here may lack a part of an attempt in which the host was away: then it is sent whole.
+    # A log only grows: where a host lost its disk and has the shorter one, that is not copied. The
+    # one here may lack a part, of an attempt in which the connection was lost: then all is sent.
     for mode, wanted in (["--append-verify"], logs), ([], names):
         include = [f"--include={name}" for name in wanted]
         words = ["--stats", *mode, *include, "--exclude=*", f"{host}:{root}/", f"{root}/"]
-        said = transfers.rsync(words, what=f"{root} from {host}")
-        received += _count(said, r"transferred file size: ([\d,]+)")
+        received += _bytes_received(pool.run(words, what=f"{root} from {host}"))
     return received
 
 
-def _from_to(host: str, item: Item) -> list[str]:
+def _from_to(host: str, item: SyncPath) -> list[str]:
     excludes = [f"--exclude={name}" for name in item.excludes]
     if item.only:
         excludes = [*(f"--include=/{name}" for name in item.only), "--exclude=*"]
@@ -220,36 +203,36 @@ def _from_to(host: str, item: Item) -> list[str]:
     return [*excludes, item.path + slash, f"{host}:{item.path}{slash}"]
 
 
-class Transfers:
-    """Runs rsync, in several threads at once, until it is told to end them all."""
+class RsyncPool:
+    """Runs rsync, in several threads at once, until all are terminated."""
 
-    def __init__(self, spec: LaunchSpec) -> None:
-        self.spec = spec
+    def __init__(self, ssh_config: Path) -> None:
+        self.ssh_config = ssh_config
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
-        self._ended = False
+        self._terminated = False
 
-    def rsync(self, arguments: list[str], *, what: str) -> str:
-        """What it said; LaunchError names ``what`` where it fails."""
+    def run(self, arguments: list[str], *, what: str, stdin: str = "") -> str:
+        """The output; LaunchError says ``what`` where it fails."""
         argv = ["rsync", "-a", "--partial", "--no-owner", "--no-group", "-s"]
-        argv += ["-e", f"ssh -F {self.spec.run_dir.ssh_config}", *arguments]
+        argv += ["-e", f"ssh -F {self.ssh_config}", *arguments]
         pipe = subprocess.PIPE
         with self._lock:
-            if self._ended:
-                raise LaunchError(f"launch.sync=rsync: {what}: given up.")
+            if self._terminated:
+                raise LaunchError(f"launch.sync=rsync: {what}: cancelled.")
             process = subprocess.Popen(
                 argv,
-                stdin=subprocess.DEVNULL,
+                stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
                 text=True,
-                errors="replace",  # file names may be any bytes
-                env=plain_env(),
+                errors="replace",  # file names may have any bytes
+                env=tool_env(),
             )
             self._running.add(process)
         try:
-            said, error = process.communicate()
-        except BaseException:  # the user asked for the end
+            output, error = process.communicate(stdin)
+        except BaseException:  # the user requested the shutdown
             process.terminate()
             process.wait()
             raise
@@ -258,41 +241,37 @@ class Transfers:
                 self._running.discard(process)
         if process.returncode != 0:
             raise LaunchError(
-                f"launch.sync=rsync: {what}: rsync ended with code {process.returncode}: "
-                f"{error.strip() or 'no message'}. It is needed on both hosts "
-                "(apt-get install rsync), and the path must be writable there."
+                f"launch.sync=rsync: {what}: rsync exited with code {process.returncode}: "
+                f"{error.strip()[-500:] or 'no message'}. Both hosts need rsync (apt-get install "
+                "rsync), and the path must be writable on the other host."
             )
-        return said
+        return output
 
-    def end(self) -> None:
-        """Now, and none any more."""
+    def terminate(self) -> None:
+        """End all that run, and start none any more."""
         with self._lock:
-            self._ended = True
+            self._terminated = True
             for process in self._running:
                 process.terminate()
 
 
-def plain_env() -> dict[str, str]:
-    """For rsync and ssh: English words, and no token, since they are no processes of the run."""
-    return {**{k: v for k, v in os.environ.items() if k != "LLMX_RUN_TOKEN"}, "LC_ALL": "C"}
-
-
-def _count(text: str, pattern: str) -> int:
-    match = re.search(pattern, text)
+def _number(output: str, pattern: str) -> int:
+    match = re.search(pattern, output)
     return int(match[1].replace(",", "")) if match else 0
 
 
-def _size(item: Item) -> int:
-    if not item.is_dir:
-        return Path(item.path).stat().st_size
+def _bytes_received(output: str) -> int:
+    return _number(output, r"transferred file size: ([\d,]+)")
+
+
+def size_of(path: str | Path) -> int:
+    """Bytes of a file, or of all files below a directory; links count as nothing."""
+    if Path(path).is_file():
+        return Path(path).stat().st_size
     total = 0
-    if item.only:
-        return 0
-    for directory, _, names in os.walk(item.path):
+    for parent, _, names in os.walk(path):
         for name in names:
-            full = Path(directory) / name
-            if full.is_file() and not full.is_symlink():
-                total += full.stat().st_size
-                if total > CHECKSUM_LIMIT_BYTES:
-                    return total
+            with contextlib.suppress(OSError):  # removed meanwhile
+                status = (Path(parent) / name).lstat()
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total

@@ -156,11 +156,11 @@ def weight_hashes(run: RunDir) -> dict[int, str]:
 
 def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], composed: Any) -> int:
     """With today's code, or with that of then; returns the exit code of the run."""
-    from llmx.launch import check, prepare, supervise
+    from llmx.launch import check_launch, supervise, write_launch_files
     from llmx.launch.record import read_resume, write_resume
 
     said = [f"reproduce={run.root}", *words.overrides]
-    check(composed.experiment, composed.plan)
+    check_launch(composed.experiment, composed.plan)
     skipped = set(read_resume(run)[1])
     skipped |= {
         int(line["step"]) for line in read_metrics(run.metrics) if line.get("event") == "skipped"
@@ -179,7 +179,7 @@ def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], com
     if skipped:
         # What the run passed over when it diverged, it passes over again.
         write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
-    launch = prepare(new, plan, target)
+    launch = write_launch_files(new, plan, target)
     return supervise(new, plan, target, launch=launch).exit_code
 
 

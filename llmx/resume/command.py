@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
 
 def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
     """Check everything, say it, rewrite what changes, launch."""
-    from llmx.launch import check, prepare, supervise
+    from llmx.launch import check_launch, supervise, write_launch_files
 
     run = RunDir(words.run)
     exp = snapshot.load(run)
@@ -61,7 +61,7 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
         return 0
     origin = begin_at(run, stands, step)
     new = goes_on.composed
-    check(new.experiment, new.plan)
+    check_launch(new.experiment, new.plan)
     check_paths(new.experiment, new.plan)
     now = record(new.experiment, new.plan, list(typed))
     then = _read(run)
@@ -80,16 +80,16 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
         run, goes_on, stands, grave,
         origin=origin, step=step, then=then, now=now, typed=typed,
     )  # fmt: skip
-    launch = prepare(new.experiment, new.plan, run)
+    launch = write_launch_files(new.experiment, new.plan, run)
     return supervise(new.experiment, new.plan, run, launch=launch).exit_code
 
 
 def refuse_alive(run: RunDir) -> None:
     """LaunchError where a supervisor of this run lives."""
-    from llmx.launch.record import only_supervisor
+    from llmx.launch.record import supervisor_lock
 
     if run.supervisor_lock.exists():
-        with only_supervisor(run, snapshot.run_id(run) or "-"):
+        with supervisor_lock(run, snapshot.run_id(run) or "-"):
             pass
 
 
@@ -220,7 +220,7 @@ def _rewrite(
     typed: Sequence[str],
 ) -> None:
     """The former files into history, the new ones in their place."""
-    from llmx.launch.record import read_attempts, read_resume, read_went_back, write_resume
+    from llmx.launch.record import read_attempts, read_resume, read_rollbacks, write_resume
 
     migrated = bool(snapshot.migrations(run))
     newer = [known for known in stands.checkpoints if step is not None and known > step]
@@ -244,8 +244,8 @@ def _rewrite(
     snapshot.write_identity(run)
     _, skipped = read_resume(run)
     number = len(read_attempts(run)) + 1
-    back = None if step is None else sent_back(run, read_went_back(run), step)
-    write_resume(run, step=step, skip_steps=skipped, attempt=number, went_back=back)
+    back = None if step is None else sent_back(run, read_rollbacks(run), step)
+    write_resume(run, step=step, skip_steps=skipped, attempt=number, rollbacks=back)
     sys.stdout.flush()
 
 

@@ -73,7 +73,7 @@ def test_a_taken_port(cluster: Cluster, tmp_path: Path, need: Need) -> None:
     overrides = ["launch.transport=pdsh", f"launch.master_port={host.ssh_port}"]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     assert run.wait(timeout_s=60) == 4, run.output()
-    assert f"launch.master_port={host.ssh_port}: taken on node-a" in run.out.read_text()
+    assert f"launch.master_port={host.ssh_port}: is in use on node-a" in run.out.read_text()
     nothing_left(cluster, timeout_s=5)
 
 
@@ -100,5 +100,5 @@ def test_sigterm_from_outside(cluster: Cluster, tmp_path: Path, need: Need) -> N
     assert run.wait(timeout_s=60) != 0, run.output()
     result = run.result()
     assert result["outcome"] == "interrupted", run.output()
-    assert "was asked to end (SIGTERM or SIGUSR1) by somebody else" in result["cause"]
+    assert "received SIGTERM or SIGUSR1 from outside" in result["cause"]
     nothing_left(cluster, timeout_s=5)

@@ -20,7 +20,7 @@ import pytest
 from llmx import snapshot
 from llmx.errors import LaunchError
 from llmx.launch import supervise
-from llmx.launch.record import only_supervisor, read_attempts, run_id
+from llmx.launch.record import read_attempts, run_id, supervisor_lock
 from llmx.launch.spec import make_spec
 from llmx.plan.types import Plan
 from llmx.rundir import read_json
@@ -75,7 +75,7 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     until_committed(run, 2 * EVERY)
     token, port = run.token(), run.environment()["MASTER_PORT"]
     with pytest.raises(LaunchError, match=f"supervised by process {run.process.pid} on "):
-        only_supervisor(run.dir, token).__enter__()
+        supervisor_lock(run.dir, token).__enter__()
     assert read_json(run.dir.supervisor)["state"] == "running"
     os.kill(run.pid_of_rank(1), signal.SIGKILL)
     assert run.wait(timeout_s=300) == 0, run.out.read_text()

@@ -144,7 +144,7 @@ def test_unequal_slots_are_refused_for_slurm(tmp_path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("a slots=2\nb slots=1\n")
     hardware = ["hardware=hostfile", f"hardware.path={hostfile}", "hardware.device=cpu"]
-    with pytest.raises(ConfigError, match="needs the same slots on every host"):
+    with pytest.raises(ConfigError, match="needs the same number of slots on every host"):
         composed([*hardware, "launch=slurm"])
     micro = ["batch.global_batch=null", "batch.micro_batch=2"]
     plan = composed([*hardware, "launch=openmpi", *micro]).plan

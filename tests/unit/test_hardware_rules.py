@@ -194,8 +194,8 @@ def test_ipv6_in_a_hostfile(tmp_path) -> None:
         (b"[fd00::1] slots=2\nfd00:0::1 slots=2", "is already in line 1"),
         (b"fe80::1%eth0 slots=2", "a zone"),
         (b"u@h\x07 slots=1", r"write \"h.x07\" and"),
-        (b"? slots=2\n" * 5000, "and 4980 more lines that are no host"),
-        (b"", "no host in it"),
+        (b"? slots=2\n" * 5000, "and 4980 more invalid lines"),
+        (b"", "has no hosts"),
     ],
 )  # fmt: skip
 def test_a_hostfile_that_is_none(content: bytes, message: str, tmp_path) -> None:

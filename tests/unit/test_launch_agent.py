@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.fleet import AGENT, AgentError, Channel, local_channel
+from llmx.launch.fleet import AGENT, AgentError, Connection, local_connection
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = (
@@ -46,15 +46,15 @@ class Rig:
     def __init__(self, directory: Path) -> None:
         self.token = secrets.token_hex(8)
         self.directory = directory
-        self.inbox: queue.Queue[tuple[Channel, dict[str, Any]]] = queue.Queue()
-        self.channel = local_channel("here", (0,), directory / "agent.log", self.inbox)
-        self.channel.start(dict(os.environ))
-        self.hello: dict[str, Any] = {}
+        self.inbox: queue.Queue[tuple[Connection, dict[str, Any]]] = queue.Queue()
+        self.connection = local_connection("here", (0,), directory / "agent.log", self.inbox)
+        self.connection.start(dict(os.environ))
+        self.host_info: dict[str, Any] = {}
         self.started: list[subprocess.Popen[Any]] = []
 
-    def greet(self, **values: Any) -> dict[str, Any]:
+    def handshake(self, **values: Any) -> dict[str, Any]:
         message = {"token": self.token, "run_dir": str(self.directory), "grace_s": 2.0, **values}
-        return self.channel.ask("hello", timeout_s=10, **message)
+        return self.connection.request("handshake", timeout_s=10, **message)
 
     def process(
         self, code: str = PAUSE, *words: str, env: dict[str, str] | None = None, own: bool = True
@@ -71,7 +71,7 @@ class Rig:
         return process
 
     def stop(self, grace_s: float = 2.0) -> dict[str, Any]:
-        return self.channel.ask("stop", grace_s=grace_s, timeout_s=30)
+        return self.connection.request("stop", grace_s=grace_s, timeout_s=30)
 
     def event(self, name: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The next event of that name; others are dropped."""
@@ -86,7 +86,7 @@ class Rig:
 def rig(tmp_path: Path) -> Iterator[Rig]:
     made = Rig(tmp_path)
     yield made
-    made.channel.close(timeout_s=20)
+    made.connection.close(timeout_s=20)
     for process in made.started:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -94,7 +94,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_stop_ends_this_run_only(rig: Rig) -> None:
-    rig.greet()
+    rig.handshake()
     ready = f"print(1, flush=True); {PAUSE}"
     mine = [rig.process(ready), rig.process(ready, env={"RANK": "0"})]
     for process in mine:
@@ -109,7 +109,7 @@ def test_stop_ends_this_run_only(rig: Rig) -> None:
 
 def test_ranks_may_save_before_they_leave(rig: Rig) -> None:
     """They get SIGUSR1, and their children, which inherit the rank's number, get nothing."""
-    rig.greet()
+    rig.handshake()
     child = (
         "import os, signal, subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-c', {PAUSE!r}])\n"
@@ -121,31 +121,31 @@ def test_ranks_may_save_before_they_leave(rig: Rig) -> None:
     rank = rig.process(child, env={"RANK": "0"})
     assert rank.stdout is not None
     assert rank.stdout.readline()
-    assert rig.channel.ask("stop", grace_s=10, save=True, timeout_s=30)["left"] == 0
+    assert rig.connection.request("stop", grace_s=10, save=True, timeout_s=30)["left"] == 0
     assert rank.stdout.read() == b"child None\n"
     assert rank.wait(timeout=5) == 0
 
 
 def test_a_signal_goes_to_ranks_alone(rig: Rig) -> None:
-    rig.greet()
+    rig.handshake()
     rank, launcher = rig.process(env={"RANK": "3"}), rig.process()
-    assert rig.channel.ask("signal", name="USR2", timeout_s=10)["ranks"] == [3]
+    assert rig.connection.request("signal", name="USR2", timeout_s=10)["ranks"] == [3]
     assert rank.wait(timeout=5) == -signal.SIGUSR2
     assert launcher.poll() is None
 
 
 def test_leftovers_of_an_earlier_attempt_are_cleared(rig: Rig) -> None:
-    rig.greet()
+    rig.handshake()
     left = [rig.process(), rig.process(STUBBORN, env={"RANK": "0"})]
     other = rig.process(own=False)
     assert left[1].stdout is not None
     assert left[1].stdout.readline()
-    counts = rig.channel.ask("clear", grace_s=0.5, timeout_s=20)
+    counts = rig.connection.request("kill_leftovers", grace_s=0.5, timeout_s=20)
     assert (counts["ended"], counts["left"]) == (2, 0)
     assert [process.wait(timeout=5) for process in left] == [-signal.SIGTERM, -signal.SIGKILL]
     assert other.poll() is None
     assert (
-        rig.channel.ask("clear", grace_s=5, timeout_s=20)["ended"] == 0
+        rig.connection.request("kill_leftovers", grace_s=5, timeout_s=20)["ended"] == 0
     )  # and it goes on after that
 
 
@@ -153,8 +153,8 @@ def test_a_rewritten_file_is_sent_whole(rig: Rig) -> None:
     """Rank 0 cuts its metrics back where a run goes on from a checkpoint."""
     metrics = rig.directory / "metrics.jsonl"
     metrics.write_text("of an earlier attempt\n")
-    rig.greet()
-    rig.channel.ask("watch", stream=True, timeout_s=10)
+    rig.handshake()
+    rig.connection.request("watch", stream=True, timeout_s=10)
     with metrics.open("a") as stream:
         stream.write("one\n")
     assert base64.b64decode(rig.event("append")["data"]) == b"one\n"
@@ -169,7 +169,7 @@ def test_a_rewritten_file_is_sent_whole(rig: Rig) -> None:
 
 
 def test_what_ignores_sigterm_is_killed(rig: Rig) -> None:
-    rig.greet()
+    rig.handshake()
     stubborn = rig.process(STUBBORN, env={"RANK": "0"})
     assert stubborn.stdout is not None
     assert stubborn.stdout.readline()
@@ -179,21 +179,21 @@ def test_what_ignores_sigterm_is_killed(rig: Rig) -> None:
 
 
 def test_a_second_word_cuts_the_grace_short(rig: Rig) -> None:
-    rig.greet()
+    rig.handshake()
     stubborn = rig.process(STUBBORN, env={"RANK": "0"})
     assert stubborn.stdout is not None
     assert stubborn.stdout.readline()
     began = time.monotonic()
-    first = rig.channel.post("stop", grace_s=60)
-    rig.channel.post("stop", grace_s=0)
-    assert rig.channel.wait(first, timeout_s=20)["left"] == 0
+    first = rig.connection.send("stop", grace_s=60)
+    rig.connection.send("stop", grace_s=0)
+    assert rig.connection.wait_for(first, timeout_s=20)["left"] == 0
     assert time.monotonic() - began < 15
     assert stubborn.wait(timeout=5) == -signal.SIGKILL
 
 
 def test_ranks_are_asked_before_their_launcher(rig: Rig) -> None:
     """A launcher that is ended first would kill its ranks before they have saved anything."""
-    rig.greet()
+    rig.handshake()
     note = rig.directory / "note"
     code = (
         "import signal, sys, time\n"
@@ -213,7 +213,7 @@ def test_ranks_are_asked_before_their_launcher(rig: Rig) -> None:
 
 def test_the_runner_of_deepspeed_is_never_asked(rig: Rig) -> None:
     """Its handler of SIGTERM would run `pkill -f` on everybody's launches."""
-    rig.greet()
+    rig.handshake()
     runner = rig.process(PAUSE, "deepspeed.launcher.runner")
     assert rig.stop(grace_s=2)["left"] == 0
     assert runner.wait(timeout=5) == -signal.SIGKILL
@@ -223,7 +223,7 @@ def test_the_runner_of_deepspeed_is_never_asked(rig: Rig) -> None:
 def test_a_dead_supervisor_ends_the_run(end: str, tmp_path: Path) -> None:
     """Here the supervisor is a process of its own, killed outright."""
     token = secrets.token_hex(8)
-    hello = json.dumps({"cmd": "hello", "id": 1, "token": token, "grace_s": 1})
+    hello = json.dumps({"cmd": "handshake", "id": 1, "token": token, "grace_s": 1})
     supervisor_code = (
         "import subprocess, sys, signal\n"
         f"argv = [sys.executable, '-I', '-S', {str(AGENT)!r}]\n"
@@ -264,15 +264,15 @@ def _running(pid: int) -> bool:
 
 
 def test_silence_ends_the_run(rig: Rig) -> None:
-    rig.greet(silence_s=1.0)
+    rig.handshake(silence_s=1.0)
     rank = rig.process(env={"RANK": "0"})
     assert rank.wait(timeout=20) == -signal.SIGUSR1
-    wait_until(lambda: rig.channel.lost_at)
+    wait_until(lambda: rig.connection.lost_at)
 
 
 def test_what_a_run_leaves_in_dev_shm(rig: Rig) -> None:
-    rig.greet()
-    port = rig.channel.ask("port", want=0, timeout_s=10)["port"]
+    rig.handshake()
+    port = rig.connection.request("reserve_port", want=0, timeout_s=10)["port"]
     base = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1"
     mine, other = Path(f"{base}_{port}_0"), Path(f"{base}_{port + 1}_llmx-test")
     mine.touch()
@@ -287,25 +287,25 @@ def test_what_a_run_leaves_in_dev_shm(rig: Rig) -> None:
 
 
 def test_ports_are_free_and_reserved(rig: Rig, tmp_path: Path) -> None:
-    rig.greet()
+    rig.handshake()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         taken = listener.getsockname()[1]
-        assert rig.channel.ask("port", want=taken, timeout_s=10)["port"] == 0
-    port = rig.channel.ask("port", want=0, timeout_s=10)["port"]
+        assert rig.connection.request("reserve_port", want=taken, timeout_s=10)["port"] == 0
+    port = rig.connection.request("reserve_port", want=0, timeout_s=10)["port"]
     assert 20000 <= port < 32768
     second = Rig(tmp_path / "second")
     try:
-        second.greet()
-        assert second.channel.ask("port", want=port, timeout_s=10)["port"] == 0
+        second.handshake()
+        assert second.connection.request("reserve_port", want=port, timeout_s=10)["port"] == 0
     finally:
-        second.channel.close(timeout_s=10)
+        second.connection.close(timeout_s=10)
 
 
 def test_ranks_are_reported(rig: Rig) -> None:
-    rig.greet()
-    rig.channel.ask("watch", stream=False, timeout_s=10)
+    rig.handshake()
+    rig.connection.request("watch", stream=False, timeout_s=10)
     code = (
         "import subprocess, sys, signal\n"
         "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
@@ -331,8 +331,8 @@ def test_files_of_a_private_disk_are_streamed(rig: Rig) -> None:
     log, status = rig.directory / "logs/rank-001.log", rig.directory / "ranks/rank-001.json"
     log.write_text("of an earlier attempt\n")
     status.write_text("{}")
-    rig.greet()
-    rig.channel.ask("watch", stream=True, timeout_s=10)
+    rig.handshake()
+    rig.connection.request("watch", stream=True, timeout_s=10)
     assert not status.exists()
     big = "x" * 200_000
     with log.open("a") as stream:
@@ -348,56 +348,58 @@ def test_files_of_a_private_disk_are_streamed(rig: Rig) -> None:
     assert json.loads(base64.b64decode(message["data"])) == {"state": "training"}
     with log.open("a") as stream:
         stream.write("last words\n")
-    rig.channel.ask("flush", timeout_s=10)
+    rig.connection.request("flush", timeout_s=10)
     assert base64.b64decode(rig.event("append")["data"]) == b"last words\n"
 
 
 def test_hello_looks_around(rig: Rig) -> None:
     (rig.directory / ".nonce").touch()
-    answer = rig.greet(
+    answer = rig.handshake(
         nonce=".nonce", code="/nonexistent.py", python=sys.executable, modules=["json", "no_such"]
     )
     assert answer["sees_run_dir"] is True
     assert answer["sees_code"] is False
     assert answer["python"]["missing"] == ["no_such"]
     assert answer["host"] == socket.gethostname()
-    missing = rig.greet(python="/nonexistent/python")
+    missing = rig.handshake(python="/nonexistent/python")
     assert "error" in missing["python"]
     assert missing["sees_run_dir"] is False
 
 
 def test_errors_come_back(rig: Rig) -> None:
-    rig.greet()
+    rig.handshake()
     with pytest.raises(AgentError, match="NotADirectoryError|FileExistsError"):
-        rig.channel.ask("mkdir", paths=["/dev/null/x"], timeout_s=10)
+        rig.connection.request("mkdir", paths=["/dev/null/x"], timeout_s=10)
 
 
 def test_an_agent_that_died_is_noticed(rig: Rig) -> None:
-    rig.greet()
-    pid = rig.channel.ask("hello", token=rig.token, timeout_s=10)["pid"]
+    rig.handshake()
+    pid = rig.connection.request("handshake", token=rig.token, timeout_s=10)["pid"]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(AgentError):
-        rig.channel.ask("flush", timeout_s=10)
+        rig.connection.request("flush", timeout_s=10)
 
 
 def test_an_agent_of_an_earlier_attempt_does_not_end_the_next(rig: Rig) -> None:
     """It may notice only now that its supervisor is gone, when the next attempt runs already."""
-    old_pid = rig.greet(session="one")["pid"]
+    old_pid = rig.handshake(session="one")["pid"]
     later, sibling = (
-        local_channel(name, (0,), rig.directory / f"{name}.log", queue.Queue())
+        local_connection(name, (0,), rig.directory / f"{name}.log", queue.Queue())
         for name in ("later", "sibling")
     )
     try:
-        for channel in (later, sibling):
-            channel.start(dict(os.environ))
-            channel.ask("hello", timeout_s=10, token=rig.token, session="two")
-        assert later.ask("clear", grace_s=1, timeout_s=10)["left"] == 0
+        for connection in (later, sibling):
+            connection.start(dict(os.environ))
+            connection.request("handshake", timeout_s=10, token=rig.token, session="two")
+        assert later.request("kill_leftovers", grace_s=1, timeout_s=10)["left"] == 0
         wait_until(lambda: not _running(old_pid))
         rank = rig.process()
-        rig.channel.close(timeout_s=5)
-        assert sibling.ask("list", patterns=[], timeout_s=10)["files"] == {}, "of this attempt"
+        rig.connection.close(timeout_s=5)
+        assert sibling.request("list_files", patterns=[], timeout_s=10)["files"] == {}, (
+            "of this attempt"
+        )
         assert rank.poll() is None
-        assert later.ask("stop", grace_s=1, timeout_s=20)["ended"] == 1
+        assert later.request("stop", grace_s=1, timeout_s=20)["ended"] == 1
         assert rank.wait(timeout=10) != 0
     finally:
         later.close(timeout_s=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ from typing import Any
 
 from llmx.checkpoint.choose import list_steps
 from llmx.checkpoint.manifest import digest_bytes, make_manifest
-from llmx.launch.collect import Collector
+from llmx.launch.collect import CheckpointSync
+from llmx.launch.console import Console
+from llmx.launch.log import RunLog
 from llmx.launch.record import write_resume
 from llmx.rundir import RunDir
 
@@ -34,25 +37,32 @@ class Host:
         manifest = make_manifest(step, files, hosts={}, run_id="r", course=course)
         (directory / "manifest.json").write_text(manifest.to_text())
 
-    def ask(self, what: str, **words: Any) -> dict[str, Any]:
-        found = self.checkpoints.glob("step-*/manifest.json") if what == "list" else ()
+    def request(self, what: str, **words: Any) -> dict[str, Any]:
+        found = self.checkpoints.glob("step-*/manifest.json") if what == "list_files" else ()
         return {"files": {f"checkpoints/{p.parent.name}/{p.name}": 1 for p in found}}
 
 
-class Local(Collector):
+class LocalRsync:
     """Reads the host's directory where the real one goes over ssh."""
 
-    def _run(self, words: list[str], *, stdin: str = "") -> None:
-        here = [word.replace("node-b:", str(self.private[0].disk)) for word in words]  # type: ignore[attr-defined]
-        subprocess.run(["rsync", "-a", *here], input=stdin, text=True, check=True)
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def run(self, arguments: list[str], *, what: str, stdin: str = "") -> str:
+        here = [word.replace("node-b:", str(self.disk)) for word in arguments]
+        argv = ["rsync", "-a", *here]
+        done = subprocess.run(argv, input=stdin, text=True, check=True, capture_output=True)
+        return done.stdout
 
 
-def collector(run: RunDir, host: Host) -> Collector:
+def collector(run: RunDir, host: Host) -> CheckpointSync:
     launch = SimpleNamespace(sync="rsync")
     plan = SimpleNamespace(hosts=[SimpleNamespace(is_local=False)], ranks=[])
     spec: Any = SimpleNamespace(run_dir=run, exp=SimpleNamespace(launch=launch), plan=plan)
-    channels: Any = [host]
-    return Local(spec, channels, print)
+    connections: Any = [host]
+    made = CheckpointSync(spec, connections, RunLog(run.root / "log", Console(io.StringIO())))
+    made._pool = LocalRsync(host.disk)  # type: ignore[assignment]
+    return made
 
 
 def test_what_was_given_up_is_not_collected_before_it_is_removed(tmp_path: Path) -> None:
@@ -65,7 +75,7 @@ def test_what_was_given_up_is_not_collected_before_it_is_removed(tmp_path: Path)
     assert list_steps(run.checkpoints) == [50]
     # Sent back to 40; the host keeps 50 until it saves again, and saves 45 and 50 then.
     run.checkpoint(50).rename(tmp_path / "aside")
-    write_resume(run, step=40, skip_steps=[], attempt=2, went_back=[40])
+    write_resume(run, step=40, skip_steps=[], attempt=2, rollbacks=[40])
     at_work = collector(run, host)
     at_work._pull_all(limit=False)
     assert list_steps(run.checkpoints) == [40]

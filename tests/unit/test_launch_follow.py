@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.aftermath import is_ours, restarts_line, shortened
+from llmx.launch.aftermath import is_llmx_error, restarts_line, shorten_traceback
 from llmx.launch.agent import REPLACED, STREAMED
 from llmx.launch.console import Console, duration, train_line
 from llmx.launch.follow import LineReader, MetricsReader, StatusReader, apply_update, tail_text
@@ -40,7 +40,7 @@ def test_only_whole_lines(tmp_path: Path) -> None:
 def test_a_flood_of_words(tmp_path: Path) -> None:
     """Neither more than can be shown, nor a line that never ends, fills the memory."""
     path = tmp_path / "log"
-    reader = LineReader(path, most_bytes=20)
+    reader = LineReader(path, max_bytes=20)
     path.write_bytes(b"first\n" + b"x" * 1000 + b"\nlast but one\nlast\n")
     assert reader.read()[-2:] == ["last but one", "last"]
     assert reader.read(final=True) == []
@@ -251,7 +251,7 @@ def test_a_long_traceback_keeps_its_root() -> None:
     frames = "".join(f"  File {i}\n    call()\n" for i in range(40))
     head = "Traceback (most recent call last):\n"
     link = "\n\nThe above exception was the direct cause of the following exception:\n\n"
-    lines = shortened(
+    lines = shorten_traceback(
         f"{head}{frames}ValueError: the root{link}{head}{frames}ImportError: the end\n"
     )
     assert "ValueError: the root" in lines
@@ -262,17 +262,17 @@ def test_a_long_traceback_keeps_its_root() -> None:
 
 def test_a_short_traceback_is_whole() -> None:
     text = "Traceback (most recent call last):\n  File 1\nValueError: x"
-    assert shortened(text) == text.splitlines()
+    assert shorten_traceback(text) == text.splitlines()
 
 
 def test_an_error_written_for_the_user_needs_no_traceback() -> None:
     head = 'Traceback (most recent call last):\n  File "a.py", line 1, in x\n'
     cause = f"{head}json.decoder.JSONDecodeError: no\n"
     chained = f"{cause}\nDuring handling of the above exception, another exception occurred:\n\n"
-    assert is_ours(f"{head}llmx.errors.ConfigError: seq_len=1\nmore lines")
-    assert is_ours(f"{chained}{head}llmx.data.rows.RowError: rows.jsonl, line 2")
-    assert not is_ours(f"{head}ValueError: llmx.errors.ConfigError: quoted")
-    assert not is_ours(
+    assert is_llmx_error(f"{head}llmx.errors.ConfigError: seq_len=1\nmore lines")
+    assert is_llmx_error(f"{chained}{head}llmx.data.rows.RowError: rows.jsonl, line 2")
+    assert not is_llmx_error(f"{head}ValueError: llmx.errors.ConfigError: quoted")
+    assert not is_llmx_error(
         f"{head}llmx.errors.DataError: x\n\nDuring handling of the above exception, "
         f"another exception occurred:\n\n{head}KeyError: 3"
     )

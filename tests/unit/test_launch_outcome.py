@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.attempt import not_started
-from llmx.launch.outcome import Evidence, RankExit, all_finished, judge
+from llmx.launch.attempt import launch_failure
+from llmx.launch.outcome import Evidence, RankExit, all_finished, classify
 from llmx.launch.result import exit_code_of
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
@@ -42,18 +42,18 @@ FINISHED = {0: state("finished"), 1: state("finished"), 2: state("finished")}
 
 
 def test_success_needs_every_rank(plan: Plan) -> None:
-    assert judge(Evidence(statuses=dict(FINISHED)), plan).outcome == "ok"
+    assert classify(Evidence(statuses=dict(FINISHED)), plan).kind == "ok"
     partial = {0: state("finished"), 1: state("finished")}
     assert not all_finished(Evidence(statuses=partial), plan)
-    assert judge(Evidence(statuses=partial, runner_code=0), plan).outcome == "crash"
+    assert classify(Evidence(statuses=partial, runner_code=0), plan).kind == "crash"
 
 
 def test_exit_code_0_is_no_success(plan: Plan) -> None:
     """DeepSpeed's runner ends with 0 although a rank died of a signal."""
     log = "[ERROR] ['python'] exits with return code = -11"
-    verdict = judge(Evidence(runner_code=0, launcher_log=log), plan)
-    assert verdict.outcome == "crash"
-    assert "SIGSEGV" in verdict.cause
+    outcome = classify(Evidence(runner_code=0, launcher_log=log), plan)
+    assert outcome.kind == "crash"
+    assert "SIGSEGV" in outcome.cause
 
 
 def test_the_earliest_failure_is_shown(plan: Plan) -> None:
@@ -62,28 +62,28 @@ def test_the_earliest_failure_is_shown(plan: Plan) -> None:
         1: state("interrupted"),
         2: failed(100.0, "first", kind="ValueError"),
     }
-    verdict = judge(Evidence(statuses=statuses), plan)
-    assert (verdict.rank, verdict.host) == (2, "node-b")
-    assert "first" in verdict.traceback
+    outcome = classify(Evidence(statuses=statuses), plan)
+    assert (outcome.rank, outcome.host) == (2, "node-b")
+    assert "first" in outcome.traceback
 
 
 def test_clocks_are_corrected(plan: Plan) -> None:
     """node-b's clock is a minute ahead, so its 150 was our 90."""
     statuses = {0: failed(100.0, "here"), 2: failed(150.0, "there")}
     evidence = Evidence(statuses=statuses, offsets_s={0: 0.0, 2: 60.0})
-    assert judge(evidence, plan).rank == 2
+    assert classify(evidence, plan).rank == 2
 
 
 def test_a_broken_connection_is_not_the_cause(plan: Plan) -> None:
     statuses = {0: failed(100.0, RESET, category="comm"), 1: failed(101.0, "boom")}
-    verdict = judge(Evidence(statuses=statuses), plan)
-    assert (verdict.rank, verdict.outcome) == (1, "crash")
+    outcome = classify(Evidence(statuses=statuses), plan)
+    assert (outcome.rank, outcome.kind) == (1, "crash")
 
 
 def test_a_broken_connection_alone_is_reported(plan: Plan) -> None:
     statuses = {0: failed(100.0, RESET, category="comm"), 1: state("interrupted")}
-    verdict = judge(Evidence(statuses=statuses), plan)
-    assert (verdict.rank, verdict.outcome) == (0, "comm")
+    outcome = classify(Evidence(statuses=statuses), plan)
+    assert (outcome.rank, outcome.kind) == (0, "comm")
 
 
 def test_a_silent_death_is_the_cause_of_broken_connections(plan: Plan) -> None:
@@ -92,8 +92,8 @@ def test_a_silent_death_is_the_cause_of_broken_connections(plan: Plan) -> None:
     evidence = Evidence(
         statuses=statuses, exits={2: RankExit(100.4, oom_kills=1)}, launcher_log=log
     )
-    verdict = judge(evidence, plan)
-    assert (verdict.rank, verdict.host, verdict.outcome) == (2, "node-b", "oom")
+    outcome = classify(evidence, plan)
+    assert (outcome.rank, outcome.host, outcome.kind) == (2, "node-b", "oom")
 
 
 def test_a_rank_that_died_of_a_fault_says_where(plan: Plan) -> None:
@@ -101,57 +101,57 @@ def test_a_rank_that_died_of_a_fault_says_where(plan: Plan) -> None:
         'step 10\nFatal Python error: Segmentation fault\n\nThread 0x1:\n  File "x.py", line 3 in f'
     )
     evidence = Evidence(exits={1: RankExit(100.0)}, rank_logs={1: log})
-    verdict = judge(evidence, plan)
-    assert "SIGSEGV" in verdict.cause
-    assert verdict.traceback.startswith("Fatal Python error")
+    outcome = classify(evidence, plan)
+    assert "SIGSEGV" in outcome.cause
+    assert outcome.traceback.startswith("Fatal Python error")
 
 
 def test_a_rank_that_a_full_disk_struck_dumb(plan: Plan) -> None:
     """It could write neither status nor log; what others saw of it, and earlier, is no cause."""
     exits = {0: RankExit(100.0, disk_free=0), 2: RankExit(99.5, disk_free=10**9)}
-    verdict = judge(Evidence(exits=exits, rank_logs={2: "Traceback\n  return func(*ar"}), plan)
-    assert (verdict.outcome, verdict.rank, verdict.host) == ("disk_full", 0, "node-a")
-    assert "node-a is full" in verdict.cause
+    outcome = classify(Evidence(exits=exits, rank_logs={2: "Traceback\n  return func(*ar"}), plan)
+    assert (outcome.kind, outcome.rank, outcome.host) == ("disk_full", 0, "node-a")
+    assert "node-a is full" in outcome.cause
 
 
 def test_a_rank_that_never_came_to_its_status(plan: Plan) -> None:
     log = (
         "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
     )
-    verdict = judge(Evidence(exits={1: RankExit(100.0)}, rank_logs={1: log}), plan)
-    assert (verdict.outcome, verdict.rank) == ("config", 1)
+    outcome = classify(Evidence(exits={1: RankExit(100.0)}, rank_logs={1: log}), plan)
+    assert (outcome.kind, outcome.rank) == ("config", 1)
 
 
 def test_an_exit_after_a_final_word_is_no_death(plan: Plan) -> None:
     statuses = {0: failed(100.0, "boom"), 1: state("interrupted"), 2: state("finished")}
     exits = {rank: RankExit(99.0) for rank in range(3)}
-    assert judge(Evidence(statuses=statuses, exits=exits), plan).rank == 0
+    assert classify(Evidence(statuses=statuses, exits=exits), plan).rank == 0
 
 
 def test_a_lost_host_explains_broken_connections(plan: Plan) -> None:
     statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
-    verdict = judge(Evidence(statuses=statuses, lost_hosts={"node-b": 99.0}), plan)
-    assert (verdict.outcome, verdict.host, verdict.rank) == ("host_lost", "node-b", None)
+    outcome = classify(Evidence(statuses=statuses, lost_hosts={"node-b": 99.0}), plan)
+    assert (outcome.kind, outcome.host, outcome.rank) == ("host_lost", "node-b", None)
 
 
 def test_interrupted_by_the_user(plan: Plan) -> None:
     statuses = {0: state("interrupted"), 1: failed(101.0, RESET, category="comm")}
     evidence = Evidence(statuses=statuses, interrupted_at=100.0, interrupted_by="Ctrl-C")
-    verdict = judge(evidence, plan)
-    assert verdict.outcome == "interrupted"
-    assert "Ctrl-C" in verdict.cause
+    outcome = classify(evidence, plan)
+    assert outcome.kind == "interrupted"
+    assert "Ctrl-C" in outcome.cause
 
 
 def test_a_failure_before_the_interrupt_stays_one(plan: Plan) -> None:
     statuses = {0: failed(99.0, "boom"), 1: state("interrupted")}
     evidence = Evidence(statuses=statuses, interrupted_at=100.0)
-    assert judge(evidence, plan).outcome == "crash"
+    assert classify(evidence, plan).kind == "crash"
 
 
 def test_ended_by_somebody_else(plan: Plan) -> None:
-    verdict = judge(Evidence(statuses={2: state("interrupted")}, runner_code=1), plan)
-    assert (verdict.outcome, verdict.rank) == ("interrupted", 2)
-    assert "SIGTERM" in verdict.cause
+    outcome = classify(Evidence(statuses={2: state("interrupted")}, runner_code=1), plan)
+    assert (outcome.kind, outcome.rank) == ("interrupted", 2)
+    assert "SIGTERM" in outcome.cause
 
 
 def test_ended_by_somebody_else_and_what_followed(plan: Plan) -> None:
@@ -159,7 +159,7 @@ def test_ended_by_somebody_else_and_what_followed(plan: Plan) -> None:
         0: failed(100.5, RESET, category="comm"),
         2: state("interrupted", 100.0),
     }
-    assert judge(Evidence(statuses=statuses), plan).outcome == "interrupted"
+    assert classify(Evidence(statuses=statuses), plan).kind == "interrupted"
 
 
 def test_the_launcher_ends_the_neighbours_of_a_failed_rank(plan: Plan) -> None:
@@ -167,24 +167,24 @@ def test_the_launcher_ends_the_neighbours_of_a_failed_rank(plan: Plan) -> None:
         0: failed(100.0, RESET, category="comm"),
         1: state("interrupted", 101.0),
     }
-    assert judge(Evidence(statuses=statuses), plan).rank == 0
+    assert classify(Evidence(statuses=statuses), plan).rank == 0
 
 
 def test_slurm_knows_who_was_killed(plan: Plan) -> None:
     """No agent sees the far host; the near ranks only lose their connections."""
     statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
     log = "srun: error: node-b: task 2: Killed"
-    verdict = judge(Evidence(statuses=statuses, launcher_log=log), plan)
-    assert (verdict.rank, verdict.host, verdict.outcome) == (2, "node-b", "crash")
+    outcome = classify(Evidence(statuses=statuses, launcher_log=log), plan)
+    assert (outcome.rank, outcome.host, outcome.kind) == (2, "node-b", "crash")
 
 
 def test_start_timeout_names_ranks_and_hosts(plan: Plan) -> None:
     evidence = Evidence(statuses={0: state("starting")}, start_timeout_s=5.0)
-    verdict = judge(evidence, plan)
-    assert "rank 1, 2 on node-a, node-b" in verdict.cause
+    outcome = classify(evidence, plan)
+    assert "rank 1, 2 on node-a, node-b" in outcome.cause
     log = "ssh: connect to host 10.0.0.2 port 22: Connection refused"
     evidence.launcher_log = log
-    assert "ssh" in judge(evidence, plan).cause
+    assert "ssh" in classify(evidence, plan).cause
 
 
 @pytest.mark.parametrize(
@@ -197,17 +197,17 @@ def test_start_timeout_names_ranks_and_hosts(plan: Plan) -> None:
     ],
 )
 def test_the_launchers_word_names_the_rank(log: str, rank: int, plan: Plan) -> None:
-    verdict = judge(Evidence(launcher_log=log, runner_code=137), plan)
-    assert (verdict.rank, verdict.outcome) == (rank, "crash")
+    outcome = classify(Evidence(launcher_log=log, runner_code=137), plan)
+    assert (outcome.rank, outcome.kind) == (rank, "crash")
 
 
 def test_a_worker_that_cannot_be_imported(plan: Plan) -> None:
     log = (
         "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
     )
-    verdict = judge(Evidence(launcher_log=log, runner_code=1), plan)
-    assert verdict.outcome == "config"
-    assert verdict.traceback.startswith("Traceback")
+    outcome = classify(Evidence(launcher_log=log, runner_code=1), plan)
+    assert outcome.kind == "config"
+    assert outcome.traceback.startswith("Traceback")
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_exit_codes(outcome: str, launched: bool, code: int) -> None:
 
 
 def test_what_never_started() -> None:
-    assert not_started(ConfigError("x")).outcome == "config"
-    assert not_started(LaunchError("x")).outcome == "comm"
+    assert launch_failure(ConfigError("x")).kind == "config"
+    assert launch_failure(LaunchError("x")).kind == "comm"
 
 
 def test_launchers_that_die_while_their_ranks_train_on(plan: Plan) -> None:
@@ -229,8 +229,8 @@ def test_launchers_that_die_while_their_ranks_train_on(plan: Plan) -> None:
     statuses = {rank: state("interrupted", 206.0) for rank in range(3)}
     log = "pdsh@node-a: node-b: ssh exited with exit code 255"
     evidence = Evidence(statuses=statuses, runner_code=255, launcher_log=log, ended_at=203.0)
-    verdict = judge(evidence, plan)
-    assert verdict.outcome in ("crash", "comm")
-    assert "asked to end" not in verdict.cause
+    outcome = classify(evidence, plan)
+    assert outcome.kind in ("crash", "comm")
+    assert "asked to end" not in outcome.cause
     statuses[1] = state("interrupted", 201.0)
-    assert judge(evidence, plan).outcome == "interrupted", "by somebody else, before"
+    assert classify(evidence, plan).kind == "interrupted", "by somebody else, before"

@@ -15,16 +15,17 @@ from typing import Any, ClassVar
 import pytest
 
 from llmx.launch import supervisor as module
-from llmx.launch.attempt import of_the_disk
-from llmx.launch.outcome import Verdict
+from llmx.launch.attempt import local_disk_failure
+from llmx.launch.outcome import AttemptRecord, Outcome
 from llmx.launch.record import read_attempts, write_resume
-from llmx.launch.restart import Ended
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervisor import Supervisor
 from llmx.rundir import RunDir, read_json
 from tests.unit.test_launch_render import experiment, spec_of
 
-KILLED = Ended("crash", "SIGKILL", name="killed", first_step=120, last_step=125, saved_step=120)
+KILLED = AttemptRecord(
+    Outcome("crash", "SIGKILL", name="killed"), first_step=120, last_step=125, saved_step=120
+)
 SAVED = dataclasses.replace(KILLED, last_step=135, saved_step=130, new_checkpoint=True)
 
 
@@ -35,26 +36,21 @@ def spec_in(directory: Path) -> LaunchSpec:
 
 
 class Scripted:
-    """An attempt that ends as it is told to, and notes where it was to begin."""
+    """An attempt that ends as scripted, and records the step that it was to begin at."""
 
-    script: ClassVar[list[Ended | OSError]] = []
+    script: ClassVar[list[AttemptRecord | OSError]] = []
     began: ClassVar[list[int | None]] = []
-    watch = None
+    monitor = None
 
-    def __init__(self, spec: LaunchSpec, *_: Any, before: Any, **__: Any) -> None:
-        self.run_dir, self.before = spec.run_dir, before
+    def __init__(self, *_: Any, step: int | None, **__: Any) -> None:
+        self.step = step
 
-    def run(self) -> Verdict:
-        self.before()
-        self.began.append(read_json(self.run_dir.resume)["step"])
-        self.end = self.script.pop(0)
-        if isinstance(self.end, OSError):
-            raise self.end
-        return Verdict(self.end.outcome, self.end.cause, name=self.end.name)
-
-    def ended(self, verdict: Verdict) -> Ended:
-        assert isinstance(self.end, Ended)
-        return self.end
+    def run(self) -> AttemptRecord:
+        self.began.append(self.step)
+        end = self.script.pop(0)
+        if isinstance(end, OSError):
+            raise end
+        return end
 
 
 @pytest.fixture
@@ -67,9 +63,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
 def test_where_it_was_told_to_begin_until_a_checkpoint_comes_after(
     tmp_path: Path, scripted: type[Scripted]
 ) -> None:
-    """Hosts with disks of their own still have the later ones, which the user went back from."""
+    """Hosts with private disks still have the later ones, which the user went back from."""
     write_resume(RunDir(tmp_path), step=120, skip_steps=[], attempt=1)
-    scripted.script = [KILLED, KILLED, SAVED, Ended("ok")]
+    scripted.script = [KILLED, KILLED, SAVED, AttemptRecord(Outcome("ok"))]
     result = Supervisor(spec_in(tmp_path), stream=io.StringIO()).run()
     assert (result.outcome, result.restarts) == ("ok", 3)
     assert scripted.began == [120, 120, 120, None]
@@ -89,5 +85,7 @@ def test_a_disk_that_fails_between_two_attempts(tmp_path: Path, scripted: type[S
 
 
 def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
-    full = of_the_disk(OSError(errno.EDQUOT, "Disk quota exceeded", "/x/y"), RunDir(tmp_path))
-    assert (full.outcome, full.cause) == ("disk_full", "/x/y: no space left on the disk")
+    full = local_disk_failure(
+        OSError(errno.EDQUOT, "Disk quota exceeded", "/x/y"), RunDir(tmp_path)
+    )
+    assert (full.kind, full.cause) == ("disk_full", "/x/y: no space left on the disk")

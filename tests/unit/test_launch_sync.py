@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.render import check
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync import differing, items_to_push, push
-from llmx.plan import make_plan
+from llmx.launch.sync import differing, paths_to_push, push
 from llmx.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 
@@ -42,7 +41,7 @@ def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
         data__path=str(tmp_path / "*.jsonl"),
         launch__sync_extra=[str(tmp_path / "c.txt")],
     )
-    items = {item.path: item.what for item in items_to_push(made, run_dir=True)}
+    items = {item.path: item.what for item in paths_to_push(made, run_dir=True)}
     assert items == {
         "/home/ada/llmx": "code",
         "/runs/demo": "run directory",
@@ -57,7 +56,7 @@ def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
 def test_only_what_ranks_read_of_the_run_directory(tmp_path: Path) -> None:
     """All else is written by them, or while files travel (metrics, trackers, the supervisor)."""
     made = spec(tmp_path)
-    (item,) = (i for i in items_to_push(made, run_dir=True) if i.what == "run directory")
+    (item,) = (i for i in paths_to_push(made, run_dir=True) if i.what == "run directory")
     assert set(item.only) == {
         "config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json",
     }  # fmt: skip
@@ -65,30 +64,32 @@ def test_only_what_ranks_read_of_the_run_directory(tmp_path: Path) -> None:
 
 def test_hub_ids_and_bundled_data_stay(tmp_path: Path) -> None:
     made = spec(tmp_path, model__path="meta-llama/Llama-2-7b-hf", data__path="demo")
-    assert [item.what for item in items_to_push(made, run_dir=False)] == ["code"]
+    assert [item.what for item in paths_to_push(made, run_dir=False)] == ["code"]
 
 
 def test_installed_code_stays(tmp_path: Path) -> None:
     made = dataclasses.replace(spec(tmp_path), code_root=None)
-    assert items_to_push(made, run_dir=False) == []
+    assert paths_to_push(made, run_dir=False) == []
 
 
 def test_excludes_of_the_user(tmp_path: Path) -> None:
     made = spec(tmp_path, launch__sync_exclude=["*.mp4"])
-    (code,) = items_to_push(made, run_dir=False)
+    (code,) = paths_to_push(made, run_dir=False)
     assert {"*.mp4", ".git", ".venv", "outputs"} <= set(code.excludes)
 
 
 def test_sync_extra_must_exist(tmp_path: Path) -> None:
     made = spec(tmp_path, launch__sync_extra=[str(tmp_path / "nothing")])
     with pytest.raises(LaunchError, match="nothing does not exist"):
-        items_to_push(made, run_dir=False)
+        paths_to_push(made, run_dir=False)
 
 
 def test_sync_extra_must_be_absolute() -> None:
     exp = experiment("pdsh", (1, 1), sync_extra=["data/x"])
-    with pytest.raises(ConfigError, match="'data/x' is not an absolute path"):
-        check(exp, make_plan(exp))
+    with pytest.raises(
+        ConfigError, match=r"launch.sync_extra\[0\]=data/x: must be an absolute path"
+    ):
+        validate(exp)
 
 
 def test_runs_below_the_code_stay(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_runs_below_the_code_stay(tmp_path: Path) -> None:
     (tmp_path / "runs/sweep cell/run.json").touch()
     run_dir = RunDir(tmp_path / "runs/this")
     made = dataclasses.replace(spec(tmp_path), code_root=str(tmp_path), run_dir=run_dir)
-    code, _ = items_to_push(made, run_dir=True)
+    code, _ = paths_to_push(made, run_dir=True)
     argv = ["rsync", "-a", "--dry-run", "--out-format=%n"]
     argv += [f"--exclude={name}" for name in code.excludes]
     said = subprocess.run(
@@ -153,6 +154,6 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
             ["node-a", "node-b"],
             private_run_dirs=set(),
             make_dirs=make_dirs,
-            say=lambda text: None,
+            notify=lambda text: None,
         )
     assert time.monotonic() - began < 20

@@ -19,18 +19,20 @@ import pytest
 
 from llmx.launch import attempt as attempt_module
 from llmx.launch import watch as watch_module
-from llmx.launch.attempt import Attempt, Voice
+from llmx.launch.attempt import Attempt
 from llmx.launch.console import Console
-from llmx.launch.fleet import Channel, Message
-from llmx.launch.signals import Asked
-from llmx.launch.watch import AWAY_S, Watch
+from llmx.launch.fleet import Connection, Message
+from llmx.launch.log import RunLog
+from llmx.launch.record import Journal
+from llmx.launch.signals import ShutdownRequest
+from llmx.launch.watch import SUSPENDED_S, RankMonitor
 from llmx.rundir import RunDir
 from tests.unit.test_launch_agent import wait_until
 from tests.unit.test_launch_render import experiment, spec_of
 
 
 class Rig:
-    """A watch over a run of two hosts, whose agents say what the test makes them say."""
+    """The monitor of a run of two hosts, whose agents say what the test makes them say."""
 
     def __init__(self, directory: Path, **launch: object) -> None:
         self.run_dir, self.said = RunDir(directory), io.StringIO()
@@ -38,24 +40,28 @@ class Rig:
         exp = experiment("pdsh", (1, 1), "cpu", **launch)
         exp.run_dir = str(directory)
         self.spec = dataclasses.replace(spec_of(exp), run_dir=self.run_dir)
-        self.inbox: queue.Queue[tuple[Channel, Message]] = queue.Queue()
-        self.log: list[str] = []
-        self.channels = [
-            Channel(name, (index,), ["cat"], b"", directory / "log", self.inbox, is_remote=True)
+        self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
+        self.connections = [
+            Connection(name, (index,), ["cat"], directory / "log", self.inbox, is_remote=True)
             for index, name in enumerate(("node-a", "node-b"))
         ]
-        for channel in self.channels:
-            channel.start({"PATH": "/usr/bin:/bin"})
-        self.console = Console(self.said)
-        self.watch = Watch(self.spec, self.channels, self.inbox, self.console, self.log.append)
+        for connection in self.connections:
+            connection.start({"PATH": "/usr/bin:/bin"})
+        self.log = RunLog(self.run_dir.supervisor_log, Console(self.said))
+        self.monitor = RankMonitor(self.spec, self.connections, self.inbox, self.log)
 
     def over(self) -> bool:
-        self.watch.tick()
-        return self.watch.is_over(None)
+        self.monitor.poll()
+        return self.monitor.is_over(None)
+
+    def logged(self) -> list[str]:
+        """The lines of the log, without their times."""
+        text = self.run_dir.supervisor_log.read_text()
+        return [line.split(" ", 1)[1] for line in text.splitlines()]
 
     def close(self) -> None:
-        for channel in self.channels:
-            channel.close(timeout_s=2)
+        for connection in self.connections:
+            connection.close(timeout_s=2)
 
 
 @pytest.fixture
@@ -79,44 +85,44 @@ def test_the_queue_of_slurm_is_no_failure_to_start(rig: Rig) -> None:
         "srun: job 7 has been allocated resources",
     ]
     wait_until(rig.over, timeout_s=10)
-    assert rig.watch.evidence.start_timeout_s == 0.05
+    assert rig.monitor.evidence.start_timeout_s == 0.05
 
 
 @pytest.mark.parametrize("rig", [{"heartbeat_timeout_s": 60.0}], indirect=True)
 def test_a_supervisor_that_stood_still_has_lost_nobody(rig: Rig) -> None:
     """Stopped and continued, it finds old words only, and hears the new ones a moment later."""
-    for channel in rig.channels:
-        channel.last_heard -= 100
-    rig.watch._looked -= 2 * AWAY_S
+    for connection in rig.connections:
+        connection.last_message_at -= 100
+    rig.monitor._polled_at -= 2 * SUSPENDED_S
     assert not rig.over()
-    assert rig.watch.failed_at is None
-    rig.watch._awake -= 100
+    assert rig.monitor.failed_at is None
+    rig.monitor._resumed_at -= 100
     assert not rig.over()
-    assert rig.watch.failed_at is not None
-    assert rig.log[0] == "node-a is lost"
+    assert rig.monitor.failed_at is not None
+    assert rig.logged()[0] == "node-a is lost"
 
 
 def test_a_death_is_seen_whatever_the_clock_there_says(rig: Rig) -> None:
     """The clock of the host was set an hour ahead while the run went on."""
     gone = {"event": "rank_exit", "rank": 1, "pid": 7, "time": time.time() + 3600}
-    rig.inbox.put((rig.channels[1], gone))
+    rig.inbox.put((rig.connections[1], gone))
     rig.over()
-    rig.watch._gone_at[1] -= 5
+    rig.monitor._exit_reported_at[1] -= 5
     rig.over()
-    assert "rank 1 exited without an error message" in rig.log
+    assert "rank 1 exited without an error message" in rig.logged()
 
 
 def test_a_flood_of_messages_leaves_time_for_the_rest(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_module, "TAKE_S", 0.0)
+    monkeypatch.setattr(watch_module, "MESSAGES_S", 0.0)
     data = base64.b64encode(b"line\n").decode()
     message = {"event": "append", "path": "logs/rank-001.log", "offset": 0, "data": data}
     for _ in range(100):
-        rig.inbox.put((rig.channels[1], message))
-    rig.watch.tick()
+        rig.inbox.put((rig.connections[1], message))
+    rig.monitor.poll()
     assert rig.inbox.qsize() >= 99
-    rig.watch.tick(final=True)
+    rig.monitor.poll(final=True)
     assert rig.run_dir.rank_log(1).read_text() == 100 * "line\n"
 
 
@@ -128,23 +134,26 @@ def test_what_agents_sent_last_comes_before_whole_copies(
     message = {"event": "append", "path": "metrics.jsonl", "offset": 0, "data": data}
     copied: list[str] = []
 
-    class Ending:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
+    def shut_down(_: Any, connections: list[Connection], *__: Any, **___: Any) -> list[Connection]:
+        rig.inbox.put((connections[0], message))
+        return connections
 
-        def end(self, channels: list[Channel], **_: Any) -> list[Channel]:
-            rig.inbox.put((channels[0], message))
-            return channels
+    def pull_outputs(*_: Any) -> None:
+        copied.append(rig.run_dir.metrics.read_text())
 
-        def bring_back(self, channels: list[Channel]) -> None:
-            copied.append(rig.run_dir.metrics.read_text())
-
-    monkeypatch.setattr(attempt_module, "Ending", Ending)
-    nothing = lambda *_: None  # noqa: E731
-    voice = Voice(rig.console, nothing, nothing, nothing, nothing)
-    attempt = Attempt(rig.spec, voice, Asked(), again=False, before=nothing, on_start=nothing)
-    attempt.watch, attempt.channels = rig.watch, rig.channels
+    monkeypatch.setattr(attempt_module, "shut_down", shut_down)
+    monkeypatch.setattr(attempt_module, "pull_outputs", pull_outputs)
+    attempt = Attempt(
+        rig.spec,
+        rig.log,
+        Journal(rig.run_dir),
+        ShutdownRequest(),
+        number=1,
+        is_restart=False,
+        on_start=lambda: None,
+    )
+    attempt.monitor, attempt.connections = rig.monitor, rig.connections
     attempt.runner = subprocess.Popen(["true"])
-    attempt._end_processes(0)
-    rig.watch.tick(final=True)
+    attempt._shut_down(0)
+    rig.monitor.poll(final=True)
     assert copied == ['{"kind": "end"}\n'] == [rig.run_dir.metrics.read_text()]

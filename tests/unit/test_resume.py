@@ -20,7 +20,7 @@ from llmx.checkpoint.manifest import (
 from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
-from llmx.launch.record import only_supervisor, read_went_back, write_resume
+from llmx.launch.record import read_rollbacks, supervisor_lock, write_resume
 from llmx.provenance.differences import BREAKS, MAY, Difference
 from llmx.recompose import apply, read_words
 from llmx.reproduce.before import all_differences
@@ -262,9 +262,9 @@ def test_going_back_is_noted_for_good_and_may_be_taken_back(run) -> None:
         checkpoint(run, step)
     back = sent_back(run, [], 20)
     assert (back, sent_back(run, back, 0)) == ([20], [20, 0])
-    write_resume(run, step=20, skip_steps=[], attempt=2, went_back=back)
+    write_resume(run, step=20, skip_steps=[], attempt=2, rollbacks=back)
     write_resume(run, step=None, skip_steps=[25], attempt=3)  # the supervisor, later on
-    assert read_went_back(run) == [20]
+    assert read_rollbacks(run) == [20]
     assert read_json(run.resume)["step"] is None
     # 30 was set aside and is asked for again, by name.
     again = sent_back(run, back, 30)
@@ -309,7 +309,7 @@ def test_files_of_other_hosts_need_not_be_here(run) -> None:
 
 def test_a_run_that_is_alive_is_refused(run) -> None:
     with (
-        only_supervisor(run, "0123456789abcdef"),
+        supervisor_lock(run, "0123456789abcdef"),
         pytest.raises(LlmxError, match="already running, supervised by process"),
     ):
         main([str(run.root), "dry_run=true"])

@@ -1,8 +1,8 @@
-"""How ranks get onto hosts: one small class a transport, behind one protocol.
+"""How ranks are started on hosts: one small class for each transport, behind one interface.
 
-``local`` this machine; ``pdsh`` ssh to every host in parallel; ``openmpi`` through
-``mpirun``; ``slurm`` through ``srun``. Each renders the argv of ``deepspeed`` and the
-environment it is started in, from a ``LaunchSpec`` alone.
+``local``: this machine; ``pdsh``: ssh to every host in parallel; ``openmpi``: ``mpirun``;
+``slurm``: ``srun``. Each renders the argv and the environment of ``deepspeed`` from a
+``LaunchSpec`` alone.
 
 ``python -m llmx launch.transport=openmpi hardware=a100x2_v100x2 dry_run=true`` shows it.
 """

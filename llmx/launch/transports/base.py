@@ -1,49 +1,61 @@
-"""What every transport can say, and what they share."""
+"""The interface of a transport, and what all transports share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
-from llmx.config.schema import Experiment
+from llmx.launch.environment import render_ds_env
+from llmx.launch.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
-from llmx.plan.types import HostPlan, Plan
 
 
-class Transport(Protocol):
+class Transport:
     """One way of starting ranks on hosts. Stateless: everything comes from the arguments."""
 
     name: str
-    programs: tuple[tuple[str, str], ...]
-    """What must be on PATH here: (program, Debian package)."""
-    has_agents: bool
-    """Whether the supervisor reaches the other hosts by ssh, to watch and to clean up."""
-
-    def problems(self, exp: Experiment, plan: Plan) -> list[str]:
-        """Why this plan cannot be started this way; value, rule and fix. Pure."""
+    programs: tuple[tuple[str, str], ...] = ()
+    """What must be on PATH of this machine: (program, Debian package)."""
+    has_agents = True
+    """Whether the supervisor starts an agent on every other host over ssh."""
+    ds_env_for_shell = True
+    """Whether a shell on the other host reads the values of ``ds_env``."""
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         """The exact ``deepspeed`` command."""
+        raise NotImplementedError
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:
-        """What this transport adds to the environment of ``deepspeed``."""
+        """What the transport adds to the environment of ``deepspeed``."""
+        return {"DS_ENV_FILE": str(spec.run_dir.ds_env)}
 
-    def ds_env(self, spec: LaunchSpec, env: dict[str, str]) -> str:
+    def ds_env(self, env: Mapping[str, str]) -> str:
         """The text of ``RUN_DIR/ds_env`` for the environment of a rank."""
+        return render_ds_env(env, shell=self.ds_env_for_shell)
+
+    def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
+        """The lines of ``RUN_DIR/hostfile``."""
+        return [HostSlots(host.name, host.slots) for host in spec.plan.hosts]
+
+    def further_files(self, spec: LaunchSpec) -> dict[str, str]:
+        """Files of the run directory that only this transport needs: name -> text."""
+        return {}
 
     def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
-        """Commands that end the run besides ending its processes, for this machine: asking the
-        ranks, or (``force``) killing what did not end."""
+        """Commands for this machine that end ranks which no agent reaches: with SIGTERM, or
+        (``force``) with SIGKILL."""
+        return []
 
     def signal(self, spec: LaunchSpec, name: str) -> list[list[str]]:
-        """Commands that send ``SIG<name>`` to ranks that no agent reaches, for this machine."""
+        """Commands for this machine that send ``SIG<name>`` to ranks which no agent reaches."""
+        return []
 
 
 def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:
-    """``deepspeed`` with everything that must never be guessed by it.
+    """``deepspeed`` with every value explicit that it would guess otherwise.
 
-    A hostfile makes DeepSpeed ssh to its first host with the user's own settings to check
-    it, unless told not to; the address and the port are ours, never ``hostname -I`` and 29500.
+    Given a hostfile, DeepSpeed checks its first host over ssh with the user's own settings, unless
+    told not to; the address and the port would be ``hostname -I`` and 29500.
     """
     script = Path(spec.python).parent / "deepspeed"
     program = (
@@ -60,10 +72,5 @@ def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:
 
 
 def module_argv(spec: LaunchSpec) -> list[str]:
-    """The rank's program as a module, with one path and no ``--local_rank``."""
+    """The program of a rank as a module, with one argument and no ``--local_rank``."""
     return ["--module", "--no_local_rank", spec.worker, str(spec.run_dir.root)]
-
-
-def remote_hosts(plan: Plan) -> list[HostPlan]:
-    """The hosts that are not this machine."""
-    return [host for host in plan.hosts if not host.is_local]

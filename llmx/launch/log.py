@@ -1,0 +1,32 @@
+"""The messages of a supervisor: on the console and in ``logs/supervisor.log``."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from llmx.launch.console import Console, clock
+
+
+class RunLog:
+    """Three levels, as in ``logging``: ``debug`` goes to the file alone, ``info`` also to the
+    console, and ``warning`` also into ``result.json``."""
+
+    def __init__(self, path: Path, console: Console, warnings: list[str] | None = None) -> None:
+        self.path, self.console = path, console
+        self.warnings = [] if warnings is None else warnings
+
+    def debug(self, text: str) -> None:
+        with (
+            contextlib.suppress(OSError),  # a full disk
+            self.path.open("a", encoding="utf-8") as stream,
+        ):
+            stream.write(f"{clock()} {text}\n")
+
+    def info(self, text: str) -> None:
+        self.console.say(text)
+        self.debug(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+        self.info(f"warning: {text}")
