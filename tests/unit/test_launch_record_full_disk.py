@@ -42,7 +42,7 @@ def test_a_full_disk_hides_neither_the_state_nor_an_attempt(tmp_path: Path) -> N
         fill(disk)
         with pytest.raises(OSError, match="No space left"):
             (disk / "one-more").write_text("text")
-        journal.ended({"attempt": 1, "outcome": "disk_full"})
+        journal.add_attempt({"attempt": 1, "outcome": "disk_full"})
         journal.state("waiting", attempt=1, why="a disk was full, ünd more words than before")
         state = read_json(run_dir.supervisor)
         assert (state["state"], state["why"][-6:]) == ("waiting", "before")
@@ -53,7 +53,7 @@ def test_a_full_disk_hides_neither_the_state_nor_an_attempt(tmp_path: Path) -> N
         assert len(journal.attempts) == 1
         (disk / "filler").unlink()
         journal.state("preparing", attempt=2)
-        journal.ended({"attempt": 2, "outcome": "ok"})
+        journal.add_attempt({"attempt": 2, "outcome": "ok"})
         assert [line["attempt"] for line in read_attempts(run_dir)] == [1, 2]
         assert read_json(run_dir.supervisor)["state"] == "preparing"
 
