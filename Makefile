@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: help demo test fast test-oldest check fuzz chaos docs golden bench gpu clean venv system
+.PHONY: help demo test fast test-oldest check fuzz chaos docs golden behaviour behaviour-record bench gpu clean venv system
 
 
 help: ## this list
@@ -62,6 +62,13 @@ docs: venv ## write docs/config.md anew from the schema
 golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit
 	git --no-pager diff --stat -- tests/golden
+
+# Four to six minutes on two quiet cores. ONLY="sft data/labelled": the cases with such a name.
+behaviour: venv ## run small trainings and preparations; compare their results with the recorded ones, bit for bit
+	$(BIN)/python -m tests.behaviour compare $(if $(ONLY),--only $(ONLY))
+
+behaviour-record: venv ## record these results anew, on purpose (before a redesign: on the commit before it)
+	$(BIN)/python -m tests.behaviour record $(if $(ONLY),--only $(ONLY))
 
 bench: venv ## start-up, throughput, tokenizing and checkpoints against what others use
 	$(BIN)/python benchmarks/startup.py
