@@ -15,7 +15,7 @@ import numpy as np
 
 from llmx import snapshot
 from llmx.config import Experiment
-from llmx.data import has_eval, held_out_questions, load_tokenizer, prepare, samples_of_step
+from llmx.data import has_eval, held_out_prompts, load_tokenizer, prepare, samples_of_step
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.train.schedule import run_length
@@ -97,5 +97,5 @@ def _of_store(store: Any) -> dict[str, Any]:
 
 
 def _prompts(exp: Experiment, tokenizer: Any) -> list[str]:
-    prompts = held_out_questions(exp, tokenizer, limit=exp.task.eval_generate)
-    return [digest([(each.prompt, np.zeros(len(each.prompt)))], digits=8) for each in prompts]
+    prompts = held_out_prompts(exp, tokenizer, limit=exp.task.eval_generate)
+    return [digest([(each.tokens, np.zeros(len(each.tokens)))], digits=8) for each in prompts]
