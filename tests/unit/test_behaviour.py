@@ -115,7 +115,8 @@ def test_a_wrong_call_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no case has this in its name" in capsys.readouterr().err
     assert main(["compare", "--file", str(tmp_path / "none.json")]) == 2
     assert "make behaviour-record" in capsys.readouterr().err
-    assert main(["record", "--only", "data/pairs", "--keep", str(tmp_path)]) == 2
+    file = str(tmp_path / "none.json")
+    assert main(["record", "--file", file, "--keep", str(tmp_path)]) == 2
     assert "Name a new directory" in capsys.readouterr().err
 
 
