@@ -55,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | None = None) -> int:
     """Print everything, write the picture, say where."""
+    if out is not None and out.is_dir():
+        raise ConfigError(
+            f"--out {out}: is a directory. Name a file, e.g. --out {out}/compare.png."
+        )
     a, b = load_run(run_a), load_run(run_b)
     if a.run.root.resolve() == b.run.root.resolve():
         raise ConfigError(f"{a.run.root} is compared with itself. Give two run directories.")

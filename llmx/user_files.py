@@ -6,6 +6,7 @@ twice, another encoding, a key or an option that does not exist.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from llmx.errors import ConfigError
 
 _ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")
 _MAX_FILES = 1000
+_MAX_VALUES = 100_000
 
 
 def check_user_files(choices: Sequence[tuple[str, str]], directories: Sequence[Path]) -> None:
@@ -53,7 +55,7 @@ def read_yaml(path: Path) -> yaml.Node | None:
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML. Is it nested too deeply?") from error
     if node is not None:
-        _refuse_twice(path, node)
+        _refuse_twice(path, node, itertools.count())
     return node
 
 
@@ -102,9 +104,11 @@ def _yaml_problem(path: Path, error: yaml.MarkedYAMLError, text: str) -> str:
     )
 
 
-def _refuse_twice(path: Path, node: yaml.Node, depth: int = 0) -> None:
+def _refuse_twice(path: Path, node: yaml.Node, seen: Iterator[int], depth: int = 0) -> None:
     if depth > 100:
         raise ConfigError(f"{path}: is nested more than 100 levels deep.")
+    if next(seen) >= _MAX_VALUES:  # aliases of aliases: few lines, and no end
+        raise ConfigError(f"{path}: has more than {_MAX_VALUES} values. Use fewer aliases (*).")
     if isinstance(node, yaml.MappingNode):
         first: dict[str, int] = {}
         for key, value in node.value:
@@ -117,10 +121,10 @@ def _refuse_twice(path: Path, node: yaml.Node, depth: int = 0) -> None:
                     f"{first[key.value]}). Leave one."
                 )
             first[key.value] = line
-            _refuse_twice(path, value, depth + 1)
+            _refuse_twice(path, value, seen, depth + 1)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_twice(path, item, depth + 1)
+            _refuse_twice(path, item, seen, depth + 1)
 
 
 def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[str, str]]:

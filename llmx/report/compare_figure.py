@@ -48,8 +48,11 @@ def draw_both(a: RunData, b: RunData, names: tuple[str, str], path: Path) -> boo
             text.set_parse_math(False)
         # Written beside and renamed: a reader never sees half a picture.
         temporary = path.with_name(f".{path.name}.tmp")
-        figure.savefig(temporary, format="png")
-        temporary.replace(path)
+        try:
+            figure.savefig(temporary, format="png")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     finally:
         pyplot.close(figure)
     return True

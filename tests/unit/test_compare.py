@@ -79,6 +79,24 @@ def test_identical_curves_are_said_so(runs, tmp_path, capsys) -> None:
     assert (tmp_path / "x.png").is_file()
 
 
+def test_a_picture_that_cannot_be_written_is_one_line(runs, tmp_path, capsys) -> None:
+    a, b = runs
+    log(a, [3.0, 2.0]), log(b, [3.0, 2.0])
+    for out, reason in (
+        ("/dev/null/x.png", "the picture cannot be written (Not a directory)"),
+        (str(tmp_path / "none" / "x.png"), "the picture cannot be written (No such file"),
+        (str(tmp_path), "is a directory. Name a file"),
+        ("", "is a directory. Name a file"),
+        (str(tmp_path / ("x" * 300)), "the name is too long"),
+    ):
+        assert main([str(a.root), str(b.root), "--out", out]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("llmx: ")
+        assert said.count("\n") == 1
+        assert reason in said
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 def test_a_run_of_an_older_version_is_compared_by_what_it_means(runs, tmp_path, capsys) -> None:
     old = tmp_path / "old"
     old.mkdir()

@@ -201,6 +201,15 @@ def test_a_file_of_ones_own_is_named_with_its_line(llmx, content, line, message)
     assert said.startswith(f"{path}, line {line}: {message}")
 
 
+def test_aliases_of_aliases_do_not_hang(llmx) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 9):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]")
+    path = write("optim/mine.yaml", "\n".join(lines))
+    said = refused(llmx, "plan", "--config-dir", "own", "optim=mine")
+    assert said == f"{path}: has more than 100000 values. Use fewer aliases (*)."
+
+
 def test_files_that_a_file_chooses_are_checked(llmx) -> None:
     write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /optim: mine\n")
     path = write("optim/mine.yaml", OPTIM + "lr: 1\n")
