@@ -60,7 +60,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the reader is said to have: data, a cluster, a run."""
     place = tmp_path_factory.mktemp("reader")
     (place / "chats.jsonl").write_text(CHATS)
-    for name in ("a.jsonl", "b.parquet", "corpus.txt", "PATH"):
+    (place / "PATH").mkdir()
+    for name in ("a.jsonl", "b.parquet", "corpus.txt", "PATH/rows.jsonl"):
         (place / name).write_text(CHATS)
     (place / "corpus").mkdir()
     (place / "corpus" / "one.txt").write_text("Some text.\n")
