@@ -117,7 +117,7 @@ def test_options_and_overrides_in_any_order(typed: str, line: Line) -> None:
         ("--config-dir", "--config-dir: needs a directory"),
         ("--multi", '--multi: no such option. Did you mean "--multirun"?'),
         ("--multirun=yes", "--multirun takes no value"),
-        ("a=1 --version", "it stands alone"),
+        ("a=1 --version", "give it alone"),
     ],
 )
 def test_options_that_make_no_sense(typed: str, message: str) -> None:
