@@ -59,8 +59,8 @@ ENVIRONMENT = {
         "/data/tokenizer-64k. model.tokenizer wins.",
         "LLMX_CORPUS": "The data of experiment=llama_1_7b_pretrain; default: /data/corpus. "
         "data.path wins.",
-        "LLMX_SFT_DATA": "The data of experiment=opt_1_3b_sft; default: /data/alpaca.json. "
-        "data.path wins.",
+        "LLMX_SFT_DATA": "The data of experiment=opt_1_3b_sft; default: Dahoas/rm-static "
+        "on the Hub. data.sources wins.",
         "LLMX_FINCORPUS": "The data of experiment=llama2_7b_fincorpus; default: "
         "/data/FinCorpus. data.path wins.",
     },

@@ -173,9 +173,18 @@ class DataConfig:
     """A micro batch is as long as its longest line, rounded up to a multiple of this, and at most
     ``seq_len``. Null: 128 on CUDA, where few shapes are faster, 8 on a CPU."""
     template: str = choice(
-        "auto", "chatml", "llama2", "llama3", "qwen", "alpaca", "vicuna", "human_assistant"
+        "auto",
+        "chatml",
+        "llama2",
+        "llama3",
+        "qwen",
+        "alpaca",
+        "vicuna",
+        "human_assistant",
+        "plain",
     )
-    """``auto`` is the tokenizer's own chat template, else chatml."""
+    """``auto`` is the tokenizer's own chat template, else chatml. ``plain`` writes nothing around the
+    turns but the EOS token after an answer: for prompts that are written out already."""
     system: str | None = text(None, Text(10**6, multiline=True), example="You are terse.")
     """A system message for rows that have none."""
     loss_on: str = choice("assistant", "all", "last")

@@ -72,6 +72,12 @@ TEMPLATES: dict[str, tuple[str, str]] = {
         + "{{ ' ' + m['content'] + END + '\\n\\n' }}{% else %}"
         "{{ 'Human: ' + m['content'] + '\\n\\nAssistant:' }}{% endif %}{% endfor %}",
     ),
+    # Contents as they are: of rows whose prompts are written out already.
+    "plain": (
+        "",
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{{ m['content'] + END }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+    ),
 }  # fmt: skip
 
 

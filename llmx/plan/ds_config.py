@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmx.config.schema import Experiment
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import ConfigError
 from llmx.plan import ds_keys
 from llmx.plan.geometry import model_geometry
 from llmx.plan.types import Plan
@@ -122,35 +122,11 @@ def _offload(exp: Experiment, device: str) -> dict[str, Any]:
 
 
 def merge_extra(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Deep-merge ``zero.extra``; every key must be one that DeepSpeed reads (ConfigError)."""
+    """``zero.extra`` merged in; raises ConfigError with every key that llmx does not take."""
+    if found := list(ds_keys.problems(extra, config)):
+        raise ConfigError("\n".join(found))
     merged = dict(config)
     for key, value in extra.items():
-        where = f"zero.extra.{key}"
-        if key in ds_keys.RETIRED:
-            raise ConfigError(f"{where}: {ds_keys.RETIRED[key]}")
-        if key in ds_keys.OWNED:
-            raise ConfigError(f"{where}: llmx computes this; set {ds_keys.OWNED[key]} instead.")
-        if key not in ds_keys.TOP_LEVEL:
-            raise ConfigError(
-                f"{where}: DeepSpeed knows no such key and would ignore it."
-                f"{did_you_mean(key, ds_keys.TOP_LEVEL)}"
-            )
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            _check_section(key, value, where)
-            merged[key] = merged[key] | value
-        else:
-            merged[key] = value
+        section = merged.get(key)
+        merged[key] = section | value if isinstance(section, dict) else value
     return merged
-
-
-def _check_section(section: str, values: dict[str, Any], where: str) -> None:
-    known = ds_keys.SECTIONS.get(section)
-    for key in values:
-        if section == "zero_optimization" and key in ds_keys.OWNED_ZERO:
-            raise ConfigError(f"{where}.{key}: set {ds_keys.OWNED_ZERO[key]} instead.")
-        if key in ds_keys.RETIRED_ZERO:
-            raise ConfigError(f"{where}.{key}: {ds_keys.RETIRED_ZERO[key]}")
-        if known is not None and key not in known:
-            raise ConfigError(
-                f"{where}.{key}: DeepSpeed knows no such key.{did_you_mean(key, known)}"
-            )

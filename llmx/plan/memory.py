@@ -91,6 +91,9 @@ def predict_memory(
     buffers: float = width * buckets["reduce"] * (2 if buckets["overlap"] else 1)
     buffers += width * buckets["allgather" if zero.stage < 3 else "prefetch"]
     buffers += step.buffers
+    if width < 4 and zero.extra.get("communication_data_type") == "fp32":
+        # Each bucket is copied to fp32 on its way.
+        buffers += 4 * (min(n, ALLREDUCE_BUCKET_ELEMENTS) if step.buffers else buckets["reduce"])
     if world_size == 1:
         buffers = 0.0
     activations = _activation_bytes(exp, geometry, tokens, width, device.accelerator)
@@ -278,6 +281,9 @@ def cheapest_fit(exp: Experiment) -> str:
         return "zero=stage2_offload"
     if zero.stage < 3:
         return "zero=stage3"
+    if zero.hpz_partition_size > 1:
+        # A copy of the parameters; an offload beside it is refused.
+        return "zero.hpz_partition_size=1"
     if zero.offload_optimizer == "none" or zero.offload_param == "none":
         return "zero=stage3_offload"
     if zero.offload_param != "nvme":

@@ -63,6 +63,11 @@ def masters(engine: Engine) -> torch.Tensor:
     return torch.cat([each.tensor.float().clone() for each in found])
 
 
+def scale_of(precision: str) -> dict[str, Any]:
+    """``zero.extra`` with a loss scale that does not overflow at the first step."""
+    return {"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {}
+
+
 @check
 def growing_loss_scale(out: Path) -> Any:
     """The same four steps at a loss scale that stays and at one that doubles twice."""
@@ -103,6 +108,20 @@ def compiled_quickly(model: Any) -> None:
 
 
 REDUCE = {"use_multi_rank_bucket_allreduce": False}
+EXTRA = {
+    1: {"contiguous_gradients": False, "parameter_alignment": True},
+    2: {"contiguous_gradients": False, "ignore_unused_parameters": False, "reduce_scatter": False},
+    3: {
+        "enable_sanity_checks": True,
+        "log_trace_cache_warnings": True,
+        "memory_efficient_linear": False,
+        "reduce_scatter": False,
+        "stage3_allgather_sequential": True,
+        "stage3_model_persistence_threshold": 100,
+        "stage3_use_all_reduce_for_fetch_params": True,
+    },
+}
+"""Keys of ``zero.extra`` that change how it is computed, by stage (``llmx.plan.ds_keys``)."""
 
 
 @check
@@ -115,6 +134,7 @@ def same_training(out: Path) -> Any:
         "compiled": {"model": {"compile": True}},
         # Each gradient to the rank that owns it, in place of an all-reduce.
         "reduce to owner": {"zero": {"extra": {"zero_optimization": REDUCE}}},
+        "extra keys": {},
     }
     answer: dict[str, Any] = {}
     for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "fp16")):
@@ -135,6 +155,10 @@ def same_training(out: Path) -> Any:
                 continue
             if name == "compiled" and (stage, precision) != (2, "fp32"):
                 continue
+            if name == "extra keys":
+                if stage not in EXTRA:
+                    continue
+                change = {"zero": {"extra": {"zero_optimization": EXTRA[stage]}}}
             job = {**base, **change, "zero": {**base["zero"], **change.get("zero", {})}}
             with mock.patch.object(model_module, "compile_blocks", compiled_quickly):
                 engine, others = trained(job, out, steps=3)
@@ -245,7 +269,7 @@ def step_memory(out: Path) -> Any:
                 "allgather_bucket_size": 1000,
                 "prefetch_bucket_size": 0,
                 "param_persistence_threshold": 0,
-                "extra": {"fp16": {"initial_scale_power": 8}},
+                "extra": scale_of(precision),
             },
             "config": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8},
             "accumulation": 2,
@@ -311,7 +335,7 @@ def host_synchronisations(out: Path) -> Any:
                 "accumulation": 2,
                 "micro_batches": [1, 1],
                 "model": {"fused_loss": stage == 2},
-                "zero": {"extra": {"fp16": {"initial_scale_power": 8}}},
+                "zero": {"extra": scale_of(precision)},
             }
             exp, plan = job_experiment(job, out)
             engine, _ = trained(job, out, steps=2)

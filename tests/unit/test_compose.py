@@ -73,6 +73,15 @@ def test_the_command_of_the_mission() -> None:
     assert done.ds_config["fp16"]["enabled"]
 
 
+def test_the_second_copy_of_hpz_goes_before_an_offload() -> None:
+    """hpZ and an offload together are refused, so the advice must not lead there."""
+    overrides = ["hardware=a100x2_v100x2", "model=llama3_8b", "zero=stage3", "data.seq_len=512"]
+    overrides += ["model.activation_checkpointing=full"]
+    with_copy = composed([*overrides, "zero.hpz_partition_size=2"])
+    assert any("remedy: zero.hpz_partition_size=1." in each for each in with_copy.plan.warnings)
+    assert any("remedy: zero=stage3_offload." in each for each in composed(overrides).plan.warnings)
+
+
 def test_recipes_are_what_they_say() -> None:
     llama = composed(["experiment=llama2_7b_fincorpus"])
     assert llama.plan.precision == "fp16"
@@ -85,6 +94,29 @@ def test_recipes_are_what_they_say() -> None:
     sharded = states.optimizer_gib + states.gradients_gib + 2 * 6_738_415_616 / 4 / 1024**3
     assert 24 < sharded < 27
     assert any("v100_32g" in warning for warning in llama.plan.warnings)
+    exp, optim = llama.experiment, llama.experiment.optim
+    assert (llama.plan.batch.accumulation, exp.task.epochs) == (1, 1)
+    assert (optim.lr, optim.weight_decay, optim.betas) == (5e-5, 0.01, [0.9, 0.999])
+    assert (optim.schedule, optim.min_lr_ratio, optim.decay_end_fraction) == ("linear", 0.0, 1.0)
+    assert optim.warmup_fraction
+    assert exp.model.activation_checkpointing == "full"
+    config = llama.ds_config
+    assert config["gradient_clipping"] == 1.0
+    scale = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
+    assert config["fp16"] == {"enabled": True, **scale, "hysteresis": 2, "min_loss_scale": 1}
+    zero = config["zero_optimization"]
+    assert zero["zero_quantized_weights"]
+    assert zero["zero_quantized_gradients"]
+    assert zero["overlap_comm"]
+    assert zero["sub_group_size"] == 1_000_000_000
+    # It does not fit its hardware; what its comment names does, with the same steps.
+    assert not any(part.fits for part in llama.plan.memory)
+    comment = (conf_dir() / "experiment/llama2_7b_fincorpus.yaml").read_text()
+    variant = ["zero.hpz_partition_size=1", "zero.offload_optimizer=cpu"]
+    assert " ".join(variant) in comment
+    fitting = composed(["experiment=llama2_7b_fincorpus", *variant])
+    assert all(part.fits for part in fitting.plan.memory)
+    assert fitting.plan.batch == llama.plan.batch
 
     small = composed(["experiment=llama_1_7b_pretrain"])
     assert abs(small.plan.batch.tokens_per_step - 2_097_152) / 2_097_152 < 0.03
@@ -95,7 +127,12 @@ def test_recipes_are_what_they_say() -> None:
 
     opt = composed(["experiment=opt_1_3b_sft"])
     assert (opt.experiment.optim.lr, opt.experiment.data.seq_len) == (9.65e-6, 512)
-    assert opt.plan.batch.micro_batches == (8, 8, 8, 8)
+    assert (opt.plan.batch.micro_batches, opt.plan.batch.accumulation) == ((8, 8, 8, 8), 1)
+    optim, data = opt.experiment.optim, opt.experiment.data
+    assert (optim.schedule, optim.warmup_steps, optim.min_lr_ratio) == ("cosine", 0, 0.0)
+    assert (optim.weight_decay, optim.betas, opt.experiment.task.epochs) == (0.1, [0.9, 0.95], 2)
+    assert (data.sources[0].path, data.columns) == ("Dahoas/rm-static", {"response": "chosen"})
+    assert all(part.fits for part in opt.plan.memory)
 
 
 @pytest.mark.parametrize(

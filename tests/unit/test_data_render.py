@@ -137,6 +137,10 @@ LITERAL = {
         " A2<|endoftext|>",
         ("", "Be.\n\n"),
     ),
+    "plain": (
+        (), None, "<|endoftext|>",
+        "U1", "A1<|endoftext|>", "U2", "A2<|endoftext|>", ("", "Be."),
+    ),
 }  # fmt: skip
 
 

@@ -25,19 +25,60 @@ def deepspeed_models():
     }
 
 
-@pytest.mark.parametrize("section", sorted(ds_keys.SECTIONS))
-def test_known_keys_are_those_of_deepspeed(section, deepspeed_models) -> None:
-    fields = deepspeed_models[section].model_fields
-    accepted = {field.alias or name for name, field in fields.items()} | set(fields)
-    assert ds_keys.SECTIONS[section] <= accepted
-    known = ds_keys.SECTIONS[section] | set(ds_keys.RETIRED_ZERO)
-    # An alias (stage3_...) stands for its field; deprecated spellings are left out on purpose.
-    missing = {
-        name
-        for name, field in fields.items()
-        if not {name, field.alias} & known and not field.deprecated
-    }
-    assert missing <= {"stage3_gather_fp16_weights_on_model_save"}
+def top_level_keys() -> set[str]:
+    """What the installed DeepSpeed asks its configuration for."""
+    asked: set[str] = set()
+
+    class Keys(list):
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+    class Watched(dict):
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+        def __getitem__(self, key: str):
+            asked.add(key)
+            return super().__getitem__(key)
+
+        def get(self, key: str, default=None):
+            asked.add(key)
+            return super().get(key, default)
+
+        def keys(self):
+            return Keys(super().keys())
+
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    DeepSpeedConfig(Watched(train_batch_size=1))
+    return asked
+
+
+def test_every_key_of_deepspeed_is_taken_or_refused_with_a_reason(deepspeed_models) -> None:
+    """A key that a later DeepSpeed brings must be decided about."""
+    decided = {*ds_keys.TAKEN, *ds_keys.REFUSED, *ds_keys.SECTIONS}
+    assert top_level_keys() | {"sequence_parallel_size"} <= decided
+    for section, model in deepspeed_models.items():
+        names = {field.alias or name for name, field in model.model_fields.items()}
+        assert {f"{section}.{name}" for name in names} <= decided
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    assert {f"aio.{name}" for name in AIO_DEFAULT_DICT} <= decided
+    assert not set(ds_keys.TAKEN) & set(ds_keys.REFUSED)
+    assert all(reason.endswith(".") for reason in ds_keys.REFUSED.values())
+
+
+def test_every_taken_key_is_one_that_deepspeed_reads(deepspeed_models) -> None:
+    top = top_level_keys()
+    for place in ds_keys.TAKEN:
+        section, _, name = place.rpartition(".")
+        if section in deepspeed_models:
+            fields = deepspeed_models[section].model_fields
+            assert name in {field.alias or key for key, field in fields.items()}, place
+        else:
+            assert (section or name) in top, place
 
 
 @pytest.mark.parametrize(
@@ -69,8 +110,65 @@ def test_unequal_ranks_get_a_consistent_triple() -> None:
     assert config["train_batch_size"] == 1 * 3 * 4
 
 
-def test_extra_is_merged_and_checked() -> None:
-    merged = merge_extra({"a": 1, "fp16": {"enabled": True}}, {"fp16": {"hysteresis": 4}})
-    assert merged == {"a": 1, "fp16": {"enabled": True, "hysteresis": 4}}
-    with pytest.raises(ConfigError, match="set zero.offload_param"):
-        merge_extra({"zero_optimization": {}}, {"zero_optimization": {"offload_param": {}}})
+PLAIN = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "bf16": {"enabled": False}}
+
+
+def test_extra_is_merged() -> None:
+    merged = merge_extra(PLAIN, {"fp16": {"hysteresis": 4}, "communication_data_type": "fp32"})
+    assert merged["fp16"] == {"enabled": True, "hysteresis": 4}
+    assert merged["communication_data_type"] == "fp32"
+    assert PLAIN["fp16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        # Rendered, and then ignored or miscounted, until they were refused.
+        ({"tensor_parallel": {"autotp_size": 2}}, "every rank of llmx is a data-parallel one"),
+        ({"sequence_parallel_size": 2}, "every rank of llmx is a data-parallel one"),
+        ({"compile": {"deepcompile": True}}, "Set model.compile=true"),
+        ({"activation_checkpointing": {}}, "Set model.activation_checkpointing"),
+        ({"torch_autocast": {"enabled": True}}, "Set precision=fp32, bf16 or fp16"),
+        ({"gradient_allreduce_op": "sum"}, "would change the gradient"),
+        ({"zero_optimization": {"reduce_bucket_size": 5}}, "set zero.reduce_bucket_size"),
+        ({"zero_optimization": {"max_live_parameters": 5}}, "set zero.max_live_parameters"),
+        ({"zero_optimization": {"offload_param": {}}}, "set zero.offload_param"),
+        ({"zero_optimization": {"zenflow": {}}}, "an optimizer of its own"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "master weights .* in fp32"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "master weights .* in fp32"),
+        # No effect here.
+        ({"zero_optimization": {"enable_sanity_checks": True}}, "at stage 3 only"),
+        ({"aio": {"queue_depth": 4}}, "offload to NVMe only"),
+        ({"wall_clock_breakdown": True}, "zero.extra.log_level=info, too"),
+        # Values.
+        ({"fp16": {"loss_scale": "big"}}, r"loss_scale=big: must be a number of at least 0"),
+        ({"fp16": {"loss_scale_window": 0}}, r"must be a whole number of at least 1"),
+        ({"fp16": True}, "must be a mapping"),
+        ({"communication_data_type": "fp64"}, "must be one of fp32, fp16, bf16"),
+        ({"zero_optimization": {"round_robin_gradients": 1}}, "must be true or false"),
+        (
+            {"zero_optimization": {"model_persistence_threshold": 5}},
+            "write it as zero_optimization.stage3_model_persistence_threshold",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_or_a_wrong_one_is_refused(extra, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        merge_extra(PLAIN, extra)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)zero.extra.pipeline: .*\nzero.extra.optimizer: "):
+        merge_extra(PLAIN, {"pipeline": {}, "optimizer": {}})
+
+
+def test_a_loss_scale_needs_fp16() -> None:
+    with pytest.raises(ConfigError, match="with precision=fp16 only"):
+        merge_extra({**PLAIN, "fp16": {"enabled": False}}, {"fp16": {"loss_scale": 128}})
+
+
+def test_gradients_reduced_in_fp32_are_counted() -> None:
+    overrides = ["hardware=a100x8", "model=llama3_8b", "zero=stage2"]
+    plain = composed(overrides).plan.memory[0].buffers_gib
+    wide = composed([*overrides, "zero.extra.communication_data_type=fp32"]).plan.memory[0]
+    assert wide.buffers_gib * 2**30 == pytest.approx(plain * 2**30 + 4 * 4096**2)
