@@ -183,8 +183,8 @@ class DataConfig:
         "human_assistant",
         "plain",
     )
-    """``auto`` is the tokenizer's own chat template, else chatml. ``plain`` writes nothing around the
-    turns but the EOS token after an answer: for prompts that are written out already."""
+    """``auto`` is the tokenizer's own chat template, else chatml. ``plain`` writes nothing around
+    the turns but the EOS token after an answer: for prompts that are written out already."""
     system: str | None = text(None, Text(10**6, multiline=True), example="You are terse.")
     """A system message for rows that have none."""
     loss_on: str = choice("assistant", "all", "last")

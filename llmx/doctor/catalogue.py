@@ -33,7 +33,8 @@ def _known(
 MEMORY_LADDER = (
     "in this order: batch.micro_batch=1 (accumulation keeps the global batch), "
     "model.activation_checkpointing=true, zero=stage2, zero=stage2_offload, zero=stage3, "
-    "zero.hpz_partition_size=1, zero=stage3_offload, zero=infinity. `dry_run=true` shows the predicted memory"
+    "zero.hpz_partition_size=1, zero=stage3_offload, zero=infinity. `dry_run=true` "
+    "shows the predicted memory"
 )
 
 CATALOGUE: tuple[Known, ...] = (

@@ -277,7 +277,8 @@ def _no_effect(
     if zero["stage"] not in taken.stages:
         stages = " and ".join(map(str, taken.stages))
         yield (
-            f"{where}: has an effect at stage {stages} only (this is stage {zero['stage']}). {leave}"
+            f"{where}: has an effect at stage {stages} only (this is stage {zero['stage']}). "
+            f"{leave}"
         )
     if taken.needs == "fp16" and not config["fp16"]["enabled"]:
         yield f"{where}: has an effect with precision=fp16 only. {leave}"
