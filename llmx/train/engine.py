@@ -36,6 +36,7 @@ from llmx.plan.types import Plan
 from llmx.train.devices import check_quantized_gradients, choose_gpu
 from llmx.train.loss_scale import grow_after_step
 from llmx.train.state_refresh import forget_dummy_step
+from llmx.train.state_values import check_states
 
 
 def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeout_s) -> None:
@@ -219,14 +220,16 @@ def build_engine(
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
     load_muon_uncompiled()
+    optimizer = build_optimizer(
+        model,
+        exp.optim,
+        accelerator=plan.accelerator,
+        offloaded=exp.zero.offload_optimizer != "none",
+    )
+    check_states(optimizer)
     engine, _, _, _ = deepspeed.initialize(
         model=model,
-        optimizer=build_optimizer(
-            model,
-            exp.optim,
-            accelerator=plan.accelerator,
-            offloaded=exp.zero.offload_optimizer != "none",
-        ),
+        optimizer=optimizer,
         config=ds_config,
         dist_init_required=False,
     )

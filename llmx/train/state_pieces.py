@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from llmx.checkpoint.fragments import MASTER
+from llmx.errors import ConfigError
 from llmx.train.state_swap import SwappedGroup
 
 
@@ -26,17 +27,41 @@ class Owner:
     """Where its values lie while the optimizer is not at work, if not in memory."""
 
     def values(self) -> dict[str, torch.Tensor]:
-        """``master`` and what the optimizer keeps for each element, each flat. Live memory."""
+        """``master`` and what the optimizer keeps for each element, each flat. Live memory.
+
+        Raises ConfigError for a state that is neither one value an element nor a number
+        (``check_states`` says so before training).
+        """
         if self.swap is not None:
             return self.swap.mapped()
+        kept = self.optimizer.state.get(self.tensor, {})
+        if wrong := states_of_another_shape(kept, self.tensor):
+            raise wrong_states(self.optimizer, wrong)
         states = {
             key: value.detach().view(-1)
-            for key, value in self.optimizer.state.get(self.tensor, {}).items()
-            if torch.is_tensor(value)
-            and not is_scalar(key, value)
-            and value.shape == self.tensor.shape
+            for key, value in kept.items()
+            if torch.is_tensor(value) and not is_scalar(key, value)
         }
         return {MASTER: self.tensor.detach().view(-1), **states}
+
+
+def states_of_another_shape(states: dict[str, Any], tensor: torch.Tensor) -> dict[str, list[int]]:
+    """Name -> shape of the states of ``tensor`` that are neither of its shape nor a number."""
+    return {
+        key: list(value.shape)
+        for key, value in states.items()
+        if torch.is_tensor(value) and not is_scalar(key, value) and value.shape != tensor.shape
+    }
+
+
+def wrong_states(optimizer: torch.optim.Optimizer, wrong: dict[str, list[int]]) -> ConfigError:
+    """Of an optimizer whose states cannot be cut and put together again."""
+    found = ", ".join(f"{key} of shape {shape}" for key, shape in wrong.items())
+    return ConfigError(
+        f"{type(optimizer).__name__} keeps states that are not one value for each element of a "
+        f"parameter ({found}). ZeRO cuts parameters into flat parts and checkpoints follow it, so "
+        "such states would be lost. Set optim.kind=adamw."
+    )
 
 
 def is_scalar(key: str, value: Any) -> bool:

@@ -14,7 +14,12 @@ from torch import nn
 from llmx.errors import ConfigError
 from llmx.models.parameters import persistent_buffers, whole_shape
 from llmx.train.loss_scale import loss_scaler
-from llmx.train.state_pieces import Owner, is_scalar
+from llmx.train.state_pieces import (
+    Owner,
+    is_scalar,
+    states_of_another_shape,
+    wrong_states,
+)
 
 KINDS = {
     "AdamW": "adamw",
@@ -87,6 +92,24 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """``optim.kind`` of DeepSpeed's base optimizer; the class's name for one that is none."""
     name = type(optimizer).__name__
     return KINDS.get(name, name)
+
+
+def check_states(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose states a checkpoint would lose. Before training.
+
+    The known ones (``KINDS``) keep one value for each element. Another one is tried: a step on a
+    matrix and a vector of its own, since factored states (Adafactor) are those of matrices only.
+    """
+    if type(optimizer).__name__ in KINDS:
+        return
+    tried = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
+    trial = type(optimizer)(tried, **optimizer.defaults)  # type: ignore[call-arg]
+    for parameter in tried:
+        parameter.grad = torch.ones_like(parameter)
+    trial.step()
+    for parameter in tried:
+        if wrong := states_of_another_shape(trial.state[parameter], parameter):
+            raise wrong_states(optimizer, wrong)
 
 
 def check_kind(saved: str, mine: str) -> None:

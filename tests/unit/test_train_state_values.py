@@ -23,6 +23,7 @@ from llmx.train.state_pieces import Fixed, Owner
 from llmx.train.state_values import (
     buffer_table,
     check_kind,
+    check_states,
     check_tables,
     optimizer_kind,
     parameter_table,
@@ -120,6 +121,21 @@ def test_what_cannot_be_saved_is_refused(change: dict[str, Any], what: str) -> N
     vars(engine).update(change)
     with pytest.raises(UnsavableState, match=f"zero.extra chose {what}, whose state"):
         state_layout(engine)
+
+
+def test_states_of_another_shape_are_refused_and_never_dropped() -> None:
+    """Adafactor keeps a row and a column of a matrix: a checkpoint used to leave them out."""
+    weight = nn.Parameter(torch.ones(4, 3))
+    for known in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
+        check_states(known([weight], lr=0.1))
+    optimizer = torch.optim.Adafactor([weight])
+    message = r"Adafactor keeps states .* \(row_var of shape \[4, 1\], col_var .* optim.kind=adamw"
+    with pytest.raises(ConfigError, match=message):
+        check_states(optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(ConfigError, match=message):
+        Owner(weight, optimizer).values()
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 9))
