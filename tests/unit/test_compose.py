@@ -152,7 +152,7 @@ def test_recipes_are_what_they_say() -> None:
         (["data.seq_len=2048"], "takes at most 1024 positions"),
         (["hardware=a100x8", "hardware.slots=9"], "has 8 a100_80g. Use at most 8"),
         (["zero=stage3_zeropp", "hardware=cpu2"], "need CUDA"),
-        (["task.epochs=null"], "one says how long to train"),
+        (["task.epochs=null"], "are both null. Set one"),
         (["batch.global_batch=13", "batch.micro_batch=4"], "Use batch.global_batch=8 or 16"),
         (["launch.transport=local", "hardware=a100x2_v100x2"], "there are 2 hosts"),
         (["data.packing=concat"], "would cut completions"),
