@@ -22,7 +22,7 @@ from llmx.report.compare_figure import draw_both
 from llmx.report.comparison import ConfigRow, config_rows, environment_rows, outcome_rows
 from llmx.report.run_data import RunData, load_run
 from llmx.report.screen import open_console
-from llmx.reproduce.command import judge
+from llmx.reproduce.command import compare_runs
 from llmx.reproduce.outcome import Outcome
 from llmx.resume.rules import shown
 from llmx.rundir import read_json
@@ -75,7 +75,7 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     )  # fmt: skip
     _print_environment(console, found, records)
     _print_outcome(console, a, b)
-    console.print(f"\n{curves(judge(a.run, b.run))}\n")
+    console.print(f"\n{curves(compare_runs(a.run, b.run))}\n")
     for name, data in (("A", a), ("B", b)):
         for warning in data.warnings:
             console.print(f"{name}: {warning}", style="dim")
@@ -92,7 +92,7 @@ def curves(outcome: Outcome) -> str:
     if not outcome.lines:
         return "losses: the two runs have no logged step in common."
     if outcome.identical:
-        return f"losses: {outcome.verdict()}"
+        return f"losses: {outcome.summary()}"
     first = outcome.first
     parts = [f"losses: {outcome.lines} lines in common, up to step {outcome.last_step}."]
     if first is not None:

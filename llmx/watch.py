@@ -17,8 +17,8 @@ from typing import Any
 
 from llmx.errors import ConfigError, LaunchError
 from llmx.status import Options, gather, observe, outputs, parse
-from llmx.status.judge import View, judge
-from llmx.status.remote import Place, follow
+from llmx.status.remote import RunLocation, stream_facts
+from llmx.status.view import View, interpret
 
 LONGEST_PAUSE_S = 30.0
 START_S = 30.0
@@ -42,17 +42,17 @@ def help_text() -> str:
 def main(words: Sequence[str]) -> int:
     """Watch until the run is over; 0 where it finished, 1 where not."""
     options = parse(words, command="watch")
-    place = options.place or _newest()
-    if not place.host:
-        facts = gather(place, most=1)
+    location = options.location or _newest()
+    if not location.host:
+        facts = gather(location, most=1)
         if "runs" in facts:
-            place = _newest(place.path)
+            location = _newest(location.path)
     show = _live if sys.stdout.isatty() else _lines
-    view = show(_views(place, options))
+    view = show(_views(location, options))
     return 0 if view is not None and view.state == "finished" else 1
 
 
-def _newest(base: str | None = None) -> Place:
+def _newest(base: str | None = None) -> RunLocation:
     """The run under ``base`` that lives, or else the newest."""
     base = base or outputs()
     runs = observe.find_runs(base)
@@ -61,16 +61,16 @@ def _newest(base: str | None = None) -> Place:
             f"no run under {base} to watch. Give its directory, here or as user@host:path."
         )
     live = [run for run in runs if not observe.is_over(run)]
-    return Place((live or runs)[0])
+    return RunLocation((live or runs)[0])
 
 
-def _views(place: Place, options: Options) -> Iterator[View | str]:
+def _views(location: RunLocation, options: Options) -> Iterator[View | str]:
     """What is seen, again and again; a text while there is no connection. Ends with the run."""
-    if not place.host:
-        observer = observe.Observer(place.path)
+    if not location.host:
+        observer = observe.Observer(location.path)
         pause = threading.Event()
         while True:
-            view = judge(observer.facts())
+            view = interpret(observer.facts())
             yield view
             if view.is_over or _only_planned(view):
                 return
@@ -78,14 +78,14 @@ def _views(place: Place, options: Options) -> Iterator[View | str]:
     tries = 0
     while True:
         try:
-            for facts in follow(place, every_s=options.every_s):
+            for facts in stream_facts(location, every_s=options.every_s):
                 if "runs" in facts:
                     raise ConfigError(
-                        f"{place} is no run directory. Runs there: "
-                        f"python -m llmx status {place.host}:{facts['base']}"
+                        f"{location} is no run directory. Runs there: "
+                        f"python -m llmx status {location.host}:{facts['base']}"
                     )
                 tries = 0
-                view = judge(facts)
+                view = interpret(facts)
                 yield view
                 if view.is_over or _only_planned(view):
                     return

@@ -74,7 +74,7 @@ def outcome_rows(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
 
 
 def _rows(data: RunData) -> list[tuple[str, str]]:
-    found = wording.verdict(data)
+    found = wording.headline(data)
     line = found.line.removeprefix(f"{data.name}: ")
     rows = [("outcome", line)]
     if found.cause:

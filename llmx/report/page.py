@@ -69,7 +69,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 
 def page(data: RunData) -> str:
     """The page as text."""
-    found = wording.verdict(data)
+    found = wording.headline(data)
     parts = [
         f'<h1 class="{found.state}">{_words(found.line)}</h1>',
         _cause(found),
@@ -83,7 +83,7 @@ def page(data: RunData) -> str:
         _heading("Data", _data(data)),
         _heading("Config", _config(data)),
         _heading("Plan", _plan(data.plan)),
-        _heading("Files and commands", _pairs(wording.places(data), code=True)),
+        _heading("Files and commands", _pairs(wording.locations(data), code=True)),
         _heading("Metrics", _metrics(data)),
         _details("config.yaml", _file(data, "config.yaml")),
         _details("ds_config.json", _file(data, "ds_config.json")),
@@ -148,7 +148,7 @@ def _details(title: str, text: str) -> str:
     return f"<details><summary>{_text(title)}</summary>{_pre(text)}</details>"
 
 
-def _cause(found: wording.Verdict) -> str:
+def _cause(found: wording.Headline) -> str:
     rows = [(name, text) for name, text in (("cause", found.cause), ("fix", found.fix)) if text]
     return _pairs(rows)
 

@@ -206,7 +206,7 @@ def _memory(plan: Plan) -> Table:
     table.add_section()
     table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
     table.add_row("device has", *(_capacity(memory) for memory in plan.memory))
-    table.add_row("", *(_verdict(memory) for memory in plan.memory))
+    table.add_row("", *(_fits(memory) for memory in plan.memory))
     if any(memory.host_gib for memory in plan.memory):
         table.add_row("host RAM", *(human.gib(memory.host_gib) for memory in plan.memory))
     if any(memory.saves_host_gib for memory in plan.memory):
@@ -219,7 +219,7 @@ def _capacity(memory: MemoryPlan) -> str:
     return human.gib(memory.capacity_gib) if memory.capacity_gib else "unknown"
 
 
-def _verdict(memory: MemoryPlan) -> RenderableType:
+def _fits(memory: MemoryPlan) -> RenderableType:
     from rich.text import Text
 
     if memory.capacity_gib == 0:

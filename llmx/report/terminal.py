@@ -42,7 +42,7 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
         console.print(warnings_table(tuple(found)))
     if rows or found:
         console.print()
-    places = wording.places(data)
+    places = wording.locations(data)
     widest = max(len(name) for name, _ in places)
     for name, place in places:
         # Paths and commands are never wrapped: they are there to be copied.
@@ -53,7 +53,7 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
 def _result(console: Console, data: RunData) -> None:
     from rich.text import Text
 
-    found = wording.verdict(data)
+    found = wording.headline(data)
     mark, style = MARKS[found.state]
     console.print()
     console.print(Text(f"{mark} {printable(found.line)}", style=style))

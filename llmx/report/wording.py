@@ -21,7 +21,7 @@ TRACEBACK_LINES = 12
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Headline:
     """How a run ended, in one line, with its cause and the fix."""
 
     state: str
@@ -31,7 +31,7 @@ class Verdict:
     fix: str = ""
 
 
-def verdict(data: RunData) -> Verdict:
+def headline(data: RunData) -> Headline:
     """The result line."""
     # The last steps before an end are not all logged; a checkpoint tells of them.
     count = max(data.summary.get("steps", 0), data.summary.get("last_checkpoint", 0))
@@ -39,18 +39,18 @@ def verdict(data: RunData) -> Verdict:
     of = f"{count:,} of {total:,} steps" if total not in (None, 0, count) else ""
     of = of or plural(count, "step")
     if data.result is None and not data.was_started:
-        return Verdict("open", f"{data.name}: planned, not started")
+        return Headline("open", f"{data.name}: planned, not started")
     if data.result is None:
         last = max((record.get("time") or 0.0 for record in data.records), default=0.0)
         seen = f", last line {human.duration(max(0.0, data.now - last))} ago" if last else ""
-        return Verdict("open", f"{data.name}: no result.json yet ({of}{seen})")
+        return Headline("open", f"{data.name}: no result.json yet ({of}{seen})")
     took_s = (data.result.get("ended") or 0.0) - (data.result.get("started") or 0.0)
     took = f" in {human.duration(took_s)}" if took_s > 0 else ""
     if took and data.resumed_at is not None:
         took = f" (resumed at step {data.resumed_at:,}, {human.duration(took_s)} since)"
     outcome = data.result.get("outcome", "crash")
     if outcome == "ok":
-        return Verdict("ok", f"{data.name}: trained {of}{took}")
+        return Headline("ok", f"{data.name}: trained {of}{took}")
     where = [f"rank {data.result['failed_rank']}"] * (data.result.get("failed_rank") is not None)
     where += [str(data.result["host"])] * bool(data.result.get("host"))
     at = f" ({', '.join(where)})" if where else ""
@@ -59,7 +59,7 @@ def verdict(data: RunData) -> Verdict:
         fix = "; ".join(
             part for part in fix.split("; ") if not part.startswith(("to resume: ", "to go on: "))
         )
-    return Verdict(
+    return Headline(
         "failed",
         f"{data.name}: {outcome} after {of}{took}{at}",
         cause=data.result.get("cause") or "",
@@ -192,7 +192,7 @@ def _right(row: dict[str, Any], key: str) -> bool | None:
     return bool(str(row[key]).strip() == str(row.get("expected") or "").strip())
 
 
-def places(data: RunData) -> list[tuple[str, str]]:
+def locations(data: RunData) -> list[tuple[str, str]]:
     """Where everything lies, and the commands that go on from here."""
     run = data.run
     rows = [("run directory", str(run.root))]

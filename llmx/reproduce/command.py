@@ -102,7 +102,7 @@ def reproduce(words: Words) -> int:
         return 0
     check_paths(new, composed.plan)
     exit_code = _start(run, target, words, changed, composed)
-    outcome = judge(run, target)
+    outcome = compare_runs(run, target)
     other = other_inputs(run, target)
     write_json(
         target.root / FILE,
@@ -123,7 +123,7 @@ def reproduce(words: Words) -> int:
     return exit_code
 
 
-def judge(run: RunDir, target: RunDir) -> Outcome:
+def compare_runs(run: RunDir, target: RunDir) -> Outcome:
     """Compare what two runs logged; works while they run, and for those that failed."""
     return compare(
         read_metrics(run.metrics),

@@ -99,7 +99,7 @@ class Outcome:
         """Equal down to the weights: equal losses alone do not say that the weights are."""
         return self.identical and self.weights == EQUAL
 
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """One to three sentences, with what was compared and what was not."""
         if not self.lines:
             return "nothing to compare: the two runs have no logged step in common."
@@ -138,7 +138,7 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         return {
             "identical": self.identical,
-            "verdict": self.verdict(),
+            "verdict": self.summary(),
             "lines": self.lines,
             "last_step": self.last_step,
             "missing": list(self.missing),

@@ -1,4 +1,4 @@
-"""What the user sees: the table of differences before, the verdict after."""
+"""What the user sees: the table of differences before, the result after."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def print_outcome(
     stream: TextIO,
     where: str,
 ) -> None:
-    """The verdict, beside it what speaks against it, and where it is written.
+    """The result, beside it what speaks against it, and where it is written.
 
     ``found``: what differed before the start; the table of it is far up by now.
     """
@@ -60,7 +60,7 @@ def print_outcome(
     sure = outcome.is_proven and not other_inputs and not breaking
     style = "bold green" if sure else "bold yellow"
     mark = "✓" if sure else "=" if outcome.identical else "≠" if outcome.lines else "?"
-    console.print(Text(f"\n{mark} reproduction: {outcome.verdict()}", style=style))
+    console.print(Text(f"\n{mark} reproduction: {outcome.summary()}", style=style))
     if other_inputs:
         console.print(
             "  The ranks read other inputs than those of the first run: "

@@ -12,7 +12,7 @@ from llmx.hardware import resolve_hardware
 from llmx.plan.types import Plan
 from llmx.recompose import Words, apply, group_of
 from llmx.resume.rules import Change, changes, refuse
-from llmx.resume.standing import Standing
+from llmx.resume.run_state import RunState
 from llmx.rundir import RunDir, read_json
 from llmx.train.schedule import lr_at, run_length
 
@@ -36,7 +36,7 @@ class Next:
         return self.total if stop is None or self.total is None else min(stop, self.total)
 
 
-def next_run(run: RunDir, exp: Experiment, words: Words, stands: Standing) -> Next:
+def next_run(run: RunDir, exp: Experiment, words: Words, state: RunState) -> Next:
     """Apply, judge, complete, plan; ConfigError for all that may not be."""
     for word in words.overrides:
         if group_of(word) in ("experiment", "model", "data"):
@@ -60,7 +60,7 @@ def next_run(run: RunDir, exp: Experiment, words: Words, stands: Standing) -> Ne
         changes=changes(to_dict(exp), to_dict(new)),
         words=words.overrides,
         dry_run=asked.dry_run,
-        total=_total(new, composed.plan, stands),
+        total=_total(new, composed.plan, state),
     )
 
 
@@ -122,23 +122,23 @@ def _refuse_other_batch(old: Plan, new: Plan) -> None:
         )
 
 
-def _total(exp: Experiment, plan: Plan, stands: Standing) -> int | None:
+def _total(exp: Experiment, plan: Plan, state: RunState) -> int | None:
     if exp.task.steps is not None:
         return exp.task.steps
-    if stands.num_samples is None:
+    if state.num_samples is None:
         return None
     return run_length(
         exp.task,
-        num_samples=stands.num_samples,
+        num_samples=state.num_samples,
         global_batch=plan.batch.global_batch,
         last_batch=exp.data.last_batch,
     ).steps
 
 
-def schedule_note(goes_on: Next, stands: Standing, origin: int) -> str:
+def schedule_note(upcoming: Next, state: RunState, origin: int) -> str:
     """How the learning rate of the next step changes with the length or the optimizer's values."""
-    old, new = goes_on.former.optim, goes_on.composed.experiment.optim
-    before, after = stands.total_steps, goes_on.total
+    old, new = upcoming.former.optim, upcoming.composed.experiment.optim
+    before, after = state.total_steps, upcoming.total
     if before is None or after is None or origin >= after:
         return ""
     was = lr_at(min(origin, before - 1), optim=old, total=before)

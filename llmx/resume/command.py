@@ -19,9 +19,9 @@ from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
 from llmx.resume.choose import is_hashed, newest_usable, problems_of
 from llmx.resume.edited import edited_config
-from llmx.resume.history import keep_former, sent_back, set_aside
+from llmx.resume.history import archive_run, sent_back, set_aside
 from llmx.resume.rules import SAME, refuse_other_content, shown, table
-from llmx.resume.standing import Standing, standing
+from llmx.resume.run_state import RunState, read_state
 from llmx.rundir import RunDir, read_json, write_text
 
 OWN = ("step",)
@@ -54,30 +54,30 @@ def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
     run = RunDir(words.run)
     exp = snapshot.load(run)
     refuse_alive(run)
-    stands = standing(run)
+    state = read_state(run)
     step = words.step("step", least=0)
-    goes_on = next_run(run, exp, words, stands)
-    if nothing_left(run, goes_on, stands, step):
+    upcoming = next_run(run, exp, words, state)
+    if nothing_left(run, upcoming, state, step):
         return 0
-    origin = begin_at(run, stands, step)
-    new = goes_on.composed
+    origin = first_step(run, state, step)
+    new = upcoming.composed
     check_launch(new.experiment, new.plan)
     check_paths(new.experiment, new.plan)
     now = record(new.experiment, new.plan, list(typed))
     then = _read(run)
-    refuse_other_content(goes_on.changes, then, now)
+    refuse_other_content(upcoming.changes, then, now)
     found = of_this_machine(differences(then, now), new.plan) if then else []
     found += hosts_then_and_now(run, new.experiment, new.plan)
     found += edited_config(run, then)
     if origin:
         refuse_other_data(found)
-    _say(run, goes_on, stands, origin=origin, step=step, found=found)
-    if goes_on.dry_run:
+    _print_changes(run, upcoming, state, origin=origin, step=step, found=found)
+    if upcoming.dry_run:
         print("  nothing was changed or started (dry_run=true)")
         return 0
-    grave = [row for row in found if row.severity != HARMLESS]
+    severe = [row for row in found if row.severity != HARMLESS]
     _rewrite(
-        run, goes_on, stands, grave,
+        run, upcoming, state, severe,
         origin=origin, step=step, then=then, now=now, typed=typed,
     )  # fmt: skip
     launch = write_launch_files(new.experiment, new.plan, run)
@@ -103,14 +103,14 @@ def refuse_other_data(found: Sequence[Difference]) -> None:
         )
 
 
-def nothing_left(run: RunDir, goes_on: Next, stands: Standing, step: int | None) -> bool:
+def nothing_left(run: RunDir, upcoming: Next, state: RunState, step: int | None) -> bool:
     """Say so, and return True, where the run has finished all that it is asked for."""
-    if stands.finished_at is None or step is not None:
+    if state.finished_at is None or step is not None:
         return False
-    last = goes_on.last_step
-    if last is not None and last > stands.finished_at:
+    last = upcoming.last_step
+    if last is not None and last > state.finished_at:
         return False
-    at, whole = stands.finished_at, goes_on.total
+    at, whole = state.finished_at, upcoming.total
     if whole is not None and whole > at:
         word, said = "task.stop_at_step=null", f" of {whole} (task.stop_at_step={last})"
     else:
@@ -122,13 +122,13 @@ def nothing_left(run: RunDir, goes_on: Next, stands: Standing, step: int | None)
     return True
 
 
-def begin_at(run: RunDir, stands: Standing, step: int | None) -> int:
+def first_step(run: RunDir, state: RunState, step: int | None) -> int:
     """The step it goes on from; ConfigError for a ``step=N`` that has no good checkpoint."""
     if step == 0:
         return 0
     if step is not None:
-        known = ", ".join(str(known) for known in stands.checkpoints) or "none"
-        if step not in stands.checkpoints:
+        known = ", ".join(str(known) for known in state.checkpoints) or "none"
+        if step not in state.checkpoints:
             raise ConfigError(
                 f"step={step}: no checkpoint of that step in {run.checkpoints}. There are: "
                 f"{known}; step=0 starts from the beginning."
@@ -140,9 +140,9 @@ def begin_at(run: RunDir, stands: Standing, step: int | None) -> int:
                 f"{known}."
             )
         return step
-    found = newest_usable(run, stands.checkpoints)
+    found = newest_usable(run, state.checkpoints)
     # The ranks refuse it, too (llmx.train.resume), but on hosts, and minutes later.
-    if found.step is None and stands.saved - set(found.damaged) and found.damaged:
+    if found.step is None and state.saved - set(found.damaged) and found.damaged:
         raise CheckpointError(
             f"none of the checkpoints in {run.checkpoints} can be used:\n{found.words()}\nPut a "
             f"good copy of the named file back, or begin again: python -m llmx resume "
@@ -161,21 +161,21 @@ def _read(run: RunDir) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _say(
+def _print_changes(
     run: RunDir,
-    goes_on: Next,
-    stands: Standing,
+    upcoming: Next,
+    state: RunState,
     *,
     origin: int,
     step: int | None,
     found: Sequence[Difference],
 ) -> None:
     """What happens next, before it does."""
-    print(f"resuming {run.root}\n  state     {stands.ending}")
+    print(f"resuming {run.root}\n  state     {state.ending}")
     for note in snapshot.migrations(run):
         print(f"  migrated  {note}")
     if origin:
-        again = max(0, stands.last_step - origin)
+        again = max(0, state.last_step - origin)
         repeated = f"; {again} steps are trained again" if again else ""
         print(f"  from      the checkpoint of step {origin}{repeated}")
         if not is_hashed(run, origin):
@@ -184,18 +184,18 @@ def _say(
             )
     elif step == 0:
         print("  from      step 0, as asked for: all steps are trained again")
-    elif not stands.last_step:
+    elif not state.last_step:
         print("  from      step 0")
-    elif not stands.checkpoints and not all(h.is_local for h in goes_on.composed.plan.hosts):
+    elif not state.checkpoints and not all(h.is_local for h in upcoming.composed.plan.hosts):
         print("  from      the checkpoints on its hosts: none is on this machine")
     else:
         print("  from      step 0: there is no usable checkpoint, all steps are trained again")
-    widest = max((len(change.key) for change in goes_on.changes), default=0)
-    for change in goes_on.changes:
+    widest = max((len(change.key) for change in upcoming.changes), default=0)
+    for change in upcoming.changes:
         effect = "" if change.rule.effect == SAME else f"  ({change.rule.effect})"
         values = f"{shown(change.old)} -> {shown(change.new)}"
         print(f"  changed   {change.key:<{widest}}  {values}{effect}")
-    note = schedule_note(goes_on, stands, origin)
+    note = schedule_note(upcoming, state, origin)
     if note:
         print(f"  schedule  {note}")
     for difference in found:
@@ -209,9 +209,9 @@ def _say(
 
 def _rewrite(
     run: RunDir,
-    goes_on: Next,
-    stands: Standing,
-    grave: Sequence[Difference],
+    upcoming: Next,
+    state: RunState,
+    severe: Sequence[Difference],
     *,
     origin: int,
     step: int | None,
@@ -223,20 +223,22 @@ def _rewrite(
     from llmx.launch.record import read_attempts, read_resume, read_rollbacks, write_resume
 
     migrated = bool(snapshot.migrations(run))
-    newer = [known for known in stands.checkpoints if step is not None and known > step]
-    again = stands.last_step > origin == 0
-    other = stands.was_launched and bool(grave)
-    keeps = bool(goes_on.changes or newer or migrated or again or other)
+    newer = [known for known in state.checkpoints if step is not None and known > step]
+    again = state.last_step > origin == 0
+    other = state.was_launched and bool(severe)
+    keeps = bool(upcoming.changes or newer or migrated or again or other)
     if keeps:
-        directory = keep_former(run, found=goes_on.changes, differs=grave, words=typed, step=origin)
+        directory = archive_run(
+            run, found=upcoming.changes, differs=severe, words=typed, step=origin
+        )
         print(f"  kept      the previous files in {directory.relative_to(run.root)}/")
         set_aside(run, newer, directory)
         if newer:
             moved = ", ".join(str(known) for known in newer)
             print(f"  moved     newer checkpoints ({moved}) are there, too")
-        overrides = [*_overrides(run), *goes_on.words]
+        overrides = [*_overrides(run), *upcoming.words]
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
-    new = goes_on.composed
+    new = upcoming.composed
     # Without a change worth keeping, a run that was only planned has dry_run=true in it.
     if keeps or snapshot.load(run) != new.experiment:
         snapshot.write_config(run, new.experiment, new.plan, new.ds_config)

@@ -11,11 +11,11 @@ from llmx.checkpoint.manifest import Manifest, read_manifest
 from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
 from llmx.provenance.differences import Difference
 from llmx.resume.rules import Change
-from llmx.resume.standing import committed
+from llmx.resume.run_state import committed
 from llmx.rundir import RunDir, write_json
 
 
-def keep_former(
+def archive_run(
     run: RunDir,
     *,
     found: Sequence[Change],

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from llmx.errors import ConfigError, did_you_mean
 from llmx.status import observe
-from llmx.status.judge import Facts, View, judge
-from llmx.status.remote import Place, ask, parse_place
+from llmx.status.remote import RunLocation, fetch_facts, parse_location
+from llmx.status.view import Facts, View, interpret
 
 SHOWN = 20
 OPTIONS = ("--all", "--json", "--ssh-config", "--every")
@@ -29,7 +29,7 @@ __all__ = ["Options", "main", "outputs", "parse"]
 class Options:
     """The words of ``status`` and ``watch``."""
 
-    place: Place | None = None
+    location: RunLocation | None = None
     most: int = SHOWN
     as_json: bool = False
     every_s: float = 1.0
@@ -54,19 +54,19 @@ def main(words: Sequence[str]) -> int:
     from llmx.status.show import PLAIN_BLOCKS, panel, table
 
     options = parse(words, command="status")
-    place = options.place or Place(outputs())
-    facts = gather(place, most=options.most)
+    location = options.location or RunLocation(outputs())
+    facts = gather(location, most=options.most)
     if options.as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
     console = open_console(sys.stdout)
     if "runs" not in facts:
-        view = judge(facts)
+        view = interpret(facts)
         fine = (console.encoding or "").lower().startswith("utf")
         console.print(panel(view) if fine else panel(view, blocks=PLAIN_BLOCKS))
         return 1 if view.state in ("failed", "dead") else 0
-    is_here = not place.host
-    views = [_short(judge(run), facts["base"], is_here=is_here) for run in facts["runs"]]
+    is_here = not location.host
+    views = [_short(interpret(run), facts["base"], is_here=is_here) for run in facts["runs"]]
     if not views:
         raise ConfigError(
             f"no runs under {facts['base']}. Give the directory that holds them, or set "
@@ -76,18 +76,18 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def gather(place: Place, *, most: int) -> Facts:
+def gather(location: RunLocation, *, most: int) -> Facts:
     """Facts of one run, or of all runs under a directory (``runs``, ``found``, ``base``)."""
-    if place.host:
-        return ask(place, most=most)
-    if not Path(place.path).expanduser().is_dir():
+    if location.host:
+        return fetch_facts(location, most=most)
+    if not Path(location.path).expanduser().is_dir():
         raise ConfigError(
-            f"{place.path}: there is no such directory. Give a run directory, or one that holds "
+            f"{location.path}: there is no such directory. Give a run directory, or one that holds "
             "some, here or as user@host:path; without one it is outputs/."
         )
-    if observe.is_run(place.path):
-        return observe.Observer(place.path).facts()
-    return observe.table(place.path, most)
+    if observe.is_run(location.path):
+        return observe.Observer(location.path).facts()
+    return observe.table(location.path, most)
 
 
 def outputs() -> str:
@@ -98,12 +98,12 @@ def outputs() -> str:
 def parse(words: Sequence[str], *, command: str) -> Options:
     """The command line; ConfigError names the word that is wrong."""
     values: dict[str, str] = {}
-    places, rest = [], list(words)
+    locations, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         name, _, value = word.partition("=")
         if not word.startswith("-"):
-            places.append(word)
+            locations.append(word)
         elif name not in OPTIONS:
             raise ConfigError(
                 f"{command}: unknown option {name}.{did_you_mean(name, OPTIONS)} "
@@ -115,8 +115,8 @@ def parse(words: Sequence[str], *, command: str) -> Options:
             values[name] = rest.pop(0)
         else:
             raise ConfigError(f"{command}: {name} needs a value.")
-    if len(places) > 1:
-        raise ConfigError(f"{command} takes one run, not {len(places)}: {' '.join(places)}.")
+    if len(locations) > 1:
+        raise ConfigError(f"{command} takes one run, not {len(locations)}: {' '.join(locations)}.")
     try:
         every_s = float(values.get("--every", "1"))
     except ValueError:
@@ -127,7 +127,7 @@ def parse(words: Sequence[str], *, command: str) -> Options:
         )
     ssh_config = values.get("--ssh-config")
     return Options(
-        place=parse_place(places[0], ssh_config=ssh_config) if places else None,
+        location=parse_location(locations[0], ssh_config=ssh_config) if locations else None,
         most=10**6 if "--all" in values else SHOWN,
         as_json="--json" in values,
         every_s=every_s,

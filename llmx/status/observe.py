@@ -1,7 +1,7 @@
 """The facts of a run, read from the files of its run directory and from nothing else.
 
 Standard library and ``llmx.tail`` only: both are sent over ssh to a host that has neither llmx
-nor its packages. What the facts mean is judged on this side (``judge.py``).
+nor its packages. What the facts mean is decided on this side (``view.py``).
 
     python -m llmx status RUN --json          prints them
 """

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.status.judge import Facts
+from llmx.status.view import Facts
 
 CONNECT_TIMEOUT_S = 10
 SILENT_S = 20.0
@@ -38,7 +38,7 @@ _PROGRAM = (
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocation:
     """Where a run lies: a path, here or on another machine."""
 
     path: str
@@ -50,26 +50,26 @@ class Place:
         return f"{self.host}:{self.path}" if self.host else self.path
 
 
-def parse_place(word: str, *, ssh_config: str | None = None) -> Place:
+def parse_location(word: str, *, ssh_config: str | None = None) -> RunLocation:
     """``user@host:path`` as scp reads it: a colon before any slash. A path that exists is one."""
     match = re.match(r"(?P<host>[^/:]+):(?P<path>.*)$", word, re.DOTALL)
     if match is None or Path(word).exists():
-        return Place(word)
+        return RunLocation(word)
     if match["host"].startswith("-"):
         raise ConfigError(f"{word}: a host name does not begin with a dash. Write user@host:path.")
-    return Place(match["path"] or ".", match["host"], ssh_config)
+    return RunLocation(match["path"] or ".", match["host"], ssh_config)
 
 
-def ask(place: Place, *, most: int) -> Facts:
+def fetch_facts(location: RunLocation, *, most: int) -> Facts:
     """The facts once; LaunchError with ssh's own words where there are none."""
-    process = _start(place, most=most, every_s=0.0)
+    process = _start(location, most=most, every_s=0.0)
     out, err = process.communicate()
-    return _facts(place, out.splitlines()[-1] if out.strip() else b"", err)
+    return _facts(location, out.splitlines()[-1] if out.strip() else b"", err)
 
 
-def follow(place: Place, *, every_s: float) -> Iterator[Facts]:
+def stream_facts(location: RunLocation, *, every_s: float) -> Iterator[Facts]:
     """The facts every so often, until the connection breaks: then LaunchError."""
-    process = _start(place, most=1, every_s=every_s)
+    process = _start(location, most=1, every_s=every_s)
     lines: queue.Queue[bytes] = queue.Queue()
 
     def read() -> None:
@@ -86,12 +86,12 @@ def follow(place: Place, *, every_s: float) -> Iterator[Facts]:
             try:
                 line = lines.get(timeout=patience_s)
             except queue.Empty:
-                raise LaunchError(f"{place.host} has been silent for {SILENT_S:.0f} s") from None
+                raise LaunchError(f"{location.host} has been silent for {SILENT_S:.0f} s") from None
             if not line:
                 process.wait()
                 assert process.stderr is not None
-                _facts(place, b"", process.stderr.read())
-            yield _facts(place, line, b"")
+                _facts(location, b"", process.stderr.read())
+            yield _facts(location, line, b"")
             patience_s = SILENT_S + every_s
     finally:
         process.kill()
@@ -101,18 +101,19 @@ def follow(place: Place, *, every_s: float) -> Iterator[Facts]:
             stream.close()
 
 
-def _start(place: Place, *, most: int, every_s: float) -> subprocess.Popen[bytes]:
+def _start(location: RunLocation, *, most: int, every_s: float) -> subprocess.Popen[bytes]:
     sources = [(name, path.read_text(encoding="utf-8")) for name, path in _SOURCES.items()]
     packed = base64.b64encode(zlib.compress(json.dumps(sources).encode(), 9)).decode()
-    arguments = shlex.join([place.path, str(most), str(every_s)])
+    arguments = shlex.join([location.path, str(most), str(every_s)])
     script = (
         f"for p in python3 python; do command -v $p >/dev/null 2>&1 && "
         f"exec $p -I -S -u -c {shlex.quote(_PROGRAM % packed)} {arguments}; done; "
         'echo "no python3 on this host" >&2; exit 127'
     )
-    argv = ["ssh", *(["-F", place.ssh_config] if place.ssh_config else [])]
+    argv = ["ssh", *(["-F", location.ssh_config] if location.ssh_config else [])]
     argv += ["-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-o", "ServerAliveInterval=5"]
-    argv += ["-o", "ServerAliveCountMax=3", "-T", place.host, shlex.join(["/bin/sh", "-c", script])]
+    argv += ["-o", "ServerAliveCountMax=3", "-T", location.host]
+    argv += [shlex.join(["/bin/sh", "-c", script])]
     pipe = subprocess.PIPE
     try:
         # The far program ends when its stdin does: so it is kept open.
@@ -121,7 +122,7 @@ def _start(place: Place, *, most: int, every_s: float) -> subprocess.Popen[bytes
         raise LaunchError("ssh is not installed here; install openssh-client.") from None
 
 
-def _facts(place: Place, line: bytes, err: bytes) -> Facts:
+def _facts(location: RunLocation, line: bytes, err: bytes) -> Facts:
     try:
         facts = json.loads(line)
     except ValueError:
@@ -129,7 +130,7 @@ def _facts(place: Place, line: bytes, err: bytes) -> Facts:
     if not isinstance(facts, dict):
         said = err.decode("utf-8", "replace").strip().splitlines()
         why = said[-1] if said else "the connection closed"
-        raise LaunchError(f"{place.host}: {why}. Try: ssh {place.host} true")
+        raise LaunchError(f"{location.host}: {why}. Try: ssh {location.host} true")
     if "error" in facts:
-        raise ConfigError(f"{place.host}: {facts['error']}.")
+        raise ConfigError(f"{location.host}: {facts['error']}.")
     return facts

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from llmx import text as human
-from llmx.status.judge import LIVE, View, words_of
+from llmx.status.view import LIVE, View, duration_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -41,7 +41,7 @@ def panel(view: View, *, blocks: str = BLOCKS) -> Group:
     mark = "●" if view.state in LIVE and blocks == BLOCKS else "*" if view.state in LIVE else " "
     head = Text.assemble((f"{mark} {view.state}".strip(), style), "  ", (view.name, "bold"))
     if view.took_s is not None:
-        head.append(f"  {words_of(view.took_s)}", style="dim")
+        head.append(f"  {duration_text(view.took_s)}", style="dim")
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -77,7 +77,7 @@ def _progress(view: View, blocks: str) -> str:
         text += f"   {full * round(20 * part)}{empty * (20 - round(20 * part))} {part:.0%}"
     if view.left_s is not None and view.step < (view.total or 0):
         done = time.strftime("%a %H:%M", time.localtime(time.time() + view.left_s))
-        text += f"   {words_of(view.left_s)} left, done {done}"
+        text += f"   {duration_text(view.left_s)} left, done {done}"
     return text
 
 
@@ -121,7 +121,7 @@ def _memory(view: View) -> str:
 def _saved(view: View) -> str:
     parts = []
     if view.saved_step is not None:
-        ago = "" if view.saved_ago_s is None else f", {words_of(view.saved_ago_s)} ago"
+        ago = "" if view.saved_ago_s is None else f", {duration_text(view.saved_ago_s)} ago"
         size = "" if not view.saved_bytes else f", {human.size(view.saved_bytes)}"
         parts.append(f"step {view.saved_step:,}{ago}{size}; {view.kept} kept")
     elif view.step and view.state != "finished":
@@ -190,8 +190,8 @@ def _short_loss(view: View) -> str:
 
 def _time(view: View) -> str:
     if view.left_s is not None:
-        return f"{words_of(view.left_s)} left"
-    return "" if view.took_s is None else words_of(view.took_s)
+        return f"{duration_text(view.left_s)} left"
+    return "" if view.took_s is None else duration_text(view.took_s)
 
 
 def plain_line(view: View) -> str:
@@ -204,7 +204,7 @@ def plain_line(view: View) -> str:
     if view.tokens_per_s is not None and view.state in LIVE:
         parts.append(f"{human.count(view.tokens_per_s)} tokens/s")
     if view.left_s is not None:
-        parts.append(f"{words_of(view.left_s)} left")
+        parts.append(f"{duration_text(view.left_s)} left")
     if view.restarts:
         parts.append(f"{view.restarts} restarts")
     text = "  ".join(parts)

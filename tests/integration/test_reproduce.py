@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llmx import snapshot
-from llmx.reproduce.command import judge
+from llmx.reproduce.command import compare_runs
 from llmx.rundir import RunDir, read_json, write_json
 from tests.command_runs import SMALL
 from tests.conftest import REPOSITORY
@@ -168,7 +168,7 @@ def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(clone: Clone, ru
     assert lines[-1]["step"] == 16
     # Up to the step it resumed from, it is still the run it was.
     former = RunDir(clone.work / "same")
-    assert judge(former, run).identical
+    assert compare_runs(former, run).identical
     code, said = clone.llmx("reproduce", str(run.root), "strict=true")
     assert code == 1, said
     assert "resumed at step 8" in said

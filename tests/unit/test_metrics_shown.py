@@ -24,8 +24,8 @@ from llmx.report.sweep_table import read_trial, to_csv, to_markdown
 from llmx.reproduce.outcome import compare
 from llmx.rundir import RunDir, write_json
 from llmx.status import observe
-from llmx.status.judge import judge
 from llmx.status.show import panel
+from llmx.status.view import interpret
 from tests import tracked_run
 
 METRICS = {
@@ -99,7 +99,7 @@ def test_status_shows_them(run: RunDir) -> None:
     from rich.console import Console as RichConsole
 
     for brief in (False, True):
-        view = judge(observe.Observer(str(run.root), brief=brief).facts())
+        view = interpret(observe.Observer(str(run.root), brief=brief).facts())
         assert dict(view.eval_metrics)["macro F1"] == "62.5 %"
         assert view.train_metrics == [("accuracy", "90 %")]
     console = RichConsole(file=io.StringIO(), width=200)

@@ -33,26 +33,26 @@ def test_identical_up_to_times_and_speeds() -> None:
     outcome = compare(lines(), other)
     assert outcome.identical
     assert (outcome.lines, outcome.last_step, outcome.weights) == (6, 40, UNKNOWN)
-    assert outcome.verdict().startswith("equal over the 6 logged lines up to step 40. The weights")
-    assert "no proof that they are equal" in outcome.verdict()
+    assert outcome.summary().startswith("equal over the 6 logged lines up to step 40. The weights")
+    assert "no proof that they are equal" in outcome.summary()
     assert not outcome.is_proven
     outcome = compare(lines(), other, hashes_then={40: "a"}, hashes_now={40: "a"})
     assert outcome.weights == EQUAL
     assert outcome.is_proven
-    assert outcome.verdict() == (
+    assert outcome.summary() == (
         "bitwise identical: 6 logged lines up to step 40, and the hash of the weights at step 40."
     )
 
 
-def test_the_verdict_says_over_how_much_of_the_first_run_it_holds() -> None:
+def test_the_summary_says_over_how_much_of_the_first_run_it_holds() -> None:
     short = [line for line in lines() if line.get("step", 0) <= 20]
     outcome = compare(lines(), short)
-    assert outcome.verdict().startswith(
+    assert outcome.summary().startswith(
         "equal over the 3 of 6 logged lines up to step 20 of 40. The weights were not compared"
     )
     weights = {10: "a"}
     outcome = compare(lines(), short, hashes_then=weights, hashes_now=weights)
-    assert outcome.verdict() == (
+    assert outcome.summary() == (
         "bitwise identical: 3 of 6 logged lines up to step 20 of 40, and the hash of the weights "
         "at step 10. Later weights were not compared."
     )
@@ -66,7 +66,7 @@ def test_one_value_that_differs_is_the_first_difference(name: str) -> None:
     assert not outcome.identical
     assert outcome.first is not None
     assert (outcome.first.step, outcome.first.name) == (20, name)
-    assert f"differs first at step 20: {name}" in outcome.verdict()
+    assert f"differs first at step 20: {name}" in outcome.summary()
 
 
 def test_the_largest_is_of_a_loss_and_said_with_its_step() -> None:
@@ -80,7 +80,7 @@ def test_the_largest_is_of_a_loss_and_said_with_its_step() -> None:
     assert (outcome.first.step, outcome.first.name) == (10, "grad_norm")
     assert (outcome.largest.step, outcome.largest.name) == (40, "loss")
     assert outcome.largest.relative == pytest.approx(1 / 3)
-    assert "Largest difference, at step 40" in outcome.verdict()
+    assert "Largest difference, at step 40" in outcome.summary()
     assert outcome.gaps == 3
 
 
@@ -97,20 +97,20 @@ def test_a_step_without_a_line_is_missing() -> None:
     outcome = compare(lines(), other)
     assert outcome.missing == (20,)
     assert not outcome.identical
-    assert "The second run logged nothing at step 20." in outcome.verdict()
+    assert "The second run logged nothing at step 20." in outcome.summary()
 
 
 def test_weights_that_differ_count_although_all_losses_agree() -> None:
     outcome = compare(lines(), lines(), hashes_then={40: "a"}, hashes_now={40: "b"})
     assert outcome.weights == DIFFER
     assert not outcome.identical
-    assert "the weights at step 40 are not" in outcome.verdict()
+    assert "the weights at step 40 are not" in outcome.summary()
 
 
 def test_nothing_in_common_is_not_identical() -> None:
     outcome = compare([], lines())
     assert not outcome.identical
-    assert "nothing to compare" in outcome.verdict()
+    assert "nothing to compare" in outcome.summary()
 
 
 def test_a_loss_that_is_no_number_is_only_equal_to_another() -> None:
@@ -119,7 +119,7 @@ def test_a_loss_that_is_no_number_is_only_equal_to_another() -> None:
     outcome = compare(lines(), nan)
     assert outcome.first is not None
     assert math.isnan(outcome.first.relative)
-    assert "no number now" in outcome.verdict()
+    assert "no number now" in outcome.summary()
     assert outcome.to_dict()["first_difference"]["relative"] is None
 
 
@@ -145,7 +145,7 @@ def said(outcome: Outcome, other: list[str], found: list[Difference]) -> str:
     return stream.getvalue()
 
 
-def test_what_breaks_equality_is_repeated_beside_the_verdict() -> None:
+def test_what_breaks_equality_is_repeated_beside_the_result() -> None:
     """The table of what differs is hours up by then."""
     weights = {40: "a"}
     outcome = compare(lines(), lines(), hashes_then=weights, hashes_now=weights)

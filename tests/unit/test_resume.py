@@ -28,9 +28,9 @@ from llmx.resume.changed import next_run, schedule_note
 from llmx.resume.choose import newest_usable, problems_of
 from llmx.resume.command import OWN, help_text, main
 from llmx.resume.command import _rewrite as rewrite
-from llmx.resume.history import history, keep_former, sent_back, set_aside
+from llmx.resume.history import archive_run, history, sent_back, set_aside
 from llmx.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
-from llmx.resume.standing import committed, standing
+from llmx.resume.run_state import committed, read_state
 from llmx.rundir import RunDir, read_json, write_json
 from tests.composing import composed
 
@@ -70,7 +70,7 @@ def checkpoint(run: RunDir, step: int, *, hosts: tuple[str, ...] = ("a",)) -> Pa
 
 def going_on(run: RunDir, *overrides: str):
     words = read_words("resume", [str(run.root), *overrides], own=OWN)
-    return next_run(run, snapshot.load(run), words, standing(run))
+    return next_run(run, snapshot.load(run), words, read_state(run))
 
 
 def test_every_key_of_the_schema_has_a_row_of_the_table() -> None:
@@ -97,11 +97,11 @@ def test_the_table(key: str, effect: str) -> None:
 
 
 def test_values_and_whole_groups_are_applied_and_reported(run) -> None:
-    goes_on = going_on(run, "zero=stage3", "launch.max_restarts=7", "tracking=wandb")
-    new = goes_on.composed
+    upcoming = going_on(run, "zero=stage3", "launch.max_restarts=7", "tracking=wandb")
+    new = upcoming.composed
     assert new.experiment.zero.stage == 3
     assert new.ds_config["zero_optimization"]["stage"] == 3
-    assert [(c.key, c.old, c.new) for c in goes_on.changes] == [
+    assert [(c.key, c.old, c.new) for c in upcoming.changes] == [
         ("zero.stage", 2, 3),
         ("launch.max_restarts", 3, 7),
         ("tracking.kinds", [], ["wandb"]),
@@ -113,8 +113,8 @@ def test_a_group_of_the_users_own_replaces_the_section(run, tmp_path) -> None:
     (tmp_path / "mine" / "hardware" / "big.yaml").write_text(
         "name: big\nkind: static\nhosts:\n  - {name: localhost, slots: 4, device: cpu}\n"
     )
-    goes_on = going_on(run, "hardware=big", "--config-dir", str(tmp_path / "mine"))
-    plan = goes_on.composed.plan
+    upcoming = going_on(run, "hardware=big", "--config-dir", str(tmp_path / "mine"))
+    plan = upcoming.composed.plan
     assert plan.world_size == 4
     assert plan.batch.global_batch == 16
     assert plan.batch.micro_batches == (4, 4, 4, 4)
@@ -184,8 +184,8 @@ def test_finished_says_so_unless_it_is_made_longer(run, capsys) -> None:
     assert main([str(run.root), "task.steps=150", "dry_run=true"]) == 0
     said = capsys.readouterr().out
     assert "task.steps  100 -> 150  (trains differently from here on)" in said
-    longer, stands = going_on(run, "task.steps=150"), standing(run)
-    note = schedule_note(longer, stands, 100)  # there never was a step 101
+    longer, state = going_on(run, "task.steps=150"), read_state(run)
+    note = schedule_note(longer, state, 100)  # there never was a step 101
     assert note.startswith("the learning rate goes from 0.000602 (step 100) to 0.00223")
     assert note.endswith("it ends at step 150 instead of 100")
     assert "it ends at step 150 instead of 100" in said
@@ -194,7 +194,7 @@ def test_finished_says_so_unless_it_is_made_longer(run, capsys) -> None:
     assert history(run) == []
 
 
-def test_where_it_goes_on_is_said_before_the_start(run, capsys) -> None:
+def test_where_it_upcoming_is_said_before_the_start(run, capsys) -> None:
     trained(run, 57, outcome="interrupted")
     checkpoint(run, 40), checkpoint(run, 50)
     assert main([str(run.root), "dry_run=true"]) == 0
@@ -276,9 +276,9 @@ def test_going_back_is_noted_for_good_and_may_be_taken_back(run) -> None:
 
 def test_what_a_run_was_before_is_kept_and_a_reproduction_says_so(run) -> None:
     trained(run, 5)
-    goes_on = going_on(run, "zero=stage3", "launch.max_restarts=9")
+    upcoming = going_on(run, "zero=stage3", "launch.max_restarts=9")
     differs = [Difference(MAY, "torch", "1", "2")]
-    kept = keep_former(run, found=goes_on.changes, differs=differs, words=["w"], step=4)
+    kept = archive_run(run, found=upcoming.changes, differs=differs, words=["w"], step=4)
     assert kept == run.root / "history" / "001"
     assert {path.name for path in kept.iterdir()} == {
         "changes.json", "config.yaml", "ds_config.json", "metrics.jsonl", "overrides.yaml",
@@ -287,11 +287,11 @@ def test_what_a_run_was_before_is_kept_and_a_reproduction_says_so(run) -> None:
     change = read_json(kept / "changes.json")
     assert change["changes"] == {"zero.stage": [2, 3], "launch.max_restarts": [3, 9]}
     record = read_json(run.provenance)
-    new = goes_on.composed
+    new = upcoming.composed
     rows = all_differences(run, new.experiment, new, then=record, now=record)
     (row,) = [row for row in rows if row.what == "resumed at step 4"]
     assert (row.severity, row.then) == (BREAKS, "other zero.stage, torch")
-    assert keep_former(run, found=[], differs=[], words=[], step=5).name == "002"
+    assert archive_run(run, found=[], differs=[], words=[], step=5).name == "002"
 
 
 def test_files_of_other_hosts_need_not_be_here(run) -> None:
@@ -302,7 +302,7 @@ def test_files_of_other_hosts_need_not_be_here(run) -> None:
     assert problems_of(run, 10) == []
     (directory / "rank-00001.safetensors").write_bytes(b"x" * 10)
     assert problems_of(run, 10) == ["rank-00002.safetensors: is missing, expected 10 bytes"]
-    assert newest_usable(run, standing(run).checkpoints).step is None
+    assert newest_usable(run, read_state(run).checkpoints).step is None
     (directory / "manifest.json").write_text("{}")
     assert "manifest.json" in problems_of(run, 10)[0]
 
@@ -334,7 +334,7 @@ def test_inputs_may_lie_elsewhere_with_the_same_content(tmp_path) -> None:
         main([*words, f"data.path={tmp_path}/none/t.jsonl"])
 
 
-def test_a_moved_run_goes_on_where_it_is(run, tmp_path, capsys) -> None:
+def test_a_moved_run_upcoming_where_it_is(run, tmp_path, capsys) -> None:
     run.root.rename(tmp_path / "elsewhere")
     assert main([str(tmp_path / "elsewhere"), "dry_run=true"]) == 0
     assert "run_dir" in capsys.readouterr().out
@@ -345,7 +345,7 @@ def test_a_planned_run_is_started_by_resume(run, capsys) -> None:
     assert "was planned and never started" in capsys.readouterr().out
     exp = snapshot.load(run)
     run.config.write_text(snapshot.dump_config(dataclasses.replace(exp, dry_run=True)))
-    rewrite(run, going_on(run), standing(run), [], origin=0, step=None, then={}, now={}, typed=[])
+    rewrite(run, going_on(run), read_state(run), [], origin=0, step=None, then={}, now={}, typed=[])
     assert snapshot.load(run) == exp
     assert "dry_run: false" in run.config.read_text()
     assert history(run) == []

@@ -17,9 +17,9 @@ from llmx.__main__ import main
 from llmx.errors import ConfigError
 from llmx.rundir import RunDir, read_json, write_json, write_text
 from llmx.status import observe, parse
-from llmx.status.judge import View, judge
-from llmx.status.remote import parse_place
+from llmx.status.remote import parse_location
 from llmx.status.show import sparkline
+from llmx.status.view import View, interpret
 from tests import tracked_run
 
 HERE = socket.gethostname()
@@ -58,7 +58,7 @@ def training(root: Path, *, steps: int = 20) -> RunDir:
 
 
 def view_of(run: RunDir) -> View:
-    return judge(observe.Observer(str(run.root)).facts())
+    return interpret(observe.Observer(str(run.root)).facts())
 
 
 def ended(**values: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def test_metrics_after_a_resume(tmp_path: Path) -> None:
     kept.append({**tracked_run.train_line(18), "loss": None, "nonfinite": True})
     write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in kept))
     ranks(run, "loading", step=0)
-    view = judge(observer.facts())
+    view = interpret(observer.facts())
     assert len(view.losses) == 9
     assert view.losses[-1] is None
     assert view.lost
@@ -247,7 +247,7 @@ def test_json_is_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     main(["status", str(run.root), "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["supervisor"]["state"] == "running"
-    assert judge(facts).step == 24
+    assert interpret(facts).step == 24
 
 
 def test_watch_follows_to_the_end(tmp_path: Path) -> None:
@@ -296,15 +296,15 @@ def test_what_cannot_be(
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_place("me@gpu:runs/a b").host == "me@gpu"
-    assert parse_place("me@gpu:runs/a b").path == "runs/a b"
-    assert parse_place("gpu:").path == "."
-    assert parse_place("/a/b:c").host == ""
+    assert parse_location("me@gpu:runs/a b").host == "me@gpu"
+    assert parse_location("me@gpu:runs/a b").path == "runs/a b"
+    assert parse_location("gpu:").path == "."
+    assert parse_location("/a/b:c").host == ""
     with pytest.raises(ConfigError, match="begin with a dash"):
-        parse_place("-oProxyCommand=x:y")
+        parse_location("-oProxyCommand=x:y")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a:b").mkdir()
-    assert parse_place("a:b").host == ""
+    assert parse_location("a:b").host == ""
 
 
 def test_sparkline() -> None:

@@ -1,4 +1,4 @@
-"""How a run stands: how far it came, how it ended, which checkpoints it has. Reads only."""
+"""The state of a run: how far it came, how it ended, which checkpoints it has. Reads only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMITTED = re.compile(r"step-(\d{8})")
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunState:
     """What the files of a run say."""
 
     started: dict[str, Any] | None
@@ -59,7 +59,7 @@ class Standing:
         return f"{word} {at}" + (f": {cause}" if cause else "")
 
 
-def standing(run: RunDir) -> Standing:
+def read_state(run: RunDir) -> RunState:
     """Read it; torn and missing files count as not there."""
     lines = read_metrics(run.metrics)
     try:
@@ -74,7 +74,7 @@ def standing(run: RunDir) -> Standing:
     for line in lines:
         if started and line.get("event") == "resumed" and line.get("total_steps"):
             started = {**started, "total_steps": line["total_steps"]}
-    return Standing(
+    return RunState(
         started=started,
         last_step=max(steps, default=0),
         finished_at=ends[-1] if ok and ends else None,

@@ -76,7 +76,7 @@ class View:
         return self.state in FINAL
 
 
-def judge(facts: Facts) -> View:
+def interpret(facts: Facts) -> View:
     """The view of one run at the moment ``facts["now"]``, by the clock of its host."""
     metrics, now = facts["metrics"], float(facts["now"])
     state, why, fix = _state(facts)
@@ -124,7 +124,7 @@ def judge(facts: Facts) -> View:
         restarts=sum(line.get("decision") == "restart" for line in attempts),
         attempts=attempts,
         hosts=[_host(host, facts, state) for host in facts["hosts"]],
-        events=[(float(e.get("time") or 0.0), event_words(e)) for e in metrics["events"]],
+        events=[(float(e.get("time") or 0.0), event_text(e)) for e in metrics["events"]],
         report=facts["report"],
     )
 
@@ -140,7 +140,7 @@ def _state(facts: Facts) -> tuple[str, str, str]:
     """State, why, fix."""
     supervisor, result = facts["supervisor"], facts["result"]
     live = (supervisor or {}).get("state") not in (None, "finished")
-    if result and (not live or not _breathes(facts)):
+    if result and (not live or not _supervisor_lives(facts)):
         outcome = result.get("outcome")
         state = {"ok": "finished", "interrupted": "interrupted"}.get(str(outcome), "failed")
         why = "" if outcome == "ok" else f"{outcome}: {result.get('cause') or 'no cause known'}"
@@ -148,16 +148,18 @@ def _state(facts: Facts) -> tuple[str, str, str]:
     resume = f"python -m llmx resume {facts['path']}"
     if supervisor is None:
         return _without_supervisor(facts, resume)
-    if not _breathes(facts):
+    if not _supervisor_lives(facts):
         ago = max(0.0, facts["now"] - float(supervisor.get("time") or 0.0))
         where = f"process {supervisor.get('pid')} on {supervisor.get('host')}"
-        gone = f"its supervisor ({where}) is gone without a result, last seen {words_of(ago)} ago"
+        gone = (
+            f"its supervisor ({where}) is gone without a result, last seen {duration_text(ago)} ago"
+        )
         return "dead", gone, resume
     state = supervisor.get("state")
     if state == "waiting":
         why = supervisor.get("why") or "waiting to restart"
         if supervisor.get("until"):
-            why += f" (in {words_of(max(0.0, supervisor['until'] - facts['now']))})"
+            why += f" (in {duration_text(max(0.0, supervisor['until'] - facts['now']))})"
         return "waiting", why, ""
     if state in ("preparing", "ending"):
         return str(state), supervisor.get("why") or "", ""
@@ -166,7 +168,7 @@ def _state(facts: Facts) -> tuple[str, str, str]:
     return _of_ranks(facts), "", ""
 
 
-def _breathes(facts: Facts) -> bool:
+def _supervisor_lives(facts: Facts) -> bool:
     """Whether the supervisor is alive: its process is there and has written lately."""
     supervisor = facts["supervisor"]
     if not supervisor or facts["supervisor_alive"] is False:
@@ -227,13 +229,13 @@ def _took(facts: Facts, state: str) -> float | None:
     if not begun:
         return None
     if state in LIVE:
-        return float(facts["now"] - begun) - _nobody_at_work(facts)
+        return float(facts["now"] - begun) - _idle_s(facts)
     ends = [(facts["result"] or {}).get("ended"), (facts["metrics"]["last"] or {}).get("time")]
     last = max((float(end) for end in ends if end), default=0.0)
-    return last - begun - _nobody_at_work(facts) if last > begun else None
+    return last - begun - _idle_s(facts) if last > begun else None
 
 
-def _nobody_at_work(facts: Facts) -> float:
+def _idle_s(facts: Facts) -> float:
     """Seconds between the end of a supervisor and the next ``resume``, as far as is known."""
     lines = [line for line in facts["attempts"] if line.get("ended")]
     begins = [float(line.get("started") or 0.0) for line in lines[1:]]
@@ -264,7 +266,7 @@ def _stuck(metrics: Facts, pace: float | None, now: float) -> str:
     newest = max([float(last.get("time") or now), *(e.get("time") or 0 for e in metrics["events"])])
     silent_s = now - newest
     if silent_s > max(STUCK_S, 5 * every * pace):
-        return f"no step was logged for {words_of(silent_s)}"
+        return f"no step was logged for {duration_text(silent_s)}"
     return ""
 
 
@@ -282,7 +284,7 @@ def _host(host: Facts, facts: Facts, state: str) -> tuple[str, str]:
             more += f": {status['error'].get('type')}"
         ago = facts["now"] - float((status or {}).get("time") or facts["now"])
         if status and state in LIVE and status.get("state") in LIVE and ago > SILENT_S:
-            more += f", silent for {words_of(ago)}"
+            more += f", silent for {duration_text(ago)}"
         groups.setdefault((words, more), []).append((rank, step))
     parts = [
         f"{_ranks([rank for rank, _ in group])} {words}{_at([step for _, step in group])}{more}"
@@ -309,7 +311,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def event_words(event: Facts) -> str:
+def event_text(event: Facts) -> str:
     """One ``event`` line of ``metrics.jsonl`` in words."""
     kind, step = str(event.get("event")), event.get("step")
     at = f" step {step:,}" if isinstance(step, int) else ""
@@ -324,7 +326,7 @@ def event_words(event: Facts) -> str:
     return f"{kind.replace('_', ' ')}{at}" + (f": {', '.join(about)}" if about else "")
 
 
-def words_of(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """A span of time: ``8 s``, ``3 min 20 s``, ``2 h 5 min``."""
     from llmx.text import duration
 
