@@ -82,7 +82,7 @@ def _help(words: list[str]) -> str:
 
 def _sweep(words: list[str]) -> int:
     from llmx.arguments import sweep_overrides
-    from llmx.catalogue import sweeps_dir
+    from llmx.config_groups import sweeps_dir
 
     names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
     if not words:
@@ -143,7 +143,7 @@ def _compose(
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from llmx.catalogue import conf_dir
+    from llmx.config_groups import conf_dir
     from llmx.defaults import register_defaults
     from llmx.explain import explain_hydra
     from llmx.job import require_success, run_command, run_job

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from llmx.catalogue import GROUPS
 from llmx.commands import HYDRA_WORDS
 from llmx.config.build import shown
+from llmx.config_groups import GROUPS
 from llmx.errors import ConfigError, did_you_mean
 
 ALIASES = {"zero_stage": "zero"}

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.arguments import ALIASES
-from llmx.catalogue import GROUPS, conf_dir, first_comment, sweeps_dir
 from llmx.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
+from llmx.config_groups import GROUPS, conf_dir, first_comment, sweeps_dir
 from llmx.errors import ConfigError, did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")

@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from llmx.catalogue import no_such_option
 from llmx.config import experiment_from_dict
 from llmx.config.keys import key_problem, shown
+from llmx.config_groups import no_such_option
 from llmx.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmx import __version__
-from llmx.catalogue import GROUPS, conf_dir, first_comment, options, sweeps_dir
 from llmx.commands import COMMANDS
+from llmx.config_groups import GROUPS, conf_dir, first_comment, options, sweeps_dir
 from llmx.topics import GROUP_LINES
 
 EXAMPLES = (

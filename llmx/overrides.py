@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from llmx.arguments import resolve_alias
-from llmx.catalogue import (
+from llmx.config.keys import key_problem, shown
+from llmx.config_groups import (
     GROUPS,
     OPTIONAL_GROUPS,
     find_option,
     no_such_option,
     option_names,
 )
-from llmx.config.keys import key_problem, shown
 from llmx.errors import ConfigError, did_you_mean
 from llmx.user_files import check_user_files
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from llmx.arguments import ALIASES
-from llmx.catalogue import (
+from llmx.commands import COMMANDS, LIGHT, Word
+from llmx.config.reference import Key, keys, sections, typed
+from llmx.config_groups import (
     GROUPS,
     OPTIONAL_GROUPS,
     conf_dir,
@@ -29,8 +31,6 @@ from llmx.catalogue import (
     options,
     sweeps_dir,
 )
-from llmx.commands import COMMANDS, LIGHT, Word
-from llmx.config.reference import Key, keys, sections, typed
 from llmx.errors import EXIT_CODES, ConfigError, did_you_mean
 from llmx.user_files import read_text
 
@@ -47,7 +47,7 @@ GROUP_LINES = {
     "batch": "global batch, micro batch, accumulation",
     "checkpoint": "when the training state is saved, what is kept",
     "launch": "how ranks are started on the hosts",
-    "tracking": "where metrics are mirrored",
+    "tracking": "where metrics are sent",
 }
 
 ENVIRONMENT = {

@@ -10,8 +10,8 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from llmx.arguments import resolve_alias, with_demo
-from llmx.catalogue import conf_dir
 from llmx.compose import Composed, compose
+from llmx.config_groups import conf_dir
 from llmx.defaults import register_defaults
 
 

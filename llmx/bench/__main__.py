@@ -106,8 +106,8 @@ def find_context(root: Path, *, tiny: bool) -> Context:
     """The GPUs of this machine as the catalogue of devices knows them, else its CPU."""
     import yaml
 
-    from llmx.catalogue import conf_dir
     from llmx.config.schema import DeviceConfig
+    from llmx.config_groups import conf_dir
     from llmx.doctor.detect import detect_gpus, match_device, visible_gpus
 
     gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))

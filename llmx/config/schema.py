@@ -555,10 +555,10 @@ class LaunchConfig:
 
 @dataclass
 class TrackingConfig:
-    """Where metrics are mirrored to. ``metrics.jsonl`` in the run directory is the truth."""
+    """Where metrics are sent. ``metrics.jsonl`` in the run directory is the truth."""
 
     kinds: list[str] = choices("wandb", "tensorboard", "csv")
-    """Trackers that mirror the metrics; empty: none."""
+    """Trackers that get the metrics; empty: none."""
     project: str = "llmx"
     """The project of Weights & Biases."""
     entity: str | None = None

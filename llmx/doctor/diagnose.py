@@ -1,6 +1,6 @@
 """From what a failed rank left behind to a typed outcome, its cause and the fix.
 
-Pure: text in, ``Diagnosis`` out. The rows are in ``llmx/doctor/catalogue.py``.
+Pure: text in, ``Diagnosis`` out. The rows are in ``llmx/doctor/known_failures.py``.
 
     python -m llmx.doctor.diagnose < RUN_DIR/logs/rank-001.log
 """
@@ -12,7 +12,7 @@ import signal as signals
 import sys
 from dataclasses import dataclass
 
-from llmx.doctor.catalogue import CATALOGUE, MEMORY_LADDER, Known
+from llmx.doctor.known_failures import KNOWN_FAILURES, MEMORY_LADDER, Known
 
 OUTCOMES = (
     "ok", "oom", "nan", "comm", "host_lost", "disk_full", "config", "data", "interrupted", "hang",
@@ -60,7 +60,7 @@ class Diagnosis:
     cause: str
     fix: str
     name: str = ""
-    """The row of the catalogue; empty where none matched."""
+    """The known failure; empty where none matched."""
     consequence: bool = False
     """Most likely follows from another rank's failure."""
 
@@ -92,7 +92,7 @@ def _agrees(row: Known, category: str) -> bool:
 
 
 def _match(text: str) -> Known | None:
-    return next((row for row in CATALOGUE if row.pattern.search(text)), None) if text else None
+    return next((row for row in KNOWN_FAILURES if row.pattern.search(text)), None) if text else None
 
 
 def _from_row(row: Known, text: str, failure: Failure) -> Diagnosis:

@@ -34,7 +34,7 @@ def start_tracker(spec: LaunchSpec) -> subprocess.Popen[bytes] | None:
     log = spec.run_dir.logs / "tracking.log"
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "llmx.tracking.mirror", str(spec.run_dir.root)],
+            [sys.executable, "-m", "llmx.tracking.process", str(spec.run_dir.root)],
             # Without the token: it lives through all attempts, and belongs to none.
             env={name: value for name, value in os.environ.items() if name != "LLMX_RUN_TOKEN"},
             stdin=subprocess.PIPE,
@@ -49,7 +49,7 @@ def finish_tracker(
     """Wait for the tracker process after ``result.json`` is written; a warning where it fails."""
     if tracker is None:
         return None
-    again = f"python -m llmx.tracking.mirror {run_dir.root} --replay"
+    again = f"python -m llmx.tracking.process {run_dir.root} --replay"
     try:
         code = tracker.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:

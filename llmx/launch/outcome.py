@@ -92,7 +92,7 @@ class Outcome:
     host: str | None = None
     traceback: str = ""
     name: str = ""
-    """The row of the catalogue of known failures (llmx/doctor); empty where none matches."""
+    """The known failure (llmx/doctor); empty where none matches."""
     step: int | None = None
     """The step at which training diverged, where the rank reported it."""
     lost_hosts: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ _REASONS = {
 _EXTERNAL = frozenset({"comm", "host_lost", "disk_full"})
 """Not caused by the run itself: may happen at the same step twice by chance."""
 _KILLED = frozenset({"killed", "kernel_oom"})
-"""Rows of the catalogue of known failures for a process that was killed from outside."""
+"""Known failures of a process that was killed from outside."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from llmx import snapshot
+from llmx.apply_overrides import RunCommand, parse_run_command
 from llmx.compose import check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
 from llmx.metrics.lines import read_metrics
@@ -19,7 +20,6 @@ from llmx.provenance.differences import (
     HARMLESS,
     not_recorded,
 )
-from llmx.recompose import Words, read_words
 from llmx.reproduce.before import all_differences, read_or_empty
 from llmx.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.reproduce.outcome import Outcome, compare
@@ -60,10 +60,10 @@ def help_text() -> str:
 
 def main(words: Sequence[str]) -> int:
     """The command line; returns the exit code."""
-    return reproduce(read_words("reproduce", words, own=OWN))
+    return reproduce(parse_run_command("reproduce", words, own=OWN))
 
 
-def reproduce(words: Words) -> int:
+def reproduce(words: RunCommand) -> int:
     """List, refuse or run, compare."""
     run = RunDir(words.run)
     exp = snapshot.load(run)
@@ -154,7 +154,9 @@ def weight_hashes(run: RunDir) -> dict[int, str]:
     return found
 
 
-def _start(run: RunDir, target: RunDir, words: Words, changed: list[Change], composed: Any) -> int:
+def _start(
+    run: RunDir, target: RunDir, words: RunCommand, changed: list[Change], composed: Any
+) -> int:
     """With today's code, or with that of then; returns the exit code of the run."""
     from llmx.launch import check_launch, supervise, write_launch_files
     from llmx.launch.record import read_resume, write_resume

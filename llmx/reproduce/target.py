@@ -7,11 +7,11 @@ import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from llmx.apply_overrides import RunCommand, apply
 from llmx.config import Experiment, to_dict
 from llmx.errors import ConfigError
 from llmx.hardware import resolve_hardware
 from llmx.plan.types import Plan
-from llmx.recompose import Words, apply
 from llmx.resume.rules import Change, changes, shown
 
 ALLOWED = (
@@ -23,7 +23,7 @@ ALLOWED = (
 
 
 def next_experiment(
-    exp: Experiment, plan: Plan, words: Words, *, target: Path, to_step: int | None
+    exp: Experiment, plan: Plan, words: RunCommand, *, target: Path, to_step: int | None
 ) -> tuple[Experiment, list[Change]]:
     """The experiment of the reproduction, and every change; ConfigError for what may not be."""
     exp = dataclasses.replace(exp, dry_run=False)

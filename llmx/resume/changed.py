@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from llmx.apply_overrides import RunCommand, apply, group_of
 from llmx.compose import Composed, plan_experiment
 from llmx.config import Experiment, to_dict
 from llmx.errors import ConfigError
 from llmx.hardware import resolve_hardware
 from llmx.plan.types import Plan
-from llmx.recompose import Words, apply, group_of
 from llmx.resume.rules import Change, changes, refuse
 from llmx.resume.run_state import RunState
 from llmx.rundir import RunDir, read_json
@@ -36,7 +36,7 @@ class Next:
         return self.total if stop is None or self.total is None else min(stop, self.total)
 
 
-def next_run(run: RunDir, exp: Experiment, words: Words, state: RunState) -> Next:
+def next_run(run: RunDir, exp: Experiment, words: RunCommand, state: RunState) -> Next:
     """Apply, judge, complete, plan; ConfigError for all that may not be."""
     for word in words.overrides:
         if group_of(word) in ("experiment", "model", "data"):

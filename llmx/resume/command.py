@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import yaml
 
 from llmx import snapshot
+from llmx.apply_overrides import RunCommand, parse_run_command
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.compose import check_paths
 from llmx.errors import ConfigError
 from llmx.provenance import record
 from llmx.provenance.differences import BREAKS, HARMLESS, MEANING, Difference, differences
 from llmx.provenance.hosts import hosts_then_and_now, of_this_machine
-from llmx.recompose import Words, read_words
 from llmx.resume.changed import Next, next_run, schedule_note
 from llmx.resume.choose import is_hashed, newest_usable, problems_of
 from llmx.resume.edited import edited_config
-from llmx.resume.history import archive_run, sent_back, set_aside
+from llmx.resume.history import archive_run, roll_back, set_aside
 from llmx.resume.rules import SAME, refuse_other_content, shown, table
 from llmx.resume.run_state import RunState, read_state
 from llmx.rundir import RunDir, read_json, write_text
@@ -43,11 +43,11 @@ def help_text() -> str:
 
 def main(words: Sequence[str]) -> int:
     """The command line; returns the exit code of the run."""
-    found = read_words("resume", words, own=OWN)
+    found = parse_run_command("resume", words, own=OWN)
     return resume(found, typed=words)
 
 
-def resume(words: Words, *, typed: Sequence[str] = ()) -> int:
+def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
     """Check everything, say it, rewrite what changes, launch."""
     from llmx.launch import check_launch, supervise, write_launch_files
 
@@ -246,7 +246,7 @@ def _rewrite(
     snapshot.write_identity(run)
     _, skipped = read_resume(run)
     number = len(read_attempts(run)) + 1
-    back = None if step is None else sent_back(run, read_rollbacks(run), step)
+    back = None if step is None else roll_back(run, read_rollbacks(run), step)
     write_resume(run, step=step, skip_steps=skipped, attempt=number, rollbacks=back)
     sys.stdout.flush()
 

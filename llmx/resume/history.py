@@ -58,20 +58,20 @@ def history(run: RunDir) -> list[Path]:
     return sorted(path for path in found if path.name.isdigit() and path.is_dir())
 
 
-def sent_back(run: RunDir, went_back: Sequence[int], step: int) -> list[int]:
-    """``went_back`` of ``resume.json`` once the run is sent back to ``step``.
+def roll_back(run: RunDir, rollbacks: Sequence[int], step: int) -> list[int]:
+    """``went_back`` of ``resume.json``, with a rollback to ``step`` added.
 
     A checkpoint that was set aside, and was brought back by hand, is no longer given up.
     """
     manifest = read_manifest(run.checkpoint(step)) if step else None
-    if isinstance(manifest, Manifest) and manifest.is_given_up(went_back):
-        went_back = [max(earlier, step) for earlier in went_back]
-    return [*went_back, step]
+    if isinstance(manifest, Manifest) and manifest.is_given_up(rollbacks):
+        rollbacks = [max(earlier, step) for earlier in rollbacks]
+    return [*rollbacks, step]
 
 
 def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:
     """Move newer checkpoints away: the run goes on from an earlier one, and must never take up
-    the old course again by itself. Moved by a rename, nothing is copied or lost."""
+    the abandoned branch again by itself. Moved by a rename, nothing is copied or lost."""
     for step in steps:
         target = directory / "checkpoints" / run.checkpoint(step).name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ PLACES = ("data.path", "data.eval_path", "model.path", "model.tokenizer")
 
 RULES = (
     Rule(("launch.*",), SAME, "how the ranks are started and watched"),
-    Rule(("tracking.*",), SAME, "where metrics are mirrored"),
+    Rule(("tracking.*",), SAME, "where metrics are sent"),
     Rule(("checkpoint.*",), SAME, "when the state is saved, what is kept"),
     Rule(("hardware.*",), ROUNDING, "any hosts and devices; the global batch stays"),
     Rule(

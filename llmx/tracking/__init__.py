@@ -1,7 +1,7 @@
 """Trackers: W&B, TensorBoard and CSV, fed from ``metrics.jsonl`` by a process of its own.
 
-``python -m llmx.tracking.mirror RUN_DIR`` mirrors a run while it trains;
-``python -m llmx.tracking.mirror RUN_DIR --replay`` builds the same again later.
+``python -m llmx.tracking.process RUN_DIR`` sends a run to them while it trains;
+``python -m llmx.tracking.process RUN_DIR --replay`` builds the same again later.
 """
 
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker

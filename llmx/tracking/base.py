@@ -1,7 +1,7 @@
 """The protocol of a tracker, and several of them side by side.
 
 ``CompositeTracker`` gives every tracker a thread: one that hangs or fails holds up neither
-the others nor the run. ``python -m llmx.tracking.mirror RUN_DIR`` runs it.
+the others nor the run. ``python -m llmx.tracking.process RUN_DIR`` runs it.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Status:
         return values
 
 
-Say = Callable[[Status], None]
+Notify = Callable[[Status], None]
 
 
 class Tracker(Protocol):
-    """Somewhere metrics are mirrored to. Every method may block or raise: see Composite."""
+    """A service or a file that gets the metrics. Every method may block or raise: see Composite."""
 
     name: str
 
@@ -89,9 +89,9 @@ class CompositeTracker:
 
     name = "composite"
 
-    def __init__(self, trackers: Sequence[Tracker], *, say: Say) -> None:
-        self._lanes = [_Lane(tracker, say) for tracker in trackers]
-        self._say = say
+    def __init__(self, trackers: Sequence[Tracker], *, notify: Notify) -> None:
+        self._lanes = [_Lane(tracker, notify) for tracker in trackers]
+        self._notify = notify
         self._timeout_s = RunMeta.finish_timeout_s
         self._run_dir = Path()
 
@@ -125,7 +125,7 @@ class CompositeTracker:
             lane.put("finish", result)
         for lane in self._lanes:
             if not lane.join(max(0.0, deadline - time.monotonic())):
-                self._say(
+                self._notify(
                     Status(
                         lane.tracker.name,
                         "failed",
@@ -139,9 +139,9 @@ class CompositeTracker:
 class _Lane:
     """One tracker, its thread and what it has yet to do."""
 
-    def __init__(self, tracker: Tracker, say: Say) -> None:
+    def __init__(self, tracker: Tracker, notify: Notify) -> None:
         self.tracker = tracker
-        self._say = say
+        self._notify = notify
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._run_dir = Path()
         self._thread = threading.Thread(
@@ -165,7 +165,7 @@ class _Lane:
                 getattr(self.tracker, method)(*args)
             except Exception as error:  # a tracker is foreign code: say it once and stop
                 reason = str(error).strip().splitlines() or [type(error).__name__]
-                self._say(
+                self._notify(
                     Status(
                         self.tracker.name,
                         "failed",
@@ -181,4 +181,4 @@ class _Lane:
 
 def replay_command(run_dir: Path) -> str:
     """The command that builds every tracker's data again."""
-    return f"python -m llmx.tracking.mirror {run_dir} --replay"
+    return f"python -m llmx.tracking.process {run_dir} --replay"

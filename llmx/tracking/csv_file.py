@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmx.metrics.lines import Record, scalars, step_of
-from llmx.tracking.base import RunMeta, Say, Status
+from llmx.tracking.base import Notify, RunMeta, Status
 
 FIRST_COLUMNS = ("step", "kind", "time")
 
@@ -20,8 +20,8 @@ class CsvTracker:
 
     name = "csv"
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
         self._columns: list[str] = list(FIRST_COLUMNS)
         self._stream: TextIO | None = None
         self._path = Path()
@@ -37,7 +37,7 @@ class CsvTracker:
         self._stream = self._path.open("w", encoding="utf-8", newline="")
         csv.writer(self._stream).writerow(self._columns)
         self._stream.flush()
-        self._say(Status(self.name, "writing", str(self._path), where=str(self._path)))
+        self._notify(Status(self.name, "writing", str(self._path), where=str(self._path)))
 
     def log(self, record: Record) -> None:
         values = scalars(record)
@@ -79,4 +79,4 @@ class CsvTracker:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        self._say(Status(self.name, "finished", str(self._path), where=str(self._path)))
+        self._notify(Status(self.name, "finished", str(self._path), where=str(self._path)))

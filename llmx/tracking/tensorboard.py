@@ -12,7 +12,7 @@ from typing import Any
 
 from llmx.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.metrics.summary import Summary
-from llmx.tracking.base import RunMeta, Say, Status
+from llmx.tracking.base import Notify, RunMeta, Status
 
 
 class TensorBoardTracker:
@@ -20,8 +20,8 @@ class TensorBoardTracker:
 
     name = "tensorboard"
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
         self._writer: Any = None
         self._summary = Summary()
         self._directory = Path()
@@ -36,7 +36,7 @@ class TensorBoardTracker:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._directory = meta.run_dir / "tensorboard"
-        # Event files only ever grow: what an earlier mirror of this run left would show
+        # Event files only ever grow: what an earlier tracker process of this run left would show
         # every point twice.
         for stale in self._directory.glob("events.out.tfevents.*"):
             stale.unlink()
@@ -49,7 +49,7 @@ class TensorBoardTracker:
             text = json.dumps(values, indent=2, ensure_ascii=False)
             self._text(name, "\n".join("    " + line for line in text.splitlines()))
         self._writer.flush()
-        self._say(
+        self._notify(
             Status(
                 self.name,
                 "writing",
@@ -81,7 +81,7 @@ class TensorBoardTracker:
         self._text("result", f"| what | value |\n|---|---|\n{rows}")
         self._writer.flush()
         self._writer.close()
-        self._say(
+        self._notify(
             Status(
                 self.name,
                 "finished",

@@ -1,8 +1,8 @@
 """One W&B run for one run of llmx and all its restarts, online where that works, else offline.
 
 A restart repeats some steps, and W&B takes no step twice: what it has is kept, the repeated
-lines are passed over. A mirror that begins again online goes on behind the last step that the
-server has; offline it writes the whole run anew.
+lines are passed over. A tracker process that starts again online continues behind the last step
+that the server has; offline it writes the whole run anew.
 
 The config is whole at ``init`` (a later ``config.update`` of a nested key would leave a
 partial record). The offline file is complete whatever the server does: it is written by
@@ -17,7 +17,7 @@ from typing import Any
 
 from llmx.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.metrics.summary import Summary
-from llmx.tracking.base import RunMeta, Say, Status, replay_command
+from llmx.tracking.base import Notify, RunMeta, Status, replay_command
 from llmx.tracking.reach import why_offline
 
 LONGEST_TEXT = 16_384
@@ -25,12 +25,12 @@ LONGEST_TEXT = 16_384
 
 
 class WandbTracker:
-    """Mirrors into ``RUN_DIR/wandb`` and, where there is a way out, to the server."""
+    """Writes into ``RUN_DIR/wandb`` and, where there is a way out, to the server."""
 
     name = "wandb"
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
         self._run: Any = None
         self._summary = Summary()
         self._last_step = 0
@@ -66,7 +66,7 @@ class WandbTracker:
                 set_aside_earlier(meta)
         if why:
             self._open("offline", whole, meta)
-        self._tell(why)
+        self._notify_mode(why)
 
     def _open(self, mode: str, config: dict[str, Any], meta: RunMeta) -> None:
         import wandb
@@ -131,23 +131,25 @@ class WandbTracker:
             self._run.finish(exit_code=0 if outcome == "ok" else 1)
         except TimeoutError:
             self._online = False
-            self._tell("the server did not take everything before the time was up")
+            self._notify_mode("the server did not take everything before the time was up")
             return
         if self._online:
-            self._say(Status(self.name, "finished", str(self._run.url), where=str(self._run.url)))
+            self._notify(
+                Status(self.name, "finished", str(self._run.url), where=str(self._run.url))
+            )
 
-    def _tell(self, why: str) -> None:
+    def _notify_mode(self, why: str) -> None:
         if not why:
             url = str(self._run.url)
-            self._say(Status(self.name, "online", url, where=url))
+            self._notify(Status(self.name, "online", url, where=url))
             return
         directory = Path(self._run.dir).parent
         if self._run.resumed:
             # Uploading this directory would put the last part in the place of the whole.
             again = replay_command(self._run_dir)
-            self._say(Status(self.name, "offline", why, fix=again, where=str(directory)))
+            self._notify(Status(self.name, "offline", why, fix=again, where=str(directory)))
             return
-        self._say(
+        self._notify(
             Status(
                 self.name,
                 "offline",
@@ -160,7 +162,7 @@ class WandbTracker:
 
 
 def set_aside_earlier(meta: RunMeta) -> None:
-    """Move what an earlier or failed mirror of this run left out of the way of ``wandb sync``.
+    """Move what an earlier or failed tracker process left out of the way of ``wandb sync``.
 
     Two directories of one run id would be uploaded as one run, the partial over the whole.
     """

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llmx.arguments import OPTIONS
-from llmx.catalogue import GROUPS, option_names
 from llmx.config import known_keys
 from llmx.config.model_rules import FLAGS, FLOATS, KEYS, SIZES
+from llmx.config_groups import GROUPS, option_names
 
 NASTY = (
     "", " ", "null", "true", "no", "-1", "0", "1", "2", "3", "64", "0.5", "-0.0", "1e40", "-1e40", "1e-40", "1e400",

@@ -25,9 +25,9 @@ from pathlib import Path
 from unittest import mock
 
 from llmx.__main__ import main
-from llmx.catalogue import GROUPS
 from llmx.commands import COMMANDS
 from llmx.config import known_keys
+from llmx.config_groups import GROUPS
 from tests.fuzz.cases import Case
 
 MAX_CPU_S = 2.0

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from llmx.__main__ import main
-from llmx.catalogue import GROUPS, options
 from llmx.commands import COMMANDS
 from llmx.completion import SHELLS, candidates, split_line
 from llmx.config.reference import keys
+from llmx.config_groups import GROUPS, options
 from llmx.errors import ConfigError
 
 BREAKS = " \t\n\"'@><=;|&(:"

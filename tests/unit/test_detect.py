@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from llmx.catalogue import conf_dir
 from llmx.config import DeviceConfig, HardwareConfig
 from llmx.config.hardware_rules import native_precisions
+from llmx.config_groups import conf_dir
 from llmx.doctor import detect
 from llmx.errors import ConfigError
 

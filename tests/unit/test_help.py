@@ -12,10 +12,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
-from llmx.catalogue import GROUPS, first_comment, options
 from llmx.commands import COMMANDS, HEAVY
 from llmx.config import experiment_from_dict, known_keys
 from llmx.config.reference import PATHS, Key, keys, sections
+from llmx.config_groups import GROUPS, first_comment, options
 from llmx.errors import ConfigError
 from llmx.help import EXAMPLES, help_text
 from llmx.topics import ENVIRONMENT, markdown, shell_word, topic

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llmx import snapshot
+from llmx.apply_overrides import apply, parse_run_command
 from llmx.checkpoint.manifest import (
     CheckpointError,
     digest_bytes,
@@ -22,13 +23,12 @@ from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.record import read_rollbacks, supervisor_lock, write_resume
 from llmx.provenance.differences import BREAKS, MAY, Difference
-from llmx.recompose import apply, read_words
 from llmx.reproduce.before import all_differences
 from llmx.resume.changed import next_run, schedule_note
 from llmx.resume.choose import newest_usable, problems_of
 from llmx.resume.command import OWN, help_text, main
 from llmx.resume.command import _rewrite as rewrite
-from llmx.resume.history import archive_run, history, sent_back, set_aside
+from llmx.resume.history import archive_run, history, roll_back, set_aside
 from llmx.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
 from llmx.resume.run_state import committed, read_state
 from llmx.rundir import RunDir, read_json, write_json
@@ -69,7 +69,7 @@ def checkpoint(run: RunDir, step: int, *, hosts: tuple[str, ...] = ("a",)) -> Pa
 
 
 def going_on(run: RunDir, *overrides: str):
-    words = read_words("resume", [str(run.root), *overrides], own=OWN)
+    words = parse_run_command("resume", [str(run.root), *overrides], own=OWN)
     return next_run(run, snapshot.load(run), words, read_state(run))
 
 
@@ -260,14 +260,14 @@ def test_newer_checkpoints_are_set_aside_and_the_pointer_follows(run, tmp_path) 
 def test_going_back_is_noted_for_good_and_may_be_taken_back(run) -> None:
     for step in (10, 20, 30):
         checkpoint(run, step)
-    back = sent_back(run, [], 20)
-    assert (back, sent_back(run, back, 0)) == ([20], [20, 0])
+    back = roll_back(run, [], 20)
+    assert (back, roll_back(run, back, 0)) == ([20], [20, 0])
     write_resume(run, step=20, skip_steps=[], attempt=2, rollbacks=back)
     write_resume(run, step=None, skip_steps=[25], attempt=3)  # the supervisor, later on
     assert read_rollbacks(run) == [20]
     assert read_json(run.resume)["step"] is None
     # 30 was set aside and is asked for again, by name.
-    again = sent_back(run, back, 30)
+    again = roll_back(run, back, 30)
     assert again == [30, 30]
     known = read_manifest(run.checkpoint(30))
     assert known.is_given_up(back)

@@ -14,7 +14,7 @@ from llmx.metrics.lines import MetricsTail, scalars
 from llmx.rundir import write_text
 from llmx.tracking import CompositeTracker, RunMeta, Status
 from llmx.tracking.csv_file import CsvTracker
-from llmx.tracking.mirror import run_id
+from llmx.tracking.process import run_id
 from llmx.tracking.tensorboard import TensorBoardTracker
 from llmx.tracking.wandb_run import LONGEST_TEXT, _shortened
 from tests import tracked_run
@@ -155,7 +155,7 @@ class Failing(Kept):
 def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> None:
     said: list[Status] = []
     hanging, failing, kept = Hanging(), Failing(), Kept()
-    composite = CompositeTracker([hanging, failing, kept], say=said.append)
+    composite = CompositeTracker([hanging, failing, kept], notify=said.append)
     records = tracked_run.lines()
     composite.start({}, {}, {}, RunMeta("id", "name", tmp_path, finish_timeout_s=0.3))
     for record in records:
@@ -171,7 +171,7 @@ def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> Non
     assert "not finished within 0.3 s" in by_name["hanging"].message
     assert "RuntimeError: quota exceeded (while it should log)" in by_name["failing"].message
     for status in said:
-        assert status.fix == f"python -m llmx.tracking.mirror {tmp_path} --replay"
+        assert status.fix == f"python -m llmx.tracking.process {tmp_path} --replay"
 
 
 def test_run_ids_are_what_wandb_allows() -> None:

@@ -1,6 +1,6 @@
 """The mirror as the supervisor runs it: a process, a pipe, a run directory being written.
 
-pytest tests/integration/test_tracking_mirror.py
+pytest tests/integration/test_tracking_process.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Mirror:
     def __init__(self, run: RunDir, *, env: dict[str, str], args: tuple[str, ...] = ()) -> None:
         self.run = run
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "llmx.tracking.mirror", str(run.root), *args],
+            [sys.executable, "-m", "llmx.tracking.process", str(run.root), *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -399,7 +399,7 @@ def test_a_tracker_that_cannot_write_stops_nobody(
     assert one.process.returncode == 1
     (line,) = [text for text in out.splitlines() if text.startswith("csv")]
     assert "IsADirectoryError" in line
-    assert line.endswith(f"python -m llmx.tracking.mirror {run.root} --replay")
+    assert line.endswith(f"python -m llmx.tracking.process {run.root} --replay")
     assert tracker_state(run, "tensorboard") == "finished"
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from llmx.arguments import resolve_alias
-from llmx.catalogue import GROUPS, conf_dir
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import shown
+from llmx.config_groups import GROUPS, conf_dir
 from llmx.errors import ConfigError
 from llmx.explain import explain_hydra
 from llmx.overrides import check_overrides
@@ -25,7 +25,7 @@ _SNAPSHOT = "llmx_snapshot"
 
 
 @dataclass(frozen=True)
-class Words:
+class RunCommand:
     """The command line of ``resume`` or ``reproduce``, sorted."""
 
     run: Path
@@ -51,7 +51,7 @@ class Words:
         return int(text)
 
 
-def read_words(command: str, words: Sequence[str], *, own: Sequence[str]) -> Words:
+def parse_run_command(command: str, words: Sequence[str], *, own: Sequence[str]) -> RunCommand:
     """Sort the words of a command that takes one run directory and overrides."""
     runs: list[str] = []
     mine: dict[str, str] = {}
@@ -83,7 +83,7 @@ def read_words(command: str, words: Sequence[str], *, own: Sequence[str]) -> Wor
     for directory in config_dirs:
         if not Path(directory).expanduser().is_dir():
             raise ConfigError(f"--config-dir {directory}: no such directory.")
-    return Words(Path(runs[0]).expanduser(), mine, tuple(overrides), tuple(config_dirs))
+    return RunCommand(Path(runs[0]).expanduser(), mine, tuple(overrides), tuple(config_dirs))
 
 
 def group_of(override: str) -> str | None:

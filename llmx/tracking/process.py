@@ -1,10 +1,10 @@
-"""Mirror a run's ``metrics.jsonl`` to its trackers, in a process of its own.
+"""The tracker process: sends a run's ``metrics.jsonl`` to its trackers.
 
-    python -m llmx.tracking.mirror RUN_DIR            started by the supervisor
-    python -m llmx.tracking.mirror RUN_DIR --replay   builds everything again, by hand
+    python -m llmx.tracking.process RUN_DIR            started by the supervisor
+    python -m llmx.tracking.process RUN_DIR --replay   builds everything again, by hand
 
 The supervisor holds this process's standard input open: end of file means that the
-supervisor died. The mirror ends by itself when ``result.json`` of this run is there, within
+supervisor died. It ends by itself when ``result.json`` of this run is there, within
 ``tracking.finish_timeout_s``; a restart of the ranks does not end it. It writes ``tracking.json``
 (what every tracker is doing) and ``logs/tracking.log``; stdout gets one line a tracker. Nothing
 here can slow training.
@@ -38,14 +38,14 @@ TRACKING_JSON = "tracking.json"
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 1 where a tracker failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m llmx.tracking.mirror",
-        description="Mirror RUN_DIR/metrics.jsonl to W&B, TensorBoard and CSV.",
+        prog="python -m llmx.tracking.process",
+        description="Send RUN_DIR/metrics.jsonl to W&B, TensorBoard and CSV.",
     )
     parser.add_argument("run_dir", type=Path, help="a run directory of llmx")
     parser.add_argument(
         "--replay",
         action="store_true",
-        help="mirror what is there from its first line and end (after a killed run)",
+        help="send what is there from its first line and end (after a killed run)",
     )
     options = parser.parse_args(argv)
     run = RunDir(options.run_dir)
@@ -61,32 +61,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def follow(run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifeline: TextIO) -> int:
-    """Mirror until ``result.json`` is there or ``lifeline`` ends."""
+    """Send lines until ``result.json`` is there or ``lifeline`` ends."""
     started = time.time()
     token = run_token(run)
-    board = StatusBoard(run)
-    composite = _start(run, experiment, config, board=board)
+    statuses = TrackerStatuses(run)
+    composite = _start(run, experiment, config, statuses=statuses)
     tail = MetricsTail(run.metrics)
     result = None
     alive = True
     while alive and result is None:
         alive = not _ended(lifeline, timeout_s=POLL_S)
         result = fresh_result(run, token=token, started=started)
-        _pass_on(tail, composite)
+        _forward(tail, composite)
     composite.finish(result)
-    return board.exit_code
+    return statuses.exit_code
 
 
 def replay(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> int:
-    """Mirror the lines that are there, from the first one, and end."""
-    board = StatusBoard(run)
-    composite = _start(run, experiment, config, board=board)
-    _pass_on(MetricsTail(run.metrics), composite)
+    """Send the lines that are there, from the first one, and end."""
+    statuses = TrackerStatuses(run)
+    composite = _start(run, experiment, config, statuses=statuses)
+    _forward(MetricsTail(run.metrics), composite)
     composite.finish(_read_or(run.result, None))
-    return board.exit_code
+    return statuses.exit_code
 
 
-def _pass_on(tail: MetricsTail, composite: CompositeTracker) -> None:
+def _forward(tail: MetricsTail, composite: CompositeTracker) -> None:
     """Hand on what is new, and first what a restart took back."""
     records = tail.read()
     if tail.cut_to is not None:
@@ -95,8 +95,8 @@ def _pass_on(tail: MetricsTail, composite: CompositeTracker) -> None:
         composite.log(record)
 
 
-class StatusBoard:
-    """Hears what the trackers say: ``tracking.json``, ``logs/tracking.log``, one line out."""
+class TrackerStatuses:
+    """Hears what the trackers notify: ``tracking.json``, ``logs/tracking.log``, one line out."""
 
     def __init__(self, run: RunDir) -> None:
         self.exit_code = 0
@@ -128,22 +128,22 @@ class StatusBoard:
             stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-def make_trackers(kinds: list[str], *, say: StatusBoard) -> list[Tracker]:
+def make_trackers(kinds: list[str], *, notify: TrackerStatuses) -> list[Tracker]:
     """One tracker for each of ``tracking.kinds``; the imports are theirs, and late."""
     trackers: list[Tracker] = []
     for kind in dict.fromkeys(kinds):
         if kind == "wandb":
             from llmx.tracking.wandb_run import WandbTracker
 
-            trackers.append(WandbTracker(say))
+            trackers.append(WandbTracker(notify))
         elif kind == "tensorboard":
             from llmx.tracking.tensorboard import TensorBoardTracker
 
-            trackers.append(TensorBoardTracker(say))
+            trackers.append(TensorBoardTracker(notify))
         elif kind == "csv":
             from llmx.tracking.csv_file import CsvTracker
 
-            trackers.append(CsvTracker(say))
+            trackers.append(CsvTracker(notify))
         else:
             raise ConfigError(
                 f"tracking.kinds: {kind!r} is none of wandb, tensorboard, csv; "
@@ -153,9 +153,11 @@ def make_trackers(kinds: list[str], *, say: StatusBoard) -> list[Tracker]:
 
 
 def _start(
-    run: RunDir, experiment: Experiment, config: dict[str, Any], *, board: StatusBoard
+    run: RunDir, experiment: Experiment, config: dict[str, Any], *, statuses: TrackerStatuses
 ) -> CompositeTracker:
-    composite = CompositeTracker(make_trackers(experiment.tracking.kinds, say=board), say=board)
+    composite = CompositeTracker(
+        make_trackers(experiment.tracking.kinds, notify=statuses), notify=statuses
+    )
     composite.start(
         {**config, "plan": _read_or(run.plan, {})},
         _read_or(run.ds_config, {}),

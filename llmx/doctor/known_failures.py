@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Known:
-    """One row of the catalogue."""
+    """One known failure."""
 
     name: str
     outcome: str
@@ -37,7 +37,7 @@ MEMORY_LADDER = (
     "shows the predicted memory"
 )
 
-CATALOGUE: tuple[Known, ...] = (
+KNOWN_FAILURES: tuple[Known, ...] = (
     # Memory and disk.
     _known(
         "cuda_oom",
