@@ -54,9 +54,10 @@ class Routing:
         self.auxiliary_sum = self.load = None
 
     @contextmanager
-    def watch(self, segment_ids: torch.Tensor) -> Iterator[None]:
-        """Inside, one forward of the lines that ``segment_ids`` [B, T] describe (0 is padding)."""
-        if not self.routers:
+    def watch(self, segment_ids: torch.Tensor, *, active: bool = True) -> Iterator[None]:
+        """Inside, one forward of the lines that ``segment_ids`` [B, T] describe (0 is padding).
+        Nothing is recorded unless ``active``."""
+        if not (self.routers and active):
             yield
             return
         self._active, self._logits, self._chosen = True, [], []

@@ -21,6 +21,7 @@ from llmx.models.experts import accept_masks
 from llmx.models.generation_config import keep_generation_config
 from llmx.models.initialise import initialise
 from llmx.models.load import load_weights
+from llmx.models.model import CAUSAL_LM, CLASSIFICATION, give_pooled_forward
 from llmx.models.recompute import compile_blocks, recompute
 from llmx.models.varlen import name_of_attention
 
@@ -37,9 +38,14 @@ def true_vocab(tokenizer: Any) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def model_config(exp: Experiment, *, tokenizer: Any) -> Any:
-    """The Hugging Face config of the run's model, vocabulary padded when from scratch."""
+def model_config(exp: Experiment, *, tokenizer: Any, num_labels: int = 0) -> Any:
+    """The Hugging Face config of the run's model, vocabulary padded when from scratch.
+
+    ``num_labels``: of a classification head; 0 for none.
+    """
     config = plain_config(exp)
+    if num_labels:
+        config.num_labels = num_labels
     if exp.model.init == "scratch":
         size = true_vocab(tokenizer)
         config.vocab_size = padded_vocab(size, multiple_of=exp.model.pad_vocab_to_multiple_of)
@@ -97,8 +103,9 @@ def build_model(
     device: torch.device,
     implementation: str,
     ds_config: dict[str, Any],
+    head: str = CAUSAL_LM,
 ) -> nn.Module:
-    """A causal LM with its weights in place, in the training dtype.
+    """A network with its weights in place, in the training dtype; by default a causal LM.
 
     Weights from scratch depend on ``exp.seed`` and the parameter's module alone: the same for
     every ZeRO stage and number of ranks. Needs ``torch.distributed`` under ZeRO-3.
@@ -106,8 +113,10 @@ def build_model(
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
     with _empty_model(stage=stage, device=device, ds_config=ds_config):
-        model = _construct(exp, config, dtype=dtype, implementation=implementation)
+        model = _construct(exp, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
+    if head == CLASSIFICATION:
+        _prepare_classifier(model)
     accept_masks(model)
     if exp.model.init == "scratch":
         initialise(model, seed=exp.seed)
@@ -121,11 +130,14 @@ def build_model(
     return model
 
 
-def _construct(exp: Experiment, config: Any, *, dtype: torch.dtype, implementation: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def _construct(
+    exp: Experiment, config: Any, *, dtype: torch.dtype, implementation: str, head: str
+) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    classes = {CAUSAL_LM: AutoModelForCausalLM, CLASSIFICATION: AutoModelForSequenceClassification}
     try:
-        return AutoModelForCausalLM.from_config(
+        return classes[head].from_config(
             config,
             dtype=dtype,
             attn_implementation=implementation,
@@ -137,7 +149,28 @@ def _construct(exp: Experiment, config: Any, *, dtype: torch.dtype, implementati
                 f"model.attention={name_of_attention(implementation)} does not work with "
                 f"{type(config).__name__}: {error} Set model.attention=eager."
             ) from error
+        if head != CAUSAL_LM and "Unrecognized configuration" in str(error):
+            raise ConfigError(
+                f"transformers has no {head} network for {type(config).__name__}. "
+                "Choose another architecture."
+            ) from error
         raise
+
+
+def _prepare_classifier(model: Any) -> None:
+    """Its head is new where the weights come from a language model, whose own head is left out."""
+    try:
+        give_pooled_forward(model)
+    except TypeError as error:
+        raise ConfigError(f"{error}. Choose another architecture.") from error
+    model._keys_to_ignore_on_load_missing = [
+        *(model._keys_to_ignore_on_load_missing or ()),
+        r"^score\.",
+    ]
+    model._keys_to_ignore_on_load_unexpected = [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        r"^lm_head\.",
+    ]
 
 
 @contextlib.contextmanager

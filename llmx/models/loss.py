@@ -68,6 +68,41 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return result, None, None
 
 
+class _TargetLogProbabilities(torch.autograd.Function):
+    """``log softmax(logits)[target]`` of every row in fp32, chunk by chunk in both directions, as
+    ``_SummedCrossEntropy``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
+    ) -> torch.Tensor:
+        rows = _rows_at_a_time(logits)
+        log_normaliser = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
+        found = torch.empty_like(log_normaliser)
+        for start in range(0, len(targets), rows):
+            here = slice(start, start + rows)
+            part = logits[here, :vocab_size].float()
+            log_normaliser[here] = part.logsumexp(dim=-1)
+            found[here] = part.gather(1, targets[here, None]).squeeze(1) - log_normaliser[here]
+        ctx.save_for_backward(logits, targets, log_normaliser)
+        ctx.vocab_size = vocab_size
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, targets, log_normaliser = ctx.saved_tensors
+        rows = _rows_at_a_time(logits)
+        result = torch.empty_like(logits)
+        result[:, ctx.vocab_size :] = 0
+        for start in range(0, len(targets), rows):
+            here = slice(start, start + rows)
+            part = logits[here, : ctx.vocab_size].float()
+            part.sub_(log_normaliser[here, None]).exp_().neg_()
+            part.scatter_add_(1, targets[here, None], part.new_ones((len(part), 1)))
+            result[here, : ctx.vocab_size] = part.mul_(gradients[0][here, None])
+        return result, None, None
+
+
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     """The output head and the summed cross entropy in one: no logits outlive their chunk.
 
@@ -192,6 +227,36 @@ def summed_cross_entropy(
             probability and gets no gradient, so that the model is the same without it.
     """
     return _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
+
+
+def target_log_probabilities(
+    engine: nn.Module,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """fp32 [n]: log-probability of each target token, in the order of ``labels``; with a graph.
+
+    Arguments as of ``micro_batch_loss``. Without a target it still runs forward, and what comes
+    back is empty but has the graph, so that the collectives of ZeRO match on every rank.
+    """
+    device = inputs["input_ids"].device
+    rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
+    targets = to_device(labels[rows, columns], device)
+    empty = rows.numel() == 0
+    if empty:
+        rows, columns = labels.new_zeros(1), labels.new_zeros(1)
+    rows, columns = to_device(rows, device), to_device(columns, device)
+    model = getattr(engine, "module", engine)
+    with head_at(model, rows, columns):
+        logits = engine(**inputs, **without_cache(model)).logits[0]
+    if empty:
+        return logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
+    found: torch.Tensor = _TargetLogProbabilities.apply(
+        logits, targets, vocab_size or logits.shape[-1]
+    )
+    return found
 
 
 @contextmanager

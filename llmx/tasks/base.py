@@ -1,17 +1,64 @@
-"""What a task is: its samples (through ``llmx.data``) and what it measures besides the loss."""
+"""What a task is: the models it needs, its loss, and what it measures (docs/adr/0008).
+
+A task is one subclass in a file of its own. Nothing in the house names it: the loop, checkpoints,
+the console and the report drive and show whatever it declares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmx.config import Experiment
-from llmx.data import EvalPrompt
+from llmx.data import IGNORE, EvalPrompt
 from llmx.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmx.models.model import Batch, Model, Models, ModelSpec
+
+Normaliser = Literal["tokens", "examples", "batch"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of one micro batch. A step's gradient is that of ``sum`` over the step divided by ``weight``
+    over the step, whatever the split over ranks, micro batches and packing."""
+
+    sum: torch.Tensor
+    """fp32 scalar with a graph."""
+    weight: float
+    """What the sum is divided by, on this micro batch: its target tokens, its examples, ..."""
+    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, float]] = field(default_factory=dict)
+    """Sums (scalars without a graph) that have ``weight``, or (sum, weight). The same names for
+    every micro batch, also an empty one."""
+
+
+@dataclass
+class Mean:
+    """Sum and weight of a number, added up over micro batches and ranks."""
+
+    sum: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        self.sum += value
+        self.weight += weight
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 where nothing was added."""
+        return self.sum / self.weight if self.weight else 0.0
 
 
 class Task:
-    """Base of the tasks; a kind is one subclass in a file of its own."""
+    """Base of the tasks: what most of them keep."""
+
+    normaliser: ClassVar[Normaliser] = "tokens"
+    """Where the weight of a step is known from: the target tokens or the examples of the data's
+    index, or ``weight`` of its micro batches (one reduction a step)."""
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         self.exp = exp
@@ -21,6 +68,34 @@ class Task:
     def metrics(self) -> Mapping[str, Metric]:
         """Name -> what is measured besides the loss; every value that is written is declared."""
         return {}
+
+    def models(self) -> dict[str, ModelSpec]:
+        """The models it needs, by name; the first trained one is exported. All are of the
+        ``model`` group. By default one causal language model, which is trained."""
+        from llmx.models.model import ModelSpec
+
+        return {"policy": ModelSpec()}
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """The loss of a micro batch. Called on every rank equally often, also for micro batches
+        without a sequence, which have sum 0 and weight 0 and still run the same forwards."""
+        raise NotImplementedError(f"{type(self).__name__}.loss")
+
+    def weight(self, batch: Batch) -> float:
+        """For ``normaliser = "batch"``: what a micro batch weighs, known before any forward."""
+        raise NotImplementedError(f"{type(self).__name__}.weight")
+
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
+        """What is measured on the held-out samples of this rank, by name; ``loss`` is among it.
+        Added up over ranks afterwards. Gradients are off, as dropout is."""
+        found = {"loss": Mean()}
+        for batch in batches:
+            loss = self.loss(models, batch)
+            found["loss"].add(float(loss.sum), loss.weight)
+            for name, value in loss.metrics.items():
+                total, weight = value if isinstance(value, tuple) else (value, loss.weight)
+                found.setdefault(name, Mean()).add(float(total), float(weight))
+        return found
 
     def eval_prompts(self) -> list[EvalPrompt]:
         """Prompts to complete before and after training; none by default."""
@@ -33,6 +108,14 @@ class Task:
     def decode(self, tokens: list[int]) -> str:
         """The completion for a reader."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def next_token_loss(model: Model, batch: Batch) -> Loss:
+    """Cross entropy of the target tokens, each times its weight where the batch has weights."""
+    weights = batch.get("weights")
+    targets = batch["labels"] != IGNORE
+    weight = float(targets.sum()) if weights is None else float(weights[targets].double().sum())
+    return Loss(model.cross_entropy(batch), weight)
 
 
 def exact_match(expected: Sequence[str], completions: Sequence[str]) -> float | None:

@@ -6,12 +6,15 @@ An eval prompt is a held-out conversation up to its last completion, rendered as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmx.config import Experiment
 from llmx.data import EvalPrompt, held_out_prompts
 from llmx.metrics import Metric
-from llmx.tasks.base import Task, exact_match
+from llmx.tasks.base import Loss, Task, exact_match, next_token_loss
+
+if TYPE_CHECKING:
+    from llmx.models.model import Batch, Models
 
 
 class Sft(Task):
@@ -27,6 +30,10 @@ class Sft(Task):
         if not self.exp.task.eval_generate:
             return {}
         return {"exact_match": Metric("exact match", "percent", higher_is_better=True)}
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Cross entropy of the completions."""
+        return next_token_loss(models.main, batch)
 
     def eval_prompts(self) -> list[EvalPrompt]:
         """Of the first ``task.eval_generate`` held-out conversations; read once, then kept."""

@@ -43,8 +43,11 @@ class Step:
 
     step: int
     micro_batches: tuple[dict[str, torch.Tensor], ...]
+    weight: float
+    """What the loss of the whole step is divided by, over all ranks: known everywhere without
+    asking, but for a task that weighs micro batches (0 then)."""
     target_tokens: int
-    """Of the whole step, over all ranks: known everywhere without asking."""
+    """Of the whole step, over all ranks."""
     tokens: int
     """Non-padding tokens of the whole step."""
     square_tokens: int
@@ -60,9 +63,11 @@ def make_step(
     seed: int,
     layout: Layout,
     stop: int | None = None,
+    normaliser: str = "tokens",
 ) -> Step:
     """The micro batches of ``rank`` at ``step``. Pure but for reading the store. ``stop``: the
-    end of the samples, where the last step has fewer; a micro batch may then be empty."""
+    end of the samples, where the last step has fewer; a micro batch may then be empty.
+    ``normaliser``: what the step weighs (``Task.normaliser``)."""
     samples = samples_of_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
@@ -85,10 +90,13 @@ def make_step(
         )
         for micro_step in range(batch.accumulation)
     )
+    target_tokens = store.num_target_tokens(samples)
+    weights = {"tokens": target_tokens, "batch": 0.0}
     return Step(
         step=step,
         micro_batches=micro_batches,
-        target_tokens=store.num_target_tokens(samples),
+        weight=weights[normaliser] if normaliser in weights else store.num_examples(samples),
+        target_tokens=target_tokens,
         tokens=store.num_tokens(samples),
         square_tokens=sum(square_tokens(micro) for micro in micro_batches),
     )

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 from llmx.config import Experiment, LaunchConfig, OptimConfig
 from llmx.errors import ConfigError
-from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.attention import AttentionMethod
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
     DTYPES,
@@ -29,6 +30,14 @@ from llmx.models.factory import (
 )
 from llmx.models.liger import apply_liger, wants_liger
 from llmx.models.loss import fused_loss_problem
+from llmx.models.model import (
+    CAUSAL_LM,
+    ForwardOf,
+    Model,
+    Models,
+    ModelSpec,
+    NetworksByName,
+)
 from llmx.models.parameters import whole_shape
 from llmx.models.select_attention import select_attention
 from llmx.plan.memory import fused_loss
@@ -121,29 +130,61 @@ def seed_everything(exp: Experiment, *, accelerator: str) -> None:
 
 @dataclass
 class Engine:
-    """A DeepSpeed engine and what the loop must know about the model inside."""
+    """A DeepSpeed engine, and the networks inside that it trains or only holds."""
 
     engine: Any
-    config: Any
-    """The Hugging Face config, vocabulary as in memory."""
-    vocab_size: int
-    """Rows of the vocabulary that count; the config's own may be padded."""
-    attention: AttentionMethod
-    """How a micro batch is given to it."""
+    models: Models
     dtype: torch.dtype
     device: torch.device
     stage: int
     precision: str
-    routing: Routing
-    fused_loss: bool = False
-    """Head and loss are computed together (``llmx.models.loss``)."""
     _norm: torch.Tensor | None = None
     _scale: float = 1.0
     """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""
 
     @property
+    def main(self) -> Model:
+        """The network that is exported and that generates."""
+        return self.models.main
+
+    @property
+    def config(self) -> Any:
+        """Of the main network."""
+        return self.main.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the main network."""
+        return self.main.vocab_size
+
+    @property
+    def attention(self) -> AttentionMethod:
+        """Of the main network."""
+        return self.main.attention
+
+    @property
+    def layout(self) -> str:
+        """``packed`` where every network can be given packed sequences, else ``padded``."""
+        layouts = {model.attention.layout for model in self.models.values()}
+        return "packed" if layouts == {"packed"} else "padded"
+
+    @property
     def module(self) -> nn.Module:
-        return self.engine.module
+        """All that DeepSpeed holds: the network, or several by name (``NetworksByName``)."""
+        module: nn.Module = self.engine.module
+        return module
+
+    @property
+    def main_prefix(self) -> str:
+        """What the names of the main network's parameters begin with in ``module``."""
+        return "" if len(self.models) == 1 else f"{self.main.name}."
+
+    def is_saved(self, parameter_name: str) -> bool:
+        """Whether a checkpoint holds this parameter or buffer: those of frozen models come from
+        their source again."""
+        if len(self.models) == 1:
+            return True
+        return self.models[parameter_name.split(".", 1)[0]].spec.trained
 
     def set_lr(self, lr: float) -> None:
         for group in self.engine.optimizer.param_groups:
@@ -194,92 +235,160 @@ class Engine:
         return float(getattr(optimizer, "loss_scale", None) or optimizer.cur_scale)
 
 
+ONE_MODEL = {"policy": ModelSpec()}
+
+
 def build_engine(
-    exp: Experiment, plan: Plan, ds_config: dict[str, Any], *, tokenizer: Any
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    tokenizer: Any,
+    specs: Mapping[str, ModelSpec] = ONE_MODEL,
 ) -> Engine:
-    """Model, optimizer and ``deepspeed.initialize``. Collective; needs the process group."""
+    """Networks, optimizer and ``deepspeed.initialize``. Collective; needs the process group.
+
+    Args:
+        specs: the networks, by name (``Task.models``). Several live in one engine: one backward
+            pass serves losses over all of them, and checkpoints need nothing of their own.
+    """
     import deepspeed
 
+    if not any(spec.trained for spec in specs.values()):
+        raise ConfigError("The task trains none of its models: one must have trained=True.")
     device = device_of(plan)
     if plan.accelerator == "cuda":
         check_quantized_gradients(exp, plan, visible=torch.cuda.device_count())
     seed_everything(exp, accelerator=plan.accelerator)
-    config = model_config(exp, tokenizer=tokenizer)
-    attention = select_attention(exp, plan, config, device=device)
-    with_liger = wants_liger(exp, config, device=device, dtype=DTYPES[plan.precision])
-    model = build_model(
-        exp,
-        config,
-        precision=plan.precision,
-        device=device,
-        implementation=attention.implementation,
-        ds_config=ds_config,
-    )
+    parts = {
+        name: _build_one(exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device)
+        for name, spec in specs.items()
+    }
+    networks = {name: part.network for name, part in parts.items()}
+    frozen = [name for name, spec in specs.items() if not spec.trained]
+    one = len(networks) == 1
+    whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)
     if ds_config["zero_optimization"]["stage"] == 3:
-        gather_experts_together(model)
+        gather_experts_together(whole)
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
     load_muon_uncompiled()
     optimizer = build_optimizer(
-        model,
+        whole,
         exp.optim,
         accelerator=plan.accelerator,
         offloaded=exp.zero.offload_optimizer != "none",
     )
     check_states(optimizer)
     engine, _, _, _ = deepspeed.initialize(
-        model=model,
+        model=whole,
         optimizer=optimizer,
         config=ds_config,
         dist_init_required=False,
     )
     forget_dummy_step(engine)
     grow_after_step(engine)
-    made = Engine(
+    models = Models(
+        {
+            name: Model(
+                name=name,
+                spec=specs[name],
+                network=part.network,
+                forward=engine if one else ForwardOf(engine, name, part.network),
+                config=part.config,
+                vocab_size=(
+                    true_vocab(tokenizer) if exp.model.init == "scratch" else part.config.vocab_size
+                ),
+                attention=part.attention,
+                dtype=DTYPES[plan.precision],
+                device=device,
+                routing=Routing(part.network),
+            )
+            for name, part in parts.items()
+        }
+    )
+    for name, model in models.items():
+        if parts[name].with_liger:
+            apply_liger(model.network)
+        if model.spec.head == CAUSAL_LM:
+            wanted = fused_loss(exp, plan.accelerator)
+            model.fused_loss = wanted and _can_fuse(exp, model)
+    return Engine(
         engine=engine,
-        config=config,
-        vocab_size=(true_vocab(tokenizer) if exp.model.init == "scratch" else config.vocab_size),
-        attention=attention,
+        models=models,
         dtype=DTYPES[plan.precision],
         device=device,
         stage=ds_config["zero_optimization"]["stage"],
         precision=plan.precision,
-        routing=Routing(model),
     )
-    if with_liger:
-        apply_liger(made.module)
-    made.fused_loss = fused_loss(exp, plan.accelerator) and _can_fuse(exp, made)
-    return made
 
 
-def _few_tokens(exp: Experiment, engine: Engine) -> tuple[dict[str, Any], torch.Tensor]:
+@dataclass(frozen=True)
+class _Built:
+    """A network with its weights in place, not yet in an engine."""
+
+    network: nn.Module
+    config: Any
+    attention: AttentionMethod
+    with_liger: bool
+
+
+def _build_one(
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    spec: ModelSpec,
+    tokenizer: Any,
+    device: torch.device,
+) -> _Built:
+    """Collective."""
+    config = model_config(exp, tokenizer=tokenizer, num_labels=spec.num_labels)
+    attention = select_attention(exp, plan, config, device=device)
+    with_liger = wants_liger(exp, config, device=device, dtype=DTYPES[plan.precision])
+    network = build_model(
+        exp,
+        config,
+        precision=plan.precision,
+        device=device,
+        implementation=attention.implementation,
+        ds_config=ds_config,
+        head=spec.head,
+    )
+    if not spec.trained:
+        network.requires_grad_(False)
+    return _Built(network, config, attention, with_liger)
+
+
+def _few_tokens(exp: Experiment, model: Model) -> tuple[dict[str, Any], torch.Tensor]:
     """A micro batch to try the model with: inputs and labels."""
     ids = torch.arange(min(8, exp.data.seq_len))[None]
-    batch = {
-        "input_ids": ids,
-        "position_ids": ids,
-        "segment_ids": torch.ones_like(ids),
-        "labels": ids,
-    }
-    return model_inputs(batch, method=engine.attention, dtype=engine.dtype, device=engine.device)
+    return model.inputs(
+        {
+            "input_ids": ids,
+            "position_ids": ids,
+            "segment_ids": torch.ones_like(ids),
+            "labels": ids,
+        }
+    )
 
 
-def _can_fuse(exp: Experiment, engine: Engine) -> bool:
+def _can_fuse(exp: Experiment, model: Model) -> bool:
     """Whether head and loss of this model can be computed together; says why not. Collective."""
-    problem = fused_loss_problem(engine.engine, *_few_tokens(exp, engine))
+    problem = fused_loss_problem(model.forward, *_few_tokens(exp, model))
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
     problem = next((found for found in problems if found), None)
     if problem is None:
         return True
-    model = type(engine.module).__name__
+    kind = type(model.network).__name__
     if exp.model.fused_loss:
         raise ConfigError(
-            f"model.fused_loss=true does not work with {model}: {problem}. "
+            f"model.fused_loss=true does not work with {kind}: {problem}. "
             "Set model.fused_loss=null, which leaves it off here."
         )
     if torch.distributed.get_rank() == 0:
-        print(f"model.fused_loss is off for {model}: {problem}", flush=True)
+        print(f"model.fused_loss is off for {kind}: {problem}", flush=True)
     return False
 
 

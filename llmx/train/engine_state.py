@@ -21,6 +21,7 @@ from llmx.train.state_layout import StateLayout, UnsavableState, state_layout
 from llmx.train.state_pieces import Fixed, Owner, Piece
 from llmx.train.state_refresh import before_restore, refresh_model
 from llmx.train.state_values import (
+    Table,
     buffer_table,
     check_kind,
     check_tables,
@@ -78,12 +79,31 @@ class StateTensor:
         return DTYPE_NAMES[self.tensor.dtype]
 
 
+def saved_layout(engine: Engine) -> StateLayout:
+    """What of the state a checkpoint holds: all but frozen models, which come from their source."""
+    layout = state_layout(engine.engine)
+    return replace(
+        layout,
+        frozen=[part for part in layout.frozen if engine.is_saved(part.name)],
+        buffers=[part for part in layout.buffers if engine.is_saved(part.name)],
+    )
+
+
+def _tables(engine: Engine) -> tuple[Table, Table]:
+    """Of what is saved: ``parameter_table`` and ``buffer_table``."""
+    parameters, buffers = parameter_table(engine.module), buffer_table(engine.module)
+    return (
+        {name: about for name, about in parameters.items() if engine.is_saved(name)},
+        {name: about for name, about in buffers.items() if engine.is_saved(name)},
+    )
+
+
 def capture(engine: Engine, *, world: int) -> list[StateTensor]:
     """This rank's fragments; over all ranks every element exactly once. Copies nothing.
 
     What all ranks hold alike is shared out, an equal part each.
     """
-    layout = state_layout(engine.engine)
+    layout = saved_layout(engine)
     rank = torch.distributed.get_rank()
     trained = _trained(layout, rank=rank, world=world)
     values = {id(owner): owner.values() for owner in layout.owners}
@@ -131,15 +151,16 @@ def state_values(engine: Engine) -> dict[str, Any]:
     """What of the state is no tensor, in the form of ``state.json``. The same on every rank."""
     layout = state_layout(engine.engine)
     base = layout.owners[0].optimizer
+    parameters, buffers = _tables(engine)
     return {
         "zero_stage": engine.stage,
         "precision": engine.precision,
         "optimizer": {"kind": optimizer_kind(base), "scalars": read_scalars(layout.owners)},
         "loss_scaler": read_loss_scaler(engine.engine),
         "engine": read_counters(engine.engine),
-        "parameters": parameter_table(engine.module),
-        "buffers": buffer_table(engine.module),
-        "conversions": effective_conversions(engine.module),
+        "parameters": parameters,
+        "buffers": buffers,
+        "conversions": effective_conversions(engine.main.network),
     }
 
 
@@ -150,7 +171,7 @@ def weights_hash(engine: Engine) -> str | None:
     (``llmx.train.state_hash``). None where the state cannot be read (``UnsavableState``).
     """
     try:
-        layout = state_layout(engine.engine)
+        layout = saved_layout(engine)
     except UnsavableState:
         return None
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -162,7 +183,7 @@ def weights_hash(engine: Engine) -> str | None:
     parts += [
         (part.name, part.start, part.values) for part in _frozen(layout, rank=rank, world=world)
     ]
-    names = [name for name, _ in engine.module.named_parameters()]
+    names = [name for name, _ in engine.module.named_parameters() if engine.is_saved(name)]
     return hash_parts(parts, names=names, device=engine.device)
 
 
@@ -183,8 +204,8 @@ def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None
     Raises:
         ConfigError: another model or another optimizer. Nothing was changed.
     """
-    inner, layout = engine.engine, state_layout(engine.engine)
-    check_tables(engine.module, state["parameters"], state.get("buffers", {}))
+    inner, layout = engine.engine, saved_layout(engine)
+    check_tables(*_tables(engine), state["parameters"], state.get("buffers", {}))
     check_kind(state["optimizer"]["kind"], optimizer_kind(layout.owners[0].optimizer))
     before_restore(inner)
     scalars = state["optimizer"]["scalars"]

@@ -1,4 +1,4 @@
-"""The loss on held-out samples: the mean over all their target tokens.
+"""The loss and the task's metrics on held-out samples: means over all ranks.
 
 Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
 """
@@ -6,15 +6,14 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from llmx.data import collate
-from llmx.models.attention import model_inputs
-from llmx.models.loss import IGNORE, micro_batch_loss
 from llmx.plan.types import BatchPlan
+from llmx.tasks import Mean, Task
 from llmx.train.batches import Layout
 from llmx.train.engine import Engine
 
@@ -33,53 +32,52 @@ def slices(num_samples: int, *, micro_batches: tuple[int, ...], rank: int) -> li
 
 
 @torch.no_grad()
-def evaluate_loss(
+def evaluate(
     engine: Engine,
+    task: Task,
     store: Any,
     *,
     batch: BatchPlan,
     layout: Layout,
     interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[float, int] | None:
-    """Mean loss over the target tokens of ``store``, and their number. Collective.
+) -> dict[str, Mean] | None:
+    """What the task measures on ``store``, over all ranks: ``loss`` and its metrics. Collective.
 
-    ``interrupted`` is asked before each forward, and answers alike on every rank; None when it
+    ``interrupted`` is asked before each micro batch, and answers alike on every rank; None when it
     said yes.
     """
-    engine.engine.eval()
-    total = torch.zeros(2, dtype=torch.float64)
     rank = torch.distributed.get_rank()
-    for indices in slices(len(store), micro_batches=batch.micro_batches, rank=rank):
-        if interrupted():
-            engine.engine.train()
-            return None
-        # A rank without samples left runs a line of padding: the collectives of ZeRO-3 need
-        # as many forwards of everyone.
-        micro = collate(
-            [store[index] for index in indices],
-            seq_len=layout.seq_len,
-            pad_id=layout.pad_id,
-            layout=layout.layout,
-            pad_to=layout.pad_to,
-        )
-        inputs, labels = model_inputs(
-            micro,
-            method=engine.attention,
-            dtype=engine.dtype,
-            device=engine.device,
-        )
-        total[0] += float(
-            micro_batch_loss(
-                engine.engine,
-                inputs,
-                labels,
-                vocab_size=engine.vocab_size,
-                fused=engine.fused_loss,
+    stopped = False
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        nonlocal stopped
+        for indices in slices(len(store), micro_batches=batch.micro_batches, rank=rank):
+            if interrupted():
+                stopped = True
+                return
+            # A rank without samples left runs a line of padding: the collectives of ZeRO-3 need
+            # as many forwards of everyone.
+            yield collate(
+                [store[index] for index in indices],
+                seq_len=layout.seq_len,
+                pad_id=layout.pad_id,
+                layout=layout.layout,
+                pad_to=layout.pad_to,
             )
-        )
-        total[1] += int((labels != IGNORE).sum())
+
+    engine.engine.eval()
+    found = task.evaluate(engine.models, batches())
     engine.engine.train()
-    total = total.to(engine.device)
-    torch.distributed.all_reduce(total)
-    loss_sum, targets = total.tolist()
-    return loss_sum / max(targets, 1.0), int(targets)
+    return None if stopped else summed(found, device=engine.device)
+
+
+def summed(found: dict[str, Mean], *, device: torch.device) -> dict[str, Mean]:
+    """Sums and weights added up over the ranks, in fp64. Collective."""
+    names = sorted(found)
+    table = torch.tensor(
+        [value for name in names for value in (found[name].sum, found[name].weight)],
+        dtype=torch.float64,
+    ).to(device)
+    torch.distributed.all_reduce(table)
+    values = table.tolist()
+    return {name: Mean(*values[2 * at : 2 * at + 2]) for at, name in enumerate(names)}

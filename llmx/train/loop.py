@@ -7,24 +7,26 @@ by beginning at another step. Run by ``python -m llmx.worker RUN_DIR`` on every 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from llmx.config import Experiment
-from llmx.models.attention import model_inputs
+from llmx.errors import ConfigError
 from llmx.models.factory import num_parameters
-from llmx.models.loss import micro_batch_loss
+from llmx.models.model import Models
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
+from llmx.tasks import Loss, Task, next_token_loss
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.completions import complete_eval_prompts
 from llmx.train.divergence import Diverged
 from llmx.train.engine import Engine
 from llmx.train.engine_state import weights_hash
-from llmx.train.evaluate import evaluate_loss
+from llmx.train.evaluate import evaluate as evaluate_task
 from llmx.train.export import export_model
 from llmx.train.random import seed_step
 from llmx.train.resume import Start
@@ -32,7 +34,7 @@ from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
 from llmx.train.signals import StopRequest, leave
 from llmx.train.status import RankStatus
-from llmx.train.step_log import StepLog
+from llmx.train.step_log import StepLog, StepMetrics
 from llmx.train.synchronisations import SynchronisationWatch
 
 
@@ -56,7 +58,7 @@ def run(
         status.enter("saving")
         session.say(f"Saving the model to {run_dir.final_model}")
         export_model(
-            session.engine.module,
+            session.engine.main.network,
             session.engine.config,
             tokenizer=session.tokenizer,
             vocab_size=session.engine.vocab_size,
@@ -91,12 +93,17 @@ def train(session: Session) -> None:
                 saver.tell()
             else:
                 log.wait_for_data()
-                step = next(upcoming)
+                step = weighed(next(upcoming), session.task, device=engine.device)
                 log.data_is_here()
                 engine.set_lr(lr_at(number, optim=exp.optim, total=total))
                 seed_step(exp.seed, number, session.rank)
                 loss_sum = train_step(
-                    engine, step, world=session.plan.world_size, before_update=saver.tell
+                    engine,
+                    step,
+                    world=session.plan.world_size,
+                    loss_of=session.task.loss,
+                    metrics=log.metrics,
+                    before_update=saver.tell,
                 )
                 log.add(step, loss_sum)
                 due = done % exp.task.log_every_steps == 0 or done in (1, total)
@@ -154,49 +161,66 @@ def skip(session: Session, step: int) -> None:
     session.say(f"step {step} is skipped (resume.json): {count} not trained")
 
 
+LossOf = Callable[[Models, dict[str, torch.Tensor]], Loss]
+"""The loss of a micro batch (``Task.loss``)."""
+
+
+def of_next_tokens(models: Models, batch: dict[str, torch.Tensor]) -> Loss:
+    """The loss of language modelling."""
+    return next_token_loss(models.main, batch)
+
+
 def train_step(
     engine: Engine,
     step: Step,
     *,
     world: int,
+    loss_of: LossOf = of_next_tokens,
+    metrics: StepMetrics | None = None,
     before_update: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Forward, backward and one update. Returns this rank's summed loss, fp32 scalar.
 
-    ``before_update`` is called between the last backward pass and the update.
+    ``metrics`` gets what the loss measures. ``before_update`` is called between the last backward
+    pass and the update.
 
     DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
     reduction): the factor undoes both, so that the gradient is that of the mean over the
-    step's target tokens, however they lie.
+    step's weight, say its target tokens, however they lie.
     """
-    factor = world * len(step.micro_batches) / max(step.target_tokens, 1)
+    factor = world * len(step.micro_batches) / (step.weight or 1)
     auxiliary_factor = world * len(step.micro_batches) / max(step.tokens, 1)
-    routing = engine.routing
-    routing.begin_step()
+    models = engine.models
+    for model in models.values():
+        model.routing.begin_step()
     loss_sum = torch.zeros((), device=engine.device)
     for number, micro_batch in enumerate(step.micro_batches, start=1):
-        inputs, labels = model_inputs(
-            micro_batch,
-            method=engine.attention,
-            dtype=engine.dtype,
-            device=engine.device,
-        )
-        with routing.watch(micro_batch["segment_ids"]):
-            loss = micro_batch_loss(
-                engine.engine,
-                inputs,
-                labels,
-                vocab_size=engine.vocab_size,
-                fused=engine.fused_loss,
-                scale=factor / len(step.micro_batches) * engine.loss_scale(),
-            )
-        engine.backward(routing.objective(loss * factor, factor=auxiliary_factor))
+        scale = factor / len(step.micro_batches) * engine.loss_scale()
+        for model in models.values():
+            model.gradient_scale = scale
+        loss = loss_of(models, micro_batch)
+        objective = loss.sum * factor
+        for model in models.values():
+            objective = model.routing.objective(objective, factor=auxiliary_factor)
+        engine.backward(objective)
         engine.note_grad_norm()
         if number == len(step.micro_batches):
             before_update()
         engine.engine.step()
-        loss_sum += loss.detach()
+        loss_sum += loss.sum.detach()
+        if metrics is not None:
+            metrics.add(loss)
     return loss_sum
+
+
+def weighed(step: Step, task: Task, *, device: torch.device) -> Step:
+    """With the step's weight, where the task knows it from its micro batches. Collective then."""
+    if task.normaliser != "batch":
+        return step
+    mine = sum(task.weight(micro_batch) for micro_batch in step.micro_batches)
+    weight = torch.tensor(mine, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(weight)
+    return replace(step, weight=float(weight))
 
 
 def evaluation_due(exp: Experiment, step: int, total: int) -> bool:
@@ -214,8 +238,9 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     if session.eval_store is None or step in session.start.evaluated:
         return True
     session.status.enter("evaluating")
-    result = evaluate_loss(
+    result = evaluate_task(
         session.engine,
+        session.task,
         session.eval_store,
         batch=session.plan.batch,
         layout=session.layout,
@@ -224,17 +249,31 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     if result is None:
         session.status.enter("training")
         return False
-    loss, targets = result
+    measured = {name: mean.value for name, mean in result.items()}
+    loss, weight = measured.pop("loss"), int(result["loss"].weight)
+    weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
     when = {0: "before", total: "after"}.get(step)
     scores = complete_eval_prompts(session, when=when) if when else {}
     declared = session.task.metrics
+    scores = {**measured, **scores}
+    check_declared(session.task, scores)
     # A metric that this evaluation does not measure is null.
     values = {name: scores.get(name) for name in declared if "eval" in declared[name].kinds}
-    session.metrics.write("eval", step=step, loss=loss, target_tokens=targets, **values)
+    session.metrics.write("eval", step=step, loss=loss, **{weighed_by: weight}, **values)
     shown = [f"  {declared[name].title} {declared[name].shown(scores[name])}" for name in scores]
     session.say(f"evaluation at step {step}: loss {loss:.4f}{''.join(shown)}")
     session.status.enter("training")
     return True
+
+
+def check_declared(task: Task, measured: Iterable[str]) -> None:
+    """Raise ConfigError for a metric that the task measures and does not declare: nobody would
+    know how to show it, or whether more of it is better."""
+    if unknown := sorted(set(measured) - set(task.metrics)):
+        raise ConfigError(
+            f"{type(task).__name__} measures {', '.join(unknown)}, which its `metrics` do not "
+            f"declare. Add {unknown[0]}: Metric(...) there."
+        )
 
 
 @contextlib.contextmanager
@@ -250,6 +289,7 @@ def prefetch(session: Session, start: Start, last: int) -> Iterator[Prefetch]:
                 seed=session.exp.seed,
                 layout=session.layout,
                 stop=session.length.stop,
+                normaliser=session.task.normaliser,
             )
             for step in range(start.step, last)
             if step + 1 not in start.skip_steps

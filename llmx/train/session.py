@@ -97,7 +97,7 @@ def open_session(
     length = length_of(exp, plan, train_store)
     start = begin(run_dir, ours, place=place, stage=stage, group=agreement.group)
     check_samples(start.state, length)
-    engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer)
+    engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=task.models())
     if start.state:
         restore_from(start, engine)
         status.at_step(start.step)
@@ -139,7 +139,7 @@ def open_session(
         layout=Layout(
             seq_len=exp.data.seq_len,
             pad_id=pad_id(tokenizer),
-            layout=engine.attention.layout,
+            layout=engine.layout,
             pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
         ),
         metrics=metrics,

@@ -32,10 +32,14 @@ KINDS = {
 SCALER_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def parameter_table(module: nn.Module) -> dict[str, dict[str, Any]]:
+Table = dict[str, dict[str, Any]]
+"""What is known of each parameter or buffer, by name."""
+
+
+def parameter_table(module: nn.Module) -> Table:
     """Name -> whole shape, whether it is trained, and the name of the one it is tied to."""
     first: dict[int, str] = {}
-    table: dict[str, dict[str, Any]] = {}
+    table: Table = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         table[name] = {
             "shape": list(whole_shape(parameter)),
@@ -46,19 +50,16 @@ def parameter_table(module: nn.Module) -> dict[str, dict[str, Any]]:
     return table
 
 
-def buffer_table(module: nn.Module) -> dict[str, dict[str, Any]]:
+def buffer_table(module: nn.Module) -> Table:
     """Name -> shape of the buffers that a checkpoint holds."""
     return {name: {"shape": list(buffer.shape)} for name, buffer in persistent_buffers(module)}
 
 
-def check_tables(
-    module: nn.Module, saved: dict[str, dict[str, Any]], saved_buffers: dict[str, dict[str, Any]]
-) -> None:
+def check_tables(parameters: Table, buffers: Table, saved: Table, saved_buffers: Table) -> None:
     """Raise ConfigError unless the checkpoint is one of this very model."""
-    have = parameter_table(module)
     for what, mine, theirs in (
-        ("parameter", have, saved),
-        ("buffer", buffer_table(module), saved_buffers),
+        ("parameter", parameters, saved),
+        ("buffer", buffers, saved_buffers),
     ):
         if extra := [name for name in theirs if name not in mine]:
             raise ConfigError(

@@ -9,11 +9,44 @@ from collections.abc import Iterator
 import torch
 
 from llmx.models.flops import model_flops
+from llmx.tasks import Loss
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 from llmx.train.metrics import memory_gib
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session
+
+FORWARD_PART = 1 / 3
+"""Of the operations of training: what a frozen model's forward pass costs."""
+
+
+class StepMetrics:
+    """What losses measure beside themselves, summed on the device: nothing here waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, torch.Tensor] = {}
+        """By name: [sum, weight], fp64 where the device has it."""
+
+    def add(self, loss: Loss) -> None:
+        """Of one micro batch."""
+        for name, value in loss.metrics.items():
+            total, weight = value if isinstance(value, tuple) else (value, loss.weight)
+            parts = [
+                torch.as_tensor(part, dtype=torch.float64, device=self._device)
+                for part in (total, weight)
+            ]
+            pair = torch.stack(parts)
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    @property
+    def names(self) -> list[str]:
+        """Sorted: the same on every rank."""
+        return sorted(self._sums)
+
+    def values(self) -> list[torch.Tensor]:
+        """Sum and weight of each name, in their order."""
+        return [part for name in self.names for part in self._sums[name]]
 
 
 class StepLog:
@@ -32,8 +65,10 @@ class StepLog:
         self.spikes = SpikeWatch(session.exp.task.spike_factor, losses=start.losses)
         self.last_loss: float | None = None
         """Of the newest line."""
-        model = session.engine.module
-        self.flops = model_flops(model)
+        self.flops = [
+            (model_flops(model.network), 1.0 if model.spec.trained else FORWARD_PART)
+            for model in session.engine.models.values()
+        ]
         self.restart()
 
     def restart(self) -> None:
@@ -44,6 +79,8 @@ class StepLog:
         self.loss_sum: torch.Tensor | None = None
         """Of the newest step."""
         self.interval_loss = torch.zeros((), device=self.session.engine.device)
+        self.interval_weight = 0.0
+        self.metrics = StepMetrics(self.session.engine.device)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -78,6 +115,7 @@ class StepLog:
         self.squares += step.square_tokens
         self.loss_sum = loss_sum
         self.interval_loss += loss_sum
+        self.interval_weight += step.weight
         self.watch.note(step.step + 1, loss_sum, self.session.engine.last_norm())
 
     def write(self, step: Step, *, extra: bool = False) -> None:
@@ -95,6 +133,7 @@ class StepLog:
                 self.data_wait_s,
                 *self.watch.first(),
                 float(self.interval_loss),
+                *(float(value) for value in self.metrics.values()),
             ],
             dtype=torch.float64,
             device=engine.device,
@@ -103,15 +142,22 @@ class StepLog:
         torch.distributed.all_gather(everyone, mine)
         table = torch.stack(everyone).cpu()
         loss_sum, squares = table[:, :2].sum(dim=0).tolist()
-        loss_mean = float(table[:, 6].sum()) / max(self.targets, 1)
+        loss_mean = float(table[:, 6].sum()) / (self.interval_weight or 1)
         elapsed = time.perf_counter() - self.began
-        flops = self.flops.of_step(
-            tokens=self.tokens, target_tokens=self.targets, square_tokens=squares
+        flops = sum(
+            part
+            * model.of_step(tokens=self.tokens, target_tokens=self.targets, square_tokens=squares)
+            for model, part in self.flops
         )
         peak = session.plan.peak_tflops * 1e12
         done = step.step + 1
         samples = self.length.samples_at(done)
-        loss = loss_sum / max(step.target_tokens, 1)
+        loss = loss_sum / (step.weight or 1)
+        totals = table[:, 7:].sum(dim=0).tolist()
+        measured = {
+            name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else None
+            for at, name in enumerate(self.metrics.names)
+        }
         tokens_per_s = self.tokens / elapsed
         norm = engine.grad_norm()
         session.metrics.write(
@@ -132,7 +178,8 @@ class StepLog:
             mfu=flops / elapsed / peak if peak else None,
             memory_gib=[round(value, 3) for value in table[:, 2].tolist()],
             data_wait_s=float(table[:, 3].max()),
-            **engine.routing.measure(tokens=step.tokens),
+            **engine.main.routing.measure(tokens=step.tokens),
+            **measured,
             **({"extra": True} if extra else {}),
         )
         session.say(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")

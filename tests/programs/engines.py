@@ -165,7 +165,7 @@ def same_training(out: Path) -> Any:
             answer[f"{stage}-{precision}-{name}"] = {
                 "numbers": [numbers, others],
                 "apart": float((masters(engine) - wanted).abs().max()),
-                "fused": engine.fused_loss,
+                "fused": engine.main.fused_loss,
             }
             engine.engine.destroy()
     return answer

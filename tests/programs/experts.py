@@ -82,13 +82,13 @@ def train(out: Path, *, stage: int) -> dict[str, Any]:
         inputs, labels = model_inputs(
             batch, method=AttentionMethod(), dtype=torch.float32, device=engine.device
         )
-        engine.routing.begin_step()
-        with engine.routing.watch(batch["segment_ids"]):
+        engine.main.routing.begin_step()
+        with engine.main.routing.watch(batch["segment_ids"]):
             loss = micro_batch_loss(engine.engine, inputs, labels)
-        engine.backward(engine.routing.objective(loss / 8, factor=1 / 16))
+        engine.backward(engine.main.routing.objective(loss / 8, factor=1 / 16))
         engine.note_grad_norm()
         engine.engine.step()
-        load = engine.routing.load
+        load = engine.main.routing.load
         assert load is not None
         found["losses"].append(float(loss.detach()))
         found["norms"].append(engine.grad_norm())

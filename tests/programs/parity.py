@@ -59,8 +59,8 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
         engine.set_lr(lr)
         loss = train_step(engine, step, world=world).double()
         torch.distributed.all_reduce(loss)
-        measured = engine.routing.measure(tokens=step.tokens)
-        auxiliary = engine.routing.coefficient * measured.get("aux_loss", 0.0)
+        measured = engine.main.routing.measure(tokens=step.tokens)
+        auxiliary = engine.main.routing.coefficient * measured.get("aux_loss", 0.0)
         losses.append(float(loss) / step.target_tokens + auxiliary)
         norms.append(engine.grad_norm())
         if number == 0:

@@ -102,7 +102,7 @@ def test_evaluation_takes_every_sample_once_in_as_many_forwards(num_samples: int
 
 
 def step(number: int) -> Step:
-    return Step(number, (), target_tokens=0, tokens=0, square_tokens=0)
+    return Step(number, (), weight=0, target_tokens=0, tokens=0, square_tokens=0)
 
 
 def test_prefetch_keeps_the_order_and_ends() -> None:
@@ -158,7 +158,7 @@ def test_batches_for_a_gpu_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     batch = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
-    step = Step(step=0, micro_batches=(batch, batch), target_tokens=8, tokens=8, square_tokens=32)
+    step = Step(0, (batch, batch), weight=8, target_tokens=8, tokens=8, square_tokens=32)
     (found,) = list(Prefetch(iter([step]), pin=True))
     assert len(locked) == 4
     assert all(values is locked[n] for n, values in enumerate(found.micro_batches[0].values()))

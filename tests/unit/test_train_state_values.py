@@ -72,10 +72,10 @@ def test_tables_name_each_parameter_and_whom_it_is_tied_to() -> None:
 def test_another_model_is_named(change: Any, message: str) -> None:
     model = Tied()
     saved = json.loads(json.dumps(parameter_table(model)))
-    check_tables(model, saved, buffer_table(model))
+    check_tables(parameter_table(model), buffer_table(model), saved, buffer_table(model))
     change(saved)
     with pytest.raises(ConfigError, match=message):
-        check_tables(model, saved, buffer_table(model))
+        check_tables(parameter_table(model), buffer_table(model), saved, buffer_table(model))
 
 
 def engine_of(optimizer: Any, module: nn.Module) -> Any:

@@ -1,0 +1,258 @@
+"""What a task computes with: a network of the run under its name, and what is asked of it.
+
+A loss never sees ranks, ZeRO, packing or kernels: it asks a ``Model`` for cross entropy, for
+log-probabilities or for the logits of a head, and gets fp32 tensors with a graph.
+Shown by ``python -m pytest tests/unit/test_models_model.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.experts import Routing
+from llmx.models.loss import (
+    IGNORE,
+    micro_batch_loss,
+    target_log_probabilities,
+    to_device,
+    without_cache,
+)
+
+CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
+HEADS = (CAUSAL_LM, CLASSIFICATION)
+"""What a network can end in."""
+
+Batch = dict[str, torch.Tensor]
+"""A micro batch as ``llmx.data.collate`` makes it, on the CPU."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A network that a task needs. Its body is that of the ``model`` group."""
+
+    trained: bool = True
+    """Else frozen: no gradients, no optimizer state, no place in checkpoints."""
+    head: str = CAUSAL_LM
+    num_labels: int = 0
+    """Outputs of a classification head; 1 for a score."""
+
+    def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise ValueError(f"head={self.head!r} is none of {', '.join(HEADS)}")
+        if (self.head == CLASSIFICATION) != (self.num_labels > 0):
+            raise ValueError(f"head={self.head} with num_labels={self.num_labels}")
+
+
+@dataclass(frozen=True)
+class SequenceLogProbs:
+    """Log-probabilities of the target tokens of a micro batch, [n] each."""
+
+    values: torch.Tensor
+    """fp32 [n], with a graph unless gradients are off."""
+    sequences: torch.Tensor
+    """int64 [n]: the sequence of the micro batch that each is of."""
+    num_sequences: int
+
+    def sums(self) -> torch.Tensor:
+        """fp32 [num_sequences]: of all target tokens of each sequence."""
+        zeros = self.values.new_zeros(self.num_sequences)
+        return zeros.index_add(0, self.sequences, self.values)
+
+    def counts(self) -> torch.Tensor:
+        """fp32 [num_sequences]: how many target tokens each sequence has."""
+        zeros = self.values.new_zeros(self.num_sequences)
+        return zeros.index_add(0, self.sequences, torch.ones_like(self.values))
+
+
+@dataclass
+class Model:
+    """One network of the run."""
+
+    name: str
+    spec: ModelSpec
+    network: nn.Module
+    """The module itself, inside DeepSpeed's engine where there is one."""
+    forward: Any
+    """Called with the arguments of the network's forward: the engine, which gathers what ZeRO-3
+    has sharded, or the network itself."""
+    config: Any
+    """The Hugging Face config, vocabulary as in memory."""
+    vocab_size: int
+    """Rows of the vocabulary that count; the config's own may be padded."""
+    attention: AttentionMethod
+    """How a micro batch is given to it."""
+    dtype: torch.dtype
+    device: torch.device
+    routing: Routing
+    fused_loss: bool = False
+    """Head and loss are computed together (``llmx.models.loss``)."""
+    gradient_scale: float = 1.0
+    """What a loss will be multiplied by, as far as it is known: gradients that are computed in the
+    forward pass are kept at that scale."""
+
+    def inputs(self, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
+        """Keyword arguments of the forward, on the device; and the labels (``model_inputs``)."""
+        return model_inputs(batch, method=self.attention, dtype=self.dtype, device=self.device)
+
+    def cross_entropy(self, batch: Batch) -> torch.Tensor:
+        """Summed cross entropy of the targets, fp32 scalar: each times its weight, where
+        ``batch`` has ``weights``."""
+        weights = batch.get("weights")
+        if weights is not None:
+            found = self.log_probabilities(batch)
+            flat = weights.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
+            return -(found.values * to_device(flat, self.device)).sum()
+        inputs, labels = self.inputs(batch)
+        with self._watch(batch):
+            return micro_batch_loss(
+                self.forward,
+                inputs,
+                labels,
+                vocab_size=self.vocab_size,
+                fused=self.fused_loss,
+                scale=self.gradient_scale,
+            )
+
+    def log_probabilities(self, batch: Batch) -> SequenceLogProbs:
+        """Log-probability of every target token, by sequence: logits are computed at target
+        positions only, and no fp32 copy of them is ever whole."""
+        inputs, labels = self.inputs(batch)
+        with self._watch(batch):
+            values = target_log_probabilities(
+                self.forward, inputs, labels, vocab_size=self.vocab_size
+            )
+        numbers, count = sequence_numbers(batch["segment_ids"])
+        mine = numbers.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
+        return SequenceLogProbs(values, to_device(mine, self.device), count)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """fp32 [sequences, num_labels]: what the classification head says at the last token of
+        each sequence."""
+        inputs, _ = self.inputs(batch)
+        rows, columns = last_tokens(batch["segment_ids"])
+        empty = not len(rows)
+        if empty:  # the collectives of ZeRO need the forward
+            rows = columns = torch.zeros(1, dtype=torch.long)
+        if self.attention.isolation == "cu_seq_lens":
+            length = batch["segment_ids"].shape[1]
+            rows, columns = torch.zeros_like(rows), rows * length + columns
+        with self._watch(batch):
+            found = self.forward(
+                **inputs,
+                **without_cache(self.network),
+                pool_at=(to_device(rows, self.device), to_device(columns, self.device)),
+            )
+        logits: torch.Tensor = found.float()
+        return logits[:0] + logits.sum() * 0.0 if empty else logits
+
+    @contextmanager
+    def _watch(self, batch: Batch) -> Iterator[None]:
+        """Inside, one forward: without a graph for a frozen model; routers are watched where they
+        are trained, not in an evaluation."""
+        graph = torch.is_grad_enabled() and self.spec.trained
+        with torch.set_grad_enabled(graph), self.routing.watch(batch["segment_ids"], active=graph):
+            yield
+
+
+class Models(dict[str, Model]):
+    """The networks of a run by name: ``models["policy"]`` or ``models.policy``."""
+
+    def __getattr__(self, name: str) -> Model:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"this task has no model {name!r}; Task.models() names {', '.join(self)}"
+            ) from None
+
+    @property
+    def main(self) -> Model:
+        """The first that is trained: the one that is exported, and that generates."""
+        return next(model for model in self.values() if model.spec.trained)
+
+
+class NetworksByName(nn.Module):
+    """Several networks in one module, so that one DeepSpeed engine trains them: parameters are
+    called ``policy.model...``. ``forward`` goes to the one that is named."""
+
+    def __init__(self, networks: Mapping[str, nn.Module], *, frozen: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._frozen = tuple(frozen)
+        for name, network in networks.items():
+            self.add_module(name, network)
+
+    def train(self, mode: bool = True) -> NetworksByName:
+        """As ever, but that frozen networks stay without dropout."""
+        super().train(mode)
+        for name in self._frozen:
+            self.get_submodule(name).eval()
+        return self
+
+    def forward(self, network_name: str, **inputs: Any) -> Any:
+        return self.get_submodule(network_name)(**inputs)
+
+
+@dataclass
+class ForwardOf:
+    """The forward of one network, through the engine that holds several."""
+
+    engine: Callable[..., Any]
+    name: str
+    module: nn.Module
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.engine(network_name=self.name, **inputs)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+
+def give_pooled_forward(network: nn.Module) -> None:
+    """Let the forward of a classification network take ``pool_at``: (rows, columns) of the tokens
+    that its head looks at, so that packed sequences are classified each by itself.
+
+    Raises:
+        TypeError: its head is not a ``score`` over the last hidden state.
+    """
+    score = getattr(network, "score", None)
+    if not isinstance(score, nn.Module) or not hasattr(network, "base_model"):
+        raise TypeError(
+            f"{type(network).__name__} has no `score` over hidden states: its head cannot be put "
+            "at the last token of a sequence"
+        )
+
+    def forward(*, pool_at: tuple[torch.Tensor, torch.Tensor], **inputs: Any) -> torch.Tensor:
+        hidden = network.base_model(**inputs).last_hidden_state
+        return score(hidden[pool_at[0], pool_at[1]])
+
+    network.forward = forward  # of this instance: ZeRO-3 gathers its weights as ever
+
+
+def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Which sequence of the micro batch each token is of: int64 [B, T], -1 in the padding; and how
+    many there are. Numbered line by line, in the order in which they lie.
+
+    Args:
+        segment_ids: int [B, T]: 1, 2, ... for the sequences of a line, 0 in the padding.
+    """
+    by_line = segment_ids.max(dim=1).values.to(torch.long)
+    first = torch.cumsum(by_line, 0) - by_line
+    numbers = first[:, None] + segment_ids - 1
+    return numbers.where(segment_ids > 0, -1), int(by_line.sum())
+
+
+def last_tokens(segment_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns) of the last token of each sequence, in the order of ``sequence_numbers``."""
+    following = torch.nn.functional.pad(segment_ids[:, 1:], (0, 1))
+    rows, columns = ((segment_ids > 0) & (segment_ids != following)).nonzero(as_tuple=True)
+    return rows, columns
