@@ -23,6 +23,7 @@ from llmx.hardware import resolve_hardware
 from llmx.local_paths import absolute, is_directory, local_paths, missing_here
 from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.geometry import position_limit
+from llmx.user_code import with_code_path
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     )
     data, model, problems = local_paths(exp, all_here=all_here)
     # Groups bring epochs and warmup_fraction; a user who types steps means steps.
-    task, optim = exp.task, exp.optim
+    task, optim = with_code_path(exp.task), exp.optim
     if task.steps is not None:
         task = dataclasses.replace(task, epochs=None)
     if optim.warmup_steps is not None:

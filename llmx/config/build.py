@@ -36,6 +36,16 @@ def experiment_from_dict(values: dict[str, Any]) -> Experiment:
     return experiment
 
 
+def dataclass_from(cls: type[T], values: dict[str, Any], *, path: str) -> T:
+    """Any dataclass of plain fields, checked as the config is; ``path`` is what a message says
+    before the key. Raises ConfigError that lists every problem found."""
+    problems: list[str] = []
+    made = _dataclass(cls, values, path, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return made
+
+
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The experiment as nested plain values, ready for YAML or JSON."""
     return dataclasses.asdict(experiment)
@@ -119,10 +129,14 @@ def _range_problems(value: Any, where: str, rules: Mapping[str, Any]) -> Iterato
 def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any]) -> Iterator[str]:
     allowed = rules.get("choices") or rules.get("item_choices")
     if allowed is not None and item not in allowed:
+        other = rules.get("or")
+        if other is not None and not other.problem(item):
+            return
         named = [str(known) for known in allowed if known is not None]
         null = " or null" if None in allowed else ""
+        also = "" if other is None else f", or {other.rule.removeprefix('be ')}"
         yield (
-            f"{_said(place, item)}: must be one of {', '.join(named)}{null}."
+            f"{_said(place, item)}: must be one of {', '.join(named)}{null}{also}."
             f"{did_you_mean(str(item)[:100], named)}"
         )
     elif isinstance(item, str):

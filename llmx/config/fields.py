@@ -99,6 +99,11 @@ def choice(default: str, *options: str) -> Any:
     return field(default=default, metadata={"choices": (default, *options)})
 
 
+def choice_or(default: str, *options: str, rule: Text) -> Any:
+    """A closed set, or any other text that ``rule`` (with a pattern) takes."""
+    return field(default=default, metadata={"choices": (default, *options), "or": rule})
+
+
 def choice_or_flag(default: str, *options: str, true: str, false: str) -> Any:
     """A closed set that was once a flag: ``true`` and ``false`` still say one of its values."""
     return field(

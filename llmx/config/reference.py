@@ -24,7 +24,8 @@ NAME = "NAME"
 
 PATHS = frozenset(
     """
-    run_dir model.path model.tokenizer data.path data.eval_path data.cache_dir data.sources[].path
+    run_dir task.code_path model.path model.tokenizer data.path data.eval_path data.cache_dir
+    data.sources[].path
     zero.nvme_path hardware.path hardware.hosts[].identity_file launch.sync_extra launch.python
     tokenizer.output
     """.split()
@@ -208,6 +209,8 @@ class Key:
         if self.choices:
             several = "list of " if self.type.startswith("list") else ""
             words = f"{several}{', '.join(self.choices)}"
+            if self.limits and not several:
+                words += f", or {self.limits.removeprefix('be ')}"
         else:
             words = ", ".join(part for part in (self.type, self.limits) if part)
         return f"{words}, or null" if self.nullable else words
@@ -264,7 +267,7 @@ def _key(name: str, hint: Any, nullable: bool, field: dataclasses.Field[Any], do
         type="path" if name in PATHS and hint is str else _words(hint),
         default=_default(field),
         choices=tuple(str(value) for value in found if value is not None),
-        limits=_limits(hint, meta),
+        limits=meta["or"].rule if "or" in meta else _limits(hint, meta),
         nullable=nullable,
         doc=doc,
         example="",

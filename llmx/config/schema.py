@@ -19,6 +19,7 @@ from llmx.config.fields import (
     Range,
     Text,
     choice,
+    choice_or,
     choice_or_flag,
     choice_or_null,
     choices,
@@ -234,8 +235,21 @@ class DataConfig:
 class TaskConfig:
     """What is learned, for how long, and what is reported on the way."""
 
-    kind: str = choice("sft", "pretrain")
-    """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text."""
+    kind: str = choice_or(
+        "sft",
+        "pretrain",
+        rule=Text(
+            pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*",
+            rule="be a class of your own, package.module:Class",
+        ),
+    )
+    """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text. A
+    task of your own is named as Python finds it (docs/tasks.md)."""
+    code_path: str | None = None
+    """The directory that holds the package of a task of your own. Null: the directory where the
+    command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package along."""
+    options: dict[str, Any] = mapping(example="{beta: 0.1}")
+    """Of a task of your own: the fields of its ``Options``."""
     steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=1000)
     """Optimizer steps; when set, it wins over ``epochs``."""
     epochs: float | None = number(None, above=0, maximum=10**6, example=3)

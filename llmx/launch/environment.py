@@ -24,6 +24,7 @@ from llmx.config.launch_rules import (
 )
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
+from llmx.user_code import user_task
 
 COPIED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "OMP_", "MKL_",
@@ -75,6 +76,8 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
     }
     env.setdefault("OMP_NUM_THREADS", str(_threads(spec)))
     env["PATH"] = _prepended(str(Path(spec.python).parent), env.get("PATH", "/usr/bin:/bin"))
+    if (task := user_task(exp.task)) is not None and not task.is_installed:
+        env["PYTHONPATH"] = _prepended(str(task.root), env.get("PYTHONPATH", ""))
     if spec.code_root is not None:
         env["PYTHONPATH"] = _prepended(spec.code_root, env.get("PYTHONPATH", ""))
     env["PYTHONFAULTHANDLER"] = "1"  # a rank that dies of SIGSEGV says where

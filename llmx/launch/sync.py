@@ -25,6 +25,7 @@ from llmx.errors import LaunchError
 from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.text import plural
+from llmx.user_code import user_task
 
 CHECKSUM_LIMIT_BYTES = 1 << 30
 CODE_EXCLUDES = (
@@ -57,6 +58,8 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     items: list[SyncPath] = []
     if spec.code_root is not None:
         items.append(SyncPath(spec.code_root, (*CODE_EXCLUDES, *extra), "code"))
+    if (task := user_task(spec.exp.task)) is not None and not task.is_installed:
+        items.append(SyncPath(str(task.package), (*CODE_EXCLUDES, *extra), "task"))
     if run_dir:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [SyncPath(path, extra, what) for path, what in _configured_paths(spec.exp)]

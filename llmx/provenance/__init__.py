@@ -20,6 +20,7 @@ from llmx.provenance.code import code_files, git_state
 from llmx.provenance.content import fingerprints
 from llmx.provenance.machine import numeric_environment, packages, this_machine
 from llmx.rundir import RunDir
+from llmx.user_code import code_hashes, user_task
 
 __all__ = ["code_files", "git_state", "record"]
 
@@ -36,6 +37,7 @@ def record(
         "llmx": llmx.__version__,
         "git": git_state(Path(llmx.__file__).parent),
         "code": code_files(),
+        "task_code": None if (task := user_task(exp.task)) is None else code_hashes(task),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": packages(),
         "platform": {"node": platform.node(), "system": platform.platform()},

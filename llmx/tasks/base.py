@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmx.config import Experiment
+from llmx.config.build import dataclass_from
 from llmx.data import IGNORE, EvalPrompt
+from llmx.errors import ConfigError
 from llmx.metrics import Metric
 
 if TYPE_CHECKING:
@@ -60,9 +62,14 @@ class Task:
     """Where the weight of a step is known from: the target tokens or the examples of the data's
     index, or ``weight`` of its micro batches (one reduction a step)."""
 
+    Options: ClassVar[type | None] = None
+    """A dataclass of what ``task.options`` may hold, with a default for each field."""
+
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         self.exp = exp
         self.tokenizer = tokenizer
+        self.options: Any = typed_options(self.Options, exp.task.options)
+        """``task.options``, as an instance of ``Options``."""
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -108,6 +115,21 @@ class Task:
     def decode(self, tokens: list[int]) -> str:
         """The completion for a reader."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
+    """``values`` as an instance of the dataclass ``kind``.
+
+    Raises:
+        ConfigError: a name or a type that it does not have.
+    """
+    if kind is None:
+        if values:
+            raise ConfigError(
+                f"task.options={dict(values)}: this task takes no options. Remove them."
+            )
+        return None
+    return dataclass_from(kind, dict(values), path="task.options")
 
 
 def next_token_loss(model: Model, batch: Batch) -> Loss:

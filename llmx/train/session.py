@@ -15,7 +15,7 @@ from llmx.config import Experiment
 from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
-from llmx.tasks import KINDS, Task
+from llmx.tasks import Task, task_class
 from llmx.train.agreement import Agreement
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.engine import Engine, build_engine
@@ -81,7 +81,7 @@ def open_session(
 
     status.enter("loading")
     tokenizer = load_tokenizer(exp)
-    task = KINDS[exp.task.kind](exp, tokenizer)
+    task = task_class(exp.task.kind)(exp, tokenizer)
     check_declared(task.metrics, task=exp.task.kind)
     checkpoint = exp.checkpoint
     mode = check_checkpoint_metric(

@@ -17,6 +17,7 @@ from tests.rundirs import launch
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(1200)]
 
 DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+OWN_TASK = "tests.programs.own_task:Everything"
 GPT2: dict[str, Any] = {"kind": "gpt2", "config": DROPOUT, "clip_norm": 0.5, "accumulation": 2}
 CPU = {"offload_optimizer": "cpu"}
 ALL_CPU = {**CPU, "offload_param": "cpu", "param_persistence_threshold": 0}
@@ -62,6 +63,8 @@ SAME_RANKS: list[dict[str, Any]] = [
     },
     {"name": "uneven", "stage": 1, "micro_batches": [3, 1], "precision": "bf16"},
     {"name": "sgd", "stage": 2, "optim": "sgd"},
+    # A task of one's own: two trained models and a frozen one in one engine.
+    *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in range(4)),
     {"name": "before-the-first-step", "stage": 3, "precision": "bf16", "save_at": 0},
     {"name": "before-any-step-0", "stage": 0, "precision": "bf16", "save_at": 0},
     *(
@@ -81,11 +84,13 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         {"name": "one-a", "load": "fp32-2", "stage": 3, "until": 6, "accumulation": 4},
         {"name": "one-b", "load": "fp32-3", "stage": 0, "until": 6, "micro_batches": [4]},
         {"name": "one-c", "load": "fp32-0", "stage": 2, "until": 6, "micro_batches": [2]},
+        {"name": "one-own", "load": "own-2", "stage": 3, "until": 6, "task": OWN_TASK},
         {"name": "one-d", "load": "bf16-1", "stage": 3, "precision": "bf16", "until": 5},
     ],
     # ... -> 3, and the rest straight from 2 to 3.
     3: [
         {"name": "three-a", "load": "one-a", "stage": 1, "until": 7},
+        {"name": "three-own", "load": "one-own", "stage": 0, "until": 7, "task": OWN_TASK},
         {"name": "three-b", "load": "one-b", "stage": 3, "until": 7},
         {"name": "three-c", "load": "one-c", "stage": 0, "until": 7},
         {"name": "three-d", "load": "fp32-1", "stage": 2, "until": 7, "zero": CPU},
@@ -166,7 +171,7 @@ def test_other_ranks_and_stages_go_on_alike(out: Path, world: int, name: str, or
 
 @pytest.mark.parametrize(
     ("jobs", "tolerance"),
-    [("gpt2-fp32", 2e-6), ("gpt2-bf16", 1e-3), ("bf16", 1e-3), ("fp16", 1e-3)],
+    [("own", 2e-6), ("gpt2-fp32", 2e-6), ("gpt2-bf16", 1e-3), ("bf16", 1e-3), ("fp16", 1e-3)],
 )
 def test_all_stages_are_the_same_training(out: Path, jobs: str, tolerance: float) -> None:
     """Stage 0 in half precision, too: DeepSpeed's wrapper there takes a step of its own before
@@ -184,3 +189,12 @@ def test_skipped_updates_are_counted_across_a_restart(out: Path, stage: int) -> 
     assert state["optimizer"]["scalars"] == {"step": 4 - skipped}
     assert state["loss_scaler"]["last_overflow_iter"] >= 0
     assert state["loss_scaler"]["cur_scale"] < 2**19
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_checkpoint_holds_the_trained_models_by_name(out: Path, stage: int) -> None:
+    """And nothing of the frozen one, which comes from its source again."""
+    state = json.loads((out / f"own-{stage}" / "state.json").read_text())
+    assert {name.split(".")[0] for name in state["parameters"]} == {"policy", "scorer"}
+    assert all(entry["trained"] for entry in state["parameters"].values())
+    assert "scorer.score.weight" in state["parameters"]

@@ -31,13 +31,13 @@ from llmx.config import Experiment
 from llmx.models.factory import build_model
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
+from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine import Engine, build_engine, join_process_group
-from llmx.train.engine_state import capture, restore, state_values, weights_hash
-from llmx.train.loop import train_step
+from llmx.train.engine_state import capture, restore, saved_layout, state_values, weights_hash
+from llmx.train.loop import train_step, weighed
 from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at
-from llmx.train.state_layout import state_layout
 from llmx.train.state_values import write_loss_scaler
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
@@ -74,6 +74,7 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
             **job.get("model", {}),
         },
         data={"seq_len": SEQ_LEN},
+        task={"kind": job.get("task", "pretrain")},
         zero={"stage": job["stage"], "pin_memory": False, **job.get("zero", {})},
         batch={"micro_batch": 1},
         optim={
@@ -94,7 +95,8 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
 
     # DeepSpeed keeps hpZ's group for the process; a second engine would refuse to make its own.
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    exp = replace(exp, seed=first_weights)
+    if "task" not in job:  # a frozen model is drawn again, and must be the same
+        exp = replace(exp, seed=first_weights)
 
     def frozen(*args: Any, **kwargs: Any) -> Any:
         model = build_model(*args, **kwargs)
@@ -105,7 +107,18 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
 
     made = frozen if "freeze" in job else build_model
     with mock.patch.object(engine_module, "build_model", made):
-        return build_engine(exp, plan, ds_config(exp, plan), tokenizer=word_tokenizer())
+        return build_engine(
+            exp,
+            plan,
+            ds_config(exp, plan),
+            tokenizer=word_tokenizer(),
+            specs=task_of(exp).models(),
+        )
+
+
+def task_of(exp: Experiment) -> Task:
+    """By default the one that trains one model on next tokens."""
+    return task_class(exp.task.kind)(exp, word_tokenizer())
 
 
 @contextlib.contextmanager
@@ -124,14 +137,23 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
     """The mean loss of each step, and the norm of its gradient."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
-    losses = []
+    losses, task = [], task_of(exp)
     for number in steps:
-        step = make_step(store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
+        step = make_step(
+            store,
+            number,
+            batch=plan.batch,
+            rank=rank,
+            seed=exp.seed,
+            layout=layout,
+            normaliser=task.normaliser,
+        )
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
-        loss = train_step(engine, step, world=world).double()
+        step = weighed(step, task, device=engine.device)
+        loss = train_step(engine, step, world=world, loss_of=task.loss).double()
         torch.distributed.all_reduce(loss)
-        losses.append([float(loss) / step.target_tokens, engine.grad_norm()])
+        losses.append([float(loss) / step.weight, engine.grad_norm()])
     return losses
 
 
@@ -174,7 +196,7 @@ def load(engine: Engine, directory: Path) -> tuple[dict[str, Any], list[str]]:
 
 def bytes_held(engine: Engine) -> int:
     """Of all that this rank holds of the state, its own part or the whole."""
-    layout = state_layout(engine.engine)
+    layout = saved_layout(engine)
     fixed = sum(part.values.nbytes for part in (*layout.frozen, *layout.buffers))
     return fixed + sum(
         piece.of(values).nbytes

@@ -10,6 +10,7 @@ import torch
 
 import llmx.train.step_log as module
 from llmx.config import OptimConfig
+from llmx.tasks import Loss
 from llmx.train.step_log import StepLog
 
 
@@ -38,13 +39,17 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
     """Of one rank; a model of one weight."""
     flops = SimpleNamespace(of_step=lambda **_: 0.0)
     monkeypatch.setattr(module, "model_flops", lambda *_args, **_kwargs: flops)
+    main = SimpleNamespace(
+        network=torch.nn.Linear(1, 1),
+        spec=SimpleNamespace(trained=True),
+        routing=SimpleNamespace(measure=lambda **_: {}),
+    )
     engine = SimpleNamespace(
         device=torch.device("cpu"),
         precision="fp32",
-        module=torch.nn.Linear(1, 1),
-        config=None,
+        main=main,
+        models={"policy": main},
         engine=SimpleNamespace(skipped_steps=0),
-        routing=SimpleNamespace(measure=lambda **_: {}),
         last_norm=lambda: torch.tensor(1.0),
         grad_norm=lambda: 1.0,
         loss_scale=lambda: 1.0,
@@ -63,7 +68,9 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
 
 
 def step(number: int, *, targets: int) -> Any:
-    return SimpleNamespace(step=number, tokens=10, target_tokens=targets, square_tokens=100)
+    return SimpleNamespace(
+        step=number, weight=targets, tokens=10, target_tokens=targets, square_tokens=100
+    )
 
 
 def test_a_line_covers_its_interval(log: StepLog, clock: Clock, lines: list[Any]) -> None:
@@ -87,3 +94,29 @@ def test_a_line_covers_its_interval(log: StepLog, clock: Clock, lines: list[Any]
     log.write(one)
     assert lines[-1]["loss_mean"] == lines[-1]["loss"] == 2.0
     assert lines[-1]["step_time_s"] == 1.0
+
+
+def test_metrics_of_the_loss_are_means_over_the_interval(
+    log: StepLog, clock: Clock, lines: list[Any]
+) -> None:
+    """By the loss's own weight, or by one of their own; nothing of the interval before."""
+    for number, (right, weight) in enumerate([(3.0, 4.0), (1.0, 4.0)]):
+        clock.now += 1.0
+        metrics = {
+            "accuracy": torch.tensor(right),
+            "margin": (torch.tensor(6.0), 2.0),
+            "nothing": (torch.tensor(0.0), 0.0),
+        }
+        log.metrics.add(Loss(torch.tensor(2.0), weight, metrics))
+        one = step(number, targets=4)
+        log.add(one, torch.tensor(2.0))
+    log.write(one)
+    assert lines[0]["accuracy"] == 0.5
+    assert lines[0]["margin"] == 3.0
+    assert lines[0]["nothing"] is None
+    clock.now += 1.0
+    log.metrics.add(Loss(torch.tensor(2.0), 4.0, {"accuracy": torch.tensor(4.0)}))
+    log.add(step(2, targets=4), torch.tensor(2.0))
+    log.write(step(2, targets=4))
+    assert lines[1]["accuracy"] == 1.0
+    assert "margin" not in lines[1]
