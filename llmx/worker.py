@@ -153,4 +153,9 @@ def redirect_output(run_dir: RunDir, *, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of the communication libraries sometimes abort the interpreter while
+    # it is taken down, and a rank that has finished would count as one that crashed.
+    os._exit(code)

@@ -36,7 +36,7 @@ STOP, LENGTH, POSITIONS = "stop", "length", "positions"
 
 
 class Decoder(Protocol):
-    """What generation needs to know of a causal language model. An ``Engine`` is one; a bare
+    """What generation needs to know of a causal language model. A ``Model`` is one; a bare
     module becomes one by ``decoder_of``."""
 
     @property

@@ -77,7 +77,7 @@ class Model:
 
     name: str
     spec: ModelSpec
-    network: nn.Module
+    module: nn.Module
     """The module itself, inside DeepSpeed's engine where there is one."""
     forward: Any
     """Called with the arguments of the network's forward: the engine, which gathers what ZeRO-3
@@ -146,7 +146,7 @@ class Model:
         with self._watch(batch):
             found = self.forward(
                 **inputs,
-                **without_cache(self.network),
+                **without_cache(self.module),
                 pool_at=(to_device(rows, self.device), to_device(columns, self.device)),
             )
         logits: torch.Tensor = found.float()

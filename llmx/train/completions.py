@@ -24,9 +24,9 @@ def complete_eval_prompts(session: Session, *, when: str) -> dict[str, float]:
         return {}
     greedy = Sampling(
         max_new_tokens=session.exp.task.eval_max_new_tokens,
-        stop_ids=frozenset(stop_ids(session.engine.module, session.tokenizer)),
+        stop_ids=frozenset(stop_ids(session.engine.main.module, session.tokenizer)),
     )
-    found = generate(session.engine, [prompt.tokens for prompt in prompts], greedy)
+    found = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
     completions = [session.task.decode(list(one.text_tokens)) for one in found]
     scores = session.task.score(prompts, completions)
     if session.rank == 0:

@@ -293,7 +293,7 @@ def build_engine(
             name: Model(
                 name=name,
                 spec=specs[name],
-                network=part.network,
+                module=part.network,
                 forward=engine if one else ForwardOf(engine, name, part.network),
                 config=part.config,
                 vocab_size=(
@@ -309,7 +309,7 @@ def build_engine(
     )
     for name, model in models.items():
         if parts[name].with_liger:
-            apply_liger(model.network)
+            apply_liger(model.module)
         if model.spec.head == CAUSAL_LM:
             wanted = fused_loss(exp, plan.accelerator)
             model.fused_loss = wanted and _can_fuse(exp, model)
@@ -381,7 +381,7 @@ def _can_fuse(exp: Experiment, model: Model) -> bool:
     problem = next((found for found in problems if found), None)
     if problem is None:
         return True
-    kind = type(model.network).__name__
+    kind = type(model.module).__name__
     if exp.model.fused_loss:
         raise ConfigError(
             f"model.fused_loss=true does not work with {kind}: {problem}. "

@@ -160,7 +160,7 @@ def state_values(engine: Engine) -> dict[str, Any]:
         "engine": read_counters(engine.engine),
         "parameters": parameters,
         "buffers": buffers,
-        "conversions": effective_conversions(engine.main.network),
+        "conversions": effective_conversions(engine.main.module),
     }
 
 

@@ -58,7 +58,7 @@ def run(
         status.enter("saving")
         session.say(f"Saving the model to {run_dir.final_model}")
         export_model(
-            session.engine.main.network,
+            session.engine.main.module,
             session.engine.config,
             tokenizer=session.tokenizer,
             vocab_size=session.engine.vocab_size,

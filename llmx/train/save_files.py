@@ -50,7 +50,7 @@ def state_of(
         "total_steps": progress.total,
         "vocab_size": engine.vocab_size,
         "padded_vocab_size": engine.config.get_text_config().vocab_size,
-        "vocabulary": [engine.main_prefix + name for name in vocabulary_names(engine.main.network)],
+        "vocabulary": [engine.main_prefix + name for name in vocabulary_names(engine.main.module)],
         **state_values(engine),
         "metric": metric,
         "time": time.time(),
@@ -71,7 +71,7 @@ def small_files(run_dir: RunDir, engine: Engine, tokenizer: Any) -> dict[str, by
         directory = Path(name)
         write_description(
             directory,
-            engine.main.network,
+            engine.main.module,
             engine.config,
             tokenizer=tokenizer,
             vocab_size=engine.vocab_size,

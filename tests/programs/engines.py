@@ -33,6 +33,7 @@ from llmx.train.engine import Engine, join_process_group
 from llmx.train.engine_state import capture
 from llmx.train.loop import train_step
 from tests.live_memory import LiveMemory
+from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, train
 from tests.reference import SEQ_LEN, VOCABULARY, synthetic_store, word_tokenizer
 from tests.rundirs import experiment, free_port
@@ -392,4 +393,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

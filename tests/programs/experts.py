@@ -26,6 +26,7 @@ from llmx.models.loss import micro_batch_loss
 from llmx.plan import ds_config, make_plan
 from llmx.train import engine as building
 from llmx.train.engine import build_engine, join_process_group
+from tests.programs.leaving import run_and_leave
 from tests.reference import word_tokenizer
 from tests.rundirs import parity_experiment, with_batch
 
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -21,6 +21,7 @@ from llmx.errors import ConfigError
 from llmx.models.factory import build_model, model_config
 from llmx.plan import ds_config, make_plan
 from llmx.train.engine import join_process_group
+from tests.programs.leaving import run_and_leave
 from tests.reference import word_tokenizer
 from tests.rundirs import parity_experiment
 
@@ -69,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -23,6 +23,7 @@ from llmx.train.batches import Layout, make_step
 from llmx.train.engine import build_engine, join_process_group
 from llmx.train.export import export_model
 from llmx.train.loop import train_step
+from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, whole_weights, word_tokenizer
 from tests.rundirs import parity_experiment, with_batch
 
@@ -85,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

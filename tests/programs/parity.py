@@ -22,6 +22,7 @@ from llmx.train.batches import Layout, make_step
 from llmx.train.engine import build_engine, join_process_group
 from llmx.train.loop import train_step
 from llmx.train.schedule import lr_at
+from tests.programs.leaving import run_and_leave
 from tests.reference import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -86,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -39,6 +39,7 @@ from llmx.train.loop import train_step, weighed
 from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at
 from llmx.train.state_values import write_loss_scaler
+from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
 
@@ -279,4 +280,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

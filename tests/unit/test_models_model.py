@@ -44,7 +44,7 @@ def model_of(network: torch.nn.Module, layout: str, **spec: object) -> Model:
     return Model(
         name="policy",
         spec=ModelSpec(**spec),
-        network=network,
+        module=network,
         forward=network,
         config=network.config,
         vocab_size=network.config.vocab_size,

@@ -40,7 +40,7 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
     flops = SimpleNamespace(of_step=lambda **_: 0.0)
     monkeypatch.setattr(module, "model_flops", lambda *_args, **_kwargs: flops)
     main = SimpleNamespace(
-        network=torch.nn.Linear(1, 1),
+        module=torch.nn.Linear(1, 1),
         spec=SimpleNamespace(trained=True),
         routing=SimpleNamespace(measure=lambda **_: {}),
     )
