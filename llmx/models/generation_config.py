@@ -1,4 +1,5 @@
-"""Where an answer ends, in one place for evaluation, the final model and every export.
+"""Where a completion ends, in one place for evaluation, the command ``generate``, the final model
+and every export.
 
 A tokenizer has one EOS token, and a chat template may close an assistant's turn with another
 (``<|im_end|>``); a pretrained model may name more (Llama 3: three). All of them go to
@@ -35,7 +36,7 @@ def keep_generation_config(model: Any, source: ModelConfig) -> None:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer of ``model``, sorted: those of the tokenizer and its chat
+    """The tokens that end a completion of ``model``, sorted: those of the tokenizer and its chat
     template, and what the model's own generation config names besides.
 
     Of the latter, ids that are ordinary text in this tokenizer are left out: it is not the one

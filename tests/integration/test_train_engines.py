@@ -75,6 +75,23 @@ def test_other_ways_of_computing_train_alike(out: Path) -> None:
                 assert other == pytest.approx(plain, rel=tolerance), name
 
 
+def test_completions_between_steps_are_the_same_under_every_stage(out: Path) -> None:
+    """Greedy and sampled; and training goes on as it would have."""
+    for found in answers(out, "generation"):
+        runs = found["runs"]
+        wanted = runs["0"]["completions"]
+        assert {one["ended"] for one in wanted["sampled"]} == {"stop", "length"}
+        for name, one in runs.items():
+            assert one["training"], name
+            for kind, completions in one["completions"].items():
+                for got, expected in zip(completions, wanted[kind], strict=True):
+                    assert got["tokens"] == expected["tokens"], (name, kind)
+                    assert got["ended"] == expected["ended"]
+                    assert got["logps"] == pytest.approx(expected["logps"], abs=1e-4)
+            for got, expected in zip(one["numbers"], found["without"], strict=True):
+                assert got == pytest.approx(expected, rel=1e-4), name
+
+
 def test_the_peak_of_a_step_is_what_the_plan_says(out: Path) -> None:
     """Tensor by tensor; a model so small that a layer's gradients in flight are seen."""
     for found in answers(out, "step_memory"):

@@ -7,11 +7,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +26,10 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import llmx.models.factory as model_module
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.factory import build_model, model_config, num_parameters
+from llmx.models.generate import generate
 from llmx.models.loss import micro_batch_loss
 from llmx.models.recompute import compile_blocks
+from llmx.models.sampling import Sampling
 from llmx.plan import make_plan
 from llmx.plan.memory import step_bytes
 from llmx.train.batches import Layout, make_step
@@ -32,6 +37,7 @@ from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine, join_process_group
 from llmx.train.engine_state import capture
 from llmx.train.loop import train_step
+from llmx.train.whole_weights import whole_weights
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, train
@@ -170,6 +176,49 @@ def same_training(out: Path) -> Any:
             }
             engine.engine.destroy()
     return answer
+
+
+PROMPTS = [(5, 6, 7), (8,), (5, 6, 7), tuple(range(3, 20)), (9, 10)]
+
+
+@check
+def generation(out: Path) -> Any:
+    """Completions between steps of training, by stage, and whether training goes on as it would.
+
+    "3-whole" holds all weights on every rank while it generates."""
+    stops = frozenset({2, *range(60, 66)})
+    sampled = Sampling(temperature=1.2, top_p=0.95, max_new_tokens=8, stop_ids=stops)
+    answer: dict[str, Any] = {}
+    for name in ("0", "1", "2", "3", "3-whole"):
+        job = {
+            "name": "x",
+            "world": WORLD,
+            "stage": int(name[0]),
+            "micro_batches": [2, 2],
+            "accumulation": 1,
+            "zero": {"param_persistence_threshold": 0},
+        }
+        exp, plan = job_experiment(job, out)
+        engine = build(job, exp, plan, first_weights=exp.seed)
+        store = synthetic_store(out / "store")
+        numbers = train(engine, exp, plan, store, steps=range(2))
+        found, times = {}, {}
+        for kind, sampling in (("greedy", Sampling(max_new_tokens=8)), ("sampled", sampled)):
+            began = time.perf_counter()
+            with whole_weights(engine) if name == "3-whole" else contextlib.nullcontext():
+                made = generate(engine, PROMPTS, sampling, seeds=range(5), batch_size=1)
+            times[kind] = time.perf_counter() - began
+            found[kind] = [asdict(one) for one in made]
+        numbers += train(engine, exp, plan, store, steps=range(2, 4))
+        answer[name] = {
+            "completions": found,
+            "numbers": numbers,
+            "training": engine.module.training,
+            "seconds": times,
+        }
+        engine.engine.destroy()
+    _, plain = trained({"stage": 3}, out, steps=4)
+    return {"runs": answer, "without": plain}
 
 
 @check
