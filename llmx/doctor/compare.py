@@ -113,7 +113,8 @@ def compare_hosts(
 
 
 def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
-    errors, warnings = [], []
+    errors: list[str] = []
+    warnings: list[str] = []
     pythons = {name: facts["python"].rsplit(".", 1)[0] for name, facts in surveys.items()}
     if len(set(pythons.values())) > 1:
         errors.append(f"Python differs between hosts: {_by_value(pythons)}. Install one version.")
@@ -161,7 +162,8 @@ def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
 def _host(
     exp: Experiment, plan: Plan, name: str, facts: dict[str, Any]
 ) -> tuple[list[str], list[str]]:
-    errors, warnings = [], []
+    errors: list[str] = []
+    warnings: list[str] = []
     slots = sum(host.slots for host in plan.hosts if host.name == name)
     if plan.accelerator == "cuda" and (facts["gpus"] or 0) < slots:
         errors.append(

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from importlib import metadata, util
+from typing import Any
 
 COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")
 MODULES = ("flash_attn", "flash_attn_interface")
@@ -43,7 +44,7 @@ print(json.dumps({
 TORCH_S = 90
 
 
-def survey(run_dir: str, package: str = "", asked: dict | None = None) -> dict:
+def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None) -> dict[str, Any]:
     """The facts, as plain values. ``package``: the directory of llmx's code; ``asked``: what is
     looked at besides."""
     asked = asked or {}
@@ -138,7 +139,7 @@ def said_by(words: list[str], *, timeout_s: float) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def torch_build() -> dict:
+def torch_build() -> dict[str, Any]:
     """What torch itself says of its build: CUDA, the GPUs it has code for, the NCCL it loads."""
     said = said_by([sys.executable, "-c", TORCH], timeout_s=TORCH_S)
     try:
@@ -189,7 +190,7 @@ def has_libaio() -> bool:
     return done.returncode == 0
 
 
-def directory_facts(path: str) -> dict:
+def directory_facts(path: str) -> dict[str, Any]:
     """Of the directory, or of the nearest one above it that exists: writable, free bytes."""
     there = path
     while there and not os.path.isdir(there):  # noqa: PTH112

@@ -137,7 +137,7 @@ def measured(record: Record, declared: Mapping[str, Metric]) -> dict[str, float]
     names = [name for name, metric in declared.items() if kind in metric.kinds]
     if kind == "eval":
         names += [name for name in record if name not in RESERVED and name not in names]
-    values = {name: record.get(name) for name in names}
+    values: dict[str, Any] = {name: record.get(name) for name in names}
     return {name: float(value) for name, value in values.items() if is_number(value)}
 
 

@@ -166,7 +166,9 @@ def _told_bounds(
 ) -> dict[str, Any]:
     """Where rows begin, under the names that the kernels know."""
     if implementation == SEGMENTS:
-        return {"segment_bounds": bounds}
+        # On the CPU, where attention reads it. Not a tuple: torch.compile would compile a block
+        # anew for each number of rows.
+        return {"segment_bounds": torch.tensor(bounds)}
     longest = max(stop - start for start, stop in pairwise(bounds))
     offsets = torch.tensor(bounds, dtype=torch.int32)
     told = {

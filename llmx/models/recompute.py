@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from llmx.models.varlen import SEGMENTS, segments_forward
+
 KEPT = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
@@ -44,11 +46,18 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     """``torch.compile`` the blocks of a Transformers model, each by itself: they are alike, so one
     is compiled. ``options`` are those of ``torch.compile``.
 
+    Lengths and numbers of rows differ from batch to batch: after two or three of them a block is
+    compiled for any. Attention row by row is left as it is, or its loop would be compiled anew for
+    each number of rows, and given up after eight.
+
     The forward pass of the whole stays Python, with DeepSpeed's hooks in it; blocks with activation
     checkpointing are compiled within it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    as_it_is: Any = torch.compiler.disable(segments_forward)
+    ALL_ATTENTION_FUNCTIONS.register(SEGMENTS, as_it_is)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(**options)

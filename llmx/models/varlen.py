@@ -120,10 +120,10 @@ def _by_segment(
     *,
     scale: float | None,
     window: int | None,
-    segment_bounds: tuple[int, ...] | None = None,
+    segment_bounds: torch.Tensor | None = None,
     **_options: Any,
 ) -> torch.Tensor:
-    """One causal attention for each row."""
+    """One causal attention for each row; ``segment_bounds``: int64 [rows + 1], on the CPU."""
     if segment_bounds is None:
         raise Unsupported("the model does not hand segment_bounds to its attention")
     groups = query.shape[1] // key.shape[1]
@@ -133,7 +133,7 @@ def _by_segment(
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
     parts = []
-    for start, stop in pairwise(segment_bounds):
+    for start, stop in pairwise(segment_bounds.numpy().tolist()):
         mask = None
         if window and window < stop - start:
             places = torch.arange(stop - start, device=query.device)

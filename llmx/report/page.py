@@ -309,13 +309,13 @@ def _attempts(data: RunData) -> str:
 def _attempt(line: dict[str, Any]) -> list[str]:
     started, ended = line.get("started") or 0.0, line.get("ended") or 0.0
     saved, first, last = line.get("saved_step"), line.get("first_step"), line.get("last_step")
-    trained = first is not None and last is not None
+    trained = first is not None and last is not None and last > first
     where = [f"rank {line['rank']}"] * (line.get("rank") is not None)
     where += [f"on {line['host']}"] * bool(line.get("host"))
     cause = line.get("cause") or ""
     return [
         str(line.get("attempt", "")),
-        f"{first + 1:,} to {last:,}" if trained and last > first else "none",
+        f"{first + 1:,} to {last:,}" if trained and first is not None else "none",
         str(line.get("outcome", "")),
         f"{' '.join(where)}: {cause}" if where and cause else cause,
         _decision(line),

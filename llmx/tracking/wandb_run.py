@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmx.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.metrics.summary import Summary
@@ -68,7 +68,9 @@ class WandbTracker:
             self._open("offline", whole, meta)
         self._notify_mode(why)
 
-    def _open(self, mode: str, config: dict[str, Any], meta: RunMeta) -> None:
+    def _open(
+        self, mode: Literal["online", "offline"], config: dict[str, Any], meta: RunMeta
+    ) -> None:
         import wandb
 
         self._run = wandb.init(

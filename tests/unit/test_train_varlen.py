@@ -13,6 +13,7 @@ from llmx.data import collate
 from llmx.models import varlen
 from llmx.models.attention import methods, model_inputs
 from llmx.models.isolation import find_methods
+from llmx.models.recompute import compile_blocks
 from llmx.models.varlen import SEGMENTS, VARLEN, Unsupported
 from tests.architectures import full_config, small_config
 from tests.unit.test_train_attention import CPU, sample
@@ -74,7 +75,7 @@ def test_both_functions_are_attention_of_each_row(
     told = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "max_length_q": 9}
     for function, rows in (
         (varlen.varlen_forward, told),
-        (varlen.segments_forward, {"segment_bounds": BOUNDS}),
+        (varlen.segments_forward, {"segment_bounds": torch.tensor(BOUNDS)}),
     ):
         found, _ = function(
             torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, **rows
@@ -114,7 +115,14 @@ def test_without_the_rows_it_refuses_instead_of_mixing_them() -> None:
         with pytest.raises(Unsupported, match="does not hand"):
             function(torch.nn.Module(), q, q, q, None)
         with pytest.raises(Unsupported, match="mask of its own"):
-            function(torch.nn.Module(), q, q, q, torch.ones(1, 1, 8, 8), segment_bounds=(0, 8))
+            function(
+                torch.nn.Module(),
+                q,
+                q,
+                q,
+                torch.ones(1, 1, 8, 8),
+                segment_bounds=torch.tensor([0, 8]),
+            )
 
 
 def test_no_layer_looks_at_a_tensor_of_the_device(kernel: None, monkeypatch) -> None:
@@ -176,3 +184,41 @@ def test_the_call_of_pytorchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["enable_gqa"] is True
     # (-1, 0) is causal; (3, 0) sees itself and three before: a window of 4.
     assert (plain["window_size"], sliding["window_size"]) == ((-1, 0), (3, 0))
+
+
+@pytest.mark.parametrize("name", [VARLEN, SEGMENTS])
+def test_compiled_blocks_take_rows_of_any_length_and_number(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Compiled a few times at the start and then never again, and never given up."""
+
+    def kernel(query, key, value, *, cu_seq_lens, max_length, scale, window):
+        return query + cu_seq_lens.sum() * max_length  # without a loop, as the real one
+
+    monkeypatch.setattr(varlen, "varlen_kernel", kernel)
+    varlen.register()
+    config = small_config("llama")
+    config.num_hidden_layers = 1
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compile_blocks(model, backend=backend)
+    (method,) = methods(name, "packed")
+    counts = []
+    for lengths in ((7, 9), (8, 4, 12), (16,), (1, 2, 3, 2), (24,), (5, 5, 5, 5, 12), (3,) * 10):
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        places = torch.cat([torch.arange(length) for length in lengths])[None]
+        batch = {"input_ids": places, "position_ids": places, "labels": places}
+        batch["segment_ids"] = (rows + 1).int()[None]
+        inputs, _ = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
+        model(**inputs, use_cache=False).logits.sum().backward()
+        counts.append(len(graphs))
+    torch._dynamo.reset()
+    assert counts[3] == counts[-1], counts
