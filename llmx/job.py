@@ -35,7 +35,7 @@ class ConfigCommand:
 
 
 CONFIG_COMMANDS = {
-    "data": ConfigCommand("llmx.data.command", ("preview", "split")),
+    "data": ConfigCommand("llmx.cli.data", ("preview", "split")),
     "tokenizer": ConfigCommand(
         "llmx.data.train_tokenizer", ("vocab_size", "kind", "output"), trains=False
     ),

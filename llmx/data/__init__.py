@@ -1,6 +1,6 @@
 """Data: from files in the form they have to packed, exact, resumable samples.
 
-    store = prepare(exp, tokenizer, split="train")        # once; found again when unchanged
+    store = prepare(exp, tokenizer, task, split="train")  # once; found again when unchanged
     samples = samples_of_step(step, global_batch=8, num_samples=len(store), seed=exp.seed)
     mine = rank_slice(samples, micro_batches=(2, 2), accumulation=2, rank=0, micro_step=0)
     batch = collate([store[i] for i in mine], seq_len=512, pad_id=0, layout="packed")
@@ -10,16 +10,30 @@ Importing this package imports neither torch nor transformers.
 
 from llmx.data.collate import IGNORE, collate
 from llmx.data.eval_prompts import EvalPrompt, held_out_prompts, stop_token_ids
+from llmx.data.examples import Column, Encoding, Example, Rejected, Tokens
+from llmx.data.forms import Conversation, Document, Labelled
 from llmx.data.order import permutation, rank_slice, samples_of_step
+from llmx.data.preferences import Preference
 from llmx.data.prepare import has_eval, prepare, store_path, summary
+from llmx.data.rows import Record
 from llmx.data.store import Sample, SampleStore
 from llmx.data.tokenizer import load_tokenizer
 
 __all__ = [
     "IGNORE",
+    "Column",
+    "Conversation",
+    "Document",
+    "Encoding",
     "EvalPrompt",
+    "Example",
+    "Labelled",
+    "Preference",
+    "Record",
+    "Rejected",
     "Sample",
     "SampleStore",
+    "Tokens",
     "collate",
     "has_eval",
     "held_out_prompts",

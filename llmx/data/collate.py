@@ -1,16 +1,18 @@
 """From samples to the tensors of one micro batch: numpy in, torch out.
 
 The shift is done here, once: ``labels[b, t]`` is the token to predict *at* position t, that
-is, token t+1 of the same row, or -100. The loss compares ``logits[b, t]`` with
-``labels[b, t]`` and shifts nothing. A label never reaches into the next row.
+is, token t+1 of the same sequence, or -100. The loss compares ``logits[b, t]`` with
+``labels[b, t]`` and shifts nothing. A label never reaches into the next sequence.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmx.data.examples import Column, Schema
 from llmx.data.store import Sample
 from llmx.errors import DataError
 
@@ -19,41 +21,58 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 PAD_TO = 8
-"""Batches are as long as their longest row, rounded up to this (tensor cores like it)."""
+"""Batches are as long as their longest line, rounded up to this (tensor cores like it)."""
 
 
 def collate(
-    samples: list[Sample],
+    samples: Sequence[Sample],
     *,
     seq_len: int,
     pad_id: int,
     layout: str,
     pad_to: int | None = PAD_TO,
+    columns: Sequence[Column] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors of one micro batch, all [B, T].
+    """Tensors of one micro batch.
 
-    ``layout="packed"``: B = len(samples), the rows of a sample lie one after the other and
+    ``layout="packed"``: B = len(samples), the sequences of a sample lie one after the other and
     are told apart by ``segment_ids`` and by positions that restart. ``layout="padded"``:
-    B = number of rows of all samples, each in a padded row of its own. Both hold the same
+    B = number of sequences of all samples, each in a padded line of its own. Both hold the same
     (context, target) pairs. T is the longest used length rounded up to a multiple of
     ``pad_to``, at most ``seq_len``; ``pad_to=None`` gives T = seq_len always.
 
+    By token, all [B, T]:
+
     - ``input_ids`` int64; ``pad_id`` after the end
     - ``labels`` int64: the token to predict at this position, or -100
-    - ``position_ids`` int64: 0, 1, ... from the start of each row; 0 in the padding
-    - ``segment_ids`` int32: 1, 2, ... for the rows of this line, 0 in the padding. Padding is
+    - ``position_ids`` int64: 0, 1, ... from the start of each sequence; 0 in the padding
+    - ``segment_ids`` int32: 1, 2, ... for the sequences of this line, 0 in the padding. Padding is
       known by this alone, never by the token id: pad and end may share one.
 
-    No samples give one line of padding without targets, for ranks that must keep step.
+    With ``columns`` (those of the store, which may be none), the same in both layouts:
+
+    - ``sequence_ids`` int64 [B, T]: 1, 2, ... for the sequences of the micro batch, 0 in the
+      padding. Sums by sequence: ``zeros(n + 1).index_add(0, sequence_ids.flatten(), x.flatten())``
+      without its first, with n = ``len(example_ids)``
+    - ``example_ids`` int64 [sequences]: the example of each, from 0
+    - ``weights`` float32 [B, T]: of ``labels``, and 0 where they are -100; where the task has
+      weights
+    - the columns by name: [B, T, ...] by token, where what belongs to the token to predict stands
+      at its label; [sequences, ...] and [examples, ...]
+
+    No samples give one line of padding without targets, sequences and examples, for ranks that
+    must keep step.
     """
     if layout == "packed":
-        lines = [list(sample.rows()) for sample in samples]
+        sizes = [len(sample.row_starts) for sample in samples]
     elif layout == "padded":
-        lines = [[row] for sample in samples for row in sample.rows()]
+        sizes = [1 for sample in samples for _ in sample.row_starts]
     else:
         raise ValueError(f"layout {layout!r} is not packed or padded")
-    lines = lines or [[]]
-    longest = max(sum(len(tokens) for tokens, _ in line) for line in lines)
+    spans = [(sample, start, stop) for sample in samples for start, stop in sample.borders()]
+    found = iter(spans)
+    lines = [[next(found) for _ in range(size)] for size in sizes] or [[]]
+    longest = max(sum(stop - start for _, start, stop in line) for line in lines)
     if longest > seq_len:
         raise DataError(
             f"A sample has {longest} tokens, data.seq_len is {seq_len}: the store was prepared "
@@ -62,32 +81,73 @@ def collate(
     length = seq_len
     if pad_to is not None:
         length = min(seq_len, max(1, -(-longest // pad_to)) * pad_to)
-    return _tensors(lines, length=length, pad_id=pad_id)
-
-
-def _tensors(
-    lines: list[list[tuple[np.ndarray, np.ndarray]]], *, length: int, pad_id: int
-) -> dict[str, torch.Tensor]:
+    arrays = _by_token(lines, length=length, pad_id=pad_id)
+    if columns is not None:
+        arrays |= _of_task(samples, lines, length=length, columns=columns)
     import torch
 
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+_Line = list[tuple[Sample, int, int]]
+"""The sequences of a line: tokens [start, stop) of their samples."""
+
+
+def _by_token(lines: list[_Line], *, length: int, pad_id: int) -> dict[str, np.ndarray]:
     shape = (len(lines), length)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORE, dtype=np.int64)
     position_ids = np.zeros(shape, dtype=np.int64)
     segment_ids = np.zeros(shape, dtype=np.int32)
     for b, line in enumerate(lines):
-        start = 0
-        for segment, (tokens, targets) in enumerate(line, start=1):
-            stop = start + len(tokens)
-            input_ids[b, start:stop] = tokens
+        at = 0
+        for segment, (sample, start, stop) in enumerate(line, start=1):
+            tokens, targets = sample.tokens[start:stop], sample.targets[start:stop]
+            end = at + len(tokens)
+            input_ids[b, at:end] = tokens
             # Widened first: -100 has no place among the unsigned ids of the store.
-            labels[b, start : stop - 1] = np.where(targets[1:], tokens[1:].astype(np.int64), IGNORE)
-            position_ids[b, start:stop] = np.arange(len(tokens))
-            segment_ids[b, start:stop] = segment
-            start = stop
+            labels[b, at : end - 1] = np.where(targets[1:], tokens[1:].astype(np.int64), IGNORE)
+            position_ids[b, at:end] = np.arange(len(tokens))
+            segment_ids[b, at:end] = segment
+            at = end
     return {
-        "input_ids": torch.from_numpy(input_ids),
-        "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(position_ids),
-        "segment_ids": torch.from_numpy(segment_ids),
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": position_ids,
+        "segment_ids": segment_ids,
     }
+
+
+def _of_task(
+    samples: Sequence[Sample], lines: list[_Line], *, length: int, columns: Sequence[Column]
+) -> dict[str, np.ndarray]:
+    """Which sequence and example tokens belong to, and the task's own columns."""
+    schema = Schema(tuple(columns))
+    by_token: dict[str, np.ndarray] = {
+        column.name: np.zeros((len(lines), length, *column.shape), column.numpy_dtype)
+        for column in schema.per("token")
+    }
+    arrays: dict[str, np.ndarray] = {"sequence_ids": np.zeros((len(lines), length), np.int64)}
+    if schema.weighted:
+        arrays["weights"] = np.zeros((len(lines), length), np.float32)
+    number = 0
+    for b, line in enumerate(lines):
+        at = 0
+        for sample, start, stop in line:
+            number += 1
+            end = at + stop - start
+            arrays["sequence_ids"][b, at:end] = number
+            shifted = slice(start + 1, stop)
+            if schema.weighted:
+                weights = sample.targets if sample.weights is None else sample.weights
+                arrays["weights"][b, at : end - 1] = weights[shifted]
+            for name, values in by_token.items():
+                values[b, at : end - 1] = sample.columns[name][shifted]
+            at = end
+    sizes = [size for sample in samples for size in sample.example_sizes()]
+    arrays["example_ids"] = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+    for column in (*schema.per("sequence"), *schema.per("example")):
+        own: list[Any] = [sample.columns[column.name] for sample in samples]
+        empty = np.zeros((0, *column.shape), column.numpy_dtype)
+        arrays[column.name] = np.concatenate([empty, *own])
+    return arrays | by_token

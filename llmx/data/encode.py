@@ -17,16 +17,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from llmx.data.bytepair import BytePairs, NotConvertible
+from llmx.data.examples import Column, Example
 from llmx.data.forms import Document
+from llmx.data.rows import RowError
 from llmx.data.words import Words
 from llmx.data.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
@@ -37,26 +39,36 @@ PROOF_BYTES = 200_000
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that are tokenized together."""
+    """Sequences that are tokenized together, and the examples that they are of."""
 
-    rows: list[Any]
-    """Documents or conversations."""
+    sequences: list[Any]
+    """Documents, or conversations, documents and tokens in any order."""
     read: int
     """Rows read for it, of which some may hold nothing to learn."""
     size: int
     """Bytes of their text, as UTF-8."""
+    examples: list[Example] = field(default_factory=list)
+    """In the order of their sequences."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows read for it that are no example, by reason."""
+    rejected: list[RowError] = field(default_factory=list)
+    """Rows read for it that the task rejected (``data.on_bad_row=skip``)."""
 
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Tokens of several rows, one after the other."""
+    """Tokens of several examples, one after the other."""
 
     tokens: np.ndarray
     """uint32 [sum of lengths]"""
     targets: np.ndarray
-    """bool [sum of lengths]: True where the token is to be predicted."""
+    """bool [sum of lengths]: True where the token is to be predicted; or float32, its weight."""
     lengths: np.ndarray
-    """int64 [number of rows]"""
+    """int64 [number of sequences]"""
+    sizes: np.ndarray | None = None
+    """int64 [number of examples]: how many sequences each has; None: one each."""
+    columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
+    """Of the task, by token, by sequence or by example."""
 
 
 def core_count() -> int:
@@ -147,9 +159,9 @@ class DocumentEncoder:
         with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
             try:
                 for batch in batches:
-                    firsts = [begins, *(document.last for document in batch.rows)]
+                    firsts = [begins, *(document.last for document in batch.sequences)]
                     begins = firsts.pop()
-                    waiting.append((batch, pool.submit(self.encode, batch.rows, firsts)))
+                    waiting.append((batch, pool.submit(self.encode, batch.sequences, firsts)))
                     if len(waiting) > 2 * threads:
                         done, block = waiting.popleft()
                         yield done, block.result()

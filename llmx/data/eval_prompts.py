@@ -12,9 +12,9 @@ from typing import Any
 
 from llmx.config import Experiment
 from llmx.data.forms import Conversation
-from llmx.data.prompts import PromptCutter
 from llmx.data.render import Renderer
 from llmx.data.source import Source
+from llmx.data.truncate import PromptCutter
 from llmx.errors import ConfigError, LlmxError
 
 

@@ -19,6 +19,7 @@ from llmx.errors import DataError
 __all__ = [
     "Conversation",
     "Document",
+    "Labelled",
     "Message",
     "conversation_of",
     "detect_form",
@@ -62,6 +63,20 @@ class Document:
     last: bool = True
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """A text and its label, for tasks that learn the label itself."""
+
+    text: str
+    label: str | int
+    """As it is in the data."""
+    name: str
+    """What ``data.label_names`` calls it."""
+    where: Where
+    history: tuple[Message, ...] = ()
+    """Earlier turns, where the data has them."""
+
+
 def detect_form(record: Record, *, text_key: str, columns: dict[str, str]) -> str:
     """The form of a record, by its keys; raises DataError when none or several fit."""
     found = [form for form, keys in KEYS.items() if _has(record, keys, text_key, columns)]
@@ -99,7 +114,7 @@ def to_document(
             text = f"{title}\n\n{text}"
     else:
         text = _text(record, text_key)
-    _check_characters(record, text)
+    check_characters(record, text)
     return Document(text, record.where)
 
 
@@ -123,7 +138,8 @@ def to_conversation(
         return columns.get(name, name)
 
     if form == "labelled":
-        messages = _labelled(record, column, label_names or {})
+        row = to_labelled(record, columns=columns, label_names=label_names or {})
+        messages = [*row.history, Message("user", row.text), Message("assistant", row.name)]
     elif form in ("alpaca", "prompt_response"):
         messages = _single(record, form, column)
     else:
@@ -147,7 +163,7 @@ def conversation_of(
     if not any(message.role == "assistant" and message.content.strip() for message in messages):
         return None
     for message in messages:
-        _check_characters(record, message.content)
+        check_characters(record, message.content)
     tools = _tools(record, columns.get("tools", "tools"))
     return Conversation(tuple(messages), record.where, tools, unanswered=given - len(messages))
 
@@ -190,7 +206,7 @@ def _tools(record: Record, key: str) -> str:
         problem = "tools must be a list of objects, each the definition of a tool:"
         raise wrong_record(record, "wrong tools", problem, value)
     text = text or json.dumps(value, ensure_ascii=False)
-    _check_characters(record, text)
+    check_characters(record, text)
     return text
 
 
@@ -222,7 +238,7 @@ def _text(record: Record, key: str) -> str:
     return value
 
 
-def _check_characters(record: Record, text: str) -> None:
+def check_characters(record: Record, text: str) -> None:
     """Raise RowError for half of a surrogate pair, which JSON can write and no encoder takes."""
     if text.isascii():
         return
@@ -264,9 +280,11 @@ def _single(record: Record, form: str, column: Any) -> list[Message]:
     return [*history, Message("user", prompt), Message("assistant", answer)]
 
 
-def _labelled(record: Record, column: Any, known: dict[str, str]) -> list[Message]:
-    """The label is the answer, by its name where it has one."""
-    key = column("label")
+def to_labelled(
+    record: Record, *, columns: dict[str, str], label_names: dict[str, str]
+) -> Labelled:
+    """The text and the label of a record, with the label's name where it has one."""
+    key, known = columns.get("label", "label"), label_names
     label = record.value.get(key)
     if isinstance(label, bool) or not isinstance(label, str | int):
         raise wrong_record(
@@ -281,9 +299,10 @@ def _labelled(record: Record, column: Any, known: dict[str, str]) -> list[Messag
             "a label without a name",
             f"the label {excerpt(label)} has no name; data.label_names names {', '.join(known)}.",
         )
-    history_key = column("history")
+    history_key = columns.get("history", "history")
     context, history = labelled_history(record.value.get(history_key), history_key, record.where)
-    prompt = _text(record, column("prompt"))
-    question = f"{context}\n{prompt}" if context else prompt
-    answer = known.get(str(label), str(label))
-    return [*history, Message("user", question), Message("assistant", answer)]
+    prompt = _text(record, columns.get("prompt", "prompt"))
+    text = f"{context}\n{prompt}" if context else prompt
+    check_characters(record, text)
+    name = known.get(str(label), str(label))
+    return Labelled(text, label, name, record.where, tuple(history))

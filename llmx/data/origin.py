@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.part import Part
+from llmx.data.part import TAKEN, Part
+from llmx.data.preferences import Preference
 from llmx.errors import ConfigError
 
 FORMS_VERSION = 3
@@ -23,6 +24,8 @@ class Origin:
     data: DataConfig
     seed: int
     split: str
+    takes: tuple[type, ...] = field(default=TAKEN, kw_only=True)
+    """The types of rows that are wanted (``Encoding.takes``)."""
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -41,7 +44,7 @@ class Origin:
                     f"data.sources[{index}].weight={source.weight}: a weight is positive; leave "
                     "out a source that is not wanted."
                 )
-        return [Part.of(data, source, split=self.split) for source in sources]
+        return [Part.of(data, source, split=self.split, takes=self.takes) for source in sources]
 
     @property
     def path(self) -> str:
@@ -68,8 +71,10 @@ class Origin:
     def form(self) -> str:
         """The form of the rows; where sources differ, their forms joined by ``+``."""
         forms = list(dict.fromkeys(part.form for part in self.parts))
-        # There is no training on pairs here: of a pair, the better answer is learned.
-        named = {"preference": "preference (the chosen answers)"}
+        # A task that takes no pairs learns the better answer.
+        named = (
+            {} if Preference in self.takes else {"preference": "preference (the chosen answers)"}
+        )
         return "+".join(named.get(form, form) for form in forms)
 
     @property

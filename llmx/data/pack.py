@@ -1,7 +1,8 @@
-"""How rows become samples: pure functions of the rows' lengths.
+"""How examples become samples: pure functions of the examples' lengths.
 
-A sample is made of pieces, a piece is tokens [start, stop) of a row; all but ``concat`` take
-whole rows. Everything is arrays, so that millions of rows take seconds and little memory.
+A sample is made of pieces, a piece is tokens [start, stop) of an example; all but ``concat`` take
+whole examples (``rows`` below). Everything is arrays, so that millions of them take seconds and
+little memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class Packing:
     """[samples + 1]: the first piece of each sample."""
     in_order: bool
     """Written one after the other, the pieces are the rows as they came (but for a rest)."""
+    examples: np.ndarray | None = None
+    """[examples + 1]: the first piece of each example, where an example has several sequences;
+    then ``samples`` holds the first example of each sample, and ``rows`` are sequences."""
 
     def __len__(self) -> int:
         return len(self.samples) - 1
@@ -101,6 +105,18 @@ def one_each(lengths: np.ndarray, *, capacity: int) -> Packing:
     stops = np.asarray(lengths, np.int64)
     samples = np.arange(len(rows) + 1, dtype=np.int64)
     return Packing(rows, np.zeros_like(rows), stops, samples, in_order=True)
+
+
+def of_sequences(packing: Packing, lengths: np.ndarray, sizes: np.ndarray) -> Packing:
+    """A packing of whole examples as one of their sequences: each example has ``sizes`` of them,
+    which have these ``lengths``."""
+    firsts = _borders(sizes)
+    own = sizes[packing.rows]
+    examples = _borders(own)
+    rows = np.repeat(firsts[packing.rows] - examples[:-1], own) + np.arange(int(examples[-1]))
+    return Packing(
+        rows, np.zeros_like(rows), lengths[rows], packing.samples, packing.in_order, examples
+    )
 
 
 def _smallest(largest: int) -> type[np.signedinteger[Any]]:

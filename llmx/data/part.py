@@ -12,7 +12,17 @@ from pathlib import Path
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.columns import ColumnCheck
 from llmx.data.digests import digest_of
-from llmx.data.forms import Conversation, Document, detect_form, to_conversation, to_document
+from llmx.data.examples import Row
+from llmx.data.forms import (
+    Conversation,
+    Document,
+    Labelled,
+    check_characters,
+    detect_form,
+    to_conversation,
+    to_document,
+    to_labelled,
+)
 from llmx.data.hub import PREFIX, hub_id, hub_rows, revision_of
 from llmx.data.preferences import Preference, to_preference
 from llmx.data.read import read_file, source_files
@@ -21,7 +31,15 @@ from llmx.data.tokenizer import DEMO_DIRECTORY
 from llmx.errors import DataError
 from llmx.text import plural, printable
 
-Row = Conversation | Document
+TAKEN: tuple[type, ...] = (Conversation, Document)
+"""The rows of a source that is read for no task."""
+CHATS: tuple[type, ...] = (Conversation,)
+ROW_TYPES: dict[str, tuple[type, ...]] = {
+    "text": (Document,),
+    "preference": (Preference, Conversation),
+    "labelled": (Labelled, Conversation),
+}
+"""What a row of a dataset format can be, the most particular first; any other is a conversation."""
 COLUMNS_VERSION = 2
 """Raised when a record with columns, beside plain documents, becomes another row than before."""
 LOOKED_AT = 100
@@ -47,11 +65,20 @@ class Part:
     truncate_prompt: str = "left"
     ignore: tuple[str, ...] = ()
     """Columns that may be ignored whatever they hold (``data.ignore_columns``)."""
+    takes: tuple[type, ...] = TAKEN
+    """The types of rows that are wanted (``Encoding.takes``)."""
     ignored: set[str] = field(default_factory=set, compare=False)
     """Names of the columns that were read and not used."""
 
     @classmethod
-    def of(cls, data: DataConfig, source: SourceConfig, *, split: str) -> Part:
+    def of(
+        cls,
+        data: DataConfig,
+        source: SourceConfig,
+        *,
+        split: str,
+        takes: tuple[type, ...] = TAKEN,
+    ) -> Part:
         """``source`` with what it leaves open taken from ``data``; ``split`` is for the demo."""
         name = source.path
         form = source.form if source.form != "auto" else data.form
@@ -71,6 +98,7 @@ class Part:
             text_unit=data.text_unit,
             truncate_prompt=data.truncate_prompt,
             ignore=tuple(data.ignore_columns),
+            takes=takes,
         )
 
     @cached_property
@@ -89,6 +117,8 @@ class Part:
         them decides nothing: it is the form of most of the first rows."""
         if self.form_wanted != "auto":
             return self.form_wanted
+        if self.takes == (Record,):
+            return "record"
         rejected: list[RowError] = []
         rows = self.raw(rejected.append if self.skips_bad else refuse)
         first = next(rows, None)
@@ -114,6 +144,13 @@ class Part:
         if isinstance(row, TextPiece):
             return "text"
         return detect_form(row, text_key=self.text_key, columns=self.columns)
+
+    @cached_property
+    def row_type(self) -> type | None:
+        """The type of the rows: of those that the dataset format can be, the first that is
+        wanted; None where none is."""
+        found = (Record,) if self.form == "record" else (*ROW_TYPES.get(self.form, CHATS), Record)
+        return next((kind for kind in found if kind in self.takes), None)
 
     @cached_property
     def _check(self) -> ColumnCheck:
@@ -153,6 +190,8 @@ class Part:
             also["truncate_prompt"] = self.truncate_prompt
         if self.ignore:
             also["ignore_columns"] = sorted(self.ignore)
+        if self.row_type is not None and self.row_type not in TAKEN:
+            also["row_type"] = self.row_type.__name__
         return {
             **also,
             "form": self.form,
@@ -179,8 +218,7 @@ class Part:
         )
 
     def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
-        """Every row in its form; None for a conversation without an answer. Of a pair, the
-        chosen conversation."""
+        """Every row in its format; None for a conversation without an answer."""
         return self._rows(self.raw(bad, meter=meter), bad)
 
     def rows_of(
@@ -200,29 +238,24 @@ class Part:
                 continue
             yield row
 
-    def preferences(self, bad: OnBad) -> Iterator[Preference]:
-        """Every row as a pair; for ``form`` preference."""
-        for raw in self.raw(bad):
-            try:
-                if not isinstance(raw, Record):
-                    raise self._no_columns(raw)
-                self._check(raw)
-                pair = to_preference(raw, columns=self.columns, system=self.system)
-            except RowError as error:
-                bad(error)
-                continue
-            yield pair
-
     def _row(self, raw: Record | TextPiece) -> Row | None:
         if isinstance(raw, TextPiece):
             if self.form != "text":
                 raise self._no_columns(raw)
             return Document(raw.text, raw.where, raw.last)
+        if self.row_type is Record:
+            for value in raw.value.values():
+                if isinstance(value, str):
+                    check_characters(raw, value)
+            return raw
         self._check(raw)
         if self.form == "text":
             return to_document(raw, text_key=self.text_key, columns=self.columns)
         if self.form == "preference":
-            return to_preference(raw, columns=self.columns, system=self.system).chosen
+            pair = to_preference(raw, columns=self.columns, system=self.system)
+            return pair if self.row_type is Preference else pair.chosen
+        if self.row_type is Labelled:
+            return to_labelled(raw, columns=self.columns, label_names=self.label_names)
         return to_conversation(
             raw,
             self.form,

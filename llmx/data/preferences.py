@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.data.forms import Conversation, conversation_of
-from llmx.data.rows import Record, excerpt, wrong_record
+from llmx.data.rows import Record, Where, excerpt, wrong_record
 from llmx.data.turns import Message, pairs, turns
 
 
@@ -16,6 +16,10 @@ class Preference:
 
     chosen: Conversation
     rejected: Conversation
+
+    @property
+    def where(self) -> Where:
+        return self.chosen.where
 
 
 def to_preference(record: Record, *, columns: dict[str, str], system: str | None) -> Preference:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import bisect
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmx.data.examples import Column
 from llmx.data.forms import Conversation, Message
 from llmx.data.read import Where
 from llmx.data.skeleton import Rendering, Span
@@ -23,10 +25,13 @@ from llmx.errors import ConfigError
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens of one row. ``targets`` is True where the token is to be predicted."""
+    """Tokens of one sequence. ``targets`` is True where the token is to be predicted; or float32,
+    its weight."""
 
     tokens: np.ndarray
     targets: np.ndarray
+    columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
+    """By token, of a sequence that a task gave as tokens."""
 
 
 class Renderer:

@@ -14,9 +14,10 @@ from functools import cached_property
 from pathlib import Path
 
 from llmx.config import Experiment
+from llmx.data.examples import Row
 from llmx.data.forms import Document
 from llmx.data.origin import Origin
-from llmx.data.part import Part, Row, no_rows
+from llmx.data.part import TAKEN, Part, no_rows
 from llmx.data.progress import Progress
 from llmx.data.rejects import Rejects
 from llmx.data.rows import Meter, OnBad, RowError, Stretch, refuse
@@ -50,8 +51,9 @@ class Source(Origin):
     """How far ``rows()`` has read."""
 
     @classmethod
-    def of(cls, exp: Experiment, split: str) -> Source:
-        """Raises ConfigError for a split that the experiment has not."""
+    def of(cls, exp: Experiment, split: str, *, takes: tuple[type, ...] = TAKEN) -> Source:
+        """``takes``: the types of rows that are wanted. Raises ConfigError for a split that the
+        experiment has not."""
         if split not in SPLITS:
             raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
         if split == "eval" and not has_eval(exp):
@@ -59,7 +61,7 @@ class Source(Origin):
                 "There is no evaluation data: set data.eval_path, or data.eval_samples to hold "
                 "out that many rows of data.path."
             )
-        return cls(exp.data, exp.seed, split)
+        return cls(exp.data, exp.seed, split, takes=takes)
 
     def rows(self) -> Iterator[Row | None]:
         """Every row of the split, in order; None for a conversation without an answer.
@@ -126,8 +128,9 @@ class Source(Origin):
         index = start
         rows = part.rows(bad, meter=self.meter)
         while stop is None or index < stop:
-            row = next(rows, False)
-            if row is False:
+            try:
+                row = next(rows)
+            except StopIteration:
                 return
             yield index, row
             index += _is_whole(row)

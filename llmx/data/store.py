@@ -1,15 +1,19 @@
 """The sample store: prepared samples in a directory, memory-mapped, written once, atomically.
 
-A sample is up to ``seq_len`` tokens made of one or more rows (a row is a conversation, a
-document or a piece of one), each isolated from its neighbours. Files:
+A sample is up to ``seq_len`` tokens of one or more examples. An example is one sequence (a
+conversation, a document or a piece of one) or several that belong together (a pair); each sequence
+is isolated from its neighbours. Files:
 
-    tokens.bin        uint32 [num_tokens]     all samples, one after the other
-    targets.bin       uint8  [num_tokens]     1 where that token is to be predicted
-    samples.npy       int64  [num_samples+1]  where each sample starts in tokens.bin
-    rows.npy          int64  [num_rows+1]     where each row starts in tokens.bin
-    sample_rows.npy   int64  [num_samples+1]  the first row of each sample
-    target_counts.npy int64  [num_samples]    targets of each sample
-    meta.json         fingerprint, options, counts, checksums
+    tokens.bin         uint32  [tokens]       all samples, one after the other
+    targets.bin        uint8   [tokens]       1 where that token is to be predicted; or
+    weight.bin         float32 [tokens]       its weight, where a task gives weights
+    NAME.bin           of a column that a task adds: by token, by sequence or by example
+    sequences.npy      int64   [sequences+1]  the first token of each sequence
+    examples.npy       int64   [examples+1]   the first sequence of each example
+    samples.npy        int64   [samples+1]    the first example of each sample
+    target_counts.npy  int64   [samples]      target tokens of each sample
+    sample_weights.npy float64 [samples]      the sum of their weights, where there are weights
+    meta.json          fingerprint, options, columns, counts, checksums
 
 ``SampleStore.open(path)`` then ``store[i]``.
 """
@@ -23,36 +27,56 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmx.data.examples import WEIGHT, Column, Schema
 from llmx.errors import DataError
 
-FORMAT_VERSION = 1
-INDEX_FILES = ("samples.npy", "rows.npy", "sample_rows.npy", "target_counts.npy")
+STORE_FORMAT = 2
+"""Of the files. Another one is prepared again; the samples, and so the fingerprint, may be the
+same."""
+INDEX_FILES = ("samples.npy", "examples.npy", "sequences.npy", "target_counts.npy")
+WEIGHTS_FILE = "sample_weights.npy"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: n tokens of k rows."""
+    """One sample: n tokens of k sequences."""
 
     tokens: np.ndarray
     """uint32 [n]"""
     targets: np.ndarray
-    """bool [n]: True where that token is to be predicted from those before it in its row.
-    Never True at a row's first token, which has nothing before it."""
+    """bool [n]: True where that token is to be predicted from those before it in its sequence.
+    Never True at a sequence's first token, which has nothing before it."""
     row_starts: np.ndarray
-    """int64 [k]: where each row begins; ``row_starts[0] == 0``."""
+    """int64 [k]: where each sequence begins; ``row_starts[0] == 0``."""
+    weights: np.ndarray | None = None
+    """float32 [n]: of each target, 0 elsewhere; None where every target counts 1."""
+    example_starts: np.ndarray | None = None
+    """int64 [examples]: the first sequence of each; None where each sequence is an example."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Of the task: [n, ...], [k, ...] or [examples, ...]."""
 
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, targets) of each row."""
-        borders = [*self.row_starts.tolist(), len(self.tokens)]
-        for start, stop in itertools.pairwise(borders):
+        """(tokens, targets) of each sequence."""
+        for start, stop in self.borders():
             yield self.tokens[start:stop], self.targets[start:stop]
+
+    def borders(self) -> Iterator[tuple[int, int]]:
+        """Where each sequence begins and ends."""
+        return itertools.pairwise([*self.row_starts.tolist(), len(self.tokens)])
+
+    def example_sizes(self) -> list[int]:
+        """How many sequences each example has."""
+        if self.example_starts is None:
+            return [1] * len(self.row_starts)
+        sizes: list[int] = np.diff(self.example_starts, append=len(self.row_starts)).tolist()
+        return sizes
 
 
 class SampleStore:
@@ -61,11 +85,34 @@ class SampleStore:
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
         self.meta = meta
-        num_tokens = int(meta["num_tokens"])
-        self._tokens = _memory_map(path / "tokens.bin", np.uint32, num_tokens)
-        self._targets = _memory_map(path / "targets.bin", np.uint8, num_tokens)
+        self.columns = tuple(Column.from_dict(values) for values in meta["columns"])
+        """Of the task, beside tokens and targets."""
+        self._schema = schema = Schema(self.columns)
         arrays = [np.load(path / name, mmap_mode="r") for name in INDEX_FILES]
-        self._samples, self._rows, self._sample_rows, self._target_counts = arrays
+        self._samples, self._examples, self._sequences, self._target_counts = arrays
+        self._tokens = self._mapped("tokens", np.uint32, "token")
+        if schema.weighted:
+            self._targets = self._mapped(WEIGHT, np.float32, "token")
+            self._weights = np.load(path / WEIGHTS_FILE, mmap_mode="r")
+        else:
+            self._targets = self._mapped("targets", np.uint8, "token")
+            self._weights = self._target_counts
+        self._arrays = {
+            column.name: self._mapped(column.name, column.dtype, column.per, column.shape)
+            for column in self.columns
+            if column.name != WEIGHT
+        }
+
+    def _mapped(self, name: str, dtype: Any, per: str, shape: tuple[int, ...] = ()) -> np.ndarray:
+        counts = {
+            "token": int(self._sequences[-1]),
+            "sequence": len(self._sequences) - 1,
+            "example": len(self._examples) - 1,
+        }
+        whole = (counts[per], *shape)
+        if not np.prod(whole):  # mmap refuses an empty file
+            return np.zeros(whole, dtype=dtype)
+        return np.memmap(self.path / f"{name}.bin", dtype=dtype, mode="r", shape=whole)
 
     @classmethod
     def open(cls, path: Path | str) -> SampleStore:
@@ -79,10 +126,10 @@ class SampleStore:
                 f"{path} is not a prepared data store ({error}). "
                 "Remove the directory; it is prepared again at the next run."
             ) from error
-        if meta.get("format_version") != FORMAT_VERSION:
+        if meta.get("format_version") != STORE_FORMAT:
             raise DataError(
-                f"{path} has format {meta.get('format_version')}, this llmx reads "
-                f"{FORMAT_VERSION}. Remove the directory; it is prepared again."
+                f"{path} has store format {meta.get('format_version')}, this version of llmx "
+                f"reads {STORE_FORMAT}. Remove the directory; it is prepared again."
             )
         for name, size in meta["file_bytes"].items():
             found = (path / name).stat().st_size if (path / name).exists() else None
@@ -103,8 +150,16 @@ class SampleStore:
         return int(self.meta["seq_len"])
 
     @property
-    def num_rows(self) -> int:
-        return len(self._rows) - 1
+    def batch_columns(self) -> tuple[Column, ...] | None:
+        """What ``collate`` is told: None where examples are one sequence each without columns,
+        whose batches need no more than their tokens."""
+        grouped = len(self._examples) != len(self._sequences)
+        return self.columns if self.columns or grouped else None
+
+    @property
+    def num_sequences(self) -> int:
+        """Of all samples."""
+        return len(self._sequences) - 1
 
     def __len__(self) -> int:
         return len(self._target_counts)
@@ -112,12 +167,24 @@ class SampleStore:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in [0, {len(self)})")
-        start, stop = int(self._samples[index]), int(self._samples[index + 1])
-        first, last = int(self._sample_rows[index]), int(self._sample_rows[index + 1])
+        examples = slice(int(self._samples[index]), int(self._samples[index + 1]))
+        first, last = int(self._examples[examples.start]), int(self._examples[examples.stop])
+        start, stop = int(self._sequences[first]), int(self._sequences[last])
+        span = {"token": slice(start, stop), "sequence": slice(first, last), "example": examples}
+        found = self._targets[start:stop]
+        weighted = self._schema.weighted
+        grouped = last - first != examples.stop - examples.start
         return Sample(
             tokens=self._tokens[start:stop],
-            targets=self._targets[start:stop].view(np.bool_),
-            row_starts=self._rows[first:last] - start,
+            targets=found != 0 if weighted else found.view(np.bool_),
+            row_starts=self._sequences[first:last] - start,
+            weights=found if weighted else None,
+            example_starts=self._examples[examples] - first if grouped else None,
+            columns={
+                column.name: self._arrays[column.name][span[column.per]]
+                for column in self.columns
+                if column.name != WEIGHT
+            },
         )
 
     def num_target_tokens(self, index: int | np.ndarray) -> int:
@@ -125,8 +192,19 @@ class SampleStore:
         index, so every rank knows the targets of a whole step without communication."""
         return int(np.sum(self._target_counts[index]))
 
+    def weight_of(self, index: int | np.ndarray) -> float:
+        """Sum of the weights of the target tokens of one sample or of several together, from the
+        index; their number where they have no weights."""
+        return float(np.sum(self._weights[index]))
+
     def num_tokens(self, index: int | np.ndarray) -> int:
         """Tokens (there is no padding in the store) of one sample or of several together."""
+        index = np.asarray(index)
+        first, last = self._examples[self._samples[index]], self._examples[self._samples[index + 1]]
+        return int(np.sum(self._sequences[last] - self._sequences[first]))
+
+    def num_examples(self, index: int | np.ndarray) -> int:
+        """Examples of one sample or of several together."""
         index = np.asarray(index)
         return int(np.sum(self._samples[index + 1] - self._samples[index]))
 
@@ -141,15 +219,21 @@ class SampleStore:
 
 
 def write_store(
-    path: Path, samples: Iterable[Sample], *, fingerprint: str, seq_len: int, meta: dict[str, Any]
+    path: Path,
+    samples: Iterable[Sample],
+    *,
+    fingerprint: str,
+    seq_len: int,
+    meta: dict[str, Any],
+    columns: tuple[Column, ...] = (),
 ) -> SampleStore:
     """Write a store of these samples, which are streamed: memory holds the indices only."""
     return publish(
         path,
-        lambda directory: _write_arrays(directory, samples),
+        lambda directory: _write_arrays(directory, samples, columns),
         fingerprint=fingerprint,
         seq_len=seq_len,
-        meta=meta,
+        meta={"columns": [column.to_dict() for column in columns], **meta},
     )
 
 
@@ -172,10 +256,10 @@ def publish(
     try:
         temporary.mkdir()
         counts = fill(temporary)
-        names = ["tokens.bin", "targets.bin", *INDEX_FILES]
+        names = sorted(file.name for file in temporary.iterdir())
         digests = counts.pop("sha256", {})
         whole_meta = {
-            "format_version": FORMAT_VERSION,
+            "format_version": STORE_FORMAT,
             "fingerprint": fingerprint,
             "seq_len": seq_len,
             **counts,
@@ -243,37 +327,68 @@ def sha256_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_arrays(directory: Path, samples: Iterable[Sample]) -> dict[str, Any]:
-    sample_starts, row_starts, sample_rows, target_counts = [0], [], [0], []
-    with (
-        (directory / "tokens.bin").open("wb") as tokens,
-        (directory / "targets.bin").open("wb") as targets,
-    ):
-        for sample in samples:
-            start = sample_starts[-1]
-            tokens.write(np.ascontiguousarray(sample.tokens, dtype=np.uint32).tobytes())
-            targets.write(np.ascontiguousarray(sample.targets, dtype=np.uint8).tobytes())
-            sample_starts.append(start + len(sample.tokens))
-            row_starts += (sample.row_starts + start).tolist()
-            sample_rows.append(len(row_starts))
-            target_counts.append(int(np.count_nonzero(sample.targets)))
-    row_starts.append(sample_starts[-1])
-    for name, values in zip(
-        INDEX_FILES, (sample_starts, row_starts, sample_rows, target_counts), strict=True
-    ):
-        np.save(directory / name, np.asarray(values, dtype=np.int64))
-    return {
-        "num_samples": len(target_counts),
-        "num_rows": len(row_starts) - 1,
-        "num_tokens": sample_starts[-1],
-        "num_target_tokens": sum(target_counts),
+def save_index(
+    directory: Path,
+    *,
+    samples: Any,
+    examples: Any,
+    sequences: Any,
+    target_counts: Any,
+    weights: Any = None,
+) -> dict[str, Any]:
+    """Write the index of a store; returns its counts, for meta.json."""
+    found = (samples, examples, sequences, target_counts)
+    arrays = [np.asarray(values, np.int64) for values in found]
+    for name, values in zip(INDEX_FILES, arrays, strict=True):
+        np.save(directory / name, values)
+    counts: dict[str, Any] = {
+        "num_samples": len(arrays[3]),
+        "num_examples": len(arrays[1]) - 1,
+        "num_sequences": len(arrays[2]) - 1,
+        "num_tokens": int(arrays[2][-1]),
+        "num_target_tokens": int(arrays[3].sum()),
     }
+    if weights is not None:
+        np.save(directory / WEIGHTS_FILE, np.asarray(weights, np.float64))
+        counts["target_weight"] = float(np.sum(weights))
+    return counts
 
 
-def _memory_map(path: Path, dtype: type, length: int) -> np.ndarray:
-    if length == 0:  # mmap refuses an empty file
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
+def _write_arrays(
+    directory: Path, samples: Iterable[Sample], columns: tuple[Column, ...]
+) -> dict[str, Any]:
+    weighted = Schema(columns).weighted
+    types: dict[str, Any] = {"tokens": np.uint32}
+    types |= {column.name: column.numpy_dtype for column in columns}
+    types |= {} if weighted else {"targets": np.uint8}
+    sample_starts, example_starts, sequence_starts = [0], [0], [0]
+    target_counts: list[int] = []
+    weights: list[float] = []
+    with contextlib.ExitStack() as stack:
+        streams = {
+            name: stack.enter_context((directory / f"{name}.bin").open("wb")) for name in types
+        }
+        for sample in samples:
+            values = {**sample.columns, "tokens": sample.tokens, "targets": sample.targets}
+            if weighted:
+                values[WEIGHT] = sample.targets if sample.weights is None else sample.weights
+                weights.append(float(np.sum(values[WEIGHT], dtype=np.float64)))
+            for name, dtype in types.items():
+                streams[name].write(np.ascontiguousarray(values[name], dtype=dtype).tobytes())
+            for start, stop in sample.borders():
+                sequence_starts.append(sequence_starts[-1] + stop - start)
+            for size in sample.example_sizes():
+                example_starts.append(example_starts[-1] + size)
+            sample_starts.append(len(example_starts) - 1)
+            target_counts.append(int(np.count_nonzero(sample.targets)))
+    return save_index(
+        directory,
+        samples=sample_starts,
+        examples=example_starts,
+        sequences=sequence_starts,
+        target_counts=target_counts,
+        weights=weights if weighted else None,
+    )
 
 
 def _fsync(path: Path) -> None:

@@ -63,6 +63,9 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
             + (" (as cut)" if meta["truncated"] else ""),
         ),
     ]
+    if stored := meta["columns"]:
+        listed = ", ".join(f"{column['name']} by {column['per']}" for column in stored)
+        lines.insert(6, ("columns", listed))
     if ignored := meta.get("ignored_columns"):
         lines.insert(3, ("ignored columns", names(ignored)))
     if unanswered := meta.get("unanswered_turns"):
@@ -115,13 +118,17 @@ def _rejected(meta: dict[str, Any]) -> str:
 
 def _rows(meta: dict[str, Any]) -> str:
     """``12 rows``; ``12 rows, cut into 30 pieces`` where samples cut them."""
-    count = meta["num_rows"]
-    if meta["identity"]["packing"] != "concat":
-        return plural(count, "row")
-    return f"{plural(meta['rows_read'], 'row')}, cut into {plural(count, 'piece')},"
+    count = meta["num_examples"]
+    if meta["identity"]["packing"] == "concat":
+        return f"{plural(meta['rows_read'], 'row')}, cut into {plural(count, 'piece')},"
+    if meta["num_sequences"] != count:
+        return f"{plural(count, 'example')} of {plural(meta['num_sequences'], 'sequence')}"
+    return plural(count, "row")
 
 
 def _rows_read(meta: dict[str, Any]) -> str:
     if meta["identity"]["packing"] != "concat":
-        return f"{meta['rows_read']:,} read, {meta['num_rows']:,} in samples"
-    return f"{meta['rows_read']:,} read; cut into {plural(meta['num_rows'], 'piece')}"
+        several = meta["num_sequences"] != meta["num_examples"]
+        of = f" (of {plural(meta['num_sequences'], 'sequence')})" if several else ""
+        return f"{meta['rows_read']:,} read, {meta['num_examples']:,}{of} in samples"
+    return f"{meta['rows_read']:,} read; cut into {plural(meta['num_examples'], 'piece')}"

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmx.data.forms import Conversation, Document
-from llmx.data.part import Row
+from llmx.data.examples import Row
+from llmx.data.forms import Conversation, Document, Labelled
+from llmx.data.preferences import Preference
+from llmx.data.rows import Record
 
 
 @dataclass(frozen=True)
@@ -60,4 +62,11 @@ def _content(row: Row | None, index: int) -> bytes:
     if isinstance(row, Conversation):
         turns = [[message.role, message.content] for message in row.messages]
         return json.dumps([turns, row.tools]).encode()
+    if isinstance(row, Preference):
+        return b"".join(_content(answer, index) for answer in (row.chosen, row.rejected))
+    if isinstance(row, Labelled):
+        turns = [[message.role, message.content] for message in row.history]
+        return json.dumps([turns, row.text, row.label]).encode()
+    if isinstance(row, Record):
+        return json.dumps(row.value, default=str).encode()
     return f"\0nothing to learn {index}".encode()  # counted as such, not as repeated

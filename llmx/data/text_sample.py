@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llmx.data.examples import Row
 from llmx.data.forms import Conversation, Document
-from llmx.data.part import Row
 
 TEXT_CHARS = 16_384
 """Longer texts are cut, at a line's end where there is one, and drawn part by part."""

@@ -15,8 +15,9 @@ from itertools import chain
 from pathlib import Path
 
 from llmx.data.blocks import text_bytes
+from llmx.data.examples import Row
 from llmx.data.forms import Document
-from llmx.data.part import Part, Row
+from llmx.data.part import Part
 from llmx.data.read import can_be_stretched
 from llmx.data.rows import Stretch
 from llmx.data.source import Source

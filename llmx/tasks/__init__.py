@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
+from llmx import data
+from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.tasks.base import Loss, Mean, Task, exact_match, next_token_loss
 from llmx.tasks.pretrain import Pretrain
@@ -34,6 +37,16 @@ def task_class(kind: str) -> type[Task]:
     return found
 
 
+def task_of(exp: Experiment, tokenizer: Any) -> Task:
+    """The task of an experiment."""
+    return task_class(exp.task.kind)(exp, tokenizer)
+
+
+def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.SampleStore:
+    """The prepared samples of one split, as the experiment's task encodes them."""
+    return data.prepare(exp, tokenizer, task_of(exp, tokenizer), split=split)
+
+
 __all__ = [
     "KINDS",
     "Loss",
@@ -43,5 +56,7 @@ __all__ = [
     "Task",
     "exact_match",
     "next_token_loss",
+    "prepare",
     "task_class",
+    "task_of",
 ]

@@ -1,4 +1,4 @@
-"""What a task is: the models it needs, its loss, and what it measures (docs/adr/0008).
+"""What a task is: its examples, its models, its loss, and what it measures (docs/adr/0008).
 
 A task is one subclass in a file of its own. Nothing in the house names it: the loop, checkpoints,
 the console and the report drive and show whatever it declares.
@@ -6,13 +6,19 @@ the console and the report drive and show whatever it declares.
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmx.config import Experiment
 from llmx.config.build import dataclass_from
 from llmx.data import IGNORE, EvalPrompt
+from llmx.data.examples import Column, Example
+from llmx.data.forms import Conversation
+from llmx.data.source import Source
 from llmx.errors import ConfigError
 from llmx.metrics import Metric
 
@@ -56,7 +62,19 @@ class Mean:
 
 
 class Task:
-    """Base of the tasks: what most of them keep."""
+    """Base of the tasks: what most of them keep.
+
+    It is an ``llmx.data.Encoding``: what it makes of a row of the data is said by ``takes``,
+    ``columns``, ``loss_on`` and ``encode``.
+    """
+
+    takes: ClassVar[tuple[type, ...]] = (Conversation,)
+    """The rows that ``encode`` gets: of ``Conversation``, ``Document``, ``Preference``,
+    ``Labelled`` and ``Record``; each row is the most particular that is named. Data of another
+    kind is refused."""
+    columns: ClassVar[tuple[Column, ...]] = ()
+    """What examples have beside their tokens: ``Column("label", per="example", dtype="int64")``.
+    ``Column("weight", per="token")`` gives targets a weight each."""
 
     normaliser: ClassVar[Normaliser] = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
@@ -70,6 +88,34 @@ class Task:
         self.tokenizer = tokenizer
         self.options: Any = typed_options(self.Options, exp.task.options)
         """``task.options``, as an instance of ``Options``."""
+
+    @property
+    def name(self) -> str:
+        """``task.kind``."""
+        return self.exp.task.kind
+
+    @property
+    def loss_on(self) -> str:
+        """Which tokens of a conversation are targets: ``data.loss_on``."""
+        return self.exp.data.loss_on
+
+    def encode(self, row: Any) -> Example | None:
+        """The example of a row: its sequences, and the columns by sequence and by example.
+
+        None leaves the row out (counted); ``Rejected(reason)`` says that it is wrong. Must be a
+        function of the row and the options alone: what it gives is stored, and found again.
+        """
+        return Example.of(row)
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """What decides the examples besides the data and its options: another one is another
+        store. By default the file of the task, and its options."""
+        file = sys.modules[type(self).__module__].__file__
+        source = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+        return {"kind": self.name, "source": source, "options": dict(self.exp.task.options)}
+
+    def check_source(self, source: Source) -> None:
+        """Raise ConfigError for data, or options of it, that this task cannot be trained on."""
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from llmx.data.forms import Conversation, Document
 from llmx.tasks.base import Loss, Task, next_token_loss
 
 if TYPE_CHECKING:
@@ -11,7 +12,14 @@ if TYPE_CHECKING:
 
 
 class Pretrain(Task):
-    """Every token but a row's first is a target (``llmx.data`` marks them so)."""
+    """Every token but the first of a sequence is a target, of conversations too."""
+
+    takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
+    loss_on = "all"
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """Nothing of its own: ``loss_on`` says it."""
+        return {}
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Cross entropy of every token."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmx.config import Experiment
 from llmx.data import EvalPrompt, held_out_prompts
+from llmx.data.source import Source
+from llmx.errors import ConfigError
 from llmx.metrics import Metric
 from llmx.tasks.base import Loss, Task, exact_match, next_token_loss
 
@@ -18,11 +20,30 @@ if TYPE_CHECKING:
 
 
 class Sft(Task):
-    """Targets are the assistant's turns (``data.loss_on``), marked by ``llmx.data``."""
+    """Targets are the assistant's turns (``data.loss_on``), of a pair those of the better."""
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
         self._eval_prompts: list[EvalPrompt] | None = None
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """Nothing of its own: ``loss_on`` says it."""
+        return {}
+
+    def check_source(self, source: Source) -> None:
+        if source.has_text:
+            texts = ", ".join(part.path for part in source.parts if part.form == "text")
+            beside = " beside conversations" if source.has_conversations else ""
+            raise ConfigError(
+                f"task=sft needs questions and answers, {texts} holds text{beside}. Use "
+                "task=pretrain, which learns text and conversations alike, or map the columns with "
+                "data.form and data.columns."
+            )
+        if source.data.packing == "concat":
+            raise ConfigError(
+                "data.packing=concat cuts rows at seq_len, task=sft needs them whole. Use "
+                "data.packing=best_fit."
+            )
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

@@ -87,11 +87,12 @@ def make_step(
             pad_id=layout.pad_id,
             layout=layout.layout,
             pad_to=layout.pad_to,
+            columns=store.batch_columns,
         )
         for micro_step in range(batch.accumulation)
     )
     target_tokens = store.num_target_tokens(samples)
-    weights = {"tokens": target_tokens, "batch": 0.0}
+    weights = {"tokens": store.weight_of(samples), "batch": 0.0}
     return Step(
         step=step,
         micro_batches=micro_batches,

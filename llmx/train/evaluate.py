@@ -63,6 +63,7 @@ def evaluate(
                 pad_id=layout.pad_id,
                 layout=layout.layout,
                 pad_to=layout.pad_to,
+                columns=store.batch_columns,
             )
 
     engine.engine.eval()

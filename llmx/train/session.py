@@ -15,7 +15,7 @@ from llmx.config import Experiment
 from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
-from llmx.tasks import Task, task_class
+from llmx.tasks import Task, task_of
 from llmx.train.agreement import Agreement
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.engine import Engine, build_engine
@@ -81,14 +81,14 @@ def open_session(
 
     status.enter("loading")
     tokenizer = load_tokenizer(exp)
-    task = task_class(exp.task.kind)(exp, tokenizer)
+    task = task_of(exp, tokenizer)
     check_declared(task.metrics, task=exp.task.kind)
     checkpoint = exp.checkpoint
     mode = check_checkpoint_metric(
         checkpoint.metric, checkpoint.mode, task.metrics, task=exp.task.kind
     )
     checkpoint = dataclasses.replace(checkpoint, mode=mode)
-    train_store, eval_store = open_stores(exp, tokenizer, plan)
+    train_store, eval_store = open_stores(exp, tokenizer, task, plan)
     agreement = Agreement(timeout_s=exp.launch.comm_timeout_s)
     place = find_place(run_dir.checkpoints, create=ever_saves(exp), group=agreement.group)
     # Before the model is built: what cannot be resumed says so at once.
@@ -183,16 +183,16 @@ def say(text: str) -> None:
         print(f"{text}\n", end="", flush=True)
 
 
-def open_stores(exp: Experiment, tokenizer: Any, plan: Plan) -> tuple[Any, Any | None]:
+def open_stores(exp: Experiment, tokenizer: Any, task: Task, plan: Plan) -> tuple[Any, Any | None]:
     """Training and held-out samples, prepared by the first rank of each host. Collective."""
     from llmx.data import has_eval
-    from llmx.data.together import Host, prepare_together
+    from llmx.data.collective import Host, prepare_together
 
     leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
     splits = ["train", "eval"] if has_eval(exp) else ["train"]
     own = plan.ranks[torch.distributed.get_rank()].host
-    stores = prepare_together(exp, tokenizer, splits, hosts=hosts, host=own)
+    stores = prepare_together(exp, tokenizer, task, splits, hosts=hosts, host=own)
     return stores[0], stores[1] if len(stores) > 1 else None
 
 

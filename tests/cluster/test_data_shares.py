@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment
-from llmx.data import SampleStore, load_tokenizer, prepare
+from llmx.data import SampleStore, load_tokenizer
+from llmx.tasks import prepare
 from tests.cluster.launching import nothing_left, start_llmx
 from tests.cluster.netns import Cluster
 
@@ -68,7 +69,7 @@ def test_private_disks_share_the_work(
     assert "part 1 of 2 (the rows are divided by files)" in logs[0]
     assert "part 2 of 2" in logs[1]
     assert re.search(r"Received [\d.]+ MiB of prepared data from rank 1", logs[0])
-    pieces = f"{DOCUMENTS:,} rows, cut into {alone.num_rows:,} pieces"
+    pieces = f"{DOCUMENTS:,} rows, cut into {alone.num_sequences:,} pieces"
     assert f"Data (train): {pieces}, in {len(alone):,} samples" in logs[0]
     assert "Data (" not in logs[1] + logs[2]
     assert "part" not in logs[2]

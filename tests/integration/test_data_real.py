@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import SampleStore, load_tokenizer, prepare
+from llmx.data import SampleStore, load_tokenizer
+from llmx.tasks import prepare
 from tests.realdata import real_tokenizer_dir
 
 
@@ -47,7 +48,7 @@ def test_alpaca_zh(real_data: Path, directory: Path, tmp_path: Path):
     tokenizer = load_tokenizer(exp)
     train, held_out = (prepare(exp, tokenizer, split=split) for split in ("train", "eval"))
     lost = sum(sum(store.meta["dropped"].values()) for store in (train, held_out))
-    assert train.num_rows + held_out.num_rows + lost == 1000
+    assert train.num_sequences + held_out.num_sequences + lost == 1000
     assert train.meta["form"] == "alpaca"
     assert train.meta["rows_read"] == 950
     assert train.meta["num_tokens"] > 0.9 * 1024 * len(train)
@@ -68,7 +69,7 @@ def test_sharegpt_tool_calls(real_data: Path, directory: Path, tmp_path: Path):
     exp = experiment(path, directory, tmp_path, seq_len=4096)
     tokenizer = load_tokenizer(exp)
     store = prepare(exp, tokenizer)
-    assert (store.meta["form"], store.num_rows) == ("sharegpt", 300)
+    assert (store.meta["form"], store.num_sequences) == ("sharegpt", 300)
     source = json.loads(path.read_text(encoding="utf-8"))
     turns = [turn for row in source for turn in row["conversations"]]
     learned_turns = sum(turn["from"] in ("gpt", "function_call") for turn in turns)

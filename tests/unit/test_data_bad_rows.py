@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import prepare, spool, summary
+from llmx.data import staging, summary
 from llmx.errors import DataError
+from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
 
 TEMPLATE = (
@@ -86,7 +87,7 @@ BAD_LINES = [
 def test_a_bad_line(tmp_path: Path, tokenizer, line: bytes, reason: str, message: str):
     content = GOOD + b"\n" + line + b"\n" + GOOD + b"\n"
     store = prepare(experiment(tmp_path, "rows.jsonl", content), tokenizer)
-    assert (store.num_rows, store.meta["rejected"]) == (2, {reason: 1})
+    assert (store.num_sequences, store.meta["rejected"]) == (2, {reason: 1})
     assert store.meta["dropped"] == {}
     (rejected,) = Path(store.meta["rejected_file"]).read_text().splitlines()
     found = json.loads(rejected)
@@ -115,7 +116,7 @@ def test_bad_turns(tmp_path: Path, tokenizer, turns: list, reason: str, message:
     good = [USER, {"role": "assistant", "content": "a"}]
     content = row(messages=good) + b"\n" + row(messages=turns) + b"\n"
     store = prepare(experiment(tmp_path, "rows.jsonl", content), tokenizer)
-    assert (store.num_rows, store.meta["rejected"]) == (1, {reason: 1})
+    assert (store.num_sequences, store.meta["rejected"]) == (1, {reason: 1})
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: .*{message}"):
         prepare(experiment(tmp_path, "rows.jsonl", content, on_bad_row="fail"), tokenizer)
 
@@ -148,7 +149,7 @@ LINES = (GOOD + b"\n") * 3000
 def test_a_damaged_file(tmp_path: Path, tokenizer, name: str, content: bytes, rows, reason: str):
     store = prepare(experiment(tmp_path, name, content), tokenizer)
     assert store.meta["rejected"] == {reason: 1}
-    assert store.num_rows == rows or (rows is None and 0 < store.num_rows < 27000)
+    assert store.num_sequences == rows or (rows is None and 0 < store.num_sequences < 27000)
     with pytest.raises(DataError, match=name):
         prepare(experiment(tmp_path, name, content, on_bad_row="fail"), tokenizer)
 
@@ -156,12 +157,12 @@ def test_a_damaged_file(tmp_path: Path, tokenizer, name: str, content: bytes, ro
 def test_empty_rows_are_counted_and_no_error(tmp_path: Path, tokenizer):
     content = GOOD + b"\n\n  \n" + row(prompt="q", response=" ") + b"\n"
     store = prepare(experiment(tmp_path, "a.jsonl", content, on_bad_row="fail"), tokenizer)
-    assert (store.num_rows, store.meta["dropped"]) == (1, {"without an answer": 1})
+    assert (store.num_sequences, store.meta["dropped"]) == (1, {"without an answer": 1})
     content = row(text="some words") + b"\n" + row(text=" \n") + b"\n" + row(text="") + b"\n"
     exp = experiment(tmp_path, "t.jsonl", content, on_bad_row="fail")
     exp.task.kind, exp.data.packing = "pretrain", "concat"
     store = prepare(exp, tokenizer)
-    assert (store.num_rows, store.meta["dropped"]) == (1, {"empty": 2})
+    assert (store.num_sequences, store.meta["dropped"]) == (1, {"empty": 2})
 
 
 def test_a_source_of_nothing_but_bad_rows_is_an_error(tmp_path: Path, tokenizer):
@@ -206,14 +207,14 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path, tokenizer, monkey
         assert [path for path in kept if path.is_dir()] == [first.path]
         first.verify()
         # What was noted by then is gone on from, when there is room.
-        monkeypatch.setattr(spool, "JOURNAL_BYTES", 1 << 14)
+        monkeypatch.setattr(staging, "JOURNAL_BYTES", 1 << 14)
         with pytest.raises(
             DataError, match=full + r".* The first [\d,]+ rows are kept in .*partial"
         ):
             prepare(large, tokenizer)
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
         store = prepare(large, tokenizer)
-        assert store.num_rows == 30_000
+        assert store.num_sequences == 30_000
         assert store.meta["resumed_at_row"] > 0
         store.verify()
 

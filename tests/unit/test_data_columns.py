@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from llmx.config import DataConfig, Experiment, SourceConfig
-from llmx.data import prepare, summary
+from llmx.data import summary
 from llmx.data.part import Part
 from llmx.data.preview import print_samples
 from llmx.data.rows import RowError, refuse
 from llmx.data.summary import report
 from llmx.errors import DataError
+from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_data_render import CHATML
 
@@ -128,8 +129,8 @@ def test_a_column_may_be_ignored_on_purpose(tmp_path: Path):
 
 
 def test_a_history_before_a_pair_is_read(tmp_path: Path):
-    (pair,) = part(tmp_path, [{**PAIR, "history": [["q0", "a0"]]}]).preferences(refuse)
-    contents = [message.content for message in pair.chosen.messages]
+    (chosen,) = part(tmp_path, [{**PAIR, "history": [["q0", "a0"]]}]).rows(refuse)
+    contents = [message.content for message in chosen.messages]
     assert contents == ["q0", "a0", "q", "a"]
 
 
@@ -153,7 +154,7 @@ def test_what_was_rejected_and_ignored_is_in_the_summary(tmp_path: Path):
         {"prompt": "q", "completion": "a", "images": ["a.png"], "id": 4},
     ]
     store = prepare(experiment(tmp_path, rows, on_bad_row="skip"), tokenizer)
-    assert store.num_rows == 1
+    assert store.num_sequences == 1
     assert store.meta["rejected"] == {
         "an answer that is marked as bad": 2,
         "images, audio or video": 1,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import load_tokenizer, prepare
+from llmx.data import load_tokenizer
 from llmx.data.tokenizer import DEMO_DIRECTORY
+from llmx.tasks import prepare
 from tests.conftest import REPOSITORY
 
 
@@ -70,7 +71,7 @@ def test_it_prepares(tmp_path: Path):
     exp.data.seq_len, exp.data.cache_dir = 128, str(tmp_path)
     tokenizer = load_tokenizer(exp)
     train, held_out = prepare(exp, tokenizer), prepare(exp, tokenizer, split="eval")
-    assert (train.num_rows, held_out.num_rows) == (6000, 160)
+    assert (train.num_sequences, held_out.num_sequences) == (6000, 160)
     assert train.meta["dropped"] == {}
     assert train.meta["truncated"] == 0
     assert train.meta["num_tokens"] > 0.9 * 128 * len(train)

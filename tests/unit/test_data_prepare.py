@@ -23,16 +23,16 @@ from llmx.data import (
     held_out_prompts,
     lines,
     load_tokenizer,
-    prepare,
-    spool,
-    store_path,
+    staging,
     summary,
 )
 from llmx.data.pack import Packing, best_fit, concat
 from llmx.data.prepare import cache_directory
+from llmx.data.prepare import store_path as path_of_store
 from llmx.data.store import sha256_of_file
 from llmx.data.summary import report
 from llmx.errors import ConfigError, DataError
+from llmx.tasks import prepare, task_of
 from tests.small_tokenizers import byte_tokenizer
 
 TEMPLATE = (
@@ -64,6 +64,10 @@ def experiment(tmp_path: Path, rows: list[tuple[str, str]] | str, **data) -> Exp
     return exp
 
 
+def store_path(exp: Experiment, tokenizer) -> Path:
+    return path_of_store(exp, tokenizer, task_of(exp, tokenizer))
+
+
 def numbered(count: int) -> list[tuple[str, str]]:
     return [(f"q{i}" + "x" * (i % 7), f"a{i}") for i in range(count)]
 
@@ -79,7 +83,7 @@ def test_every_row_is_in_the_store_once(tmp_path: Path, tokenizer, packing: str)
     store = prepare(experiment(tmp_path, rows, packing=packing), tokenizer)
     wanted = Counter(f"Q{q}<|end|>A{a}<|end|>" for q, a in rows)
     assert Counter(texts(store, tokenizer)) == wanted
-    assert store.num_rows == 1100
+    assert store.num_sequences == 1100
     assert (len(store) == 1100) == (packing == "none")
     learned = [
         tokenizer.decode(tokens[targets])
@@ -102,7 +106,7 @@ def test_pretraining_text_is_all_there_and_cut_at_seq_len(tmp_path: Path, tokeni
     assert tokenizer.decode(tokens) == text + "</s>"
     # One document: every sample is one row, of which all is learned but its first token.
     assert [store.num_target_tokens(i) for i in range(len(store))] == [n - 1 for n in lengths]
-    assert store.num_rows == len(store)
+    assert store.num_sequences == len(store)
 
 
 def test_documents_are_isolated(tmp_path: Path, tokenizer):
@@ -194,18 +198,18 @@ def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypat
 
 def _prepare_until_killed(exp: Experiment, rows: int) -> None:
     """Dies without a word when so many rows were tokenized."""
-    blocks.BATCH_ROWS, spool.JOURNAL_BYTES = 10, 1
-    keep = spool.Spool.keep
+    blocks.BATCH_ROWS, staging.JOURNAL_BYTES = 10, 1
+    keep = staging.Staging.keep
 
     def keep_and_die(self, note):
         keep(self, note)
         if note["counts"]["rows"] >= rows:
             # Written, and not noted: what a kill leaves.
-            self._tokens.write(b"half")
-            self._tokens.flush()
+            self._streams["tokens"].write(b"half")
+            self._streams["tokens"].flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    spool.Spool.keep = keep_and_die
+    staging.Staging.keep = keep_and_die
     prepare(exp, byte_tokenizer("<|end|>", chat_template=REFUSING))
 
 
@@ -303,7 +307,7 @@ def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
     exp.data.eval_path = str(other)
     assert has_eval(exp)
     assert texts(prepare(exp, tokenizer, split="eval"), tokenizer) == ["QQ?<|end|>A A. <|end|>"]
-    assert prepare(exp, tokenizer).num_rows == 9
+    assert prepare(exp, tokenizer).num_sequences == 9
     (prompt,) = held_out_prompts(exp, tokenizer, limit=5)
     assert (prompt.prompt, prompt.expected) == ("Q?", "A.")
     assert tokenizer.decode(prompt.tokens) == "QQ?<|end|>A"
@@ -325,7 +329,7 @@ def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
     )
 
     dropped = prepare(experiment(tmp_path, LONG, over_long="drop"), tokenizer)
-    assert (dropped.num_rows, dropped.meta["dropped"]) == (1, {"too long": 2})
+    assert (dropped.num_sequences, dropped.meta["dropped"]) == (1, {"too long": 2})
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: 48 tokens, data\.seq_len is 32"):
         prepare(experiment(tmp_path, LONG, over_long="error"), tokenizer)
 

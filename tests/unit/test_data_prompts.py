@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import held_out_prompts, prepare, summary
+from llmx.data import held_out_prompts, summary
 from llmx.data.forms import Conversation
-from llmx.data.prompts import PromptCutter
 from llmx.data.render import Renderer
 from llmx.data.rows import Where
+from llmx.data.truncate import PromptCutter
 from llmx.data.turns import Message
+from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_data_render import CHATML, learned
 from tests.unit.test_data_tools import WITHOUT
@@ -105,7 +106,7 @@ def test_no_label_is_lost(tmp_path: Path):
     other = prepare(experiment(tmp_path, rows, truncate_prompt="right"), tokenizer)
     assert other.path != store.path
     dropped = prepare(experiment(tmp_path, rows, over_long="drop"), tokenizer)
-    assert dropped.num_rows == 1
+    assert dropped.num_sequences == 1
 
 
 def _rows(sample):
@@ -144,7 +145,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     exp.data.label_names = {"0": "差评", "1": "好评"}
     store = prepare(exp, tokenizer)
     labels = [row.messages[-1].content for row in Source.of(exp, "train").rows()]
-    assert store.num_rows == 400
+    assert store.num_sequences == 400
     assert store.meta["dropped"] == {}
     assert store.meta["truncated"] > 100
     found = [

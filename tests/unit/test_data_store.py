@@ -46,7 +46,7 @@ def test_round_trip(tmp_path: Path):
     write(tmp_path / "s")
     store = SampleStore.open(tmp_path / "s")
     same(store, some_samples())
-    assert (store.fingerprint, store.seq_len, store.num_rows) == ("abc", 8, 3)
+    assert (store.fingerprint, store.seq_len, store.num_sequences) == ("abc", 8, 3)
     assert store.meta["note"] == "ü"
     assert (store.meta["num_tokens"], store.meta["num_target_tokens"]) == (7, 4)
     assert store.num_target_tokens(np.array([0, 1, 1])) == 6

@@ -10,7 +10,7 @@ import pytest
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.forms import Conversation, detect_form, to_conversation, to_document
 from llmx.data.part import Part
-from llmx.data.preferences import to_preference
+from llmx.data.preferences import Preference, to_preference
 from llmx.data.render import Renderer
 from llmx.data.rows import Record, RowError, Where, refuse
 from llmx.errors import DataError
@@ -167,9 +167,10 @@ def test_pairs_that_are_none(value: dict, message: str):
 
 def test_real_pairs(real_data: Path):
     data = DataConfig()
-    part = Part.of(data, SourceConfig(path=str(real_data / "dpo_en_demo.json")), split="train")
+    source = SourceConfig(path=str(real_data / "dpo_en_demo.json"))
+    part = Part.of(data, source, split="train", takes=(Preference,))
     assert part.form == "preference"
-    pairs = list(part.preferences(refuse))
+    pairs = [row for row in part.rows(refuse) if isinstance(row, Preference)]
     assert len(pairs) == 300
     tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
     for side in ("chosen", "rejected"):

@@ -1,9 +1,9 @@
-"""One host's share of a preparation: units as files, and all units put together to a store.
+"""One host's shard of a preparation: units as files, and all units put together to a store.
 
-    shares/000007.000.npz ...   tokens, targets and lengths of the rows of unit 7
-    shares/000007.json          what became of its rows; written last: then the unit is done
+    shards/000007.000.npz ...   tokens, targets, lengths and columns of the examples of unit 7
+    shards/000007.json          what became of its rows; written last: then the unit is done
 
-A unit's files are the same whoever makes them, so a killed share is gone on from, by anybody.
+A unit's files are the same whoever makes them, so any host resumes a shard of a killed one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import numpy as np
 
 from llmx.data.blocks import RowEncoder
 from llmx.data.encode import TokenBlock, parallel_tokenizers
-from llmx.data.finish import Tally, finish
-from llmx.data.fit import Fit
+from llmx.data.examples import WEIGHT
+from llmx.data.prepare import Counts, finalize
 from llmx.data.progress import Progress
 from llmx.data.rejects import Rejects
-from llmx.data.spool import Spool
+from llmx.data.spec import DatasetSpec
+from llmx.data.staging import Staging
 from llmx.data.store import SampleStore
+from llmx.data.truncate import Truncation
 from llmx.data.units import Unit
-from llmx.data.wanted import Wanted
 from llmx.data.workers import worker_count
 from llmx.rundir import write_json
 
@@ -37,8 +38,8 @@ SEGMENT_TOKENS = 8 << 20
 """Tokens of one file."""
 
 
-def write_share(
-    wanted: Wanted,
+def write_shard(
+    spec: DatasetSpec,
     units: Iterator[Unit],
     directory: Path,
     *,
@@ -47,17 +48,19 @@ def write_share(
 ) -> int:
     """Make those units that are ``mine`` and not there yet; returns how many units there are."""
     directory.mkdir(parents=True, exist_ok=True)
-    source = wanted.source
-    workers = worker_count(wanted.data.num_workers)
+    source = spec.source
+    workers = worker_count(spec.data.num_workers)
     # There is much text in all, if not in one unit.
-    encoder = RowEncoder(source, wanted.renderer, workers=workers, fast_from_bytes=PROOF_BYTES)
+    encoder = RowEncoder(
+        source, spec.renderer, spec.encoding, workers=workers, fast_from_bytes=PROOF_BYTES
+    )
     count = 0
     source.look_ahead()
     with parallel_tokenizers(workers), progress:
         for unit in units:
             count += 1
             if mine(unit) and note_of(directory, unit.number) is None:
-                _write_unit(wanted, unit, directory, encoder, progress)
+                _write_unit(spec, unit, directory, encoder, progress)
             for group in (source.rejects, source.left_out, encoder.refused):
                 group.clear()
     return count
@@ -75,15 +78,16 @@ def note_of(directory: Path, number: int) -> dict[str, Any] | None:
     return note if whole else None
 
 
-def assemble(wanted: Wanted, directory: Path, *, units: int, how: dict[str, Any]) -> SampleStore:
+def assemble(spec: DatasetSpec, directory: Path, *, units: int, how: dict[str, Any]) -> SampleStore:
     """The store of all units, which are all done and in ``directory``."""
     refused = Rejects()
-    tally = Tally(rejects=(wanted.source.rejects, refused))
-    wanted.source.rejects.clear()
+    counts = Counts(rejects=(spec.source.rejects, refused))
+    spec.source.rejects.clear()
+    columns = spec.encoding.columns
     text = 0
     ignored: set[str] = set()
     encoders: list[str] = []
-    spool = Spool(wanted.path.with_name(f"{wanted.path.name}.assembled"))
+    staging = Staging(spec.path.with_name(f"{spec.path.name}.assembled"), columns)
     try:
         for number in range(units):
             note = note_of(directory, number)
@@ -92,44 +96,52 @@ def assemble(wanted: Wanted, directory: Path, *, units: int, how: dict[str, Any]
             for name in note["files"]:
                 with np.load(directory / name) as arrays:
                     block = TokenBlock(
-                        arrays["tokens"], arrays["targets"].view(np.bool_), arrays["lengths"]
-                    )
-                    spool.append(block, joins=bool(arrays["joins"]))
-            tally.counts.update(note["counts"])
-            tally.left_out.update(note["left_out"])
-            for group, noted in zip(tally.rejects, note["rejects"], strict=True):
+                        arrays["tokens"],
+                        arrays["targets"],
+                        arrays["lengths"],
+                        arrays.get("sizes"),
+                        {column: arrays[f"column.{column.name}"] for column in columns
+                         if column.name != WEIGHT},
+                    )  # fmt: skip
+                    staging.append(block, joins=bool(arrays["joins"]))
+            counts.rows.update(note["counts"])
+            counts.left_out.update(note["left_out"])
+            for group, noted in zip(counts.rejects, note["rejects"], strict=True):
                 group.extend(noted["counts"], noted["lines"].encode("latin-1"))
             text += note["text_bytes"]
             ignored.update(note.get("ignored_columns", ()))
             encoders.append(note["encoder"])
-        nothing = not (tally.counts["rows"] or tally.left_out)
-        if nothing and not any(group.counts for group in tally.rejects):
-            raise wanted.source.empty()
+        nothing = not (counts.rows["rows"] or counts.left_out)
+        if nothing and not any(group.counts for group in counts.rejects):
+            raise spec.source.empty()
         # Each host proved its encoder on other texts: the kind is what counts.
         kinds = ", ".join(sorted({re.split(r", equal| \(", encoder)[0] for encoder in encoders}))
-        tally.ignored_columns = sorted(ignored)
+        counts.ignored_columns = sorted(ignored)
         how = {"encoder": encoders[0] if len(set(encoders)) == 1 else kinds, **how}
-        return finish(
-            wanted, spool, tally, how={**how, "text_bytes": text}, split=wanted.source.split
-        )
+        return finalize(spec, staging, counts, how={**how, "text_bytes": text})
     finally:
-        spool.remove()
+        staging.remove()
 
 
 def _write_unit(
-    wanted: Wanted, unit: Unit, directory: Path, encoder: RowEncoder, progress: Progress
+    spec: DatasetSpec, unit: Unit, directory: Path, encoder: RowEncoder, progress: Progress
 ) -> None:
     counts: Counter[str] = Counter()
-    fit = Fit(wanted.data, counts, state=(int(not unit.begins), wanted.data.seq_len))
+    truncation = Truncation(
+        spec.data,
+        counts,
+        begin=spec.renderer.begin,
+        state=(int(not unit.begins), spec.data.seq_len),
+    )
     writer = _Segments(directory, unit.number)
     text = 0
     for encoded in encoder.blocks(unit.rows(), begins=unit.begins):
         counts.update(encoded.counts)
-        block, joins = fit(encoded.rows, encoded.block)
+        block, joins = truncation(encoded.examples, encoded.block)
         writer.add(block, joins=joins)
         progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
         text += encoded.size
-    source = wanted.source
+    source = spec.source
     note = {
         "files": writer.close(),
         "counts": dict(counts),
@@ -178,15 +190,28 @@ class _Segments:
                 own = own[1:]
             if len(own):
                 lengths.append(own)
+        blocks = [block for block, _ in self._blocks]
+        arrays = {
+            f"column.{column.name}": np.concatenate([block.columns[column] for block in blocks])
+            for column in blocks[0].columns
+        }
+        if any(block.sizes is not None for block in blocks):
+            arrays["sizes"] = np.concatenate(
+                [
+                    np.ones(len(block.lengths), np.int64) if block.sizes is None else block.sizes
+                    for block in blocks
+                ]
+            )
         name = f"{self._number:06d}.{len(self._files):03d}.npz"
         temporary = self._directory / f".{name}.{os.getpid()}.tmp"
         with temporary.open("wb") as stream:
             np.savez(
                 stream,
-                tokens=np.concatenate([block.tokens for block, _ in self._blocks]),
-                targets=np.concatenate([block.targets for block, _ in self._blocks]).view(np.uint8),
+                tokens=np.concatenate([block.tokens for block in blocks]),
+                targets=np.concatenate([block.targets for block in blocks]),
                 lengths=np.concatenate(lengths),
                 joins=np.array(self._blocks[0][1]),
+                **arrays,  # type: ignore[arg-type]
             )
             stream.flush()
             os.fsync(stream.fileno())

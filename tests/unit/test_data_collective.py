@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import prepare, read, units
+from llmx.data import read, units
+from llmx.data.collective import Host, prepare_together
 from llmx.data.progress import Progress
-from llmx.data.share import write_share
+from llmx.data.shards import write_shard
 from llmx.data.source import Source
-from llmx.data.together import Host, prepare_together
-from llmx.data.wanted import wanted_of
+from llmx.data.spec import dataset_spec
+from llmx.tasks import prepare, task_of
 from tests.bound_device import as_under_nccl
 from tests.small_tokenizers import byte_tokenizer
 
@@ -93,7 +94,10 @@ def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
     split = as_under_nccl()
     while (exp := tasks.get()) is not None:
         try:
-            (store,) = prepare_together(exp, tokenizer(), ["train"], hosts=HOSTS, host=PLACES[rank])
+            task = task_of(exp, tokenizer())
+            (store,) = prepare_together(
+                exp, task.tokenizer, task, ["train"], hosts=HOSTS, host=PLACES[rank]
+            )
             store.verify()
             assert split.calls == 0, "a rank outside of a group waits in ncclCommSplit"
             results.put((store.meta["sha256"], store.meta))
@@ -221,14 +225,14 @@ def test_units_are_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_killed_share_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(units, "LEAST_BYTES", 700)
     exp = _with_cache(one_large_file(tmp_path / "source"), tmp_path)
-    wanted = wanted_of(exp, tokenizer(), "train")
+    spec = dataset_spec(exp, tokenizer(), task_of(exp, tokenizer()), "train")
     directory = tmp_path / "shares"
 
     def share() -> dict[str, int]:
         """When each file was written."""
-        _, found = units.units_of(wanted.source, hosts=2, whole_documents=False)
+        _, found = units.units_of(spec.source, hosts=2, whole_documents=False)
         progress = Progress("x", stream=io.StringIO())
-        count = write_share(wanted, found, directory, mine=lambda unit: True, progress=progress)
+        count = write_shard(spec, found, directory, mine=lambda unit: True, progress=progress)
         assert count == len(list(directory.glob("*.json"))) > 20
         return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
 

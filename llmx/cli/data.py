@@ -4,7 +4,7 @@
     python -m llmx data preview=3 ...      # samples token by token
     python -m llmx data split=eval preview=1 ...
 
-Run as ``python -m llmx.data.command CONFIG.yaml [preview=N] [split=train|eval]``. A histogram of
+Run as ``python -m llmx.cli.data CONFIG.yaml [preview=N] [split=train|eval]``. A histogram of
 the rows' lengths is written beside each store.
 """
 
@@ -20,12 +20,13 @@ from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
-from llmx.data import SampleStore, has_eval, load_tokenizer, prepare
+from llmx.data import SampleStore, has_eval, load_tokenizer
 from llmx.data.histogram import draw_histogram
 from llmx.data.preview import print_samples
 from llmx.data.summary import report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
+from llmx.tasks import prepare
 from llmx.text import printable
 
 

@@ -1,6 +1,6 @@
-"""All ranks of a run come to the same data: found, made by one rank of each host, or shared.
+"""All ranks of a run come to the same data: found, made by one rank of each host, or in shards.
 
-    stores = prepare_together(exp, tokenizer, ["train", "eval"], hosts=plan_hosts)   # collective
+    stores = prepare_together(exp, tokenizer, task, ["train", "eval"], hosts=plan_hosts, host=0)
 
 On several hosts each prepares a part, where there is enough work; what comes out is the same
 bytes as on one. Hosts that share the disk of the cache put their parts there; from others they
@@ -22,15 +22,15 @@ from typing import Any
 
 from llmx import text as human
 from llmx.config import Experiment
+from llmx.data.examples import Encoding
 from llmx.data.exchange import Board, Channel, storage_groups
-from llmx.data.make import progress_of
-from llmx.data.prepare import found, prepare
+from llmx.data.prepare import found, note_old_stores, prepare, progress_of
 from llmx.data.progress import Progress
-from llmx.data.share import assemble, write_share
+from llmx.data.shards import assemble, write_shard
+from llmx.data.spec import DatasetSpec, dataset_spec
 from llmx.data.store import SampleStore, locked
 from llmx.data.summary import summary
 from llmx.data.units import BY_FILES, Owners, Unit, units_of
-from llmx.data.wanted import Wanted, wanted_of
 from llmx.data.workers import worker_count
 from llmx.errors import DataError
 
@@ -60,83 +60,91 @@ class _Place:
 
 
 def prepare_together(
-    exp: Experiment, tokenizer: Any, splits: list[str], *, hosts: list[Host], host: int
+    exp: Experiment,
+    tokenizer: Any,
+    encoding: Encoding,
+    splits: list[str],
+    *,
+    hosts: list[Host],
+    host: int,
 ) -> list[SampleStore]:
-    """The stores of these splits on every rank. Collective; ``host``: this rank's place in
-    ``hosts``. Waiting has no time-out. Rank 0 prints what became of the rows."""
+    """The stores of these splits on every rank. Collective; ``encoding`` is the task, ``host`` this
+    rank's place in ``hosts``. Waiting has no time-out. Rank 0 prints what became of the rows."""
     rank = int(os.environ["RANK"])
     place = _Place(hosts, host, rank)
     board = Board(f"data/{next(_CALLS)}")
     stores: list[SampleStore] = []
     for split in splits:
         if len(hosts) > 1:
-            _among_hosts(exp, tokenizer, split, board, place)
+            _among_hosts(exp, tokenizer, encoding, split, board, place)
         elif place.leads:
-            prepare(exp, tokenizer, split=split)
+            prepare(exp, tokenizer, encoding, split=split)
             board.post(f"{split}/ready/0")
         board.read(f"{split}/ready/{host}")
-        stores.append(prepare(exp, tokenizer, split=split))
+        stores.append(prepare(exp, tokenizer, encoding, split=split))
         if rank == 0:
             print(f"Data ({split}): {summary(stores[-1])}", flush=True)
     return stores
 
 
-def _among_hosts(exp: Experiment, tokenizer: Any, split: str, board: Board, place: _Place) -> None:
+def _among_hosts(
+    exp: Experiment, tokenizer: Any, encoding: Encoding, split: str, board: Board, place: _Place
+) -> None:
     """Bring the store to every host. Called by every rank."""
-    wanted = wanted_of(exp, tokenizer, split) if place.leads else None
-    if wanted is not None:
-        _agree(wanted, split, board, place)
+    spec = dataset_spec(exp, tokenizer, encoding, split) if place.leads else None
+    if spec is not None:
+        _agree(spec, split, board, place)
     how = board.read(f"{split}/how")
     if how["kind"] == "each":
-        if wanted is not None:
-            prepare(exp, tokenizer, split=split)
+        if spec is not None:
+            prepare(exp, tokenizer, encoding, split=split)
             board.post(f"{split}/ready/{place.host}")
         return
     leaders = [place.hosts[h].leader for h in how["firsts"]]
     started = time.monotonic()
     units, shares = 0, Path()
     if how["kind"] == "share":
-        if wanted is not None:
-            units, shares = _make_share(wanted, how, place)
+        if spec is not None:
+            units, shares = _make_shard(spec, how, place)
             board.post(f"{split}/share/{place.host}", units)
         for number in range(len(place.hosts)):
             board.read(f"{split}/share/{number}")
     # All make it at once, for it is collective.
     channel = Channel() if len(leaders) > 1 else None
     first = place.hosts[how["from"]].leader
-    if wanted is not None and channel is not None and how["kind"] == "share":
+    if spec is not None and channel is not None and how["kind"] == "share":
         _gather(shares, channel, leaders, first, place.rank)
     if place.rank == first and how["kind"] == "share":
-        assert wanted is not None
-        with locked(wanted.path):
-            if found(wanted) is None:
+        assert spec is not None
+        with locked(spec.path):
+            if found(spec) is None:
                 facts = {
                     "workers": sum(how["cores"]),
                     "hosts": len(place.hosts),
                     "tokenize_seconds": round(time.monotonic() - started, 3),
                     "resumed_at_row": 0,
                 }
-                assemble(wanted, shares, units=units, how=facts)
+                assemble(spec, shares, units=units, how=facts)
     if place.rank == first:
         board.post(f"{split}/whole")
     board.read(f"{split}/whole")
-    if wanted is not None and channel is not None and place.rank in leaders:
+    if spec is not None and channel is not None and place.rank in leaders:
         chain = [first, *(leader for leader in leaders if leader != first)]
-        _spread(wanted, channel, chain, place.rank)
+        _spread(spec, channel, chain, place.rank)
     if channel is not None:
         channel.close()
-    if wanted is not None:
+    if spec is not None:
         if place.host in how["firsts"]:
-            shutil.rmtree(_shares(wanted), ignore_errors=True)
+            shutil.rmtree(_shards(spec), ignore_errors=True)
             board.post(f"{split}/there/{place.host}")
         board.read(f"{split}/there/{how['group'][place.host]}")
         board.post(f"{split}/ready/{place.host}")
 
 
-def _agree(wanted: Wanted, split: str, board: Board, place: _Place) -> None:
+def _agree(spec: DatasetSpec, split: str, board: Board, place: _Place) -> None:
     """The first ranks of all hosts tell what they have; that of the first host decides."""
     everybody = range(len(place.hosts))
-    directory = wanted.path.parent
+    directory = spec.path.parent
     if place.host == 0:
         board.post(f"{split}/token", uuid.uuid4().hex)
     token = board.read(f"{split}/token")
@@ -144,15 +152,15 @@ def _agree(wanted: Wanted, split: str, board: Board, place: _Place) -> None:
     board.post(
         f"{split}/has/{place.host}",
         {
-            "identity": {key: _digest(value) for key, value in wanted.identity.items()},
-            "store": found(wanted) is not None,
-            "cores": worker_count(wanted.data.num_workers),
+            "identity": {key: _digest(value) for key, value in spec.identity.items()},
+            "store": found(spec) is not None,
+            "cores": worker_count(spec.data.num_workers),
         },
     )
     facts = [board.read(f"{split}/has/{number}") for number in everybody]
     for number in everybody:
         if facts[number]["identity"] != facts[0]["identity"]:
-            _refuse(facts, number, wanted, place)
+            _refuse(facts, number, spec, place)
     group = groups()
     if place.host != 0:
         return
@@ -164,8 +172,8 @@ def _agree(wanted: Wanted, split: str, board: Board, place: _Place) -> None:
         "cores": [fact["cores"] for fact in facts],
         "from": group[have[0]] if have else 0,
     }
-    least = wanted.data.share_from_mib
-    large = least is not None and wanted.source.source_bytes >= least * 2**20
+    least = spec.data.share_from_mib
+    large = least is not None and spec.source.source_bytes >= least * 2**20
     if len(have) == len(facts):
         how["kind"] = "each"
     elif have:
@@ -175,30 +183,31 @@ def _agree(wanted: Wanted, split: str, board: Board, place: _Place) -> None:
     board.post(f"{split}/how", how)
 
 
-def _refuse(facts: list[dict[str, Any]], number: int, wanted: Wanted, place: _Place) -> None:
+def _refuse(facts: list[dict[str, Any]], number: int, spec: DatasetSpec, place: _Place) -> None:
     here, there = facts[0]["identity"], facts[number]["identity"]
     different = ", ".join(key for key in here if here[key] != there.get(key))
     raise DataError(
         f"{place.hosts[number].name} would train on other data than {place.hosts[0].name}: "
-        f"different there: {different} (sources are the bytes of {wanted.source.path}). Give both "
+        f"different there: {different} (sources are the bytes of {spec.source.path}). Give both "
         "the same files, e.g. by launch.sync=rsync with launch.sync_extra, and the same llmx."
     )
 
 
-def _make_share(wanted: Wanted, how: dict[str, Any], place: _Place) -> tuple[int, Path]:
+def _make_shard(spec: DatasetSpec, how: dict[str, Any], place: _Place) -> tuple[int, Path]:
     """This host's units; returns how many units there are in all, and where they lie."""
     hosts = len(place.hosts)
-    whole = wanted.data.packing != "concat"
-    kind, units = units_of(wanted.source, hosts=hosts, whole_documents=whole)
+    whole = spec.data.packing != "concat"
+    kind, units = units_of(spec.source, hosts=hosts, whole_documents=whole)
     owners = Owners(how["cores"])
-    directory = _shares(wanted) / kind
-    title = f"Preparing {wanted.path.name}, part {place.host + 1} of {hosts}"
+    note_old_stores(spec)
+    directory = _shards(spec) / kind
+    title = f"Preparing {spec.path.name}, part {place.host + 1} of {hosts}"
     print(f"{title} (the rows are divided by {kind})", flush=True)
-    progress = progress_of(wanted, title)
+    progress = progress_of(spec, title)
     if kind == BY_FILES:
         listed = list(units)
         owned = {unit.number for unit in listed if owners.take(unit.size) == place.host}
-        meter, total = wanted.source.meter, sum(u.size for u in listed if u.number in owned)
+        meter, total = spec.source.meter, sum(u.size for u in listed if u.number in owned)
         progress = Progress(title, total_bytes=total, read=lambda: meter.bytes)
         units = iter(listed)
 
@@ -207,7 +216,7 @@ def _make_share(wanted: Wanted, how: dict[str, Any], place: _Place) -> tuple[int
             return unit.number in owned
         return owners.take(unit.size) == place.host
 
-    return write_share(wanted, units, directory, mine=mine, progress=progress), directory
+    return write_shard(spec, units, directory, mine=mine, progress=progress), directory
 
 
 def _gather(shares: Path, channel: Channel, leaders: list[int], first: int, rank: int) -> None:
@@ -223,28 +232,28 @@ def _gather(shares: Path, channel: Channel, leaders: list[int], first: int, rank
         channel.send(shares, to=first)
 
 
-def _spread(wanted: Wanted, channel: Channel, chain: list[int], rank: int) -> None:
+def _spread(spec: DatasetSpec, channel: Channel, chain: list[int], rank: int) -> None:
     """The finished store goes to all hosts with another disk: from each rank of ``chain``, which
     begins with the one that has it, to the next."""
     place = chain.index(rank)
     following = chain[place + 1] if place + 1 < len(chain) else None
     if place == 0:
         assert following is not None
-        size = channel.send(wanted.path, to=following)
-        print(f"Sent {wanted.path.name} ({human.size(size)}) to the other hosts", flush=True)
+        size = channel.send(spec.path, to=following)
+        print(f"Sent {spec.path.name} ({human.size(size)}) to the other hosts", flush=True)
         return
-    with locked(wanted.path):
-        temporary = wanted.path.with_name(f"{wanted.path.name}.tmp-received")
+    with locked(spec.path):
+        temporary = spec.path.with_name(f"{spec.path.name}.tmp-received")
         channel.receive(temporary, source=chain[place - 1], forward=following)
         SampleStore.open(temporary).verify()
-        if found(wanted) is None:
-            temporary.rename(wanted.path)
+        if found(spec) is None:
+            temporary.rename(spec.path)
         else:
             shutil.rmtree(temporary)
 
 
-def _shares(wanted: Wanted) -> Path:
-    return wanted.path.with_name(f"{wanted.path.name}.shares")
+def _shards(spec: DatasetSpec) -> Path:
+    return spec.path.with_name(f"{spec.path.name}.shards")
 
 
 def _digest(value: Any) -> str:

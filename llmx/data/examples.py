@@ -1,0 +1,279 @@
+"""What a task makes of a record: sequences that belong together, and columns of its own.
+
+    Example.of(conversation)                               # one sequence, as most tasks
+    Example.of(chosen, rejected, margin=0.5)               # a pair: never separated, cut together
+    Example.of(Tokens(ids, weight=[0, 0, 0.5, 1.0]))       # ready tokens with weights
+
+A task gives an ``Encoding`` to ``llmx.data.prepare``. Conversations and documents are rendered and
+tokenized there, in batches on all cores; ``Tokens`` are taken as they are.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+from llmx.data.forms import Conversation, Document, Labelled
+from llmx.data.preferences import Preference
+from llmx.data.rows import Record, Where, excerpt
+from llmx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llmx.data.source import Source
+
+PER = ("token", "sequence", "example")
+CUTS = ("auto", "end", "start", "prompt", "none")
+"""What of a sequence may be cut where its example has more than ``data.seq_len`` tokens."""
+RESERVED = frozenset(
+    "tokens targets lengths samples examples sequences cut input_ids labels position_ids "
+    "segment_ids weights sequence_ids example_ids".split()
+)
+
+Row = Conversation | Document | Preference | Labelled | Record
+"""What ``encode`` gets: a record in its dataset format, or the record itself."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values that a task stores beside the tokens, of one type and shape."""
+
+    name: str
+    """In the store, in a batch, and as the keyword of ``Example.of``."""
+    per: str
+    """``token``, ``sequence`` or ``example``: what has one value each."""
+    dtype: str = "float32"
+    """A number type of numpy."""
+    shape: tuple[int, ...] = ()
+    """Of one value; empty for a number."""
+
+    def __post_init__(self) -> None:
+        usable = self.name.isidentifier() and not keyword.iskeyword(self.name)
+        if not usable or self.name.startswith("_") or self.name in RESERVED:
+            raise ConfigError(
+                f"The column {self.name!r} of a task: a name is a Python identifier, and none of "
+                f"{', '.join(sorted(RESERVED))}."
+            )
+        if self.per not in PER:
+            raise ConfigError(f"The column {self.name}: per={self.per!r} is not in {PER}.")
+        if np.dtype(self.dtype).kind not in "biuf":
+            raise ConfigError(
+                f"The column {self.name}: dtype={self.dtype!r} is no type of numbers, e.g. float32."
+            )
+        if self.name == WEIGHT and (self.per, self.dtype, self.shape) != ("token", "float32", ()):
+            raise ConfigError(
+                'The column weight is that of the targets: Column("weight", per="token").'
+            )
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value."""
+        return int(self.numpy_dtype.itemsize * np.prod(self.shape, dtype=np.int64))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "per": self.per,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Column:
+        return cls(**{**values, "shape": tuple(values["shape"])})
+
+
+WEIGHT = "weight"
+"""The column by token that takes the place of Boolean targets. A task that declares it trains each
+token with a weight of its own; 0 is no target."""
+
+
+TOKEN_WEIGHT = Column(WEIGHT, per="token")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A sequence that is tokens already."""
+
+    ids: Sequence[int] | np.ndarray
+    weight: Sequence[float] | np.ndarray | None = None
+    """Of each token as a target; None: 1. The first token of a sequence never is one."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Columns by token, each with as many values as there are ids."""
+
+
+Part = Conversation | Document | Tokens
+"""A sequence of an example."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Sequences that are packed, cut and counted together."""
+
+    sequences: tuple[Part, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """By name: the value of the example, or a value for each of its sequences."""
+    cut: str | tuple[str, ...] = "auto"
+    """What may go of an example that is too long, for all sequences or for each of them: its
+    ``end``, its ``start``, of its ``prompt`` (all before the first target), or ``none``. Sequences
+    that lose of their prompts lose the same number of tokens, so that a shared prompt stays
+    shared. ``auto``: the end of a single sequence (of a labelled one, the prompt), the prompts of
+    several."""
+    where: Where | None = None
+    """Of an example that is tokens alone: the place of its record; set by preparation."""
+
+    @classmethod
+    def of(cls, *sequences: Part, cut: str | tuple[str, ...] = "auto", **columns: Any) -> Example:
+        """An example of these sequences, with columns by sequence and by example."""
+        return cls(sequences, columns, cut)
+
+    @property
+    def place(self) -> Where:
+        """Of its record in the sources, for messages."""
+        found = self.where or getattr(self.sequences[0], "where", None)
+        return found or Where(Path("?"), 0, "row")
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """What may be cut of each sequence."""
+        if isinstance(self.cut, tuple):
+            return self.cut
+        if self.cut != "auto":
+            return (self.cut,) * len(self.sequences)
+        if len(self.sequences) > 1:
+            return ("prompt",) * len(self.sequences)
+        keeps = isinstance(only := self.sequences[0], Conversation) and only.keeps_answer
+        return ("prompt" if keeps else "end",)
+
+
+class Encoding(Protocol):
+    """What preparation asks of a task. ``llmx.tasks.Task`` is one."""
+
+    takes: ClassVar[tuple[type, ...]]
+    """The rows that ``encode`` takes: of ``Conversation``, ``Document``, ``Preference``,
+    ``Labelled`` and ``Record``. A pair or a labelled row is a ``Conversation`` for a task that
+    does not take it as what it is."""
+    columns: ClassVar[tuple[Column, ...]]
+    """Columns that examples have beside their tokens."""
+
+    @property
+    def name(self) -> str:
+        """``task.kind``, for messages."""
+
+    @property
+    def loss_on(self) -> str:
+        """Which tokens of a conversation are targets, as ``data.loss_on``."""
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """What else decides the examples, as JSON: another one is another store."""
+
+    def check_source(self, source: Source) -> None:
+        """Raise ConfigError for data that the task cannot be trained on."""
+
+    def encode(self, row: Any) -> Example | None:
+        """The example of a row; None leaves the row out. Raises Rejected for a wrong row."""
+
+
+class Rejected(Exception):
+    """Raised by ``encode``: the row is wrong (``data.on_bad_row`` says what happens then)."""
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        """``reason``: a few words, the same for every row with this fault."""
+        super().__init__(message or reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The declared columns by what they belong to."""
+
+    columns: tuple[Column, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [column.name for column in self.columns]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"A task declares a column twice: {', '.join(names)}.")
+
+    @property
+    def weighted(self) -> bool:
+        """Whether targets have float weights."""
+        return any(column.name == WEIGHT for column in self.columns)
+
+    def per(self, kind: str) -> tuple[Column, ...]:
+        """The columns by token (without the weight), by sequence or by example."""
+        return tuple(c for c in self.columns if c.per == kind and c.name != WEIGHT)
+
+
+def checked(example: Example, schema: Schema, *, task: str) -> Example:
+    """The example, if it is one and has the declared columns; raises ConfigError else: this is
+    wrong in the task, not in the data."""
+    plain = not schema.columns and type(example) is Example and example.cut == "auto"
+    if plain and example.sequences and not example.columns and _are_parts(example):
+        return example  # nearly every row of nearly every task
+    if not isinstance(example, Example):
+        raise ConfigError(
+            f"task={task}: encode() gave {type(example).__name__}; it gives an Example or None."
+        )
+    if not example.sequences:
+        raise ConfigError(f"task={task}: encode() gave an Example without a sequence.")
+    if not _are_parts(example):
+        raise ConfigError(
+            f"task={task}: a sequence of an Example is a Conversation, a Document or Tokens, not "
+            f"{', '.join(type(sequence).__name__ for sequence in example.sequences)}."
+        )
+    if example.cut != "auto" and not (
+        set(example.cuts) < set(CUTS) and len(example.cuts) == len(example.sequences)
+    ):
+        raise ConfigError(
+            f"task={task}: cut={example.cut!r}: one of {', '.join(CUTS)}, or one for each sequence."
+        )
+    wanted = {c.name for c in schema.columns if c.per != "token"}
+    if set(example.columns) != wanted:
+        raise ConfigError(
+            f"task={task}: encode() gave the columns {_listed(example.columns)}, and the task "
+            f"declares {_listed(wanted)} by sequence and by example. Declare them in `columns`, "
+            'e.g. Column("label", per="example", dtype="int64").'
+        )
+    return example
+
+
+def _are_parts(example: Example) -> bool:
+    return all(isinstance(one, (Conversation, Document, Tokens)) for one in example.sequences)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def values_of(values: Any, column: Column, *, count: int, task: str) -> np.ndarray:
+    """``count`` values of a column as an array of its type; raises ConfigError for others."""
+    shape = (count, *column.shape)
+    if not count:
+        return np.zeros(shape, column.numpy_dtype)
+    problem = ""
+    try:
+        array = np.asarray(values)
+        cast = array.astype(column.numpy_dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        problem = str(error)
+    else:
+        if array.shape != shape:
+            problem = f"{count} values have together the shape {array.shape}, not {shape}"
+        elif cast.dtype.kind == "f" and not np.isfinite(cast).all():
+            problem = "a value is not finite"
+        elif cast.dtype.kind != "f" and not np.array_equal(cast, array):
+            problem = f"{column.dtype} does not hold every value"
+        else:
+            return cast
+    raise ConfigError(
+        f"task={task}: the column {column.name} (by {column.per}, {column.dtype}) got "
+        f"{excerpt(str(values))}: {problem}."
+    )

@@ -1,0 +1,645 @@
+"""Examples of several sequences with columns: never separated, cut together, found again."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmx import data
+from llmx.config import DataConfig, Experiment
+from llmx.data import (
+    Column,
+    Conversation,
+    Document,
+    Example,
+    Labelled,
+    Preference,
+    Record,
+    Rejected,
+    SampleStore,
+    Tokens,
+    blocks,
+    collate,
+    staging,
+    units,
+)
+from llmx.data.encode import TokenBlock
+from llmx.data.examples import Schema, checked
+from llmx.data.pack import best_fit, of_sequences, one_each
+from llmx.data.progress import Progress
+from llmx.data.shards import assemble, write_shard
+from llmx.data.spec import dataset_spec
+from llmx.data.truncate import Truncation
+from llmx.errors import ConfigError, DataError
+from llmx.tasks import Task, prepare
+from tests.small_tokenizers import byte_tokenizer
+
+TEMPLATE = (
+    "{% if 'no' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}"
+    "{% for m in messages %}{{ ('Q' if m['role'] == 'user' else 'A') + m['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'A' }}{% endif %}"
+)
+WEIGHT = Column("weight", per="token")
+
+
+class Pairs(Task):
+    """Pairs with what can be beside them: a weight by token, a vector by sequence, a label."""
+
+    name = "pairs"
+    takes: ClassVar[tuple[type, ...]] = (Preference,)
+    columns: ClassVar[tuple[Column, ...]] = (
+        WEIGHT,
+        Column("old_logp", per="token"),
+        Column("score", per="sequence", shape=(2,)),
+        Column("label", per="example", dtype="int64"),
+    )
+
+    def encode(self, row: Preference) -> Example | None:
+        number = row.where.number
+        if number % 13 == 4:
+            return None
+        if number % 17 == 5:
+            raise Rejected("an unlucky number")
+        if number % 3:
+            sequences = (row.chosen, row.rejected)
+        else:  # tokens of its own, with weights
+            ids = list(range(number % 40 + 2))
+            weight = [0, *(0.5 * i for i in ids[1:])]
+            ready = Tokens(ids, weight=weight, columns={"old_logp": [-float(i) for i in ids]})
+            sequences = (row.chosen, ready, row.rejected)
+        score = [(number, place) for place in range(len(sequences))]
+        return Example.of(*sequences, score=score, label=-number)
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_tokenizer("<|end|>", chat_template=TEMPLATE)
+
+
+def pair_row(i: int) -> dict[str, str]:
+    """Some cannot be read, some are refused by the template, some are too long."""
+    prompt = f"no {i}" if i % 11 == 6 else f"q{i}" + "x" * (i % 29)
+    return {"prompt": prompt, "chosen": f"good {i}" + "!" * (i % 7), "rejected": f"bad {i}"}
+
+
+def experiment(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Experiment:
+    exp = Experiment()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exp.data.path, exp.data.cache_dir = str(path), str(tmp_path / "cache")
+    exp.data.seq_len, exp.data.on_bad_row = 96, "skip"
+    for name, value in options.items():
+        setattr(exp.data, name, value)
+    return exp
+
+
+def prepared(exp: Experiment, tokenizer, task: type[Task] = Pairs) -> SampleStore:
+    return data.prepare(exp, tokenizer, task(exp, tokenizer))
+
+
+def examples_of(store: SampleStore) -> list[dict[str, Any]]:
+    """Every example, in the order of the store, with its columns."""
+    found = []
+    for index in range(len(store)):
+        sample = store[index]
+        spans = iter(zip(sample.borders(), sample.columns["score"], strict=True))
+        for size, label in zip(sample.example_sizes(), sample.columns["label"], strict=True):
+            own = [next(spans) for _ in range(size)]
+            found.append(
+                {
+                    "sample": index,
+                    "label": int(label),
+                    "tokens": [sample.tokens[a:b].tolist() for (a, b), _ in own],
+                    "weights": [sample.weights[a:b].tolist() for (a, b), _ in own],
+                    "old_logp": [sample.columns["old_logp"][a:b].tolist() for (a, b), _ in own],
+                    "score": [score.tolist() for _, score in own],
+                }
+            )
+        assert next(spans, None) is None
+    return found
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_pairs_with_columns(tmp_path: Path, tokenizer, packing: str):
+    count = 700  # more than a batch
+    store = prepared(
+        experiment(tmp_path, [pair_row(i) for i in range(1, count)], packing=packing), tokenizer
+    )
+    store.verify()
+    found = {-example["label"]: example for example in examples_of(store)}
+    fates = Counter()
+    for number in range(1, count):
+        row, example = pair_row(number), found.pop(number, None)
+        if number % 13 == 4:
+            fates["left out by the task"] += 1
+        elif number % 17 == 5:
+            fates["an unlucky number"] += 1
+        elif "no" in row["prompt"]:
+            fates["the template refuses it"] += 1
+        else:
+            assert example is not None, number
+            check_pair(number, row, example, tokenizer)
+            continue
+        assert example is None
+    assert not found
+    assert store.meta["dropped"] == {"left out by the task": fates.pop("left out by the task")}
+    assert store.meta["rejected"] == dict(fates)
+    assert store.meta["num_examples"] == store.num_examples(np.arange(len(store)))
+    assert max(len(store[i].tokens) for i in range(len(store))) <= 96
+    assert (len(store) == store.meta["num_examples"]) == (packing == "none")
+
+
+def check_pair(number: int, row: dict[str, str], example: dict[str, Any], tokenizer) -> None:
+    sequences = example["tokens"]
+    assert example["score"] == [[number, place] for place in range(len(sequences))]
+    assert len(sequences) == (2 if number % 3 else 3)
+    prompts = []
+    for tokens, weights, side in ((0, 0, "chosen"), (-1, -1, "rejected")):
+        text = tokenizer.decode(sequences[tokens])
+        prompt, _, answer = text.partition("<|end|>A")
+        assert answer == f"{row[side]}<|end|>"  # completions are never cut
+        assert ("Q" + row["prompt"]).endswith(prompt[1:])
+        prompts.append(prompt)
+        assert sum(example["weights"][weights]) == len(answer) - len("<|end|>") + 1
+        assert set(example["old_logp"][tokens]) == {0.0}
+    assert prompts[0] == prompts[1]
+    if number % 3 == 0:
+        ids = sequences[1]
+        assert example["old_logp"][1] == [-float(i) for i in ids]
+        # The first is nothing to predict, whatever its weight.
+        assert example["weights"][1] == [0.0, *(0.5 * i for i in ids[1:])]
+
+
+def test_the_index_knows_without_reading(tmp_path: Path, tokenizer):
+    store = prepared(experiment(tmp_path, [pair_row(i) for i in range(1, 120)]), tokenizer)
+    chosen = np.array([3, 0, 3])
+    samples = [store[i] for i in chosen]
+    assert store.num_tokens(chosen) == sum(len(sample.tokens) for sample in samples)
+    assert store.num_examples(chosen) == sum(len(sample.columns["label"]) for sample in samples)
+    assert store.num_target_tokens(chosen) == sum(int(s.targets.sum()) for s in samples)
+    assert store.weight_of(chosen) == sum(s.weights.astype(np.float64).sum() for s in samples)
+    assert store.weight_of(2) == float(store[2].weights.astype(np.float64).sum())
+    assert SampleStore.open(store.path).columns == Pairs.columns
+
+
+def by_sequence(batch: dict[str, torch.Tensor], values: torch.Tensor) -> list[float]:
+    """As the docstring of ``collate`` says it."""
+    sums = torch.zeros(len(batch["example_ids"]) + 1, dtype=torch.float64)
+    sums.index_add_(0, batch["sequence_ids"].flatten(), values.double().flatten())
+    return sums[1:].tolist()
+
+
+def test_collated_packed_and_padded(tmp_path: Path, tokenizer):
+    store = prepared(experiment(tmp_path, [pair_row(i) for i in range(1, 120)]), tokenizer)
+    samples = [store[i] for i in (5, 1, 0)]
+    batches = [
+        collate(samples, seq_len=96, pad_id=0, layout=layout, columns=store.columns)
+        for layout in ("packed", "padded")
+    ]
+    plain = collate(samples, seq_len=96, pad_id=0, layout="packed")
+    assert all(torch.equal(values, batches[0][name]) for name, values in plain.items())
+    sums = []
+    for batch in batches:
+        weights = batch["weights"]
+        assert weights.dtype == torch.float32
+        assert ((weights != 0) == (batch["labels"] != data.IGNORE)).all()
+        assert ((batch["sequence_ids"] > 0) == (batch["segment_ids"] > 0)).all()
+        assert weights.double().sum() == store.weight_of(np.array([5, 1, 0]))
+        sums.append([by_sequence(batch, weights), by_sequence(batch, batch["old_logp"])])
+        sizes = torch.bincount(batch["example_ids"]).tolist()
+        assert sizes == [size for sample in samples for size in sample.example_sizes()]
+        assert batch["label"].tolist() == [x for s in samples for x in s.columns["label"].tolist()]
+        assert batch["score"].shape == (len(batch["example_ids"]), 2)
+        # Of an example, the first number is the same for all sequences.
+        of_example = -batch["label"][batch["example_ids"]]
+        assert torch.equal(batch["score"][:, 0], of_example.float())
+    assert sums[0] == sums[1]
+    assert batches[1]["input_ids"].shape[0] == len(batches[1]["example_ids"])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_rank_without_samples_has_no_examples(layout: str):
+    batch = collate([], seq_len=96, pad_id=0, layout=layout, columns=Pairs.columns)
+    shapes = {name: tuple(values.shape) for name, values in batch.items()}
+    assert shapes["weights"] == shapes["old_logp"] == shapes["sequence_ids"] == (1, 8)
+    assert (shapes["example_ids"], shapes["label"], shapes["score"]) == ((0,), (0,), (0, 2))
+    assert int(batch["sequence_ids"].max()) == 0
+
+
+# Resumed, and on several hosts
+
+
+def _prepare_until_killed(exp: Experiment, rows: int) -> None:
+    staging.JOURNAL_BYTES = 1
+    keep = staging.Staging.keep
+
+    def keep_and_die(self, note):
+        keep(self, note)
+        if note["counts"]["rows"] >= rows:
+            for stream in self._streams.values():  # written, and not noted
+                stream.write(b"half")
+                stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    staging.Staging.keep = keep_and_die
+    prepared(exp, byte_tokenizer("<|end|>", chat_template=TEMPLATE))
+
+
+def test_a_killed_preparation_resumes(tmp_path: Path, tokenizer, monkeypatch):
+    monkeypatch.setattr(blocks, "BATCH_ROWS", 10)
+    exp = experiment(tmp_path, [pair_row(i) for i in range(1, 150)])
+    exp.data.cache_dir = str(tmp_path / "whole")
+    whole = prepared(exp, tokenizer)
+    exp.data.cache_dir = str(tmp_path / "killed")
+    process = multiprocessing.get_context("fork").Process(
+        target=_prepare_until_killed, args=(exp, 60)
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    store = prepared(exp, tokenizer)
+    assert store.meta["resumed_at_row"] == 60
+    assert store.meta["sha256"] == whole.meta["sha256"]
+    same = ("rows_read", "truncated", "truncated_tokens", "dropped", "rejected", "columns")
+    assert [store.meta[key] for key in same] == [whole.meta[key] for key in same]
+    files = [Path(one.meta["rejected_file"]).read_bytes() for one in (store, whole)]
+    assert files[0] == files[1]
+
+
+def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer, monkeypatch):
+    monkeypatch.setattr(units, "LEAST_BYTES", 700)
+    exp = experiment(tmp_path, [pair_row(i) for i in range(1, 150)])
+    alone = prepared(exp, tokenizer)
+    exp.data.cache_dir = str(tmp_path / "hosts")
+    spec = dataset_spec(exp, tokenizer, Pairs(exp, tokenizer), "train")
+    shards = tmp_path / "shards"
+    for host in range(2):
+        _, found = units.units_of(spec.source, hosts=2, whole_documents=True)
+        count = write_shard(
+            spec,
+            found,
+            shards,
+            mine=lambda unit, host=host: unit.number % 2 == host,
+            progress=Progress("x", stream=io.StringIO()),
+        )
+    assert count > 5
+    facts = {"workers": 2, "hosts": 2, "tokenize_seconds": 0.0, "resumed_at_row": 0}
+    store = assemble(spec, shards, units=count, how=facts)
+    assert store.meta["sha256"] == alone.meta["sha256"]
+    same = ("rows_read", "truncated", "truncated_tokens", "dropped", "rejected", "fingerprint")
+    assert [store.meta[key] for key in same] == [alone.meta[key] for key in same]
+
+
+# Truncation
+
+
+def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -> Any:
+    """(the tokens of each sequence that are left, or None, what was counted)."""
+    config = DataConfig(seq_len=limit, packing="best_fit", **options)
+    counts: Counter[str] = Counter()
+    ids = [np.asarray(one.ids, np.uint32) for one in sequences]
+    block = TokenBlock(
+        np.concatenate(ids),
+        np.concatenate([np.asarray(one.weight, np.float32) for one in sequences]),
+        np.array([len(one) for one in ids]),
+        np.array([len(ids)]) if len(ids) > 1 else None,
+        {Column("place", per="token"): np.concatenate(ids).astype(np.float32)},
+    )
+    truncation = Truncation(config, counts, begin=[0])
+    (left, _) = truncation([Example(tuple(sequences), cut=by)], block)
+    values = next(iter(left.columns.values()))
+    assert values.tolist() == left.tokens.tolist()
+    if not len(left.lengths):
+        return None, dict(counts)
+    parts = np.split(left.tokens, np.cumsum(left.lengths)[:-1])
+    return [part.tolist() for part in parts], dict(counts)
+
+
+def answer(prompt: int, completion: int, first: int = 0) -> Tokens:
+    """Tokens 0, 1, ... of which the last ``completion`` are targets; 0 begins every text."""
+    ids = [0, *range(first + 1, first + prompt + completion)]
+    return Tokens(ids, weight=[0] * prompt + [1] * completion)
+
+
+def test_the_sequences_of_an_example_are_cut_together():
+    # A shared prompt of 6 loses the same two tokens, behind the token that begins the text.
+    pair = (answer(6, 1), answer(6, 2))
+    left = [[0, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
+    done = {"truncated": 1, "tokens cut off": 4}
+    assert cut(*pair, limit=11) == (left, done)
+    assert cut(*pair, limit=12)[0] == left  # 15 - 12 = 3, shared out as 2 and 2
+    right = [[0, 1, 2, 3, 6], [0, 1, 2, 3, 6, 7]]
+    assert cut(*pair, limit=11, truncate_prompt="right") == (right, done)
+    # No prompt is left, and completions stay whole.
+    assert cut(answer(2, 6), answer(2, 6), limit=10) == (
+        None,
+        {"completions longer than seq_len": 1},
+    )
+    # A shorter prompt has less to lose.
+    left, _ = cut(answer(2, 2), answer(8, 2), limit=10)
+    assert left == [[0, 2, 3], [0, 4, 5, 6, 7, 8, 9]]
+
+
+def test_which_end_may_go_is_said_by_the_task():
+    one = answer(4, 8)
+    assert cut(one, limit=10) == ([list(range(10))], {"truncated": 1, "tokens cut off": 2})
+    assert cut(one, by="start", limit=10)[0] == [list(range(2, 12))]
+    assert cut(one, by="prompt", limit=10)[0] == [[0, *range(3, 12)]]
+    assert cut(one, by="none", limit=10) == (None, {"longer than seq_len, and not to be cut": 1})
+    assert cut(one, by="prompt", limit=8) == (None, {"answer longer than seq_len": 1})
+    # The longest loses first; one that is not to be cut stays whole.
+    assert [len(x) for x in cut(answer(1, 9), answer(1, 3), by="end", limit=10)[0]] == [6, 4]
+    mixed = cut(answer(1, 9), answer(1, 3), by=("none", "end"), limit=12)[0]
+    assert [len(x) for x in mixed] == [10, 2]
+    assert cut(one, limit=10, over_long="drop") == (None, {"too long": 1})
+    with pytest.raises(DataError, match=r"14 tokens in 2 sequences, data\.seq_len is 10"):
+        cut(answer(1, 9), answer(1, 3), limit=10, over_long="error")
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=4),
+    st.sampled_from(["end", "start", "prompt"]),
+    st.integers(2, 30),
+)
+def test_what_is_cut_fits_and_is_counted(shapes: list[tuple[int, int]], by: str, limit: int):
+    sequences = [answer(prompt, completion) for prompt, completion in shapes]
+    total = sum(map(sum, shapes))
+    left, counts = cut(*sequences, by=by, limit=limit)
+    if left is None:
+        assert sum(counts.values()) == 1
+        assert total > limit
+        return
+    assert sum(map(len, left)) == total - counts.get("tokens cut off", 0) <= limit
+    assert all(left)
+    if by == "prompt":
+        for (prompt, completion), tokens in zip(shapes, left, strict=True):
+            wanted = list(range(prompt, prompt + completion)) if prompt else []
+            assert tokens[len(tokens) - completion :] == wanted
+    if total <= limit:
+        assert (left, counts) == ([list(one.ids) for one in sequences], {})
+
+
+def test_pairs_of_conversations_are_cut_as_text(tmp_path: Path, tokenizer):
+    """The template stays whole and characters too, on both sides."""
+    rows = [
+        {"prompt": "é" * 40, "chosen": "good", "rejected": "not so good"},
+        {"prompt": "short", "chosen": "x" * 50, "rejected": "y" * 50},
+    ]
+    store = prepared(experiment(tmp_path, rows), tokenizer)
+    (example,) = examples_of(store)
+    texts = [tokenizer.decode(tokens) for tokens in example["tokens"]]
+    prompt = texts[0].removesuffix("<|end|>Agood<|end|>")
+    assert texts == [f"{prompt}<|end|>Agood<|end|>", f"{prompt}<|end|>Anot so good<|end|>"]
+    assert set(prompt) == {"Q", "é"}
+    assert sum(map(len, example["tokens"])) in range(93, 97)
+    assert store.meta["dropped"] == {"completions longer than seq_len": 1}
+    assert (store.meta["truncated"], store.meta["rows_read"]) == (1, 2)
+
+
+# Packing
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), max_size=30), st.booleans())
+def test_whole_examples_are_placed_once(examples: list[list[int]], packs: bool):
+    sizes = np.array([len(one) for one in examples], np.int64)
+    lengths = np.array(list(itertools.chain(*examples)), np.int64)
+    totals = np.array([sum(one) for one in examples], np.int64)
+    placed = (best_fit if packs else one_each)(totals, capacity=36)
+    found = of_sequences(placed, lengths, sizes)
+    assert sorted(found.rows.tolist()) == list(range(len(lengths)))
+    firsts = np.cumsum(sizes) - sizes
+    assert found.examples is not None
+    for number, (start, stop) in enumerate(itertools.pairwise(found.examples.tolist())):
+        example = int(placed.rows[number])
+        first = int(firsts[example])
+        assert found.rows[start:stop].tolist() == list(range(first, first + int(sizes[example])))
+    for start, stop in itertools.pairwise(found.samples.tolist()):
+        span = slice(int(found.examples[start]), int(found.examples[stop]))
+        assert found.stops[span].sum() <= 36
+
+
+# What a task may be, and what it is told
+
+
+class Labels(Task):
+    """A label instead of an answer."""
+
+    name = "labels"
+    takes: ClassVar[tuple[type, ...]] = (Labelled,)
+    columns: ClassVar[tuple[Column, ...]] = (Column("label", per="example", dtype="int64"),)
+
+    def encode(self, row: Labelled) -> Example | None:
+        return Example.of(Document(row.text, row.where), label=int(row.label))
+
+
+def test_labelled_rows_give_text_and_label(tmp_path: Path, tokenizer):
+    rows = [{"text": f"t{i}" * (i % 5 + 1), "label": i % 3} for i in range(40)]
+    data_map = {"prompt": "text", "label": "label"}
+    store = prepared(experiment(tmp_path, rows, data_map=data_map), tokenizer, Labels)
+    found = [
+        (tokenizer.decode(tokens), int(label))
+        for index in range(len(store))
+        for (tokens, _), label in zip(
+            store[index].rows(), store[index].columns["label"], strict=True
+        )
+    ]
+    assert sorted(found) == sorted((f"{row['text']}</s>", row["label"]) for row in rows)
+    assert store[0].weights is None
+
+
+class Raw(Task):
+    """Records as they are."""
+
+    name = "raw"
+    takes: ClassVar[tuple[type, ...]] = (Record,)
+
+    def encode(self, row: Record) -> Example | None:
+        return Example.of(Tokens(row.value["ids"]))
+
+
+def test_records_of_no_known_format(tmp_path: Path, tokenizer):
+    rows = [{"ids": list(range(i + 1))} for i in range(9)]
+    store = prepared(experiment(tmp_path, rows, packing="none"), tokenizer, Raw)
+    assert [store[i].tokens.tolist() for i in range(9)] == [row["ids"] for row in rows]
+    # Every token is a target but the first.
+    assert store.num_target_tokens(np.arange(9)) == sum(range(9))
+    # For sft this is nothing; for a task of pairs neither.
+    with pytest.raises(DataError, match="fit no known format"):
+        prepare(experiment(tmp_path, rows), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ([1, 2], "encode() gave list; it gives an Example or None."),
+        (Example.of(), "an Example without a sequence"),
+        (Example.of("text"), "is a Conversation, a Document or Tokens, not str."),
+        (Example.of(Tokens([1]), cut="middle", label=1), "cut='middle': one of auto, end, start"),
+        (Example.of(Tokens([1]), cut=("end", "end"), label=1), "or one for each sequence."),
+        (Example.of(Tokens([1])), "the columns none, and the task declares label by"),
+        (Example.of(Tokens([1]), label=1, lable=2), "the columns label, lable, and the task"),
+    ],
+)
+def test_what_a_task_gives_is_checked(example: Any, message: str):
+    with pytest.raises(ConfigError) as found:
+        checked(example, Schema(Labels.columns), task="labels")
+    assert message in str(found.value)
+    assert str(found.value).startswith("task=labels: ")
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (Example.of(Tokens([1, 2]), label="good"), "the column label (by example, int64) got "),
+        (Example.of(Tokens([1, 2]), label=0.5), "int64 does not hold every value"),
+        (Example.of(Tokens([1, 2]), label=[1, 2]), "have together the shape (1, 2), not (1,)"),
+        (Example.of(Tokens([]), label=1), "Tokens are at least one id"),
+        (Example.of(Tokens([1, 10**6]), label=1), "each from 0 to 257 (the tokenizer's last)"),
+        (Example.of(Tokens([1, 2], weight=[0, 0.5]), label=1), "neither 0 nor 1. Declare the col"),
+        (Example.of(Tokens([1, 2], weight=[1]), label=1), "have together the shape (1,), not (2,)"),
+        (Example.of(Tokens([1], columns={"x": [1]}), label=1), "Tokens have the columns ['x']"),
+    ],
+)
+def test_values_that_are_no_values_of_a_column(
+    tmp_path: Path, tokenizer, example: Example, message: str
+):
+    class Wrong(Labels):
+        takes: ClassVar[tuple[type, ...]] = (Record,)
+
+        def encode(self, row: Record) -> Example | None:
+            return example
+
+    with pytest.raises(ConfigError) as found:
+        prepared(experiment(tmp_path, [{"a": 1}]), tokenizer, Wrong)
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"name": "labels", "per": "example"}, "The column 'labels' of a task: a name is"),
+        ({"name": "a b", "per": "example"}, "a name is a Python identifier"),
+        ({"name": "a", "per": "row"}, "per='row' is not in"),
+        ({"name": "a", "per": "token", "dtype": "object"}, "is no type of numbers"),
+        ({"name": "weight", "per": "example"}, "The column weight is that of the targets"),
+    ],
+)
+def test_columns_that_are_none(column: dict[str, str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        Column(**column)
+
+
+def test_what_does_not_go_together_is_said(tmp_path: Path, tokenizer):
+    chats = [{"prompt": "q", "response": "a"}]
+    with pytest.raises(ConfigError, match=r"task=pairs takes preference pairs; .*prompt_response"):
+        prepared(experiment(tmp_path, chats), tokenizer)
+    pairs = [pair_row(1)]
+    with pytest.raises(ConfigError, match=r"concat cuts examples .*task=pairs stores score, label"):
+        prepared(experiment(tmp_path, pairs, packing="concat"), tokenizer)
+
+    class Plain(Pairs):
+        columns: ClassVar[tuple[Column, ...]] = ()
+
+        def encode(self, row: Preference) -> Example | None:
+            return Example.of(row.chosen, row.rejected)
+
+    with pytest.raises(ConfigError, match=r"several sequences that belong together \(up to 2\)"):
+        prepared(experiment(tmp_path, pairs, packing="concat"), tokenizer, Plain)
+    assert prepared(experiment(tmp_path, pairs), tokenizer, Plain)[0].example_sizes() == [2]
+    rows = [pair_row(i) for i in range(1, 6)]
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 5: an unlucky number"):
+        prepared(experiment(tmp_path, rows, on_bad_row="fail"), tokenizer)
+
+
+def test_a_long_text_in_pieces_is_one_sequence(tmp_path: Path, tokenizer, monkeypatch):
+    class Titles(Labels):
+        takes: ClassVar[tuple[type, ...]] = (Document,)
+
+        def encode(self, row: Document) -> Example | None:
+            return Example.of(row, label=1)
+
+    monkeypatch.setattr(data.lines, "PIECE_CHARS", 20)
+    exp = experiment(tmp_path, [])
+    exp.data.path = str(tmp_path / "book.txt")
+    Path(exp.data.path).write_text("a line of it\n" * 9)
+    with pytest.raises(ConfigError, match=r"book\.txt, line 1: task=labels makes more of a text"):
+        prepared(exp, tokenizer, Titles)
+    exp.data.text_unit = "line"
+    assert prepared(exp, tokenizer, Titles).meta["num_examples"] == 9
+
+
+def test_other_tasks_and_options_are_other_stores(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, [pair_row(i) for i in range(1, 30)])
+    first = prepared(exp, tokenizer)
+
+    class Others(Pairs):
+        def encoding_identity(self) -> dict[str, Any]:
+            return {**super().encoding_identity(), "options": {"beta": 2}}
+
+    paths = {first.path, prepared(exp, tokenizer, Others).path, prepare(exp, tokenizer).path}
+    exp.data.truncate_prompt = "right"
+    paths.add(prepared(exp, tokenizer).path)
+    assert len(paths) == 4
+    # sft learns the chosen answers of pairs.
+    assert prepare(exp, tokenizer).meta["form"] == "preference (the chosen answers)"
+    assert first.meta["form"] == "preference"
+
+
+def test_stores_of_the_former_format_are_prepared_again(tmp_path: Path, tokenizer, capsys):
+    exp = experiment(tmp_path, [{"prompt": "q", "response": "a"}])
+    store = prepare(exp, tokenizer)
+    assert "prepared again" not in capsys.readouterr().out
+    old = store.path.with_name(store.path.name.removesuffix("-v2"))
+    assert old != store.path
+    store.path.rename(old)
+    (old / "meta.json").write_text(json.dumps({**store.meta, "format_version": 1}))
+    again = prepare(exp, tokenizer)
+    said = capsys.readouterr().out
+    assert f"{again.path.name} is prepared again: this version of llmx stores prepared" in said
+    assert f"another format. {old} can be deleted" in said
+    assert old.is_dir()
+    assert prepare(exp, tokenizer).fingerprint == store.fingerprint
+    assert "again" not in capsys.readouterr().out
+
+
+def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
+    from llmx.data.summary import report, summary
+
+    store = prepared(experiment(tmp_path, [pair_row(i) for i in (1, 2, 3)]), tokenizer)
+    assert summary(store).startswith("3 examples of 7 sequences in ")
+    lines = dict(report(store.meta, found=True))
+    assert lines["rows"] == "3 read, 3 (of 7 sequences) in samples"
+    assert lines["columns"] == (
+        "weight by token, old_logp by token, score by sequence, label by example"
+    )
+
+
+def test_conversations_and_documents_in_one_example(tmp_path: Path, tokenizer):
+    class Mixed(Task):
+        name = "mixed"
+        takes: ClassVar[tuple[type, ...]] = (Conversation,)
+
+        def encode(self, row: Conversation) -> Example | None:
+            text = Document(row.messages[0].content, row.where)
+            return Example.of(text, Tokens([7, 8]), row, cut="none")
+
+    rows = [{"prompt": f"q{i}", "response": f"a{i}"} for i in range(30)]
+    store = prepared(experiment(tmp_path, rows, packing="none"), tokenizer, Mixed)
+    for i in range(30):
+        found = [tokenizer.decode(tokens) for tokens, _ in store[i].rows()]
+        assert found == [f"q{i}</s>", tokenizer.decode([7, 8]), f"Qq{i}<|end|>Aa{i}<|end|>"]
