@@ -7,19 +7,7 @@
 
 from __future__ import annotations
 
-from llmx.launch.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.render import check_launch, write_launch_files
-from llmx.launch.result import Result
-from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervisor import supervise
 
-__all__ = [
-    "HostSlots",
-    "LaunchSpec",
-    "Result",
-    "check_launch",
-    "parse_hostfile",
-    "render_hostfile",
-    "supervise",
-    "write_launch_files",
-]
+__all__ = ["check_launch", "supervise", "write_launch_files"]

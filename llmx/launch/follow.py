@@ -53,57 +53,6 @@ class LineReader:
         return [line.decode("utf-8", "replace") for line in lines]
 
 
-class MetricsReader:
-    """New records of ``metrics.jsonl``; a line that is not JSON is ignored.
-
-    Where a run resumes, rank 0 replaces the file by one without the lines after the checkpoint: of
-    a replaced file only lines that were not read before are new.
-    """
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._path = run_dir.metrics
-        self._seen: set[int] = set()
-        self._open()
-        self.earlier = self._take(final=False)
-        """Records of earlier attempts."""
-
-    def read(self, *, final: bool = False) -> list[dict[str, Any]]:
-        """Records that were added since the last call."""
-        if self._was_replaced():
-            self._open()
-        return self._take(final=final)
-
-    def _open(self) -> None:
-        self._lines = LineReader(self._path)
-        self._inode = self._stat()[0]
-
-    def _stat(self) -> tuple[int, int]:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return 0, 0
-        return found.st_ino, found.st_size
-
-    def _was_replaced(self) -> bool:
-        inode, size = self._stat()
-        return inode != self._inode or size < self._lines.offset
-
-    def _take(self, *, final: bool) -> list[dict[str, Any]]:
-        records = []
-        for line in self._lines.read(final=final):
-            key = hash(line)
-            if key in self._seen:
-                continue
-            self._seen.add(key)
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                records.append(record)
-        return records
-
-
 class StatusReader:
     """The latest status of every rank that has written one."""
 

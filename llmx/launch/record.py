@@ -20,6 +20,7 @@ from typing import Any
 from llmx.errors import LaunchError
 from llmx.launch.spec import new_token
 from llmx.rundir import RunDir, read_json, write_json
+from llmx.tail import read_records
 
 REFRESH_S = 3.0
 """``supervisor.json`` is written at each change, and this often while nothing changes."""
@@ -174,15 +175,8 @@ def overwrite_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The lines of ``attempts.jsonl``; an incomplete last one is left out."""
-    lines: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError):
-        for line in run_dir.attempts.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, dict):
-                    lines.append(value)
-    return lines
+    """The lines of ``attempts.jsonl``; an incomplete one is left out."""
+    return read_records(run_dir.attempts)
 
 
 def read_resume(run_dir: RunDir) -> tuple[int | None, list[int]]:

@@ -68,18 +68,11 @@ def check_programs(launch: LaunchConfig, plan: Plan) -> None:
         )
 
 
-def write_launch_files(
-    exp: Experiment,
-    plan: Plan,
-    run_dir: RunDir,
-    port: int | None = None,
-    *,
-    token: str | None = None,
-) -> LaunchSpec:
+def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSpec:
     """Check a launch and write its files; returns the spec from which they were rendered."""
     check_launch(exp, plan)
-    port = port or exp.launch.master_port or DEFAULT_PORT
-    spec = make_spec(exp, plan, run_dir, port=port, token=token or run_id(run_dir))
+    port = exp.launch.master_port or DEFAULT_PORT
+    spec = make_spec(exp, plan, run_dir, port=port, token=run_id(run_dir))
     write_rendered(spec)
     return spec
 

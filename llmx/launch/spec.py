@@ -66,7 +66,6 @@ def make_spec(
     port: int,
     token: str | None = None,
     worker: str = "llmx.worker",
-    interfaces: tuple[str | None, ...] = (),
 ) -> LaunchSpec:
     """The spec of a launch from this machine, with its current environment."""
     cores, cpus_per_task = len(os.sched_getaffinity(0)), None
@@ -89,7 +88,7 @@ def make_spec(
         environ=dict(os.environ),
         cores=cores,
         cpus_per_task=cpus_per_task,
-        interfaces=interfaces or tuple(host.interface for host in plan.hosts),
+        interfaces=tuple(host.interface for host in plan.hosts),
     )
 
 

@@ -15,7 +15,6 @@ from llmx.launch.follow import (
     FINAL_STATES,
     SHOWN_BYTES,
     LineReader,
-    MetricsReader,
     StatusReader,
     apply_update,
     tail_text,
@@ -25,6 +24,7 @@ from llmx.launch.log import RunLog
 from llmx.launch.outcome import Evidence, RankExit, all_finished
 from llmx.launch.progress import AttemptProgress
 from llmx.launch.spec import LaunchSpec
+from llmx.metrics.lines import MetricsTail
 
 SUSPENDED_S = 5.0
 """Between two polls: the supervisor itself was suspended, and has received nothing."""
@@ -62,11 +62,10 @@ class RankMonitor:
         self.exiting_at: float | None = None
         """When a rank was found to exit because of a signal from outside."""
         self._statuses = StatusReader(self.run_dir, self.plan.world_size)
-        self._metrics = MetricsReader(self.run_dir)
+        self._metrics = MetricsTail(self.run_dir.metrics)
         self.progress = AttemptProgress(
-            hang_timeout_s=spec.exp.launch.hang_timeout_s, earlier=self._metrics.earlier
+            hang_timeout_s=spec.exp.launch.hang_timeout_s, earlier=self._metrics.read()
         )
-        self._metrics.earlier = []  # many, in a long run
         self._rank_0, self._launcher = (
             LineReader(path, from_end=True, max_bytes=SHOWN_BYTES)
             for path in (self.run_dir.rank_log(0), self.run_dir.launcher_log)
@@ -106,7 +105,7 @@ class RankMonitor:
             self._follow_slurm_queue(line)
         for line in self._rank_0.read(final=final):
             self.log.console.rank_line(line)
-        for record in self._metrics.read(final=final):
+        for record in self._metrics.read():
             self.log.console.record(record)
             self.progress.take_record(record)
         self._update_clock_offsets()

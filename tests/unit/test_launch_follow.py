@@ -15,7 +15,7 @@ import pytest
 from llmx.launch.aftermath import is_llmx_error, restarts_line, shorten_traceback
 from llmx.launch.agent import REPLACED, STREAMED
 from llmx.launch.console import Console, duration, train_line
-from llmx.launch.follow import LineReader, MetricsReader, StatusReader, apply_update, tail_text
+from llmx.launch.follow import LineReader, StatusReader, apply_update, tail_text
 from llmx.rundir import RunDir, write_json
 
 TRAIN: dict[str, Any] = {
@@ -70,34 +70,6 @@ def test_a_character_cut_in_two(tmp_path: Path) -> None:
     assert reader.read() == []
     path.write_bytes(data)
     assert reader.read() == ["語"]
-
-
-def test_an_earlier_attempt_is_not_read_again(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.metrics.write_text(json.dumps(TRAIN) + "\n")
-    reader = MetricsReader(run_dir)
-    assert reader.read() == []
-    with run_dir.metrics.open("a") as stream:
-        stream.write('{"kind": "train", "step": 20}\nnot json\n[1]\n{"kind": "end"}\n')
-    assert [record["kind"] for record in reader.read()] == ["train", "end"]
-
-
-def test_metrics_that_are_cut_back(tmp_path: Path) -> None:
-    """Rank 0 replaces the file where it goes on from: what was seen is not new again."""
-    run_dir = RunDir(tmp_path)
-    lines = [json.dumps({"kind": "train", "step": step, "time": float(step)}) for step in (5, 10)]
-    run_dir.metrics.write_text("\n".join(lines) + '\n{"kind": "tra')
-    reader = MetricsReader(run_dir)
-    assert [record["step"] for record in reader.earlier] == [5, 10]
-    shorter = tmp_path / "shorter"
-    shorter.write_text(lines[0] + "\n")
-    shorter.replace(run_dir.metrics)
-    assert reader.read() == []
-    with run_dir.metrics.open("a") as stream:
-        stream.write('{"kind": "event", "event": "resumed", "step": 5}\n')
-        stream.write('{"kind": "train", "step": 10, "time": 99.0}\n')
-    assert [record["step"] for record in reader.read()] == [5, 10]
-    assert reader.read() == []
 
 
 def test_what_a_user_reads_of_restarts() -> None:
