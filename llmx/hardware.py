@@ -45,7 +45,7 @@ def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
 
 
 def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:
-    from llmx.launch.hostfile import parse_hostfile
+    from llmx.launch.render.hostfile import parse_hostfile
 
     if not hardware.path:
         raise ConfigError(

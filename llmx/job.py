@@ -60,7 +60,7 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = write_launch_files(exp, plan, run)
     if exp.dry_run:
-        from llmx.launch.render import render_command
+        from llmx.launch.render.files import render_command
         from llmx.report.plan_table import print_plan
 
         print_plan(plan, exp, command=render_command(launch), run_dir=run.root, stream=out)

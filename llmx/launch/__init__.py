@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from llmx.launch.render import check_launch, write_launch_files
-from llmx.launch.supervisor import supervise
+from llmx.launch.render.files import check_launch, write_launch_files
+from llmx.launch.supervision.supervisor import supervise
 
 __all__ = ["check_launch", "supervise", "write_launch_files"]

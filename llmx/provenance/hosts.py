@@ -40,7 +40,7 @@ def hosts_then_and_now(run: RunDir, exp: Experiment, plan: Plan) -> list[Differe
 
 def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
     """Host -> its survey; ``{"error": why}`` for one that does not answer. Hosts at once."""
-    from llmx.launch.ssh import render_ssh_config, ssh_argv
+    from llmx.launch.render.ssh_config import render_ssh_config, ssh_argv
 
     program = Path(survey.__file__).read_text(encoding="utf-8")
     python = exp.launch.python or sys.executable

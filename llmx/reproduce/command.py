@@ -159,7 +159,7 @@ def _start(
 ) -> int:
     """With today's code, or with that of then; returns the exit code of the run."""
     from llmx.launch import check_launch, supervise, write_launch_files
-    from llmx.launch.record import read_resume, write_resume
+    from llmx.launch.supervision.journal import read_resume, write_resume
 
     said = [f"reproduce={run.root}", *words.overrides]
     check_launch(composed.experiment, composed.plan)

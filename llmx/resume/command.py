@@ -86,7 +86,7 @@ def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
 
 def refuse_alive(run: RunDir) -> None:
     """LaunchError where a supervisor of this run lives."""
-    from llmx.launch.record import supervisor_lock
+    from llmx.launch.supervision.journal import supervisor_lock
 
     if run.supervisor_lock.exists():
         with supervisor_lock(run, snapshot.run_id(run) or "-"):
@@ -220,7 +220,12 @@ def _rewrite(
     typed: Sequence[str],
 ) -> None:
     """The former files into history, the new ones in their place."""
-    from llmx.launch.record import read_attempts, read_resume, read_rollbacks, write_resume
+    from llmx.launch.supervision.journal import (
+        read_attempts,
+        read_resume,
+        read_rollbacks,
+        write_resume,
+    )
 
     migrated = bool(snapshot.migrations(run))
     newer = [known for known in state.checkpoints if step is not None and known > step]

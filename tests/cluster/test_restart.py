@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from llmx.launch.record import read_attempts
+from llmx.launch.supervision.journal import read_attempts
 from llmx.rundir import RunDir, read_json
 from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, Host, wait_until

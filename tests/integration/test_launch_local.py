@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.agent import ProcessTable
+from llmx.launch.agents.agent import ProcessTable
 from llmx.rundir import RunDir
 from tests.cluster.launching import SMALL
 

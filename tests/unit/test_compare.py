@@ -9,7 +9,7 @@ import pytest
 
 from llmx import snapshot
 from llmx.compare import main, short_names
-from llmx.launch.result import Result
+from llmx.launch.supervision.result import Result
 from llmx.report.comparison import config_rows
 from llmx.rundir import RunDir, write_json
 from tests.composing import composed

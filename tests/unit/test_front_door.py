@@ -12,7 +12,7 @@ from llmx.__main__ import main
 from llmx.arguments import sweep_overrides
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.errors import EXIT_CODES, LlmxError
-from llmx.launch.result import EXIT_CODES as OF_OUTCOMES
+from llmx.launch.supervision.result import EXIT_CODES as OF_OUTCOMES
 from tests.fuzz.check import FOREIGN
 
 LONG = "x" * 300

@@ -12,7 +12,7 @@ import pytest
 from llmx.compose import Composed, compose
 from llmx.config.addresses import address_problem, alias, bare, canonical
 from llmx.errors import ConfigError
-from llmx.launch.render import rendered_files
+from llmx.launch.render.files import rendered_files
 from llmx.launch.spec import make_spec
 from llmx.rundir import RunDir
 from llmx.user_files import check_user_files

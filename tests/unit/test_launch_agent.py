@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.fleet import AGENT, AgentError, Connection, local_connection
+from llmx.launch.agents.connection import AGENT, AgentError, Connection, local_connection
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = (

@@ -24,11 +24,11 @@ from llmx.config.launch_rules import is_secret
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.environment import launcher_env, rank_env, render_ds_env
-from llmx.launch.hostfile import HostSlots, parse_hostfile, render_hostfile
-from llmx.launch.render import check_launch, check_programs, rendered_files, runner_env
+from llmx.launch.render.environment import launcher_env, rank_env, render_ds_env
+from llmx.launch.render.files import check_launch, check_programs, rendered_files, runner_env
+from llmx.launch.render.hostfile import HostSlots, parse_hostfile, render_hostfile
+from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec, share_of_cores, slurm_cores
-from llmx.launch.ssh import render_ssh_config
 from llmx.launch.transports import TRANSPORTS, transport_of
 from llmx.plan import make_plan
 from llmx.plan.types import HostPlan, Plan

@@ -17,13 +17,11 @@ import pytest
 
 from llmx.config.schema import LaunchConfig, TaskConfig
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.console import Console
-from llmx.launch.elastic import without_hosts
-from llmx.launch.hang import HangDetector, find_stuck_rank, main_stack
-from llmx.launch.log import RunLog
-from llmx.launch.lost import HostSelection
-from llmx.launch.outcome import AttemptRecord, Evidence, Hang, Outcome, classify
-from llmx.launch.record import (
+from llmx.launch.supervision.backoff import Backoff
+from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.hang import HangDetector, find_stuck_rank, main_stack
+from llmx.launch.supervision.hosts import HostSelection, without_hosts
+from llmx.launch.supervision.journal import (
     Journal,
     read_attempts,
     read_resume,
@@ -31,9 +29,10 @@ from llmx.launch.record import (
     supervisor_lock,
     write_resume,
 )
-from llmx.launch.restart import Decision, decide
-from llmx.launch.signals import ShutdownRequest
-from llmx.launch.waiting import Backoff
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Hang, Outcome, classify
+from llmx.launch.supervision.restart import Decision, decide
+from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
@@ -296,7 +295,8 @@ def test_one_supervisor_a_run(tmp_path: Path) -> None:
     run_dir, token = RunDir(tmp_path / "run"), run_id(RunDir(tmp_path / "run"))
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from llmx.launch.record import supervisor_lock\nfrom llmx.rundir import RunDir\n"
+        "from llmx.launch.supervision.journal import supervisor_lock\n"
+        "from llmx.rundir import RunDir\n"
         "with supervisor_lock(RunDir(Path(sys.argv[1])), sys.argv[2]):\n"
         "    print('held', flush=True)\n    sys.stdin.readline()\n"
     )

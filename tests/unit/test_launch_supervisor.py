@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from llmx.launch import supervisor as module
-from llmx.launch.attempt import local_disk_failure
-from llmx.launch.outcome import AttemptRecord, Outcome
-from llmx.launch.record import read_attempts, write_resume
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervisor import Supervisor
+from llmx.launch.supervision import supervisor as module
+from llmx.launch.supervision.attempt import local_disk_failure
+from llmx.launch.supervision.journal import read_attempts, write_resume
+from llmx.launch.supervision.outcome import AttemptRecord, Outcome
+from llmx.launch.supervision.supervisor import Supervisor
 from llmx.rundir import RunDir, read_json
 from tests.unit.test_launch_render import experiment, spec_of
 

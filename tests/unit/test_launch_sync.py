@@ -15,7 +15,7 @@ import pytest
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync import differing, paths_to_push, push
+from llmx.launch.sync.files import differing, paths_to_push, push
 from llmx.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 

@@ -18,7 +18,7 @@ from llmx.commands import COMMANDS
 from llmx.config import Experiment, ModelConfig, experiment_from_dict, migrate
 from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
-from llmx.launch.hostfile import parse_hostfile
+from llmx.launch.render.hostfile import parse_hostfile
 from llmx.overrides import check_overrides
 from tests.composing import composed
 from tests.fuzz.check import FOREIGN

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.console import Console
-from llmx.launch.progress import Progress
-from llmx.launch.result import Result
+from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.progress import Progress
+from llmx.launch.supervision.result import Result
 from llmx.metrics import Metric
 from llmx.report import wording
 from llmx.report.comparison import outcome_rows

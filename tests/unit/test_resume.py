@@ -21,7 +21,7 @@ from llmx.checkpoint.manifest import (
 from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
-from llmx.launch.record import read_rollbacks, supervisor_lock, write_resume
+from llmx.launch.supervision.journal import read_rollbacks, supervisor_lock, write_resume
 from llmx.provenance.differences import BREAKS, MAY, Difference
 from llmx.reproduce.before import all_differences
 from llmx.resume.changed import next_run, schedule_note

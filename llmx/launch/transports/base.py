@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from llmx.launch.environment import render_ds_env
-from llmx.launch.hostfile import HostSlots
+from llmx.launch.render.environment import render_ds_env
+from llmx.launch.render.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
 
 

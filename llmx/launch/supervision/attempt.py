@@ -15,12 +15,8 @@ from collections.abc import Callable, Sequence
 
 from llmx.doctor.diagnose import NOTES
 from llmx.errors import ConfigError, DataError, LlmxError
-from llmx.launch.collect import CheckpointSync
-from llmx.launch.ending import pull_outputs, shut_down
-from llmx.launch.fleet import Connection, Message
-from llmx.launch.log import RunLog
-from llmx.launch.outcome import AttemptRecord, Outcome, classify
-from llmx.launch.prepare import (
+from llmx.launch.agents.connection import Connection, Message
+from llmx.launch.agents.preflight import (
     HostsUnreachable,
     check_environments,
     handshake,
@@ -29,12 +25,16 @@ from llmx.launch.prepare import (
     resolve_network,
     start_agents,
 )
-from llmx.launch.record import Journal, write_resume
-from llmx.launch.render import check_launch, check_programs, runner_env
-from llmx.launch.signals import Interrupted, ShutdownRequest
+from llmx.launch.agents.shutdown import pull_outputs, shut_down
+from llmx.launch.render.files import check_launch, check_programs, runner_env
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.journal import Journal, write_resume
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.monitor import RankMonitor
+from llmx.launch.supervision.outcome import AttemptRecord, Outcome, classify
+from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
+from llmx.launch.sync.checkpoints import CheckpointSync
 from llmx.launch.transports import transport_of
-from llmx.launch.watch import RankMonitor
 from llmx.rundir import RunDir
 from llmx.text import plural
 

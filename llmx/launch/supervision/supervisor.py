@@ -18,24 +18,24 @@ from textwrap import shorten
 from typing import TextIO
 
 from llmx.config.schema import Experiment
-from llmx.launch.aftermath import (
+from llmx.launch.spec import LaunchSpec, make_spec
+from llmx.launch.supervision.attempt import Attempt, local_disk_failure
+from llmx.launch.supervision.backoff import Backoff
+from llmx.launch.supervision.console import Console, duration
+from llmx.launch.supervision.finalize import (
     finish_tracker,
     print_failure,
     print_report,
     restarts_line,
     start_tracker,
 )
-from llmx.launch.attempt import Attempt, local_disk_failure
-from llmx.launch.console import Console, duration
-from llmx.launch.log import RunLog
-from llmx.launch.lost import HostSelection
-from llmx.launch.outcome import AttemptRecord, Outcome
-from llmx.launch.record import Journal, read_resume, run_id, supervisor_lock
-from llmx.launch.restart import Decision, decide
-from llmx.launch.result import Result, exit_code_of
-from llmx.launch.signals import ShutdownRequest
-from llmx.launch.spec import LaunchSpec, make_spec
-from llmx.launch.waiting import Backoff
+from llmx.launch.supervision.hosts import HostSelection
+from llmx.launch.supervision.journal import Journal, read_resume, run_id, supervisor_lock
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.outcome import AttemptRecord, Outcome
+from llmx.launch.supervision.restart import Decision, decide
+from llmx.launch.supervision.result import Result, exit_code_of
+from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, write_json
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llmx.launch.fleet import Connection
-from llmx.launch.follow import tail_text
-from llmx.launch.outcome import Hang
+from llmx.launch.agents.connection import Connection
+from llmx.launch.supervision.outcome import Hang
+from llmx.launch.supervision.tail import tail_text
 from llmx.rundir import RunDir
 
 MIN_TIMEOUT_S = 600.0

@@ -10,10 +10,10 @@ from typing import Any
 
 from llmx.checkpoint.choose import list_steps
 from llmx.checkpoint.manifest import digest_bytes, make_manifest
-from llmx.launch.collect import CheckpointSync
-from llmx.launch.console import Console
-from llmx.launch.log import RunLog
-from llmx.launch.record import write_resume
+from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.journal import write_resume
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.sync.checkpoints import CheckpointSync
 from llmx.rundir import RunDir
 
 

@@ -10,8 +10,13 @@ import base64
 import queue
 import time
 
-from llmx.launch.fleet import AgentError, Connection, Message, request_all
-from llmx.launch.follow import (
+from llmx.launch.agents.connection import AgentError, Connection, Message, request_all
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.hang import dump_stacks
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished
+from llmx.launch.supervision.progress import AttemptProgress
+from llmx.launch.supervision.tail import (
     FINAL_STATES,
     SHOWN_BYTES,
     LineReader,
@@ -19,11 +24,6 @@ from llmx.launch.follow import (
     apply_update,
     tail_text,
 )
-from llmx.launch.hang import dump_stacks
-from llmx.launch.log import RunLog
-from llmx.launch.outcome import Evidence, RankExit, all_finished
-from llmx.launch.progress import AttemptProgress
-from llmx.launch.spec import LaunchSpec
 from llmx.metrics.lines import MetricsTail
 
 SUSPENDED_S = 5.0

@@ -1,6 +1,6 @@
 """What the supervisor takes for a failure, and what not.
 
-``pytest tests/unit/test_launch_watch.py``
+``pytest tests/unit/test_launch_monitor.py``
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from llmx.launch import attempt as attempt_module
-from llmx.launch import watch as watch_module
-from llmx.launch.attempt import Attempt
-from llmx.launch.console import Console
-from llmx.launch.fleet import Connection, Message
-from llmx.launch.log import RunLog
-from llmx.launch.record import Journal
-from llmx.launch.signals import ShutdownRequest
-from llmx.launch.watch import SUSPENDED_S, RankMonitor
+from llmx.launch.agents.connection import Connection, Message
+from llmx.launch.supervision import attempt as attempt_module
+from llmx.launch.supervision import monitor as watch_module
+from llmx.launch.supervision.attempt import Attempt
+from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.journal import Journal
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
+from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.rundir import RunDir
 from tests.unit.test_launch_agent import wait_until
 from tests.unit.test_launch_render import experiment, spec_of

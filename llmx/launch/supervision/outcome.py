@@ -18,7 +18,7 @@ from llmx.doctor.diagnose import (
     signal_in_log,
     signal_of_silent_death,
 )
-from llmx.launch.follow import FINAL_STATES
+from llmx.launch.supervision.tail import FINAL_STATES
 from llmx.plan.types import Plan
 
 FULL_BYTES = 1 << 16

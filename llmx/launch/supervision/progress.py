@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmx.launch.hang import HangDetector
-from llmx.launch.result import Result
+from llmx.launch.supervision.hang import HangDetector
+from llmx.launch.supervision.result import Result
 from llmx.metrics.declared import Metric, declared_in, is_declaration, measured
 
 Record = Mapping[str, Any]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmx.launch.ssh import ssh_argv
+from llmx.launch.render.ssh_config import ssh_argv
 
 AGENT = Path(__file__).with_name("agent.py")
 AGENT_SOURCE = AGENT.read_bytes()

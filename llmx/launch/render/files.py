@@ -13,11 +13,11 @@ import sys
 
 from llmx.config.schema import Experiment, LaunchConfig
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.environment import launcher_env, rank_env
-from llmx.launch.hostfile import render_hostfile
-from llmx.launch.record import run_id
+from llmx.launch.render.environment import launcher_env, rank_env
+from llmx.launch.render.hostfile import render_hostfile
+from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec, make_spec
-from llmx.launch.ssh import render_ssh_config
+from llmx.launch.supervision.journal import run_id
 from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, write_text

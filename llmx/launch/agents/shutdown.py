@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Collection
 
 from llmx.errors import LlmxError
-from llmx.launch import sync
-from llmx.launch.environment import tool_env
-from llmx.launch.fleet import AgentError, Connection, Message
-from llmx.launch.log import RunLog
-from llmx.launch.prepare import handshake_message
+from llmx.launch.agents.connection import AgentError, Connection, Message
+from llmx.launch.agents.preflight import handshake_message
+from llmx.launch.render.environment import tool_env
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.sync.files import pull
 from llmx.text import plural
 
 REPLY_S = 15.0
@@ -82,7 +82,7 @@ def pull_outputs(spec: LaunchSpec, connections: list[Connection], log: RunLog) -
             continue
         ranks = [rank.rank for rank in spec.plan.ranks if rank.host in connection.hosts]
         try:
-            received = sync.pull(spec, connection.name, ranks)
+            received = pull(spec, connection.name, ranks)
             log.debug(f"{connection.name}: {received} bytes of outputs pulled")
         except LlmxError as error:
             log.warning(

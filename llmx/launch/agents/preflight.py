@@ -17,9 +17,7 @@ from llmx.doctor import survey as survey_program
 from llmx.doctor.compare import asked_of_hosts, compare_hosts, extensions
 from llmx.doctor.diagnose import Failure, diagnose
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch import sync
-from llmx.launch.environment import rank_env, tool_env
-from llmx.launch.fleet import (
+from llmx.launch.agents.connection import (
     AgentError,
     Connection,
     Message,
@@ -27,10 +25,12 @@ from llmx.launch.fleet import (
     remote_connection,
     request_all,
 )
-from llmx.launch.log import RunLog
-from llmx.launch.render import write_rendered
+from llmx.launch.render.environment import rank_env, tool_env
+from llmx.launch.render.files import write_rendered
+from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.ssh import render_ssh_config
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.sync.files import push
 from llmx.launch.transports import transport_of
 from llmx.rundir import write_json, write_text
 from llmx.text import plural
@@ -373,7 +373,7 @@ def push_inputs(
                 "paths must be writable on every host."
             ) from error
 
-    sync.push(
+    push(
         spec,
         list(remote),
         private_run_dirs={name for name, connection in remote.items() if not connection.shared},

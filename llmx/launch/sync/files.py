@@ -22,7 +22,7 @@ from pathlib import Path
 
 from llmx.config.schema import Experiment
 from llmx.errors import LaunchError
-from llmx.launch.environment import tool_env
+from llmx.launch.render.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.text import plural
 from llmx.user_code import user_task
@@ -182,7 +182,7 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     """Copy the outputs of the ranks of one host into the run directory; returns bytes received.
 
     Of ``logs`` and ``ranks`` only the files of this host; ``model`` as a whole. For checkpoints see
-    ``llmx/launch/collect.py``.
+    ``llmx/launch/sync/checkpoints.py``.
     """
     root, received, pool = spec.run_dir.root, 0, RsyncPool(spec.run_dir.ssh_config)
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]

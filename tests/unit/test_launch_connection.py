@@ -1,6 +1,6 @@
 """The line between supervisor and agent, where it is slow, cut, full or talked into.
 
-``pytest tests/unit/test_launch_channel.py``
+``pytest tests/unit/test_launch_connection.py``
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch import fleet
-from llmx.launch.agent import ProcessTable
-from llmx.launch.console import Console
-from llmx.launch.ending import shut_down
-from llmx.launch.fleet import AGENT, AgentError, Connection
-from llmx.launch.log import RunLog
-from llmx.launch.prepare import check_environments, check_reachability
+from llmx.launch.agents import connection as connection_module
+from llmx.launch.agents.agent import ProcessTable
+from llmx.launch.agents.connection import AGENT, AgentError, Connection
+from llmx.launch.agents.preflight import check_environments, check_reachability
+from llmx.launch.agents.shutdown import shut_down
 from llmx.launch.spec import make_spec
+from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.log import RunLog
 from llmx.rundir import RunDir
 from tests.tracked_run import plan
 from tests.unit.test_launch_agent import Rig, wait_until
@@ -86,9 +86,9 @@ def test_a_supervisor_that_dies_while_the_ranks_save_leaves_them_their_time(agen
 
 def test_the_main_thread_may_be_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It copies files for an hour, or waits for a terminal that Ctrl-S holds."""
-    monkeypatch.setattr(fleet, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(connection_module, "HEARTBEAT_S", 0.1)
     inbox: queue.Queue[tuple[Connection, dict[str, Any]]] = queue.Queue()
-    argv = [sys.executable, "-I", "-S", "-c", fleet.BOOTSTRAP]
+    argv = [sys.executable, "-I", "-S", "-c", connection_module.BOOTSTRAP]
     connection = Connection("far", (0,), argv, tmp_path / "log", inbox, is_remote=True)
     connection.start(dict(os.environ))
     try:
@@ -146,7 +146,7 @@ def test_an_agent_that_nobody_reads_ends_the_run(tmp_path: Path) -> None:
 def test_a_host_that_greets_in_json(tmp_path: Path) -> None:
     """What a login file prints comes first, and may be any bytes."""
     inbox: queue.Queue[tuple[Connection, dict[str, Any]]] = queue.Queue()
-    run = shlex.join([sys.executable, "-I", "-S", "-c", fleet.BOOTSTRAP])
+    run = shlex.join([sys.executable, "-I", "-S", "-c", connection_module.BOOTSTRAP])
     argv = ["sh", "-c", f"printf 'Welcome \\377\\n42\\nnull\\n[1]\\n'; exec {run}"]
     connection = Connection("far", (0,), argv, tmp_path / "log", inbox, is_remote=True)
     connection.start(dict(os.environ))
@@ -159,7 +159,7 @@ def test_a_host_that_greets_in_json(tmp_path: Path) -> None:
 def test_a_connection_that_breaks_before_the_agent_is_there() -> None:
     """The little Python that waits for the agent's source must not wait for ever, and busily."""
     for said in (b"", b"12", b"100\nimport"):
-        argv = [sys.executable, "-I", "-S", "-c", fleet.BOOTSTRAP]
+        argv = [sys.executable, "-I", "-S", "-c", connection_module.BOOTSTRAP]
         assert subprocess.run(argv, input=said, timeout=10, check=False).returncode == 1
 
 
@@ -168,7 +168,7 @@ def test_a_clock_that_is_set_while_the_run_goes_on(tmp_path: Path) -> None:
     for _ in range(3):
         connection._measure_clock({"sent": time.monotonic(), "time": time.time() + 100})
     assert connection.clock_offset_s == pytest.approx(100, abs=0.1)
-    for _ in range(fleet.CLOCK_SAMPLES):
+    for _ in range(connection_module.CLOCK_SAMPLES):
         connection._measure_clock({"sent": time.monotonic() - 0.02, "time": time.time()})
     assert connection.clock_offset_s == pytest.approx(0, abs=0.1)
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from llmx.launch.follow import tail_text
-from llmx.launch.result import Result
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.result import Result
+from llmx.launch.supervision.tail import tail_text
 from llmx.rundir import RunDir
 from llmx.text import plural
 

@@ -1,6 +1,6 @@
 """Reading a growing run directory, and what the user sees of it.
 
-``pytest tests/unit/test_launch_follow.py``
+``pytest tests/unit/test_launch_console.py``
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.aftermath import is_llmx_error, restarts_line, shorten_traceback
-from llmx.launch.agent import REPLACED, STREAMED
-from llmx.launch.console import Console, duration, train_line
-from llmx.launch.follow import LineReader, StatusReader, apply_update, tail_text
+from llmx.launch.agents.agent import REPLACED, STREAMED
+from llmx.launch.supervision.console import Console, duration, train_line
+from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, shorten_traceback
+from llmx.launch.supervision.tail import LineReader, StatusReader, apply_update, tail_text
 from llmx.rundir import RunDir, write_json
 
 TRAIN: dict[str, Any] = {

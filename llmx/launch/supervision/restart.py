@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmx.config.schema import LaunchConfig, TaskConfig
-from llmx.launch.outcome import AttemptRecord, Outcome
+from llmx.launch.supervision.outcome import AttemptRecord, Outcome
 from llmx.text import plural
 
 _REASONS = {

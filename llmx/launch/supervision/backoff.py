@@ -10,14 +10,14 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from llmx.launch.console import duration
-from llmx.launch.environment import tool_env
-from llmx.launch.log import RunLog
-from llmx.launch.record import Journal
-from llmx.launch.signals import ShutdownRequest
+from llmx.launch.render.environment import tool_env
+from llmx.launch.render.ssh_config import ssh_argv
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.ssh import ssh_argv
-from llmx.launch.sync import size_of
+from llmx.launch.supervision.console import duration
+from llmx.launch.supervision.journal import Journal
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.signals import ShutdownRequest
+from llmx.launch.sync.files import size_of
 from llmx.launch.transports import transport_of
 
 PROBE_EVERY_S = 5.0

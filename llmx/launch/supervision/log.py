@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from llmx.launch.console import Console, clock
+from llmx.launch.supervision.console import Console, clock
 
 
 class RunLog:

@@ -8,7 +8,7 @@ another run might match.
 It ends the run on its host on request, when its stdin closes (the supervisor exited, for whatever
 reason), and when no message arrives for ``silence_s`` (the supervisor's host or network failed).
 
-    python llmx/launch/agent.py     # then type: {"cmd": "handshake", "id": 1, "token": "20300101"}
+    echo '{"cmd": "handshake", "id": 1, "token": "20300101"}' | python llmx/launch/agents/agent.py
 """
 
 # os instead of pathlib: importing pathlib would take a third of the start time.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmx.launch.record import Journal, append_line, read_attempts
+from llmx.launch.supervision.journal import Journal, append_line, read_attempts
 from llmx.rundir import RunDir, read_json
 
 

@@ -26,11 +26,11 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.checkpoint.pointers import PINNED, pin, pinned
 from llmx.errors import LaunchError
-from llmx.launch.fleet import AgentError, Connection
-from llmx.launch.log import RunLog
-from llmx.launch.record import read_rollbacks
+from llmx.launch.agents.connection import AgentError, Connection
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync import RsyncPool
+from llmx.launch.supervision.journal import read_rollbacks
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.sync.files import RsyncPool
 from llmx.text import plural
 
 PULL_EVERY_S = 5.0

@@ -1,18 +1,25 @@
-"""On which hosts the next attempt runs: all of them, or with launch.elastic those that answer."""
+"""On which hosts the next attempt runs: all of them, or with launch.elastic those that answer.
+
+On fewer hosts it is the same run: the same global batch, the same samples in the same order.
+Checkpoints do not depend on the number of ranks, so it continues from the newest one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from llmx.errors import LlmxError
-from llmx.launch.console import duration
-from llmx.launch.elastic import without_hosts
-from llmx.launch.outcome import Outcome
+from llmx.config.schema import Experiment
+from llmx.config.validate import validate
+from llmx.errors import ConfigError, LlmxError
+from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.ssh import render_ssh_config
-from llmx.launch.waiting import Backoff
-from llmx.plan import ds_config
+from llmx.launch.supervision.backoff import Backoff
+from llmx.launch.supervision.console import duration
+from llmx.launch.supervision.outcome import Outcome
+from llmx.plan import ds_config, make_plan
+from llmx.plan.make import LOCAL_NAMES
+from llmx.plan.types import Plan
 from llmx.rundir import write_json, write_text
 from llmx.text import plural
 
@@ -86,3 +93,53 @@ class HostSelection:
             host=missing[0],
             lost_hosts=tuple(missing),
         )
+
+
+def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[Experiment, Plan]:
+    """The experiment and its plan without the hosts ``lost``; ConfigError where that is impossible.
+
+    The global batch is that of ``plan``; micro batches and accumulation are computed again.
+    """
+    left = [host for host in exp.hardware.hosts if host.name not in lost]
+    if not left:
+        raise ConfigError("launch.elastic: no host is left.")
+    master = exp.hardware.master_addr
+    gone = {host.address or host.name for host in exp.hardware.hosts if host.name in lost}
+    smaller = dataclasses.replace(
+        exp,
+        hardware=dataclasses.replace(
+            exp.hardware, hosts=left, master_addr=None if master in gone else master
+        ),
+        batch=dataclasses.replace(
+            exp.batch,
+            global_batch=plan.batch.global_batch,
+            tokens_per_step=None,
+            accumulation=None,
+        ),
+        # ``auto`` depends on the memory, which differs on fewer hosts; the dtype stays the same.
+        # Given as "precision", so that another precision is refused by the rule below.
+        zero=dataclasses.replace(
+            exp.zero,
+            grad_accum_dtype="fp32" if plan.grad_accum_dtype == "fp32" else "precision",
+        ),
+    )
+    validate(smaller)
+    local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
+    planned = make_plan(smaller, local_names=LOCAL_NAMES | local)
+    if planned.batch.global_batch != plan.batch.global_batch:
+        raise ConfigError(
+            f"launch.elastic: {planned.world_size} ranks cannot share a global batch of "
+            f"{plan.batch.global_batch} (the nearest is {planned.batch.global_batch})."
+        )
+    if planned.precision != plan.precision:
+        raise ConfigError(
+            f"launch.elastic: the remaining hosts would train in {planned.precision} instead "
+            f"of {plan.precision}; set precision={plan.precision} to allow it."
+        )
+    for memory in planned.memory:
+        if not memory.fits:
+            raise ConfigError(
+                f"launch.elastic: {memory.device} would need {memory.total_gib:.1f} GiB of "
+                f"{memory.capacity_gib:.0f} GiB on the remaining hosts."
+            )
+    return smaller, planned
