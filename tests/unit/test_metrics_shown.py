@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmx.launch.supervision.console import Console
-from llmx.launch.supervision.progress import Progress
+from llmx.launch.supervision.progress import AttemptProgress
 from llmx.launch.supervision.result import Result
 from llmx.metrics import Metric
 from llmx.report import wording
@@ -86,7 +86,7 @@ def test_the_console_shows_them() -> None:
 
 
 def test_result_json_has_them_as_flat_keys() -> None:
-    progress, result = Progress(hang_timeout_s=None, earlier=lines()[:3]), Result()
+    progress, result = AttemptProgress(hang_timeout_s=None, earlier=lines()[:3]), Result()
     for line in lines()[3:]:
         progress.take_record(line)
     progress.fill(result)
