@@ -29,7 +29,7 @@ TRAIN_KEYS = (
     *("data_wait_s", "aux_loss", "expert_load_max", "experts_idle"),
 )
 """What the training loop writes into every ``train`` line, whatever the task."""
-EVAL_KEYS = ("loss", "target_tokens")
+EVAL_KEYS = ("loss", "target_tokens", "weight")
 LINE_KEYS = ("kind", "step", "time", "nonfinite", "extra")
 
 _NAME = re.compile(r"[A-Za-z][\w./@-]*", re.ASCII)
@@ -153,7 +153,7 @@ def check_declared(metrics: Mapping[str, Metric], *, task: str) -> None:
         if not _NAME.fullmatch(name):
             rule = "the name must begin with a letter and have only letters, digits and _ . / @ -"
         elif name in RESERVED or name.endswith(_SUFFIXES):
-            rule = "the name is reserved; choose another, e.g. " + f"{task}_{name}".strip("_")
+            rule = f"the name is reserved; choose another, e.g. task_{name}"
         elif metric.format not in FORMATS:
             rule = f"the format must be one of {', '.join(FORMATS)}, not {metric.format!r}"
         elif not metric.kinds or not set(metric.kinds) <= set(KINDS):
@@ -176,7 +176,7 @@ def check_checkpoint_metric(
     metric = metrics.get(name)
     if metric is not None and kind in metric.kinds:
         better = metric.higher_is_better
-    elif name in (EVAL_KEYS if kind == "eval" else TRAIN_KEYS):
+    elif name == "loss" or (kind == "train" and name in TRAIN_KEYS):
         better = name in ("tokens_per_s", "mfu")
     else:
         known = ["eval/loss", "train/loss"]

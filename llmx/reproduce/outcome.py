@@ -17,7 +17,7 @@ Line = Mapping[str, Any]
 
 COMPARED = {
     "train": ("loss", "grad_norm", "lr", "loss_scale", "samples", "tokens", "target_tokens"),
-    "eval": ("loss", "target_tokens"),
+    "eval": ("loss", "target_tokens", "weight"),
 }
 """By kind of line; and every metric of the task."""
 EQUAL, DIFFER, UNKNOWN = "equal", "differ", "unknown"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmx.config import Experiment, TaskConfig
 from llmx.errors import ConfigError
 from llmx.metrics import Metric, declared_in, declared_of, measured, metric_of
 from llmx.metrics.declared import check_checkpoint_metric, check_declared
@@ -57,7 +58,14 @@ def test_a_torn_declaration_ends_no_reader(metrics) -> None:
 
 def test_an_eval_line_has_every_number_and_a_train_line_what_is_declared() -> None:
     line = {"step": 3, "time": 1.0, "loss": 1.0, "target_tokens": 9, "accuracy": 0.5}
-    line |= {"other": 7, "f1/macro": None, "flag": True, "note": "x", "nonfinite": True}
+    line |= {
+        "weight": 8,
+        "other": 7,
+        "f1/macro": None,
+        "flag": True,
+        "note": "x",
+        "nonfinite": True,
+    }
     assert measured({**line, "kind": "eval"}, DECLARED) == {"accuracy": 0.5, "other": 7.0}
     assert measured({**line, "kind": "train", "mfu": 0.3}, DECLARED) == {"accuracy": 0.5}
 
@@ -102,6 +110,7 @@ def test_the_direction_of_best_is_the_declared_one(wanted: str, mode: str, best:
          "eval/accuracy, eval/f1/macro, eval/length, eval/loss, train/accuracy, train/loss."),
         ("train/f1/macro", "does not measure it"),
         ("eval/mfu", "does not measure it"),
+        ("eval/weight", "does not measure it"),
         ("eval/length", "Set checkpoint.mode=min or checkpoint.mode=max."),
     ],
 )  # fmt: skip
@@ -114,7 +123,7 @@ def test_a_metric_that_is_not_measured_is_refused(wanted: str, message: str) -> 
 @pytest.mark.parametrize(
     ("name", "metric", "rule"),
     [
-        ("loss", F1, "reserved; choose another, e.g. mine_loss"),
+        ("loss", F1, "reserved; choose another, e.g. task_loss"),
         ("steps", F1, "reserved"),
         ("f1_before", F1, "reserved"),
         ("f 1", F1, "the name must begin with a letter"),
@@ -132,7 +141,7 @@ def test_a_declaration_that_readers_could_not_show_is_refused(name, metric, rule
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_task_declares_what_it_scores(kind: str) -> None:
-    exp = SimpleNamespace(task=SimpleNamespace(eval_generate=2))
+    exp = Experiment(task=TaskConfig(kind=kind, eval_generate=2))
     task = KINDS[kind](exp, None)
     check_declared(task.metrics, task=kind)
     prompts = [SimpleNamespace(expected="a"), SimpleNamespace(expected="b")]
