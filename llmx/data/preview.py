@@ -7,6 +7,7 @@ and a | between tokens. What the data holds cannot steer the terminal.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from llmx.data.store import Sample, SampleStore
@@ -36,24 +37,38 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
     console.print(legend)
     for index in range(min(count, len(store))):
         sample = store[index]
-        rows = len(sample.row_starts)
+        held = plural(
+            len(sample.row_starts), "row" if sample.example_starts is None else "sequence"
+        )
+        if sample.example_starts is not None:
+            held = f"{plural(len(sample.example_starts), 'example')} of {held}"
         console.print(
             f"\nsample {index}: {plural(len(sample.tokens), 'token')}, "
-            f"{plural(int(sample.targets.sum()), 'target token')}, {plural(rows, 'row')}"
+            f"{plural(int(sample.targets.sum()), 'target token')}, {held}"
         )
         for line in sample_lines(sample, tokenizer, colour=colour):
             text = Text()
             for piece, style in line:
                 text.append(piece, style=style)
             console.print(text, soft_wrap=True)
+        for column in store.columns:
+            if column.per != "token":
+                values = json.dumps(sample.columns[column.name].tolist())
+                name = f"{column.name} by {column.per}: "
+                console.print(Text(name + values), soft_wrap=True)
 
 
 def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[tuple[str, str]]]:
-    """Lines of (text, style): a line that marks the beginning of each row, then its tokens."""
+    """Lines of (text, style): a line that marks the beginning of each row or sequence, with its
+    weights where it has such, then its tokens."""
     control = set(control_tokens(tokenizer).values())
     lines: list[list[tuple[str, str]]] = []
-    for number, (tokens, targets) in enumerate(sample.rows(), start=1):
-        title = f"── row {number}, {plural(len(tokens), 'token')} ──"
+    spans = zip(_titles(sample), sample.borders(), sample.rows(), strict=True)
+    for name, (first, last), (tokens, targets) in spans:
+        title = f"── {name}, {plural(len(tokens), 'token')}"
+        if sample.weights is not None:
+            title += f", weight {sample.weights[first:last].astype(float).sum():g}"
+        title += " ──"
         lines.append([(title, "dim" if colour else "")])
         line: list[tuple[str, str]] = []
         learned_before = False
@@ -71,6 +86,17 @@ def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[t
             line.append(("»", ""))
         lines.append(line)
     return lines
+
+
+def _titles(sample: Sample) -> list[str]:
+    """``row 2``; of an example with several sequences, ``example 2, sequence 1 of 2``."""
+    if sample.example_starts is None:
+        return [f"row {number}" for number in range(1, len(sample.row_starts) + 1)]
+    return [
+        f"example {number}, sequence {place} of {size}"
+        for number, size in enumerate(sample.example_sizes(), start=1)
+        for place in range(1, size + 1)
+    ]
 
 
 def _style(*, learned: bool, steers: bool, even: bool) -> str:

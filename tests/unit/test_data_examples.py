@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -627,6 +628,19 @@ def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
     assert lines["columns"] == (
         "weight by token, old_logp by token, score by sequence, label by example"
     )
+
+
+def test_the_preview_names_examples(tmp_path: Path, tokenizer, capsys):
+    from llmx.data.preview import print_samples
+
+    rows = [pair_row(i) for i in (1, 2, 3)]
+    print_samples(
+        prepared(experiment(tmp_path, rows, packing="none"), tokenizer), tokenizer, count=3
+    )
+    said = capsys.readouterr().out
+    assert re.search(r"sample 1: \d+ tokens, \d+ target tokens, 1 example of 2 sequences\n", said)
+    assert "── example 1, sequence 2 of 3, 5 tokens, weight 5 ──" in said
+    assert "score by sequence: [[2.0, 0.0], [2.0, 1.0]]\nlabel by example: [-2]" in said
 
 
 def test_conversations_and_documents_in_one_example(tmp_path: Path, tokenizer):
