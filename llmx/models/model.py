@@ -186,7 +186,7 @@ class NetworksByName(nn.Module):
         super().__init__()
         self._frozen = tuple(frozen)
         for name, network in networks.items():
-            self.add_module(name, network)
+            self.add_module(name, network.eval() if name in frozen else network)
 
     def train(self, mode: bool = True) -> NetworksByName:
         """As ever, but that frozen networks stay without dropout."""

@@ -75,20 +75,23 @@ def test_other_ways_of_computing_train_alike(out: Path) -> None:
                 assert other == pytest.approx(plain, rel=tolerance), name
 
 
-def test_completions_between_steps_are_the_same_under_every_stage(out: Path) -> None:
-    """Greedy and sampled; and training goes on as it would have."""
+@pytest.mark.parametrize("task", ["pretrain", "tests.programs.own_task:Everything"])
+def test_completions_between_steps_are_the_same_under_every_stage(out: Path, task: str) -> None:
+    """Greedy and sampled, of one model and of several; and training goes on as it would have."""
     for found in answers(out, "generation"):
-        runs = found["runs"]
+        runs, without = found[task]["runs"], found[task]["without"]
         wanted = runs["0"]["completions"]
-        assert {one["ended"] for one in wanted["sampled"]} == {"stop", "length"}
+        assert {one["ended"] for one in wanted["sampled policy"]} == {"stop", "length"}
+        assert ("sampled reference" in wanted) == (task != "pretrain")
         for name, one in runs.items():
-            assert one["training"], name
+            frozen = {"reference": False} if task != "pretrain" else {}
+            assert one["training"] == {**dict.fromkeys(one["training"], True), **frozen}, name
             for kind, completions in one["completions"].items():
                 for got, expected in zip(completions, wanted[kind], strict=True):
                     assert got["tokens"] == expected["tokens"], (name, kind)
                     assert got["ended"] == expected["ended"]
                     assert got["logps"] == pytest.approx(expected["logps"], abs=1e-4)
-            for got, expected in zip(one["numbers"], found["without"], strict=True):
+            for got, expected in zip(one["numbers"], without, strict=True):
                 assert got == pytest.approx(expected, rel=1e-4), name
 
 

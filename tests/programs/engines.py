@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -46,6 +45,7 @@ from tests.rundirs import experiment, free_port
 from tests.synchronisations import Synchronisations
 
 WORLD = 2
+OWN_TASK = "tests.programs.own_task:Everything"
 CHECKS: dict[str, Callable[[Path], Any]] = {}
 
 
@@ -183,42 +183,47 @@ PROMPTS = [(5, 6, 7), (8,), (5, 6, 7), tuple(range(3, 20)), (9, 10)]
 
 @check
 def generation(out: Path) -> Any:
-    """Completions between steps of training, by stage, and whether training goes on as it would.
-
-    "3-whole" holds all weights on every rank while it generates."""
-    stops = frozenset({2, *range(60, 66)})
-    sampled = Sampling(temperature=1.2, top_p=0.95, max_new_tokens=8, stop_ids=stops)
+    """Completions between steps of training, and whether training goes on as it would: by stage,
+    of a task with one model and of one with several; "whole" holds all weights on every rank
+    while it generates."""
     answer: dict[str, Any] = {}
-    for name in ("0", "1", "2", "3", "3-whole"):
-        job = {
-            "name": "x",
-            "world": WORLD,
-            "stage": int(name[0]),
-            "micro_batches": [2, 2],
-            "accumulation": 1,
-            "zero": {"param_persistence_threshold": 0},
-        }
-        exp, plan = job_experiment(job, out)
-        engine = build(job, exp, plan, first_weights=exp.seed)
-        store = synthetic_store(out / "store")
-        numbers = train(engine, exp, plan, store, steps=range(2))
-        found, times = {}, {}
-        for kind, sampling in (("greedy", Sampling(max_new_tokens=8)), ("sampled", sampled)):
-            began = time.perf_counter()
-            with whole_weights(engine) if name == "3-whole" else contextlib.nullcontext():
-                made = generate(engine, PROMPTS, sampling, seeds=range(5), batch_size=1)
-            times[kind] = time.perf_counter() - began
-            found[kind] = [asdict(one) for one in made]
-        numbers += train(engine, exp, plan, store, steps=range(2, 4))
-        answer[name] = {
-            "completions": found,
-            "numbers": numbers,
-            "training": engine.module.training,
-            "seconds": times,
-        }
-        engine.engine.destroy()
-    _, plain = trained({"stage": 3}, out, steps=4)
-    return {"runs": answer, "without": plain}
+    for task in ("pretrain", OWN_TASK):
+        stages = ("0", "1", "2", "3", "3-whole") if task == "pretrain" else ("0", "3", "3-whole")
+        runs = {stage: generated(task, stage, out) for stage in stages}
+        _, plain = trained({"stage": 3, "task": task}, out, steps=4)
+        answer[task] = {"runs": runs, "without": plain}
+    return answer
+
+
+def generated(task: str, stage: str, out: Path) -> dict[str, Any]:
+    """Two steps, completions of every model that writes, two steps."""
+    job = {
+        "name": "x",
+        "world": WORLD,
+        "stage": int(stage[0]),
+        "task": task,
+        "micro_batches": [2, 2],
+        "accumulation": 1,
+        "zero": {"param_persistence_threshold": 0},
+    }
+    exp, plan = job_experiment(job, out)
+    engine = build(job, exp, plan, first_weights=exp.seed)
+    store = synthetic_store(out / "store")
+    numbers = train(engine, exp, plan, store, steps=range(2))
+    stops = frozenset({2, *range(60, 66)})
+    drawn = Sampling(temperature=1.2, top_p=0.95, max_new_tokens=8, stop_ids=stops)
+    found: dict[str, Any] = {}
+    for name in sorted({"policy", "reference"} & set(engine.models)):
+        for sampling in (Sampling(max_new_tokens=8), drawn):
+            with whole_weights(engine) if stage == "3-whole" else contextlib.nullcontext():
+                model = engine.models[name]
+                made = generate(model, PROMPTS, sampling, seeds=range(5), batch_size=1)
+            kind = "greedy" if sampling.greedy else "sampled"
+            found[f"{kind} {name}"] = [asdict(one) for one in made]
+    numbers += train(engine, exp, plan, store, steps=range(2, 4))
+    training = {name: model.module.training for name, model in engine.models.items()}
+    engine.engine.destroy()
+    return {"completions": found, "numbers": numbers, "training": training}
 
 
 @check

@@ -158,7 +158,8 @@ def test_models_by_name() -> None:
     with pytest.raises(AttributeError, match="no model 'value'; Task.models\\(\\) names reference"):
         _ = models.value
     whole = NetworksByName({"a": torch.nn.Dropout(), "b": torch.nn.Dropout()}, frozen=["b"])
-    whole.train()
+    assert (whole.a.training, whole.b.training) == (True, False), "from the first step on"
+    whole.eval().train()
     assert (whole.a.training, whole.b.training) == (True, False)
 
 
