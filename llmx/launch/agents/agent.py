@@ -29,7 +29,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -304,9 +303,6 @@ class Agent:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "time": time.time(),
-            "agent_python": sys.version.split()[0],
-            "cores": len(os.sched_getaffinity(0)),
             "sees_run_dir": bool(nonce) and os.path.exists(os.path.join(self.run_dir, nonce)),
             "sees_code": code is None or os.path.exists(code),
             "python": _python_info(python, message.get("modules", [])) if python else None,

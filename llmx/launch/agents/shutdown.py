@@ -15,7 +15,7 @@ from llmx.launch.sync.files import pull
 from llmx.text import plural
 
 REPLY_S = 15.0
-"""Beside the grace: for the last processes to be killed and looked for again."""
+"""After the grace: for the last processes to be killed, and for a second look for them."""
 
 
 def shut_down(
@@ -51,7 +51,7 @@ def shut_down(
         ]
     alive = [connection for connection in connections if connection.lost_at is None]
     pending = [(each, each.send("stop", grace_s=grace_s, save=save)) for each in alive]
-    # The first request started the shutdown; a second one may have come before it began.
+    # The first request started the shutdown; a second one may have arrived before it began.
     seen, deadline = min(requests(), 1), time.monotonic() + grace_s + REPLY_S
     for connection, reply in pending:
         counts: Message | None = None

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: rank 0's words and the progress of training.
+"""The console of a run: the log of rank 0 and the progress of training.
 
 On a terminal a bar with loss, tokens/s, MFU and the time left; elsewhere one line a logged
 step. Both come from ``metrics.jsonl``, the truth.
@@ -33,7 +33,7 @@ _NOISE = re.compile(
     r"|^Using .* as PyTorch extensions root|^Detected CUDA files|^ninja: no work|^Emitting ninja"
     r"|^Building extension module|^Allowing ninja to set"
 )
-"""Of rank 0's log, what nobody needs to see twice; the log file has all of it."""
+"""Lines of rank 0's log that the console does not show; the log file has all of them."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STACK = re.compile(r"Traceback \(most recent call last\)|(Current thread|Thread) 0x[0-9a-f]+ ")
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
@@ -45,7 +45,7 @@ class Console:
     def __init__(self, stream: TextIO | None = None, *, total_steps: int | None = None) -> None:
         self._stream = stream or sys.stdout
         if isinstance(self._stream, io.TextIOWrapper):
-            # A rank may say what the terminal's encoding has no bytes for; that ends no run.
+            # A rank may write characters that the encoding of the terminal lacks.
             with contextlib.suppress(OSError, ValueError):
                 self._stream.reconfigure(errors="replace")
         self._total = total_steps
@@ -56,13 +56,13 @@ class Console:
         self._in_traceback = False
         self._in_warning = False
 
-    def say(self, text: str) -> None:
-        """One line of the supervisor's own."""
+    def print(self, text: str) -> None:
+        """One message of the supervisor."""
         self._print(text)
 
     def rank_line(self, line: str) -> None:
-        """One line of rank 0's log. Tracebacks are left out: the end of the run shows the one
-        that matters, which may be another rank's."""
+        """One line of rank 0's log. Tracebacks are left out: the end of the run shows that of the
+        rank which failed first."""
         if _STACK.match(line):
             self._in_traceback = True
         elif self._in_traceback:
@@ -92,14 +92,10 @@ class Console:
         elif record.get("event") == "resumed":
             self._total = int(record.get("total_steps") or 0) or self._total
             if self._stream.isatty():
-                self._begin_bar()  # rank 0 says the words
-
-    def expect(self, total_steps: int | None) -> None:
-        """How many steps there are, where an earlier attempt has said so."""
-        self._total = total_steps or self._total
+                self._begin_bar()  # rank 0 logs the message
 
     def countdown(self, text: str, left_s: float) -> None:
-        """On a terminal, one line that is written over; an empty text clears it."""
+        """On a terminal, one line that is overwritten; an empty text clears it."""
         if not self._stream.isatty():
             return
         line = f"\r\033[K{text} {duration(left_s)}" if text else "\r\033[K"

@@ -24,7 +24,7 @@ class RunLog:
             stream.write(f"{clock()} {text}\n")
 
     def info(self, text: str) -> None:
-        self.console.say(text)
+        self.console.print(text)
         self.debug(text)
 
     def warning(self, text: str) -> None:

@@ -231,8 +231,8 @@ class RankMonitor:
         return SHARED_DELAY_S if remote else LOCAL_DELAY_S
 
     def _mark_lost(self, connection: Connection) -> None:
-        heard = time.time() - (time.monotonic() - connection.last_message_at)
-        self.evidence.lost_hosts.setdefault(connection.name, heard)
+        silent_s = time.monotonic() - connection.last_message_at
+        self.evidence.lost_hosts.setdefault(connection.name, time.time() - silent_s)
 
     def _follow_slurm_queue(self, line: str) -> None:
         """A job may be queued for hours: launch.start_timeout_s begins with its allocation."""
@@ -242,7 +242,7 @@ class RankMonitor:
             self._queued, self._started = False, time.monotonic()
         else:
             return
-        self.log.console.say(line)
+        self.log.console.print(line)
 
     def _not_started(self) -> bool:
         return any(rank.rank not in self.evidence.statuses for rank in self.plan.ranks)

@@ -22,7 +22,7 @@ class Interrupted(Exception):
 
 
 class ShutdownRequest:
-    """Whether the run was asked to end: how often, when and by which signal."""
+    """Whether the shutdown was requested: how often, when and by which signal."""
 
     def __init__(self) -> None:
         self.count = 0
