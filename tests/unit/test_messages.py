@@ -57,6 +57,7 @@ RULES = [
     ["launch.transport=slurm", "launch.sync=rsync"], ["model.attention=flash_attention_2", "hardware=cpu2"],
     ["data=file", "data.path=rows.jsonl"], ["data=file", "data.path=/nowhere/rows.jsonl"], ["data=file", "data.path='*.json'"],
     ["data=file", "data.path=hub:x"], ["data=file", "data.path=''"], ["data.columns={promt: x}"], ["data.data_map={response: x}"],
+    ["launch.env.WANDB_API_KEY=abc"], ["launch.env.MASTER_PORT=1"],
     ["launch.sync_extra=[more]"], ["schema_version=4"], ["hardware.hosts=[{name: a, slots: 2, device: x}]", "hardware=a100x8"],
     ["hardware.hosts=[]", "hardware=a100x8"], ["hardware.hosts=[{name: a, slots: 1024, device: cpu}]", "hardware.devices.cpu.accelerator=cuda"],
 ]  # fmt: skip
