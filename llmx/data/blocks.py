@@ -132,13 +132,15 @@ class RowEncoder:
     def _batches(self, rows: Iterable[Row | None]) -> Iterator[Batch]:
         """Examples in batches of a bounded number and size, of documents alone or of others."""
         batch, read, size = Batch([], 0, 0), 0, 0
+        holds_text = False
         for row in rows:
             # Noted with the batch: what is read ahead is not yet done.
             example = self._example(row, batch.left_out, batch.rejected)
-            found = batch.examples
-            if example is not None and found and _is_text(example) != _is_text(found[0]):
-                yield replace(batch, read=read, size=size)
-                batch, read, size = Batch([], 0, 0), 0, 0
+            if example is not None and _is_text(example) != holds_text:
+                if batch.examples:
+                    yield replace(batch, read=read, size=size)
+                    batch, read, size = Batch([], 0, 0), 0, 0
+                holds_text = not holds_text
             read += 1
             if row is not None and example is not None:
                 batch.examples.append(example)
@@ -170,10 +172,21 @@ class RowEncoder:
         if found is None:
             left_out[LEFT_OUT] += 1
             return None
-        found = checked(found, self._schema, task=self._encoding.name)
-        if isinstance(found.sequences[0], Tokens):
-            found = replace(found, where=row.where)
+        if type(found) is not Example or not self._is_plain(found):
+            found = checked(found, self._schema, task=self._encoding.name)
+            if isinstance(found.sequences[0], Tokens):
+                found = replace(found, where=row.where)
         return found
+
+    def _is_plain(self, example: Example) -> bool:
+        """Whether it is a conversation or a document without columns, as of most tasks: there is
+        nothing to check."""
+        return (
+            len(example.sequences) == 1
+            and type(example.sequences[0]) in (Conversation, Document)
+            and not (example.columns or self._schema.columns)
+            and example.cut == "auto"
+        )
 
     def _check_piece(self, row: Document, found: Any) -> None:
         """Of a long text that comes in pieces, each piece must stay what it is."""

@@ -215,9 +215,6 @@ class Schema:
 def checked(example: Example, schema: Schema, *, task: str) -> Example:
     """The example, if it is one and has the declared columns; raises ConfigError else: this is
     wrong in the task, not in the data."""
-    plain = not schema.columns and type(example) is Example and example.cut == "auto"
-    if plain and example.sequences and not example.columns and _are_parts(example):
-        return example  # nearly every row of nearly every task
     if not isinstance(example, Example):
         raise ConfigError(
             f"task={task}: encode() gave {type(example).__name__}; it gives an Example or None."
