@@ -24,8 +24,8 @@ PACKAGE_SEVERITY = {
 """What is not named here does not compute: hydra-core, omegaconf, wandb."""
 
 NUMERIC_CODE = (
-    "llmx/train/", "llmx/tasks/", "llmx/data/", "llmx/plan/", "llmx/config/", "llmx/checkpoint/",
-    "llmx/worker.py", "llmx/compose.py",
+    "llmx/train/", "llmx/tasks/", "llmx/models/", "llmx/data/", "llmx/plan/",
+    "llmx/config/", "llmx/checkpoint/", "llmx/worker.py", "llmx/compose.py",
 )  # fmt: skip
 """The part of llmx that decides numbers; the rest launches, watches and reports."""
 
@@ -151,6 +151,8 @@ def _packages(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Diffe
 
 
 def _code(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    if "task_code" in then:
+        yield from _task_code(then["task_code"] or {}, now.get("task_code") or {})
     before, after = then.get("git") or {}, now.get("git") or {}
     advice = "checkout=true runs the recorded code" if before.get("commit") else ""
     old, new = then.get("code"), now.get("code")
@@ -170,6 +172,22 @@ def _code(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Differenc
         return
     if before.get("commit") != after.get("commit") or before.get("diff") != after.get("diff"):
         yield Difference(MAY, "code", _commit(then), _commit(now), advice)
+
+
+def _task_code(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Difference]:
+    """The package of a task of the user's own: which of its files are not as they were."""
+    changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+    if not changed:
+        return
+    first = changed[0]
+    yield Difference(
+        MAY, f"code of the task: {_listed(changed)}", _hash(then.get(first)), _hash(now.get(first)),
+        "restore its files",
+    )  # fmt: skip
+
+
+def _hash(digest: str | None) -> str:
+    return "not there" if digest is None else digest[:12]
 
 
 def _commit(record: Mapping[str, Any]) -> str:

@@ -91,6 +91,8 @@ RULES = (
     ),
     Rule(("model.*",), REFUSED, _OTHER_MODEL),
     Rule(("task.kind",), REFUSED, "another task is another run"),
+    Rule(("task.options", "task.options.*"), REFUSED, "they decide the task's samples and loss"),
+    Rule(("task.code_path",), SAME, "where the task's code lies; it is compared"),
     Rule(("tokenizer.*",), REFUSED, "for the command tokenizer alone"),
     Rule(("name",), SAME, "what it is called"),
     Rule(("run_dir",), SAME, "a run is resumed where its directory is"),

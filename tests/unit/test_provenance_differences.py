@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from llmx.provenance.differences import (
     BREAKS,
     HARMLESS,
     MAY,
+    NUMERIC_CODE,
     SEVERITIES,
     differences,
     not_recorded,
@@ -22,6 +25,7 @@ THEN: dict[str, Any] = {
     "llmx": "0.1.0",
     "git": {"commit": "a" * 40, "diff": "", "untracked": {}},
     "code": {"llmx/train/loop.py": "1", "llmx/report/page.py": "1"},
+    "task_code": {"mine/task.py": "1", "mine/helpers.py": "1"},
     "python": {"version": "3.11.7"},
     "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "wandb": "0.31.0", "numpy": None},
     "nvidia_driver": "570.86.15",
@@ -70,6 +74,8 @@ def test_nothing_differs_from_itself() -> None:
         (("cpu",), "Other", HARMLESS, "CPU", ""),  # the GPUs compute
         (("code", "llmx/train/loop.py"), "2", MAY, "code that trains: train/loop.py", "checkout"),
         (("code", "llmx/report/page.py"), "2", HARMLESS, "code around it: report/page.py", ""),
+        (("task_code", "mine/task.py"), "2", MAY, "code of the task: mine/task.py", "restore"),
+        (("task_code",), None, MAY, "code of the task: mine/helpers.py, mine/task.py", "restore"),
         (("git", "commit"), "b" * 40, HARMLESS, "commit (the code is the same)", ""),
         (("environment", "OMP_NUM_THREADS"), "4", MAY, "OMP_NUM_THREADS", "OMP_NUM_THREADS=8"),
         (("environment", "NCCL_ALGO"), "Tree", MAY, "NCCL_ALGO", "unset NCCL_ALGO"),
@@ -139,3 +145,12 @@ def test_another_deepspeed_json_for_the_same_plan_is_said_by_key() -> None:
     (found,) = plan_differences(plan, plan, ds_then=one.ds_config, ds_now=other)
     assert found.what == "DeepSpeed's zero_optimization.reduce_bucket_size"
     assert (found.severity, found.now) == (MAY, "7")
+
+
+def test_whatever_computes_counts_as_code_that_trains() -> None:
+    """The layers of the ranks, as the import contract lists them: a new one must not be missing."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.search(r'name = "(worker > .*)"', text)
+    assert layers is not None
+    for name in layers.group(1).split(" > "):
+        assert {f"llmx/{name}/", f"llmx/{name}.py"} & set(NUMERIC_CODE), name
