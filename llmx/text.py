@@ -67,6 +67,13 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def clock(seconds: float) -> str:
+    """``0:07``, ``2:32``, ``4:05:59``: a time that counts up or down; 0 where it is negative."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def number(value: float) -> str:
     """Four significant digits, as of a loss; ``nan`` where there is none."""
     return "nan" if math.isnan(value) else f"{value:#.4g}".rstrip(".")

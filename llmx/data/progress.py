@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
+from llmx.text import clock
+
 EVERY_S = 10.0
 """Seconds between two lines of a log."""
 MIB = 1 << 20
@@ -98,10 +100,3 @@ class Progress:
         if done and fresh > 0:
             parts.append(f"{clock(max(0, self._total - self._read()) * seconds / fresh)} left")
         return ", ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """``0:07``, ``2:31``, ``4:05:59``"""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmx import text as human
-from llmx.data.progress import clock
 from llmx.data.rejects import counted
 from llmx.data.rows import names
 from llmx.data.store import SampleStore
-from llmx.text import plural, printable
+from llmx.text import clock, plural, printable
 
 
 def summary(store: SampleStore) -> str:

@@ -6,7 +6,8 @@ import io
 import re
 
 from llmx.data import progress
-from llmx.data.progress import MIB, Progress, clock
+from llmx.data.progress import MIB, Progress
+from llmx.text import clock
 
 
 def test_lines_for_a_log(monkeypatch):
@@ -32,4 +33,4 @@ def test_nothing_is_said_of_short_work_or_of_an_unknown_end(monkeypatch):
 
 
 def test_clock():
-    assert [clock(s) for s in (7, 151.9, 14759)] == ["0:07", "2:31", "4:05:59"]
+    assert [clock(s) for s in (7, 151.9, 14759)] == ["0:07", "2:32", "4:05:59"]

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from llmx.launch.agents.agent import REPLACED, STREAMED
-from llmx.launch.supervision.console import Console, duration, train_line
+from llmx.launch.supervision.console import Console, train_line
 from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, shorten_traceback
 from llmx.launch.supervision.tail import LineReader, StatusReader, apply_update, tail_text
 from llmx.rundir import RunDir, write_json
+from llmx.text import clock
 
 TRAIN: dict[str, Any] = {
     "kind": "train", "step": 10, "time": 100.0, "loss": 3.2, "lr": 1e-3, "grad_norm": 0.9,
@@ -196,7 +197,7 @@ def test_a_line_without_a_total() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_rank_0_without_the_noise() -> None:

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from llmx.launch.render.environment import tool_env
 from llmx.launch.render.ssh_config import ssh_argv
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervision.console import duration
 from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.launch.sync.files import size_of
 from llmx.launch.transports import transport_of
+from llmx.text import clock
 
 PROBE_EVERY_S = 5.0
 PROBE_TIMEOUT_S = 15.0
@@ -49,7 +49,7 @@ class Backoff:
             return missing
         began = reported = time.monotonic()
         names = ", ".join(missing)
-        self.log.info(f"waiting for {names} to answer over ssh, {duration(limit_s)} at most")
+        self.log.info(f"waiting for {names} to answer over ssh, {clock(limit_s)} at most")
         while missing and not self.shutdown.count:
             left_s = limit_s - (time.monotonic() - began)
             if left_s <= 0:
@@ -58,7 +58,7 @@ class Backoff:
             self._pause(f"waiting for {names}; giving up in", left_s)
             if time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
-                self.log.info(f"still waiting for {names}, {duration(left_s)} left")
+                self.log.info(f"still waiting for {names}, {clock(left_s)} left")
             missing = unreachable_hosts(spec)
         self._ended()
         if not missing:
@@ -85,7 +85,7 @@ class Backoff:
                 return False
             if reported is None or time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
-                self.log.info(f"{text}: waiting for space, {duration(left_s)} at most")
+                self.log.info(f"{text}: waiting for space, {clock(left_s)} at most")
             self._pause("waiting for space; giving up in", left_s)
         return self._ended()
 

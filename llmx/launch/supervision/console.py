@@ -11,7 +11,6 @@ import io
 import math
 import re
 import sys
-import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from llmx import text as human
 from llmx.metrics import Metric, declared_in, measured, metric_of
 from llmx.metrics.declared import OF_EARLIER_VERSIONS, is_declaration
-from llmx.text import printable
+from llmx.text import clock, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -98,7 +97,7 @@ class Console:
         """On a terminal, one line that is overwritten; an empty text clears it."""
         if not self._stream.isatty():
             return
-        line = f"\r\033[K{text} {duration(left_s)}" if text else "\r\033[K"
+        line = f"\r\033[K{text} {clock(left_s)}" if text else "\r\033[K"
         with contextlib.suppress(OSError):
             self._stream.write(line)
             self._stream.flush()
@@ -122,7 +121,7 @@ class Console:
             self._task,
             completed=step,
             values="  ".join(_values(record, self._declared)),
-            left="" if left_s is None else duration(left_s),
+            left="" if left_s is None else clock(left_s),
         )
 
     def _left_s(self, step: int, now: float) -> float | None:
@@ -171,7 +170,7 @@ def train_line(
     width = len(str(total or "")) or 6
     parts = [f"step {record['step']:>{width}}{of}", *_values(record, declared)]
     if left_s is not None:
-        parts.append(f"left {duration(left_s)}")
+        parts.append(f"left {clock(left_s)}")
     return "  ".join(parts)
 
 
@@ -181,19 +180,6 @@ def eval_line(record: dict[str, Any], declared: Mapping[str, Metric]) -> str:
     if record.get("loss") is not None:
         parts.append(f"loss {record['loss']:.4f}")
     return "  ".join([*parts, *_metrics(record, declared)])
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
-    whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
-    text = f"{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
-    return f"{hours}:{text}" if hours else text
-
-
-def clock() -> str:
-    """The time of day, for lines of the supervisor."""
-    return time.strftime("%H:%M:%S")
 
 
 def _metrics(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]:

@@ -15,13 +15,12 @@ from llmx.errors import ConfigError, LlmxError
 from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.backoff import Backoff
-from llmx.launch.supervision.console import duration
 from llmx.launch.supervision.outcome import Outcome
 from llmx.plan import ds_config, make_plan
 from llmx.plan.make import LOCAL_NAMES
 from llmx.plan.types import Plan
 from llmx.rundir import write_json, write_text
-from llmx.text import plural
+from llmx.text import clock, plural
 
 ELASTIC_GRACE_S = 20.0
 """With launch.elastic, how long a lost host is waited for before the run continues without it."""
@@ -86,8 +85,7 @@ class HostSelection:
         wait_s = self.full_spec.exp.launch.host_wait_s
         return Outcome(
             "host_lost",
-            f"{', '.join(missing)} did not come back within {duration(wait_s)} "
-            "(launch.host_wait_s)",
+            f"{', '.join(missing)} did not come back within {clock(wait_s)} (launch.host_wait_s)",
             f"when it is back: python -m llmx resume {self.full_spec.run_dir.root}; without it: "
             "the same with launch.elastic=true",
             host=missing[0],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
-from llmx.launch.supervision.console import Console, clock
+from llmx.launch.supervision.console import Console
 
 
 class RunLog:
@@ -21,7 +22,7 @@ class RunLog:
             contextlib.suppress(OSError),  # a full disk
             self.path.open("a", encoding="utf-8") as stream,
         ):
-            stream.write(f"{clock()} {text}\n")
+            stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def info(self, text: str) -> None:
         self.console.print(text)

@@ -21,7 +21,7 @@ from llmx.config.schema import Experiment
 from llmx.launch.spec import LaunchSpec, make_spec
 from llmx.launch.supervision.attempt import Attempt, local_disk_failure
 from llmx.launch.supervision.backoff import Backoff
-from llmx.launch.supervision.console import Console, duration
+from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.finalize import (
     finish_tracker,
     print_failure,
@@ -38,6 +38,7 @@ from llmx.launch.supervision.result import Result, exit_code_of
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, write_json
+from llmx.text import clock
 
 CAUSE_CHARACTERS = 160
 """Of a cause, in the console line of a restart; ``attempts.jsonl`` has all of it."""
@@ -168,7 +169,7 @@ class Supervisor:
             saved = f"newest checkpoint: step {self.saved_step}"
         self.log.info(
             f"restart {decision.restart} of {self.launch.max_restarts} in "
-            f"{duration(decision.wait_s)}: {decision.why}; {saved}"
+            f"{clock(decision.wait_s)}: {decision.why}; {saved}"
         )
         self.journal.state(
             "waiting", attempt=self.number, why=decision.why, until=time.time() + decision.wait_s
