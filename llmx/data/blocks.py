@@ -11,6 +11,7 @@ examples.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,7 @@ from llmx.data.truncate import (
     sharing_their_prompt,
     too_long_to_cut,
 )
-from llmx.errors import ConfigError, DataError
+from llmx.errors import ConfigError, DataError, LlmxError
 
 BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
@@ -167,6 +168,15 @@ class RowEncoder:
                 raise error from problem
             rejected.append(error)
             return None
+        except LlmxError:
+            raise
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"task={self._encoding.name}: encode() failed for {row.where}: "
+                f"{type(error).__name__}: {excerpt(str(error))} ({at.filename}, line {at.lineno}). "
+                "Correct the task, or let it raise Rejected(reason) for such rows."
+            ) from error
         if isinstance(row, Document) and (self._in_document or not row.last):
             self._check_piece(row, found)
         if found is None:
