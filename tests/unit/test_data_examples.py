@@ -479,11 +479,8 @@ def test_records_of_no_known_format(tmp_path: Path, tokenizer):
     assert [store[i].tokens.tolist() for i in range(9)] == [row["ids"] for row in rows]
     # Every token is a target but the first.
     assert store.num_target_tokens(np.arange(9)) == sum(range(9))
-    with pytest.raises(
-        ConfigError,
-        match=r"task=raw: encode\(\) failed for .*rows\.jsonl, line 1: KeyError: 'ids' \(.*test_data_"
-        r"examples\.py, line \d+\)\. Correct the task",
-    ):
+    at = r"for .*rows\.jsonl, line 1: KeyError: 'ids' \(.*_examples\.py, line \d+\)\."
+    with pytest.raises(ConfigError, match=rf"task=raw: encode\(\) failed {at} Correct the task"):
         prepared(experiment(tmp_path, [{"id": 1}]), tokenizer, Raw)
     # For sft this is nothing.
     with pytest.raises(DataError, match="fit no known format"):
