@@ -1,4 +1,4 @@
-"""The mirror as the supervisor runs it: a process, a pipe, a run directory being written.
+"""The tracker process as the supervisor runs it: a process, a pipe, a run directory being written.
 
 pytest tests/integration/test_tracking_process.py
 """
@@ -30,8 +30,8 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 NOTHING_LISTENS = "http://127.0.0.1:9"
 
 
-class Mirror:
-    """A mirror process with the supervisor's end of its pipe."""
+class TrackerProcess:
+    """A tracker process with the supervisor's end of its pipe."""
 
     def __init__(self, run: RunDir, *, env: dict[str, str], args: tuple[str, ...] = ()) -> None:
         self.run = run
@@ -52,14 +52,14 @@ class Mirror:
 
 
 @pytest.fixture
-def mirror(tmp_path: Path) -> Iterator[Callable[..., Mirror]]:
-    """Starts mirrors without any W&B account of this machine; ends what is left of them."""
-    started: list[Mirror] = []
+def tracker(tmp_path: Path) -> Iterator[Callable[..., TrackerProcess]]:
+    """Starts tracker processes without a W&B account; ends what is left of them."""
+    started: list[TrackerProcess] = []
 
-    def start(run: RunDir, *args: str, **variables: str) -> Mirror:
+    def start(run: RunDir, *args: str, **variables: str) -> TrackerProcess:
         env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
         env["HOME"] = str(tmp_path)
-        started.append(Mirror(run, env={**env, **variables}, args=args))
+        started.append(TrackerProcess(run, env={**env, **variables}, args=args))
         return started[-1]
 
     yield start
@@ -159,11 +159,11 @@ def start_run(root: Path, **tracking: Any) -> RunDir:
     return tracked_run.write_start(root / "run", **{**values, **tracking})
 
 
-def test_offline_without_a_key(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+def test_offline_without_a_key(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
     run = start_run(tmp_path, kinds=["wandb", "csv", "tensorboard"])
     records = tracked_run.lines()
     records[5]["loss"], records[5]["nonfinite"] = None, True
-    one = mirror(run)
+    one = tracker(run)
     for record in records:
         tracked_run.append(run, [record])
     write_json(run.result, tracked_run.result())
@@ -187,11 +187,11 @@ def test_offline_without_a_key(tmp_path: Path, mirror: Callable[..., Mirror]) ->
     assert list((run.root / "tensorboard").glob("events*"))
 
 
-def test_online(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+def test_online(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
     run = start_run(tmp_path)
     records = tracked_run.lines()
     with WandbServer() as server:
-        one = mirror(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+        one = tracker(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
         tracked_run.append(run, records)
         write_json(run.result, tracked_run.result())
         out = one.wait()
@@ -209,11 +209,11 @@ def test_online(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     assert leaked == []
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["one mirror", "a mirror after the other"])
+@pytest.mark.parametrize("again", [False, True], ids=["one process", "one process after the other"])
 def test_one_online_run_over_restarts(
-    tmp_path: Path, mirror: Callable[..., Mirror], again: bool
+    tmp_path: Path, tracker: Callable[..., TrackerProcess], again: bool
 ) -> None:
-    """The ranks restart from a checkpoint; perhaps the supervisor, and so the mirror, was killed
+    """The ranks restart from a checkpoint; perhaps the supervisor, and so its tracker, was killed
     too. The server has every step once, from first to last, in one run."""
     run = start_run(tmp_path)
     records = tracked_run.lines()
@@ -223,7 +223,7 @@ def test_one_online_run_over_restarts(
     later = [record for record in records if record.get("step", 0) > 20]
     with WandbServer() as server:
         environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        one = mirror(run, **environment)
+        one = tracker(run, **environment)
         tracked_run.append(run, first)
         until(lambda: [r for r in server.history if r["_step"] == 22], what="step 22 there")
         if again:
@@ -233,7 +233,7 @@ def test_one_online_run_over_restarts(
         text = "".join(json.dumps(record) + "\n" for record in [*kept, resumed])
         write_text(run.metrics, text)
         if again:
-            one = mirror(run, **environment)
+            one = tracker(run, **environment)
         tracked_run.append(run, later)
         write_json(run.result, tracked_run.result())
         out = one.wait()
@@ -246,11 +246,11 @@ def test_one_online_run_over_restarts(
     assert list(server.runs) == [tracked_run.TOKEN]
 
 
-def test_sync_of_an_offline_run(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+def test_sync_of_an_offline_run(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
     run = start_run(tmp_path)
     records = tracked_run.lines()
     tracked_run.append(run, records)
-    one = mirror(run)
+    one = tracker(run)
     write_json(run.result, tracked_run.result())
     one.wait()
     sync = read_json(run.root / "tracking.json")["wandb"]["sync"].split()
@@ -270,7 +270,7 @@ def test_sync_of_an_offline_run(tmp_path: Path, mirror: Callable[..., Mirror]) -
 
 @pytest.mark.parametrize("fault", ["unreachable", "hangs", "hangs_after_the_first_answer"])
 def test_server_that_is_not_there(
-    tmp_path: Path, mirror: Callable[..., Mirror], fault: str
+    tmp_path: Path, tracker: Callable[..., TrackerProcess], fault: str
 ) -> None:
     run = start_run(tmp_path)
     records = tracked_run.lines()
@@ -284,7 +284,7 @@ def test_server_that_is_not_there(
             server._graphql = lambda *_: server._answers.clear() or server._answers.wait() or {}  # type: ignore[method-assign]
         write_json(run.result, tracked_run.result())
         begun = time.monotonic()
-        one = mirror(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=url)
+        one = tracker(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=url)
         out = one.wait()
         took_s = time.monotonic() - begun
     assert took_s < 12.0 + 5.0, "finish_timeout_s, and the start of Python"
@@ -297,12 +297,12 @@ def test_server_that_is_not_there(
 
 @pytest.mark.parametrize("fault", ["die", "hang"])
 def test_server_lost_during_the_run(
-    tmp_path: Path, mirror: Callable[..., Mirror], fault: str
+    tmp_path: Path, tracker: Callable[..., TrackerProcess], fault: str
 ) -> None:
     run = start_run(tmp_path)
     records = tracked_run.lines()
     with WandbServer() as server:
-        one = mirror(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+        one = tracker(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
         tracked_run.append(run, records[:6])
         until(lambda: tracker_state(run, "wandb") == "online", what="the online run")
         getattr(server, fault)()
@@ -319,18 +319,18 @@ def test_server_lost_during_the_run(
     assert "wandb sync " in last
 
 
-def test_replay_after_a_kill(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+def test_replay_after_a_kill(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
     run = start_run(tmp_path, kinds=["wandb", "tensorboard", "csv"])
     records = tracked_run.lines()
     tracked_run.append(run, records[:8])
-    one = mirror(run)
+    one = tracker(run)
     until(lambda: tracker_state(run, "wandb") == "offline", what="the offline run")
     one.process.kill()
     one.process.wait(30)
     tracked_run.append(run, records[8:])
     write_json(run.result, tracked_run.result())
 
-    again = mirror(run, "--replay")
+    again = tracker(run, "--replay")
     again.wait()
     assert again.process.returncode == 0
     # Only the whole one is left for `wandb sync`; the partial one is out of its way.
@@ -340,11 +340,11 @@ def test_replay_after_a_kill(tmp_path: Path, mirror: Callable[..., Mirror]) -> N
     assert len((run.root / "metrics.csv").read_text().splitlines()) == 1 + len(records) - 2
 
 
-def test_death_of_the_supervisor(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+def test_death_of_the_supervisor(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
     run = start_run(tmp_path)
     records = tracked_run.lines()[:9]
     tracked_run.append(run, records)
-    one = mirror(run)
+    one = tracker(run)
     until(lambda: tracker_state(run, "wandb") == "offline", what="the offline run")
     assert one.process.stdin is not None
     one.process.stdin.close()
@@ -354,11 +354,13 @@ def test_death_of_the_supervisor(tmp_path: Path, mirror: Callable[..., Mirror]) 
     assert file.exit_code == 1
 
 
-def test_ctrl_c_is_for_the_supervisor(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+def test_ctrl_c_is_for_the_supervisor(
+    tmp_path: Path, tracker: Callable[..., TrackerProcess]
+) -> None:
     run = start_run(tmp_path)
     records = tracked_run.lines()
     tracked_run.append(run, records[:6])
-    one = mirror(run)
+    one = tracker(run)
     until(lambda: tracker_state(run, "wandb") == "offline", what="the offline run")
     one.process.send_signal(signal.SIGINT)
     tracked_run.append(run, records[6:])
@@ -370,12 +372,12 @@ def test_ctrl_c_is_for_the_supervisor(tmp_path: Path, mirror: Callable[..., Mirr
 
 
 def test_a_result_of_an_earlier_run_is_not_the_end(
-    tmp_path: Path, mirror: Callable[..., Mirror]
+    tmp_path: Path, tracker: Callable[..., TrackerProcess]
 ) -> None:
     run = start_run(tmp_path, kinds=["csv"])
     write_json(run.result, {**tracked_run.result(), "run_token": "an-earlier-run"})
     records = tracked_run.lines()
-    one = mirror(run)
+    one = tracker(run)
     tracked_run.append(run, records[:6])
     csv = run.root / "metrics.csv"
     until(lambda: csv.exists() and len(csv.read_text().splitlines()) == 1 + 5, what="5 rows")
@@ -387,14 +389,14 @@ def test_a_result_of_an_earlier_run_is_not_the_end(
 
 
 def test_a_tracker_that_cannot_write_stops_nobody(
-    tmp_path: Path, mirror: Callable[..., Mirror]
+    tmp_path: Path, tracker: Callable[..., TrackerProcess]
 ) -> None:
     run = start_run(tmp_path, kinds=["csv", "tensorboard"])
     (run.root / "metrics.csv").mkdir()
     records = tracked_run.lines()
     tracked_run.append(run, records)
     write_json(run.result, tracked_run.result())
-    one = mirror(run)
+    one = tracker(run)
     out = one.wait()
     assert one.process.returncode == 1
     (line,) = [text for text in out.splitlines() if text.startswith("csv")]
@@ -403,8 +405,8 @@ def test_a_tracker_that_cannot_write_stops_nobody(
     assert tracker_state(run, "tensorboard") == "finished"
 
 
-def test_not_a_run_directory(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
-    one = mirror(RunDir(tmp_path))
+def test_not_a_run_directory(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
+    one = tracker(RunDir(tmp_path))
     one.wait()
     assert one.process.returncode == 2
     assert one.process.stderr is not None

@@ -1,4 +1,4 @@
-"""A real run mirrored to W&B: one W&B run for it, and the key nowhere but in the mirror.
+"""A real run sent to W&B: one W&B run for it, and the key nowhere but in the tracker process.
 
 pytest -m deepspeed tests/integration/test_tracking_run.py
 """

@@ -20,7 +20,7 @@ from llmx.tracking.wandb_run import LONGEST_TEXT, _shortened
 from tests import tracked_run
 
 
-def mirrored(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
+def tracked(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
     config = {"model": {"name": "tiny"}, "seed": 7}
     tracker.start(config, {"stage": 2}, {"git": "abc"}, RunMeta("id", "name", root))
     for record in records:
@@ -30,7 +30,7 @@ def mirrored(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     records = tracked_run.lines()
-    mirrored(CsvTracker(lambda status: None), tmp_path, records)
+    tracked(CsvTracker(lambda status: None), tmp_path, records)
     with (tmp_path / "metrics.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     metrics = [record for record in records if scalars(record)]
@@ -46,9 +46,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     records = tracked_run.lines()
-    mirrored(TensorBoardTracker(lambda status: None), tmp_path, records)
-    # A second mirror of the same run must not show every point twice.
-    mirrored(TensorBoardTracker(lambda status: None), tmp_path, records)
+    tracked(TensorBoardTracker(lambda status: None), tmp_path, records)
+    # A second tracker process of the same run must not show every point twice.
+    tracked(TensorBoardTracker(lambda status: None), tmp_path, records)
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     metrics = [record for record in records if scalars(record)]
