@@ -22,7 +22,7 @@ from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
-from llmx.train.signals import StopRequest, end_on_signal
+from llmx.train.signals import ShutdownRequest, handle_signals
 from llmx.train.status import RankStatus
 
 SOURCES = {
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     rank = int(os.environ["RANK"])
     redirect_output(run_dir, rank=rank)
     status = RankStatus(run_dir, rank=rank)
-    stop = end_on_signal(status)
+    stop = handle_signals(status)
     status.start_heartbeat()
     try:
         train(run_dir, status, stop)
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train(run_dir: RunDir, status: RankStatus, stop: StopRequest) -> None:
+def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
     """Everything between the first and the last line of the status file."""
     exp = read_experiment(run_dir)
     plan = Plan.from_dict(read_json(run_dir.plan))

@@ -548,7 +548,7 @@ class LaunchConfig:
     since ranks rightly wait while one of them exports a model or reads from a slow disk; dead and
     hanging ranks are found sooner, by ``heartbeat_timeout_s`` and ``hang_timeout_s``."""
     stop_grace_s: float = number(20.0, above=0, maximum=MAX_SECONDS)
-    """For the ranks to save and to leave when the run is asked to end; then they are ended."""
+    """For the ranks to save and exit when the run is asked to end; after it they are killed."""
     max_restarts: int = number(3, minimum=0, maximum=10**6)
     """Automatic restarts in a row without a new checkpoint; 0 never restarts."""
     restart_backoff_s: float = number(10.0, minimum=0, maximum=MAX_SECONDS)

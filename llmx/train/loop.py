@@ -32,7 +32,7 @@ from llmx.train.random import seed_step
 from llmx.train.resume import Start
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
-from llmx.train.signals import StopRequest, leave
+from llmx.train.signals import ShutdownRequest, exit_interrupted
 from llmx.train.status import RankStatus
 from llmx.train.step_log import StepLog, StepMetrics
 from llmx.train.synchronisations import SynchronisationWatch
@@ -44,7 +44,7 @@ def run(
     ds_config: dict[str, Any],
     run_dir: RunDir,
     status: RankStatus,
-    stop: StopRequest,
+    stop: ShutdownRequest,
 ) -> None:
     """One rank from data to the exported model. The process group exists already."""
     session = open_session(exp, plan, ds_config, run_dir, status, stop)
@@ -76,8 +76,8 @@ def train(session: Session) -> None:
     total = session.length.steps
     last = max(start.step, min(total, exp.task.stop_at_step or total))
     write_beginning(session, total=total)
-    # From here on all ranks leave together, whichever of them is asked to.
-    session.stop.arm(exp.checkpoint.on_signal)
+    # From now on all ranks exit together, whichever of them receives a signal.
+    session.stop.enable(exp.checkpoint.on_signal)
     done = start.step
     stopping = evaluation_due(exp, done, total) and not evaluate(session, done, total)
     log = StepLog(session, total=total)
@@ -121,8 +121,8 @@ def train(session: Session) -> None:
     if stopping or session.agreement.settle(saver.flags()).stop:
         saver.save_and_leave(done, log)
     saver.at_end(last, log)
-    if session.stop.disarm():
-        leave(session.status)
+    if session.stop.disable():
+        exit_interrupted(session.status)
     session.metrics.write("end", step=last, weights_hash=weights_hash(engine))
 
 

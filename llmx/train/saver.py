@@ -29,7 +29,7 @@ from llmx.train.resume import Start
 from llmx.train.save_files import Progress, small_files, state_of
 from llmx.train.save_job import SaveFailed, SaveJob
 from llmx.train.save_report import SaveReport
-from llmx.train.signals import StopRequest, leave
+from llmx.train.signals import ShutdownRequest, exit_interrupted
 from llmx.train.state_layout import state_layout
 from llmx.train.status import RankStatus
 
@@ -66,7 +66,7 @@ class Saver:
         place: Place,
         metrics: MetricsWriter,
         status: RankStatus,
-        stop: StopRequest,
+        stop: ShutdownRequest,
         start: Start,
         say: Callable[[str], None],
     ) -> None:
@@ -99,7 +99,9 @@ class Saver:
         """What this rank knows."""
         minutes = self.exp.checkpoint.every_minutes
         due = minutes is not None and time.monotonic() - self._began >= 60 * minutes
-        return Flags(save=due and self.place.rank == 0, stop=bool(self.stop.asked), busy=self.busy)
+        return Flags(
+            save=due and self.place.rank == 0, stop=bool(self.stop.requested), busy=self.busy
+        )
 
     def tell(self) -> None:
         """Post it; the others hear it at the end of the step."""
@@ -169,7 +171,7 @@ class Saver:
         # A launcher ends the others with the first that leaves: they all say it before.
         self.status.enter("interrupted")
         self.agreement.barrier()
-        leave(self.status)
+        exit_interrupted(self.status)
 
     def complete(self) -> None:
         """The save in flight is of a good state, whatever has come after it: wait for its end."""

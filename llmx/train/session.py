@@ -25,7 +25,7 @@ from llmx.train.place import find_place
 from llmx.train.resume import Start, begin, check_samples, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
 from llmx.train.schedule import RunLength, run_length
-from llmx.train.signals import StopRequest
+from llmx.train.signals import ShutdownRequest
 from llmx.train.status import RankStatus
 
 
@@ -45,7 +45,7 @@ class Session:
     metrics: MetricsWriter
     status: RankStatus
     agreement: Agreement
-    stop: StopRequest
+    stop: ShutdownRequest
     start: Start
     saver: Saver
 
@@ -74,7 +74,7 @@ def open_session(
     ds_config: dict[str, Any],
     run_dir: RunDir,
     status: RankStatus,
-    stop: StopRequest,
+    stop: ShutdownRequest,
 ) -> Session:
     """Data, then the engine, then what a checkpoint brings. Collective."""
     from llmx.data import load_tokenizer

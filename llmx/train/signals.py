@@ -1,4 +1,4 @@
-"""How a rank is asked to end: after saving where it can be saved, at once where it cannot.
+"""Signals to a rank: it saves a checkpoint and exits, or exits at once where it cannot save.
 
 Imported before torch, so it uses the standard library only. Tried by
 ``python -m pytest tests/unit/test_train_worker.py``.
@@ -17,64 +17,64 @@ from typing import NoReturn
 from llmx.train.status import RankStatus
 
 INTERRUPTED = 128 + signal.SIGTERM
-"""Exit code of a rank that left because it was asked to."""
+"""Exit code of a rank that exited on a signal."""
 
-POLITE = (signal.SIGTERM, signal.SIGUSR1)
-"""Ask for a checkpoint first, where one can be made."""
+GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)
+"""Request a checkpoint before the exit, where one can be saved."""
 STACKS = signal.SIGUSR2
 SAME_REQUEST_S = 2.0
-"""Where a whole host or job is told to end, a rank gets SIGTERM twice: with all the others, and
-from its launcher, which passes its own on. Within so long it is one request."""
+"""Where all processes of a host or job receive SIGTERM, a rank gets it twice: directly, and from
+its launcher, which forwards its own. Within this time they are one request."""
 
 
-class StopRequest:
-    """Whether this rank was asked to end, and whether the loop can still save before it does."""
+class ShutdownRequest:
+    """Whether the shutdown was requested, and whether the loop can save a checkpoint first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._armed = False
-        self._asked = ""
+        self._enabled = False
+        self._requested = ""
 
-    def arm(self, can_save: bool) -> None:
-        """From here on the loop looks at every step whether it was asked, saves and leaves."""
+    def enable(self, can_save: bool) -> None:
+        """From now on the loop checks for a request at every step, saves and exits."""
         with self._lock:
-            self._armed = can_save
+            self._enabled = can_save
 
-    def disarm(self) -> str:
-        """From here on a request ends the rank at once. Returns the signal of one that came in
-        before, else an empty string."""
+    def disable(self) -> str:
+        """From now on a request ends the rank at once. Returns the signal of an earlier request,
+        else an empty string."""
         with self._lock:
-            self._armed = False
-            return self._asked
+            self._enabled = False
+            return self._requested
 
-    def ask(self, name: str) -> bool:
-        """Pass a request on; False where nobody would see to it."""
+    def request(self, name: str) -> bool:
+        """Record a request; False where the loop does not handle requests."""
         with self._lock:
-            if self._armed:
-                self._asked = self._asked or name
-            return self._armed
+            if self._enabled:
+                self._requested = self._requested or name
+            return self._enabled
 
     @property
-    def asked(self) -> str:
-        """The signal that asked first; empty when there was none."""
-        return self._asked
+    def requested(self) -> str:
+        """The signal of the first request; empty where there was none."""
+        return self._requested
 
 
-class Terms:
-    """Tells a second request from the first one that comes twice."""
+class TermSignals:
+    """Distinguishes a second request from the first one received twice."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
 
     def is_second(self, now_s: float) -> bool:
-        """Of a SIGTERM that comes now (monotonic clock)."""
+        """Of a SIGTERM received now (monotonic clock)."""
         if self._first_s is None:
             self._first_s = now_s
         return now_s - self._first_s > SAME_REQUEST_S
 
 
-def leave(status: RankStatus) -> NoReturn:
-    """End this process now, as ``interrupted``, from wherever its threads are."""
+def exit_interrupted(status: RankStatus) -> NoReturn:
+    """Exit now with the status ``interrupted``, whatever the threads are doing."""
     try:
         status.enter("interrupted")
         sys.stdout.flush()
@@ -84,30 +84,30 @@ def leave(status: RankStatus) -> NoReturn:
         os._exit(INTERRUPTED)
 
 
-def end_on_signal(status: RankStatus) -> StopRequest:
-    """SIGUSR1 and the first SIGTERM ask; SIGINT and a later SIGTERM end this rank at once.
-    SIGUSR2 writes the stacks of all threads to stderr, which is the rank's log.
+def handle_signals(status: RankStatus) -> ShutdownRequest:
+    """SIGUSR1 and the first SIGTERM are requests; SIGINT and a later SIGTERM end this rank at once.
+    SIGUSR2 dumps the stacks of all threads to stderr, which is the rank's log.
 
-    A handler in Python waits for the main thread, which may sit in a collective that never
-    ends. The wake-up descriptor is written by the C handler itself, and a thread reads it.
+    A handler in Python waits for the main thread, which may be blocked in a collective. The C
+    handler writes to the wake-up descriptor itself, and a thread reads it.
     """
-    stop = StopRequest()
+    stop = ShutdownRequest()
     faulthandler.register(STACKS, file=sys.stderr, all_threads=True, chain=False)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    for number in (*POLITE, signal.SIGINT):
+    for number in (*GRACEFUL, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def wait() -> None:
-        terms = Terms()
+        terms = TermSignals()
         while data := os.read(read_end, 1):
             number = data[0]
             at_once = number == signal.SIGINT or (
                 number == signal.SIGTERM and terms.is_second(time.monotonic())
             )
-            if at_once or (number in POLITE and not stop.ask(signal.Signals(number).name)):
-                leave(status)
+            if at_once or (number in GRACEFUL and not stop.request(signal.Signals(number).name)):
+                exit_interrupted(status)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
     return stop

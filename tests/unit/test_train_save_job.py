@@ -34,7 +34,7 @@ from llmx.train.metrics import MetricsWriter
 from llmx.train.place import find_place
 from llmx.train.resume import Start, begin
 from llmx.train.save_job import SaveFailed, SaveJob
-from llmx.train.signals import StopRequest
+from llmx.train.signals import ShutdownRequest
 from llmx.train.state_hash import combine, lanes
 from llmx.train.status import RankStatus
 from tests.resumed_runs import events
@@ -329,7 +329,7 @@ def make_saver(run: RunDir, say: Callable[[str], None]) -> saver_module.Saver:
         place=find_place(run.checkpoints, create=True, group=None),
         metrics=MetricsWriter(run.metrics, enabled=True),
         status=RankStatus(run, rank=0),
-        stop=StopRequest(),
+        stop=ShutdownRequest(),
         start=Start(),
         say=say,
     )

@@ -10,7 +10,7 @@ import torch
 
 from llmx.train.host_memory import available_bytes, room_for
 from llmx.train.save_fragments import as_buffer, is_finite
-from llmx.train.signals import SAME_REQUEST_S, StopRequest, Terms
+from llmx.train.signals import SAME_REQUEST_S, ShutdownRequest, TermSignals
 
 GIB = 2**30
 
@@ -94,21 +94,21 @@ def test_buffers_are_the_bytes_of_the_tensor_itself() -> None:
 
 
 def test_a_request_is_passed_on_only_while_somebody_can_save() -> None:
-    stop = StopRequest()
-    assert not stop.ask("SIGTERM")
-    assert stop.asked == ""
-    stop.arm(False)  # checkpoints are off
-    assert not stop.ask("SIGTERM")
-    stop.arm(True)
-    assert stop.ask("SIGUSR1")
-    assert stop.ask("SIGTERM")
-    assert stop.asked == "SIGUSR1"
-    assert stop.disarm() == "SIGUSR1"
-    assert not stop.ask("SIGTERM")
+    stop = ShutdownRequest()
+    assert not stop.request("SIGTERM")
+    assert stop.requested == ""
+    stop.enable(False)  # checkpoints are off
+    assert not stop.request("SIGTERM")
+    stop.enable(True)
+    assert stop.request("SIGUSR1")
+    assert stop.request("SIGTERM")
+    assert stop.requested == "SIGUSR1"
+    assert stop.disable() == "SIGUSR1"
+    assert not stop.request("SIGTERM")
 
 
 def test_a_launcher_that_passes_sigterm_on_does_not_cost_the_checkpoint() -> None:
-    terms = Terms()
+    terms = TermSignals()
     assert not terms.is_second(100.0)
     assert not terms.is_second(100.3), "the same request, by way of the launcher"
     assert not terms.is_second(100.0 + SAME_REQUEST_S)

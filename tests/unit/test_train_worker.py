@@ -147,7 +147,7 @@ from llmx.train.status import RankStatus
 run_dir = RunDir(Path(sys.argv[1]))
 worker.redirect_output(run_dir, rank=0)
 status = RankStatus(run_dir, rank=0)
-worker.end_on_signal(status)
+worker.handle_signals(status)
 os.write(1, b"written by C\\n")
 status.enter("training")
 lock = threading.Lock()
