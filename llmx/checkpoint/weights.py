@@ -39,6 +39,8 @@ class Weight:
     """dtype in the checkpoint."""
     written: str
     """dtype in the export."""
+    prefix: str = ""
+    """Of its name in the checkpoint, where that holds several models."""
 
     @property
     def num_elements(self) -> int:
@@ -54,7 +56,8 @@ class Weight:
 
 
 def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) -> list[Weight]:
-    """Every tensor of the model, tied ones once, in the model's own order, buffers last.
+    """Every tensor of the model that is exported, tied ones once, in the model's own order,
+    buffers last.
 
     Args:
         state: ``state.json``.
@@ -62,9 +65,10 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
     """
     rows, padded = state["vocab_size"], state["padded_vocab_size"]
     tables = set(state["vocabulary"])
+    prefix = state.get("main_prefix", "")
     found = []
     for name, entry in state["parameters"].items():
-        if entry["tied_to"]:
+        if entry["tied_to"] or not name.startswith(prefix):
             continue
         shape = tuple(entry["shape"])
         if name in tables and shape and shape[0] == padded:
@@ -72,10 +76,14 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
             shape = (rows, *shape[1:])
         found.append((name, MASTER if entry["trained"] else FROZEN, shape))
     found += [
-        (name, BUFFER, tuple(entry["shape"])) for name, entry in state.get("buffers", {}).items()
+        (name, BUFFER, tuple(entry["shape"]))
+        for name, entry in state.get("buffers", {}).items()
+        if name.startswith(prefix)
     ]
     return [
-        Weight(name, kind, shape, stored, converted(stored, dtype))
+        Weight(
+            name.removeprefix(prefix), kind, shape, stored, converted(stored, dtype), prefix=prefix
+        )
         for name, kind, shape in found
         for stored in (index.dtype(kind, name),)
     ]
@@ -158,7 +166,7 @@ def pieces(
     for start in range(0, weight.num_elements, PIECE_ELEMENTS):
         stop = min(start + PIECE_ELEMENTS, weight.num_elements)
         values = staging[: stop - start]
-        index.read_range(weight.state, weight.name, start, stop, values)
+        index.read_range(weight.state, weight.prefix + weight.name, start, stop, values)
         written = convert(values, weight.stored, weight.written)
         if weight.stored != weight.written and (
             bad := num_infinite(written, weight.written) - num_infinite(values, weight.stored)

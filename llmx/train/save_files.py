@@ -51,6 +51,8 @@ def state_of(
         "vocab_size": engine.vocab_size,
         "padded_vocab_size": engine.config.get_text_config().vocab_size,
         "vocabulary": [engine.main_prefix + name for name in vocabulary_names(engine.main.module)],
+        # Of several models, the one that is exported.
+        **({"main_prefix": engine.main_prefix} if engine.main_prefix else {}),
         **state_values(engine),
         "metric": metric,
         "time": time.time(),

@@ -15,6 +15,8 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
     code = 0
     try:
         main()
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
