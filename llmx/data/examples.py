@@ -114,7 +114,7 @@ Part = Conversation | Document | Tokens
 """A sequence of an example."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Example:
     """Sequences that are packed, cut and counted together."""
 
