@@ -227,13 +227,18 @@ def _of_hydra(error: BaseException) -> bool:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Remove a directory that was made for nothing, and ``outputs`` if it held only that."""
+    """Remove a directory that was made for nothing, and ``outputs`` if it held only that; never
+    the directory where the command was typed, or one that holds it."""
     from llmx.rundir import RunDir
 
+    here = Path.cwd()
+    kept = {here, *here.parents}
     with contextlib.suppress(OSError):
         RunDir(directory).logs.rmdir()
     with contextlib.suppress(OSError):
         for path in (directory, directory.parent):
+            if path in kept:
+                return
             path.rmdir()
 
 

@@ -86,6 +86,8 @@ def run_case(case: Case, directory: Path, *, base: Path | None = None) -> Outcom
         outcome.faults.append("traceback:\n" + "".join(traceback.format_exception(error)[-6:]))
     outcome.cpu_s = time.process_time() - started
     outcome.message = err.getvalue().strip()
+    if not directory.is_dir():
+        outcome.faults.append("the working directory was removed")
     if not outcome.faults:
         after = {path.name for path in directory.iterdir()} - before
         outcome.faults = list(_faults(outcome, after))

@@ -278,3 +278,10 @@ def test_exit_codes_are_documented(llmx) -> None:
 
 def errors(cls: type[LlmxError]) -> set[type[LlmxError]]:
     return {cls}.union(*(errors(each) for each in cls.__subclasses__()))
+
+
+def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_path) -> None:
+    """Hydra's directory for the run may be made in it, and is removed again."""
+    assert "zero.stage" in refused(llmx, "plan", "hydra.run.dir=mine", "zero.stage=9")
+    assert tmp_path.is_dir()
+    assert not list(tmp_path.iterdir())
