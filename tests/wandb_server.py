@@ -47,6 +47,16 @@ class WandbServer:
 
             do_GET = do_POST = do_PUT = answer
 
+            def do_HEAD(self) -> None:
+                """What llmx asks before it starts the client: whether anybody answers."""
+                stand_in._answers.wait()
+                if stand_in._closed.is_set():
+                    self.close_connection = True
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
             def log_message(self, format: str, *args: Any) -> None:
                 """Silent: pytest's output is for results."""
 
