@@ -198,7 +198,7 @@ def _compose(
         decorated(job)()
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(explain_hydra(error, overrides)) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         if isinstance(error, LlmxError) or not _of_hydra(error):
             raise
         raise ConfigError(explain_hydra(error, overrides)) from error
@@ -232,12 +232,14 @@ def _remove_if_empty(directory: Path) -> None:
     from llmx.rundir import RunDir
 
     here = Path.cwd()
-    kept = {here, *here.parents}
+    outputs = here / (os.environ.get("LLMX_OUTPUTS") or "outputs")
+    # A name with a slash in it has made more than one directory below outputs.
+    above = [path for path in directory.parents if path == outputs or outputs in path.parents]
     with contextlib.suppress(OSError):
         RunDir(directory).logs.rmdir()
     with contextlib.suppress(OSError):
-        for path in (directory, directory.parent):
-            if path in kept:
+        for path in dict.fromkeys([directory, directory.parent, *above]):
+            if path == here or path in here.parents:
                 return
             path.rmdir()
 

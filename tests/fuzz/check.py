@@ -138,6 +138,8 @@ def names_something(line: str, case: Case) -> bool:
     """Whether a line of a message names a key, an option, a command, a word or a file of the case."""
     if any(name in line for name in (*case.files, "outputs")) or _KEYS.search(line):
         return True
+    if "" in case.argv and "''" in line:  # an empty word, as a shell shows it
+        return True
     typed = [*case.argv, *(word.split("=", 1)[0] for word in case.argv)]
     return any(word and (word in line or ascii(word)[1:40] in line) for word in typed)
 

@@ -285,3 +285,14 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
     assert "zero.stage" in refused(llmx, "plan", "hydra.run.dir=mine", "zero.stage=9")
     assert tmp_path.is_dir()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "++model.name=a/b/c"], "must not contain a slash"),
+        (["plan", "hydra.verbose=-1.5"], "hydra.verbose"),
+    ],
+)
+def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
+    assert said in refused(llmx, *words)
