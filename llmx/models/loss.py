@@ -229,6 +229,18 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
 
 
+def _target_positions(
+    labels: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows, columns, targets) of the target tokens, on ``device``. Without a target, one position
+    for the forward that has to run all the same."""
+    rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
+    targets = to_device(labels[rows, columns], device)
+    if rows.numel() == 0:
+        rows, columns = labels.new_zeros(1), labels.new_zeros(1)
+    return to_device(rows, device), to_device(columns, device), targets
+
+
 def target_log_probabilities(
     engine: nn.Module,
     inputs: dict[str, Any],
@@ -241,13 +253,8 @@ def target_log_probabilities(
     Arguments as of ``micro_batch_loss``. Without a target it still runs forward, and what comes
     back is empty but has the graph, so that the collectives of ZeRO match on every rank.
     """
-    device = inputs["input_ids"].device
-    rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
-    targets = to_device(labels[rows, columns], device)
-    empty = rows.numel() == 0
-    if empty:
-        rows, columns = labels.new_zeros(1), labels.new_zeros(1)
-    rows, columns = to_device(rows, device), to_device(columns, device)
+    rows, columns, targets = _target_positions(labels, inputs["input_ids"].device)
+    empty = targets.numel() == 0
     model = getattr(engine, "module", engine)
     with head_at(model, rows, columns):
         logits = engine(**inputs, **without_cache(model)).logits[0]
@@ -376,13 +383,8 @@ def micro_batch_loss(
     A micro batch without targets still runs forward and backward, so that the collectives of
     ZeRO match on every rank; its loss is 0.
     """
-    device = inputs["input_ids"].device
-    rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
-    targets = to_device(labels[rows, columns], device)
-    empty = rows.numel() == 0
-    if empty:
-        rows, columns = labels.new_zeros(1), labels.new_zeros(1)
-    rows, columns = to_device(rows, device), to_device(columns, device)
+    rows, columns, targets = _target_positions(labels, inputs["input_ids"].device)
+    empty = targets.numel() == 0
     model = getattr(engine, "module", engine)
     options = without_cache(model)
     if fused:
