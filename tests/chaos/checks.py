@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 from llmx.checkpoint.choose import verify
@@ -20,7 +21,7 @@ def no_torn_file(site: Site) -> int:
     """Every JSON file of both run directories can be read; returns how many there are."""
     count = 0
     for host in site.cluster.hosts:
-        for path in sorted(site.run_dir(host).root.rglob("*.json")):
+        for path in _files(site.run_dir(host).root, ".json"):
             with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
                 try:
                     json.loads(path.read_text(encoding="utf-8"))
@@ -64,6 +65,16 @@ def damage_was_noticed(site: Site) -> None:
                 raise GaveUp(f"{name}: nobody noticed that {path.name} is damaged\n{site.story()}")
 
 
+def _files(root: Path, suffix: str) -> list[Path]:
+    """Files below ``root``; a checkpoint may be pruned meanwhile, where ``Path.rglob`` raises."""
+    return sorted(
+        Path(directory, name)
+        for directory, _, names in os.walk(root)
+        for name in names
+        if name.endswith(suffix)
+    )
+
+
 def _here(path: Path) -> list[str]:
     """Files of the manifest that lie on this disk."""
     manifest = read_manifest(path)
@@ -101,7 +112,7 @@ def nothing_left(site: Site) -> None:
         if any("deepspeed" in name for name in buffers):
             raise GaveUp(f"{host.name}: left in /dev/shm: {buffers}")
         root = site.run_dir(host).root
-        torn = [str(path.relative_to(root)) for path in root.rglob("*.tmp")]
+        torn = [str(path.relative_to(root)) for path in _files(root, ".tmp")]
         torn += [path.name for path in site.run_dir(host).checkpoints.glob(".step-*.partial")]
         if torn:
             raise GaveUp(f"{host.name}: half-written files are left: {torn}")

@@ -6,6 +6,7 @@ import argparse
 import collections
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz.cases import Case, make_case
@@ -22,15 +23,13 @@ def base_run(directory: Path) -> Path:
     return base
 
 
-def campaign(seed: int, first: int, count: int) -> list[Outcome]:
-    """Run cases ``first`` to ``first + count`` of a seed; all outcomes, in order."""
+def campaign(seed: int, first: int, count: int) -> Iterator[Outcome]:
+    """Run cases ``first`` to ``first + count`` of a seed; outcomes as they come, in order."""
     with tempfile.TemporaryDirectory(prefix="llmx-fuzz-") as name:
         directory = Path(name)
         base = base_run(directory)
-        return [
-            run_case(make_case(seed, number), directory / "case", base=base)
-            for number in range(first, first + count)
-        ]
+        for number in range(first, first + count):
+            yield run_case(make_case(seed, number), directory / "case", base=base)
 
 
 def main() -> int:
@@ -42,19 +41,21 @@ def main() -> int:
     parser.add_argument("--case", help="one case again: SEED:NUMBER")
     parser.add_argument("--messages", type=Path, help="write every different message here")
     options = parser.parse_args()
+    seed, first, count = options.seed, options.first, options.count
     if options.case:
-        seed, number = (int(part) for part in options.case.split(":"))
-        outcomes = campaign(seed, number, 1)
-        print(outcomes[0].case, outcomes[0].code, outcomes[0].message, sep="\n")
-    else:
-        outcomes = campaign(options.seed, options.first, options.count)
+        seed, first = (int(part) for part in options.case.split(":"))
+        count = 1
+    outcomes: list[Outcome] = []
     faults: collections.Counter[str] = collections.Counter()
-    for outcome in outcomes:
+    for outcome in campaign(seed, first, count):
+        outcomes.append(outcome)
+        if options.case:
+            print(outcome.case, outcome.code, outcome.message, sep="\n")
         for fault in outcome.faults:
             faults[fault.split(":")[0]] += 1
             argv = [word if len(word) < 80 else f"{word[:77]}..." for word in outcome.case.argv]
             print(f"{outcome.case.seed}:{outcome.case.number} {argv!r}\n  {fault[-1500:]}")
-            print(f"  message: {outcome.message[:400]!r}\n")
+            print(f"  message: {outcome.message[:400]!r}\n", flush=True)
     if options.messages:
         kinds = sorted({outcome.message for outcome in outcomes if outcome.message})
         options.messages.write_text("\n".join(kinds), encoding="utf-8", errors="replace")

@@ -12,6 +12,9 @@ from llmx.config import known_keys
 from llmx.config.model_rules import FLAGS, FLOATS, KEYS, SIZES
 from llmx.config_groups import GROUPS, option_names
 
+NOWHERE = "/tmp/llmx-fuzz-nowhere"
+"""An absolute path that is not there. ``run_dir`` may make it; every case begins without it."""
+
 NASTY = (
     "", " ", "null", "true", "no", "-1", "0", "1", "2", "3", "64", "0.5", "-0.0", "1e40", "-1e40", "1e-40", "1e400",
     "nan", "inf", "-inf", "9" * 400, "9" * 5000, "-" + "9" * 400, "1_000", "0x10", "5e8", "a", "demo", "x" * 300,
@@ -19,8 +22,8 @@ NASTY = (
     "[" * 3000, "'", '"', "'a", '"a b"', "'a,b'", "a,b", "1,2", "a b", "a:b", "a=b", "=", "==", "@", "a@b", "%s", "%(x)s",
     "{}}", "#", "# x", "\\", "a\\b", "\\n", "a\nb", "a\tb", "\r", "\x1b[31m", "\x7f", "é", "数据", "\u202e", "\ufeff",
     "\ud800", "a\udcff", "😀", "${x}", "${optim.lr}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:HOME}", "${a:b}", "${", "${}",
-    "$HOME", "${seed}", "~", "~nobody/x", "/", "//", "/nowhere/x", "./nowhere", "../nowhere", "a/b", "a/b/c", "*.json",
-    "/nowhere/*.json", "hub:a/b", "hub:", "choice(1,2)", "range(1,3)", "range(0,1e9)", "interval(0,1)", "glob(*)", "int(3)",
+    "$HOME", "${seed}", "~", "~nobody/x", "/", "//", f"{NOWHERE}/x", "./nowhere", "../nowhere", "a/b", "a/b/c", "*.json",
+    f"{NOWHERE}/*.json", "hub:a/b", "hub:", "choice(1,2)", "range(1,3)", "range(0,1e9)", "interval(0,1)", "glob(*)", "int(3)",
     "sort(3,1)", "shuffle(1,2)", "float(a)", "foo(1)", "!!python/object:os.system", "&a", "*a", "<<", "? a", "- a", "|", ">",
     "2026-01-01", "12:30:45", "0777", "0b1", ".5", "5.", "+5", "1e", "e5", "TRUE", "None", "undefined", "stage3", "cpu", "nvme",
     "auto", "fp32", "bf16", "18446744073709551616", "9223372036854775807", "9223372036854775808", "16777217", "1000000000",

@@ -28,7 +28,7 @@ from llmx.__main__ import main
 from llmx.commands import COMMANDS
 from llmx.config import known_keys
 from llmx.config_groups import GROUPS
-from tests.fuzz.cases import Case
+from tests.fuzz.cases import NOWHERE, Case
 
 MAX_CPU_S = 2.0
 HANG_S = 20
@@ -66,6 +66,7 @@ class Hang(BaseException):
 def run_case(case: Case, directory: Path, *, base: Path | None = None) -> Outcome:
     """Run it in ``directory``, which is emptied. ``base``: a run directory to go on with."""
     shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(NOWHERE, ignore_errors=True)
     directory.mkdir(parents=True)
     for name, content in case.files.items():
         path = directory / name
