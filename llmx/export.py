@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.checkpoint import choose, commit
+from llmx.checkpoint import commit
+from llmx.checkpoint import selection as choose
 from llmx.checkpoint.console import Progress, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
-from llmx.checkpoint.dtypes import NAMES, TORCH_NAMES
+from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
+from llmx.checkpoint.export.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import (
     MODEL,
@@ -29,7 +31,6 @@ from llmx.checkpoint.manifest import (
     CheckpointError,
     step_of,
 )
-from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.errors import ConfigError, LlmxError, exit_code
 from llmx.flags import Parser, positive_number, whole_number
 from llmx.rundir import RunDir, no_run, read_json
@@ -147,7 +148,7 @@ def export(
         _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
         if conversions := state.get("conversions"):
             # transformers' own: only it can say how fused weights lie in files.
-            from llmx.train.export_checkpoint import write_converted
+            from llmx.checkpoint.export.converted import write_converted
 
             write_converted(
                 partial,

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmx.checkpoint import choose, commit, pointers
+from llmx.checkpoint import commit, pointers
+from llmx.checkpoint import selection as choose
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
 from llmx.checkpoint.holdings import holdings, removals

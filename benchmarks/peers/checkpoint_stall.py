@@ -17,17 +17,17 @@ import torch
 
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.state.engine_state import capture
+from llmx.checkpoint.state.layout import state_layout
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
-from llmx.train.agreement import Flags
 from llmx.train.batches import make_step
+from llmx.train.consensus import Flags
 from llmx.train.engine import join_process_group
-from llmx.train.engine_state import capture
 from llmx.train.loop import train_step
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
 from llmx.train.signals import end_on_signal
-from llmx.train.state_layout import state_layout
 from llmx.train.status import RankStatus
 from llmx.train.step_log import StepLog
 from llmx.worker import read_experiment

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.checkpoint import choose
+from llmx.checkpoint import selection as choose
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import Manifest, Problem, read_manifest
 from llmx.checkpoint.pointers import BEST, LATEST, read_pointer

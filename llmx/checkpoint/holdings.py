@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmx.checkpoint.choose import lies_here, list_steps
 from llmx.checkpoint.commit import committed_dir
-from llmx.checkpoint.keep import best_steps, to_prune
 from llmx.checkpoint.manifest import Manifest, read_manifest
+from llmx.checkpoint.retention import best_steps, to_prune
+from llmx.checkpoint.selection import lies_here, list_steps
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def removals(
     Args:
         step: later ones are of a past that was given up: the run was sent back.
         damaged: neither counted nor removed.
-        last, best, every, metrics, mode: see ``llmx.checkpoint.keep``.
+        last, best, every, metrics, mode: see ``llmx.checkpoint.retention``.
     """
 
     def out_of_keep(steps: Collection[int]) -> set[int]:

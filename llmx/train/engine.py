@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.checkpoint.state.refresh import forget_dummy_step
+from llmx.checkpoint.state.values import check_states
 from llmx.config import Experiment, LaunchConfig, OptimConfig
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
@@ -44,8 +46,6 @@ from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.devices import check_quantized_gradients, choose_gpu
 from llmx.train.loss_scale import grow_after_step
-from llmx.train.state_refresh import forget_dummy_step
-from llmx.train.state_values import check_states
 
 
 def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeout_s) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from llmx.checkpoint.export.model import export_model
+from llmx.checkpoint.state.engine_state import weights_hash
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models.factory import num_parameters
@@ -25,9 +27,7 @@ from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.completions import complete_eval_prompts
 from llmx.train.divergence import Diverged
 from llmx.train.engine import Engine
-from llmx.train.engine_state import weights_hash
-from llmx.train.evaluate import evaluate as evaluate_task
-from llmx.train.export import export_model
+from llmx.train.evaluation import evaluate as evaluate_task
 from llmx.train.random import seed_step
 from llmx.train.resume import Start
 from llmx.train.schedule import lr_at

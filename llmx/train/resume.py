@@ -1,8 +1,8 @@
 """Where a rank begins: all agree on the newest usable checkpoint of the run directory.
 
-A fresh run, an automatic restart and ``python -m llmx resume`` are the same path. Every place
-(see ``llmx.train.place``) looks at the files that it has, its ranks share out the hashing, and
-what they found is exchanged. Tried by ``python -m pytest -m deepspeed
+A fresh run, an automatic restart and ``python -m llmx resume`` are the same path. The ranks on
+each storage (``llmx.checkpoint.distributed.topology``) share the hashing of the files there, and
+all ranks gather what was found. Tried by ``python -m pytest -m deepspeed
 tests/integration/test_resume.py``.
 """
 
@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmx.checkpoint.choose import Report, Verdict, inspect, judge, list_steps
 from llmx.checkpoint.commit import committed_dir, recover
+from llmx.checkpoint.distributed.topology import Place, exchange
+from llmx.checkpoint.distributed.transfer import bring_missing
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
+from llmx.checkpoint.selection import Report, Verdict, inspect, judge, list_steps
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.metrics.lines import read_metrics
@@ -27,9 +29,7 @@ from llmx.text import plural
 from llmx.train.divergence import SPIKE_WINDOW
 from llmx.train.engine import Engine
 from llmx.train.metrics import lines_until
-from llmx.train.place import Place, exchange
 from llmx.train.schedule import RunLength
-from llmx.train.state_exchange import bring_missing
 
 PREPARED = "preparation"
 """Says why samples differ; never decides, for the fingerprint of the data covers it."""
@@ -263,7 +263,7 @@ def restore_from(start: Start, engine: Engine) -> None:
     Raises:
         CheckpointError: what lies in the engine now is not what was saved.
     """
-    from llmx.train.engine_state import restore, weights_hash
+    from llmx.checkpoint.state.engine_state import restore, weights_hash
 
     index = FragmentIndex(start.files)
     try:

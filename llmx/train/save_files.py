@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmx.checkpoint.export.model import vocabulary_names, write_description
 from llmx.checkpoint.manifest import FORMAT, MODEL
+from llmx.checkpoint.state.engine_state import state_values
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine
-from llmx.train.engine_state import state_values
-from llmx.train.export import vocabulary_names, write_description
 from llmx.train.schedule import RunLength
 
 

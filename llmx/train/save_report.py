@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llmx.checkpoint.save.job import SaveJob
 from llmx.train.metrics import MetricsWriter
-from llmx.train.save_job import SaveJob
 
 
 class SaveReport:

@@ -1,7 +1,7 @@
 """When the training state is saved, and what training waits for.
 
 At a boundary between two steps the state is copied to host memory and a thread writes it
-(``llmx.train.save_job``) while training goes on; where memory does not allow a copy, training
+(``llmx.checkpoint.save.job``) while training goes on; where memory does not allow a copy, training
 waits for the disk. Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
 """
 
@@ -15,22 +15,22 @@ from typing import Any, NoReturn
 
 import torch
 
+from llmx.checkpoint.distributed.topology import Place, exchange
+from llmx.checkpoint.save.host_copies import HostCopies
+from llmx.checkpoint.save.host_memory import fits
+from llmx.checkpoint.save.job import SaveFailed, SaveJob
+from llmx.checkpoint.state.engine_state import capture
+from llmx.checkpoint.state.layout import state_layout
 from llmx.config import Experiment
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
-from llmx.train.agreement import Agreement, Flags
+from llmx.train.consensus import Agreement, Flags
 from llmx.train.engine import Engine
-from llmx.train.engine_state import capture
-from llmx.train.host_copies import HostCopies
-from llmx.train.host_memory import fits
 from llmx.train.metrics import MetricsWriter
-from llmx.train.place import Place, exchange
 from llmx.train.resume import Start
 from llmx.train.save_files import Progress, small_files, state_of
-from llmx.train.save_job import SaveFailed, SaveJob
 from llmx.train.save_report import SaveReport
 from llmx.train.signals import ShutdownRequest, exit_interrupted
-from llmx.train.state_layout import state_layout
 from llmx.train.status import RankStatus
 
 PATIENCE_S = 10.0

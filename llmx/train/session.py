@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
+from llmx.checkpoint.distributed.topology import find_place
 from llmx.config import Experiment
 from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.tasks import Task, task_of
-from llmx.train.agreement import Agreement
 from llmx.train.batches import PAD_TO_ON, Layout
+from llmx.train.consensus import Agreement
 from llmx.train.engine import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, cut_back
-from llmx.train.place import find_place
 from llmx.train.resume import Start, begin, check_samples, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
 from llmx.train.schedule import RunLength, run_length

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmx.checkpoint.export import model as exporting
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.experts import Routing
 from llmx.models.factory import _empty_model
 from llmx.models.load import load_weights
-from llmx.train import export as exporting
 from tests.architectures import architectures, small_config
 from tests.small_models import same_weights
 

@@ -23,6 +23,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import llmx.models.factory as model_module
+from llmx.checkpoint.state.engine_state import capture
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.factory import build_model, model_config, num_parameters
 from llmx.models.generate import generate
@@ -34,7 +35,6 @@ from llmx.plan.memory import step_bytes
 from llmx.train.batches import Layout, make_step
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine, join_process_group
-from llmx.train.engine_state import capture
 from llmx.train.loop import train_step
 from llmx.train.whole_weights import whole_weights
 from tests.live_memory import LiveMemory

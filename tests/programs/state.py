@@ -26,6 +26,14 @@ import torch
 
 import llmx.train.engine as engine_module
 from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.state.engine_state import (
+    capture,
+    restore,
+    saved_layout,
+    state_values,
+    weights_hash,
+)
+from llmx.checkpoint.state.values import write_loss_scaler
 from llmx.checkpoint.tensors import Fragment, write_tensors
 from llmx.config import Experiment
 from llmx.models.factory import build_model
@@ -34,11 +42,9 @@ from llmx.plan.types import Plan
 from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine import Engine, build_engine, join_process_group
-from llmx.train.engine_state import capture, restore, saved_layout, state_values, weights_hash
 from llmx.train.loop import train_step, weighed
 from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at
-from llmx.train.state_values import write_loss_scaler
 from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from llmx.checkpoint import choose, commit, pointers
+from llmx.checkpoint import commit, pointers
+from llmx.checkpoint import selection as choose
 from llmx.checkpoint.holdings import complete_steps, holdings, removals
-from llmx.checkpoint.incoming import Incoming
-from llmx.checkpoint.keep import best_steps, to_prune
 from llmx.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
@@ -23,6 +22,8 @@ from llmx.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
+from llmx.checkpoint.received_file import Incoming
+from llmx.checkpoint.retention import best_steps, to_prune
 from llmx.checkpoint.storage import leave_mark, marks_seen, remove_mark, storage_leaders
 from tests.checkpoint_saves import (
     choose_steps,

@@ -18,15 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 from llmx.checkpoint import commit
 from llmx.checkpoint.disk import Disk
+from llmx.checkpoint.export.model import vocabulary_names, write_config
 from llmx.checkpoint.fragments import fragment_key
 from llmx.checkpoint.manifest import make_manifest, rank_file
+from llmx.checkpoint.state.values import buffer_table, parameter_table
 from llmx.checkpoint.tensors import Fragment
 from llmx.errors import ConfigError, LlmxError
 from llmx.export import export, main
 from llmx.models.conversion import effective_conversions
 from llmx.rundir import RunDir
-from llmx.train.export import vocabulary_names, write_config
-from llmx.train.state_values import buffer_table, parameter_table
 from tests.checkpoint_saves import flip_bit, tree
 
 VOCABULARY, PADDED = 50, 64

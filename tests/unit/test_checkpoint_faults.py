@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint import choose, commit, pointers
+from llmx.checkpoint import commit, pointers
+from llmx.checkpoint import selection as choose
 from tests.checkpoint_saves import (
     Fault,
     FaultyDisk,

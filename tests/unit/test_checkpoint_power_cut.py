@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmx.checkpoint import choose, commit, pointers
+from llmx.checkpoint import commit, pointers
+from llmx.checkpoint import selection as choose
 from tests.checkpoint_saves import Fault, FaultyDisk, choose_steps, restart, save, tree
 from tests.power_cut import Call, RecordingDisk, materialise, states_after
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from llmx.checkpoint.choose import list_steps
 from llmx.checkpoint.manifest import digest_bytes, make_manifest
+from llmx.checkpoint.selection import list_steps
 from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.journal import write_resume
 from llmx.launch.supervision.log import RunLog

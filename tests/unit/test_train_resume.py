@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from llmx.checkpoint.commit import begin
+from llmx.checkpoint.distributed.topology import Place
+from llmx.checkpoint.distributed.transfer import _publish, own_files_suffice
 from llmx.errors import ConfigError
 from llmx.metrics.lines import read_metrics
 from llmx.train.metrics import MetricsWriter, cut_back, lines_until
-from llmx.train.place import Place
 from llmx.train.resume import check_identity, check_samples
 from llmx.train.schedule import RunLength
-from llmx.train.state_exchange import _publish, own_files_suffice
 
 
 def line(kind: str, step: int, **more: Any) -> dict[str, Any]:

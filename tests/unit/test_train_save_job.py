@@ -17,25 +17,25 @@ import torch
 import torch.distributed as dist
 
 from llmx.checkpoint import commit
-from llmx.checkpoint.choose import list_steps, newest_usable, usable
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.disk import Disk
+from llmx.checkpoint.distributed.topology import find_place
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
+from llmx.checkpoint.save import job as save_job
+from llmx.checkpoint.save.job import SaveFailed, SaveJob
+from llmx.checkpoint.selection import list_steps, newest_usable, usable
+from llmx.checkpoint.state.engine_state import StateTensor
+from llmx.checkpoint.state.hashing import combine, lanes
 from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
 from llmx.rundir import RunDir, read_json, write_json
-from llmx.train import save_job
 from llmx.train import saver as saver_module
-from llmx.train.agreement import Agreement, Flags
-from llmx.train.engine_state import StateTensor
+from llmx.train.consensus import Agreement, Flags
 from llmx.train.metrics import MetricsWriter
-from llmx.train.place import find_place
 from llmx.train.resume import Start, begin
-from llmx.train.save_job import SaveFailed, SaveJob
 from llmx.train.signals import ShutdownRequest
-from llmx.train.state_hash import combine, lanes
 from llmx.train.status import RankStatus
 from tests.resumed_runs import events
 from tests.rundirs import experiment

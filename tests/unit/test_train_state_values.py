@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llmx.checkpoint.fragments import BUFFER, FragmentIndex
-from llmx.errors import ConfigError
-from llmx.train.engine_state import _fill, share
-from llmx.train.state_layout import UnsavableState, state_layout
-from llmx.train.state_pieces import Fixed, Owner
-from llmx.train.state_values import (
+from llmx.checkpoint.state.engine_state import _fill, share
+from llmx.checkpoint.state.layout import UnsavableState, state_layout
+from llmx.checkpoint.state.pieces import Fixed, Owner
+from llmx.checkpoint.state.values import (
     buffer_table,
     check_kind,
     check_states,
@@ -32,6 +31,7 @@ from llmx.train.state_values import (
     write_loss_scaler,
     write_scalars,
 )
+from llmx.errors import ConfigError
 
 
 class Tied(nn.Module):

@@ -14,7 +14,6 @@ import shutil
 import threading
 from pathlib import Path
 
-from llmx.checkpoint.choose import newest_usable, verify
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import (
     MANIFEST,
@@ -25,6 +24,7 @@ from llmx.checkpoint.manifest import (
     step_name,
 )
 from llmx.checkpoint.pointers import PINNED, pin, pinned
+from llmx.checkpoint.selection import newest_usable, verify
 from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection
 from llmx.launch.spec import LaunchSpec

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.errors import ConfigError
-from llmx.models.parameters import persistent_buffers, whole_shape
-from llmx.train.loss_scale import loss_scaler
-from llmx.train.state_pieces import (
+from llmx.checkpoint.state.pieces import (
     Owner,
     is_scalar,
     states_of_another_shape,
     wrong_states,
 )
+from llmx.errors import ConfigError
+from llmx.models.parameters import persistent_buffers, whole_shape
+from llmx.train.loss_scale import loss_scaler
 
 KINDS = {
     "AdamW": "adamw",

@@ -2,7 +2,7 @@
 
 Fused experts apart, names of the Hub; without an engine and without a GPU. Used by
 ``python -m llmx export RUN_DIR`` for architectures that transformers converts; all others are
-written without torch (``llmx.checkpoint.weights``).
+written without torch (``llmx.checkpoint.export.weights``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmx.checkpoint.export.model import Shards
+from llmx.checkpoint.export.weights import Weight, pieces
 from llmx.checkpoint.fragments import FragmentIndex
-from llmx.checkpoint.weights import Weight, pieces
 from llmx.models.conversion import (
     WholeShapes,
     conversions_in_words,
     convert_export,
     plan_export,
 )
-from llmx.train.export import Shards
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Of safetensors' names; what is not floating point comes out of numpy as it is."""

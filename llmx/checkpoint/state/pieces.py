@@ -1,7 +1,8 @@
 """What a rank holds of a model's state: tensors of the optimizer, and pieces of parameters in them.
 
 Live memory, or DeepSpeed's swap files; named as in ``module.named_parameters()``. Made by
-``llmx.train.state_layout``. Tried by ``python -m pytest tests/unit/test_train_state_values.py``.
+``llmx.checkpoint.state.layout``. Tried by
+``python -m pytest tests/unit/test_train_state_values.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from llmx.checkpoint.fragments import MASTER
+from llmx.checkpoint.state.swap import SwappedGroup
 from llmx.errors import ConfigError
-from llmx.train.state_swap import SwappedGroup
 
 
 @dataclass(frozen=True)

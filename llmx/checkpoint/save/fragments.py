@@ -12,13 +12,13 @@ import torch
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER
 from llmx.checkpoint.manifest import CheckpointError, FileEntry
+from llmx.checkpoint.state.engine_state import StateTensor
+from llmx.checkpoint.state.hashing import combine, lanes
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
-from llmx.train.engine_state import StateTensor
-from llmx.train.state_hash import combine, lanes
 
 WEIGHTS = (MASTER, FROZEN)
 Sums = dict[str, list[int]]
-"""Parameter -> two sums over the elements of one rank (``llmx.train.state_hash``)."""
+"""Parameter -> two sums over the elements of one rank (``llmx.checkpoint.state.hashing``)."""
 
 
 def specs_of(fragments: Sequence[StateTensor]) -> list[TensorSpec]:
@@ -56,7 +56,7 @@ def write_fragments(
 
 
 def hash_of_weights(parameters: Mapping[str, Mapping[str, Any]], sums: Sequence[Sums]) -> str:
-    """32 hexadecimal digits, as ``llmx.train.engine_state.weights_hash`` says them.
+    """32 hexadecimal digits, as ``llmx.checkpoint.state.engine_state.weights_hash`` says them.
 
     Args:
         parameters: ``state.json``'s table.

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from llmx.train.engine_state import StateTensor
+from llmx.checkpoint.state.engine_state import StateTensor
 
 BLOCK_BYTES = 64 * 2**20
 """Page-locked at a time: PyTorch rounds such a request up to a power of two."""

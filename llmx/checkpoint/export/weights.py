@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmx.checkpoint.disk import DISK, Disk, write_file
-from llmx.checkpoint.dtypes import convert, converted, num_infinite
+from llmx.checkpoint.export.dtypes import convert, converted, num_infinite
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.tensor_file import NUMPY

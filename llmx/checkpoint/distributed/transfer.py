@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.choose import Verdict
 from llmx.checkpoint.commit import begin, committed_dir, partial_dir, publish
-from llmx.checkpoint.incoming import Incoming
+from llmx.checkpoint.distributed.topology import Place, exchange
 from llmx.checkpoint.manifest import MANIFEST, CheckpointError, rank_file
-from llmx.train.place import Place, exchange
+from llmx.checkpoint.received_file import Incoming
+from llmx.checkpoint.selection import Verdict
 
 CHUNK_BYTES = 32 * 2**20
 TIMEOUT = timedelta(hours=6)

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmx.checkpoint import commit
+from llmx.checkpoint.distributed.topology import Place, exchange
 from llmx.checkpoint.fragments import check_cover, cover_of
 from llmx.checkpoint.manifest import STATE, FileEntry, Manifest, make_manifest, rank_file
+from llmx.checkpoint.save.fragments import Sums, hash_of_weights, specs_of, write_fragments
+from llmx.checkpoint.state.engine_state import StateTensor
 from llmx.checkpoint.tensors import TensorSpec, TensorWriter
+from llmx.checkpoint.tidy import look_around, tidy
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError
-from llmx.train.engine_state import StateTensor
-from llmx.train.place import Place, exchange
 from llmx.train.save_files import state_text
-from llmx.train.save_fragments import Sums, hash_of_weights, specs_of, write_fragments
-from llmx.train.save_tidy import look_around, tidy
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

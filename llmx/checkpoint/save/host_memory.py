@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llmx.train.place import exchange
+from llmx.checkpoint.distributed.topology import exchange
 
 RESERVE = 0.2
 """Part of the free memory that a copy of the state never takes."""

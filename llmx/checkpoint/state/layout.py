@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from llmx.checkpoint.state.pieces import Fixed, Owner, Piece
+from llmx.checkpoint.state.swap import swapped_group
 from llmx.errors import ConfigError
 from llmx.models.parameters import persistent_buffers
-from llmx.train.state_pieces import Fixed, Owner, Piece
-from llmx.train.state_swap import swapped_group
 
 
 @dataclass(frozen=True)

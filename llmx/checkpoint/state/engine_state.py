@@ -14,13 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
-from llmx.models.conversion import effective_conversions
-from llmx.train.engine import Engine
-from llmx.train.state_hash import hash_parts
-from llmx.train.state_layout import StateLayout, UnsavableState, state_layout
-from llmx.train.state_pieces import Fixed, Owner, Piece
-from llmx.train.state_refresh import before_restore, refresh_model
-from llmx.train.state_values import (
+from llmx.checkpoint.state.hashing import hash_parts
+from llmx.checkpoint.state.layout import StateLayout, UnsavableState, state_layout
+from llmx.checkpoint.state.pieces import Fixed, Owner, Piece
+from llmx.checkpoint.state.refresh import before_restore, refresh_model
+from llmx.checkpoint.state.values import (
     Table,
     buffer_table,
     check_kind,
@@ -35,6 +33,8 @@ from llmx.train.state_values import (
     write_loss_scaler,
     write_scalars,
 )
+from llmx.models.conversion import effective_conversions
+from llmx.train.engine import Engine
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -168,7 +168,7 @@ def weights_hash(engine: Engine) -> str | None:
     """32 hexadecimal digits for all weights at full precision. Collective.
 
     The same for the same weights on any number of ranks, at any ZeRO stage
-    (``llmx.train.state_hash``). None where the state cannot be read (``UnsavableState``).
+    (``llmx.checkpoint.state.hashing``). None where the state cannot be read (``UnsavableState``).
     """
     try:
         layout = saved_layout(engine)
