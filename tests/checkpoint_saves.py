@@ -19,8 +19,8 @@ from llmx.checkpoint import commit, pointers
 from llmx.checkpoint import selection as choose
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
-from llmx.checkpoint.holdings import holdings, removals
 from llmx.checkpoint.manifest import FileEntry, Manifest, make_manifest, rank_file
+from llmx.checkpoint.retention import holdings, removals
 from llmx.checkpoint.tensors import Fragment
 
 NUM_ELEMENTS = 24

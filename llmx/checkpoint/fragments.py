@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.tensor_file import TensorFile
-from llmx.checkpoint.tensors import ITEM_BYTES, TensorSpec, as_bytes
+from llmx.checkpoint.tensors import ITEM_BYTES, TensorFile, TensorSpec, as_bytes
 
 MASTER, FROZEN, BUFFER = "master", "frozen", "buffer"
 

@@ -1,9 +1,25 @@
-"""Which checkpoints stay. Pure."""
+"""The retention policy: which checkpoints stay, and how the others are removed after a commit.
+
+``to_prune`` is the policy of ``checkpoint.keep``. Over several storages a crash while old
+checkpoints were removed may leave files of one on some hosts; these must not stand in for a
+complete one, so each storage makes an ``Inventory`` of names (nothing is hashed), the ranks
+gather them, and ``apply_retention`` does the same everywhere.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmx.checkpoint import commit, pointers
+from llmx.checkpoint.commit import committed_dir
+from llmx.checkpoint.manifest import STATE, Manifest, read_manifest
+from llmx.checkpoint.selection import lies_here, list_steps
+from llmx.config import CheckpointConfig
+from llmx.rundir import read_json
 
 
 def to_prune(
@@ -47,3 +63,133 @@ def best_steps(
         if value is not None and math.isfinite(value):
             values[step] = -value if mode == "max" else value
     return sorted(values, key=lambda step: (values[step], step))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one storage holds of one checkpoint."""
+
+    digest: str
+    """Of the manifest."""
+    here: frozenset[str]
+    wanted: frozenset[str]
+    """All files of the manifest."""
+
+
+def holdings(checkpoints: Path) -> dict[int, Part | None]:
+    """Step -> what lies here of it; None where its manifest cannot be read."""
+    found: dict[int, Part | None] = {}
+    for step in list_steps(checkpoints):
+        directory = committed_dir(checkpoints, step)
+        manifest = read_manifest(directory)
+        found[step] = None
+        if isinstance(manifest, Manifest):
+            here = frozenset(name for name in manifest.files if lies_here(directory / name))
+            found[step] = Part(manifest.digest, here, frozenset(manifest.files))
+    return found
+
+
+def complete_steps(storages: Sequence[Mapping[int, Part | None]]) -> list[int]:
+    """Steps of which every file is on one storage or another, under one manifest."""
+    complete = []
+    for step in sorted({step for storage in storages for step in storage}):
+        parts = [part for storage in storages if (part := storage.get(step)) is not None]
+        together = frozenset[str]().union(*(part.here for part in parts))
+        if len({part.digest for part in parts}) == 1 and parts[0].wanted <= together:
+            complete.append(step)
+    return complete
+
+
+def removals(
+    storages: Sequence[Mapping[int, Part | None]],
+    *,
+    step: int,
+    damaged: Collection[int],
+    last: int,
+    best: int,
+    every: int,
+    metrics: Mapping[int, float | None],
+    mode: str,
+) -> tuple[list[int], int | None]:
+    """What goes once ``step`` is committed, the same on every storage; and the best of the rest.
+
+    Args:
+        step: later ones are of a past that was given up: the run was sent back.
+        damaged: neither counted nor removed.
+        last, best, every, metrics, mode: see ``llmx.checkpoint.retention``.
+    """
+
+    def out_of_keep(steps: Collection[int]) -> set[int]:
+        return set(to_prune(steps, last=last, best=best, every=every, metrics=metrics, mode=mode))
+
+    there = {each for storage in storages for each in storage} - set(damaged)
+    complete = {each for each in complete_steps(storages) if each in there and each <= step}
+    later = {each for each in there if each > step}
+    gone = later | out_of_keep(complete)
+    # Parts do not take the place of a whole one, and go when their turn comes.
+    gone |= out_of_keep(there - later) - complete
+    ranked = best_steps(complete, metrics, mode=mode)
+    return sorted(gone), ranked[0] if ranked else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one storage holds."""
+
+    parts: Mapping[int, Part | None]
+    metrics: Mapping[int, float | None]
+    """Step -> the value that the checkpoint was saved with, where it has one."""
+    pinned: frozenset[int]
+    """Steps that are being copied elsewhere."""
+
+
+def look_around(checkpoints: Path, *, metric: str) -> Found:
+    """Names and small files only: nothing is hashed."""
+    parts = holdings(checkpoints)
+    pins = frozenset(pointers.pinned(checkpoints))
+    return Found(parts, metrics_of(checkpoints, parts, name=metric), pins)
+
+
+def tidy(
+    checkpoints: Path,
+    found: Sequence[Found | None],
+    step: int,
+    *,
+    damaged: Collection[int],
+    config: CheckpointConfig,
+) -> None:
+    """Set ``latest`` and ``best`` and remove the rest, on this storage.
+
+    Args:
+        found: by rank, of those that lead a storage.
+        step: the one that was committed just now.
+    """
+    keep, storages = config.keep, [each for each in found if each is not None]
+    pointers.set_pointer(checkpoints, pointers.LATEST, step)
+    gone, best = removals(
+        [storage.parts for storage in storages],
+        step=step,
+        damaged=damaged,
+        last=keep.last,
+        best=keep.best,
+        every=keep.every,
+        metrics={at: value for storage in storages for at, value in storage.metrics.items()},
+        mode=config.mode,
+    )
+    if keep.best and best is not None:
+        pointers.set_pointer(checkpoints, pointers.BEST, best)
+    # A past that was given up goes even where it is pinned: it must not be taken for the newest.
+    pins = {at for storage in storages for at in storage.pinned if at <= step}
+    commit.prune(checkpoints, [at for at in gone if at not in pins])
+
+
+def metrics_of(checkpoints: Path, steps: Iterable[int], *, name: str) -> dict[int, float | None]:
+    """Step -> the value of ``name`` that each checkpoint was saved with, where it has one."""
+    values: dict[int, float | None] = {}
+    for step in steps:
+        with contextlib.suppress(OSError, ValueError):
+            path = commit.committed_dir(checkpoints, step) / STATE
+            metric = read_json(path).get("metric") or {}
+            if metric.get("name") == name:
+                values[step] = metric["value"]
+    return values

@@ -1,8 +1,9 @@
 """When the training state is saved, and what training waits for.
 
 At a boundary between two steps the state is copied to host memory and a thread writes it
-(``llmx.checkpoint.save.job``) while training goes on; where memory does not allow a copy, training
-waits for the disk. Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
+(``llmx.checkpoint.save``) while training continues; where memory does not allow a copy, training
+blocks until the disk has it. Tried by ``python -m pytest -m deepspeed
+tests/integration/test_resume.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from llmx.checkpoint.distributed.topology import Place, exchange
-from llmx.checkpoint.save.host_copies import HostCopies
-from llmx.checkpoint.save.host_memory import fits
+from llmx.checkpoint.save.host_copies import HostCopies, fits
 from llmx.checkpoint.save.job import SaveFailed, SaveJob
 from llmx.checkpoint.state.engine_state import capture
 from llmx.checkpoint.state.layout import state_layout
@@ -29,9 +29,58 @@ from llmx.train.engine import Engine
 from llmx.train.metrics import MetricsWriter
 from llmx.train.resume import Start
 from llmx.train.save_files import Progress, small_files, state_of
-from llmx.train.save_report import SaveReport
 from llmx.train.signals import ShutdownRequest, exit_interrupted
 from llmx.train.status import RankStatus
+
+
+class SaveReport:
+    """Used on all ranks; only rank 0's is heard."""
+
+    def __init__(self, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
+        self._metrics = metrics
+        self._say = say
+
+    def saved(self, job: SaveJob, reason: str) -> None:
+        """A checkpoint is committed."""
+        self._metrics.event(
+            "saved",
+            step=job.step,
+            reason=reason,
+            stall_s=round(job.stall_s, 4),
+            background_s=round(job.background_s, 4),
+            bytes=job.num_bytes,
+        )
+        self._say(
+            f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
+            f"{job.stall_s + job.background_s:.1f} s; training waited {job.stall_s:.2f} s"
+        )
+        if job.warning:
+            self._say(f"WARNING: older checkpoints could not be removed: {job.warning}")
+
+    def failed(self, job: SaveJob, *, last: int | None) -> None:
+        """A checkpoint was given up. ``last``: the step of the one that stands."""
+        self._metrics.event("save_failed", step=job.step, reason=str(job.error))
+        stands = "there is none yet" if last is None else f"the newest one is of step {last}"
+        self._say(
+            f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
+            f"continues; {stands}."
+        )
+
+    def passed_over(self, step: int) -> None:
+        """One was due while the one before was being written."""
+        self._metrics.event("passed_over", step=step)
+        self._say(
+            f"WARNING: no checkpoint at step {step}: the one before it is still being written. The "
+            "disk is slower than checkpoint.every_steps asks for."
+        )
+
+    def in_foreground(self) -> None:
+        """A copy of the state does not fit."""
+        self._say(
+            "checkpoints are written while training waits: a host's free memory does not hold a "
+            "copy of the state (checkpoint.background=always insists)"
+        )
+
 
 PATIENCE_S = 10.0
 """Training waits so long for the last checkpoint when the next one is due, but not twice in a

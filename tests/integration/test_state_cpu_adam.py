@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmx.checkpoint.state.pieces import Owner
+from llmx.checkpoint.state.layout import Owner
 from llmx.checkpoint.state.values import read_scalars, replay_cpu_adam, write_scalars
 
 pytestmark = pytest.mark.deepspeed

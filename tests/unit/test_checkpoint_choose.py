@@ -11,7 +11,12 @@ import pytest
 
 from llmx.checkpoint import commit, pointers
 from llmx.checkpoint import selection as choose
-from llmx.checkpoint.holdings import complete_steps, holdings, removals
+from llmx.checkpoint.distributed.topology import (
+    leave_mark,
+    marks_seen,
+    remove_mark,
+    storage_leaders,
+)
 from llmx.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
@@ -23,8 +28,7 @@ from llmx.checkpoint.manifest import (
     step_of,
 )
 from llmx.checkpoint.received_file import Incoming
-from llmx.checkpoint.retention import best_steps, to_prune
-from llmx.checkpoint.storage import leave_mark, marks_seen, remove_mark, storage_leaders
+from llmx.checkpoint.retention import best_steps, complete_steps, holdings, removals, to_prune
 from tests.checkpoint_saves import (
     choose_steps,
     flip_bit,

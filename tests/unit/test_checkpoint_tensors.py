@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from llmx.checkpoint.export.dtypes import convert, num_infinite
 from llmx.checkpoint.fragments import FragmentIndex, check_cover, cover_of, fragment_key, parse_key
 from llmx.checkpoint.manifest import CheckpointError, digest_bytes
-from llmx.checkpoint.tensor_file import TensorFile
-from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter, write_tensors
+from llmx.checkpoint.tensors import Fragment, TensorFile, TensorSpec, TensorWriter, write_tensors
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
          "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip

@@ -17,8 +17,7 @@ from torch import nn
 
 from llmx.checkpoint.fragments import BUFFER, FragmentIndex
 from llmx.checkpoint.state.engine_state import _fill, share
-from llmx.checkpoint.state.layout import UnsavableState, state_layout
-from llmx.checkpoint.state.pieces import Fixed, Owner
+from llmx.checkpoint.state.layout import Fixed, Owner, UnsavableState, state_layout
 from llmx.checkpoint.state.values import (
     buffer_table,
     check_kind,

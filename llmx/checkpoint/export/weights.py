@@ -19,8 +19,7 @@ from llmx.checkpoint.disk import DISK, Disk, write_file
 from llmx.checkpoint.export.dtypes import convert, converted, num_infinite
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.tensor_file import NUMPY
-from llmx.checkpoint.tensors import ITEM_BYTES, Fragment, TensorSpec, TensorWriter
+from llmx.checkpoint.tensors import ITEM_BYTES, NUMPY, Fragment, TensorSpec, TensorWriter
 
 SHARD_BYTES = 2 * 2**30
 PIECE_ELEMENTS = 4 * 2**20

@@ -15,8 +15,14 @@ import torch
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
 from llmx.checkpoint.state.hashing import hash_parts
-from llmx.checkpoint.state.layout import StateLayout, UnsavableState, state_layout
-from llmx.checkpoint.state.pieces import Fixed, Owner, Piece
+from llmx.checkpoint.state.layout import (
+    Fixed,
+    Owner,
+    Piece,
+    StateLayout,
+    UnsavableState,
+    state_layout,
+)
 from llmx.checkpoint.state.refresh import before_restore, refresh_model
 from llmx.checkpoint.state.values import (
     Table,

@@ -1,22 +1,168 @@
-"""Where DeepSpeed keeps each parameter's master value: which elements, on which rank.
+"""What a rank holds of a model's state, and where DeepSpeed keeps it.
 
-Every wrapper of an optimizer lays them out in its own way; here each becomes a list of
-``Piece``s, named as in ``module.named_parameters()`` and without padding. Tried by
-``python -m pytest -m deepspeed tests/integration/test_state_resume.py``.
+Every wrapper of an optimizer lays out the fp32 master values in its own way; here each becomes a
+list of ``Piece``s, named as in ``module.named_parameters()`` and without padding. They are views
+of live memory, or of DeepSpeed's swap files (``offload_optimizer=nvme``). Tried by
+``python -m pytest tests/unit/test_train_state_values.py`` and ``python -m pytest -m deepspeed
+tests/integration/test_state_resume.py tests/integration/test_state_nvme.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from llmx.checkpoint.state.pieces import Fixed, Owner, Piece
-from llmx.checkpoint.state.swap import swapped_group
+from llmx.checkpoint.fragments import MASTER
 from llmx.errors import ConfigError
 from llmx.models.parameters import persistent_buffers
+
+
+@dataclass(frozen=True)
+class SwappedGroup:
+    """One sub-group of ZeRO-3 that is swapped out."""
+
+    optimizer: Any
+    """DeepSpeed's ZeRO-3 optimizer."""
+    number: int
+
+    def mapped(self) -> dict[str, torch.Tensor]:
+        """``master`` and the optimizer's states, as files mapped into memory.
+
+        Good until the next step: copy them before.
+        """
+        master, *states = self._info.tensors
+        found = {MASTER: self._map(master.swap_path)}
+        for state in states:
+            # "exp_avg-<sub-group>", see _get_state_tensors in DeepSpeed's optimizer_utils.py.
+            key = state.compute_tensor.ds_id.removesuffix(f"-{self._flat.ds_id}")
+            found[key] = self._map(state.swap_path)
+        return found
+
+    def _map(self, path: str) -> torch.Tensor:
+        size = self.optimizer.fp16_partitioned_groups_flat_numel[self.number]
+        return torch.from_file(path, shared=False, size=size, dtype=self._info.dtype())
+
+    @contextlib.contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Inside, the sub-group is in memory; then it and the model's parameters are written."""
+        self.optimizer._optimizer_states_and_gradient_swap_in(self.number)
+        yield
+        self.optimizer._reassign_or_swap_out_partitioned_parameters(self.number)
+        self.optimizer._optimizer_states_and_gradient_swap_out(self.number)
+
+    @property
+    def _flat(self) -> Any:
+        return self.optimizer.fp32_partitioned_groups_flat[self.number]
+
+    @property
+    def _info(self) -> Any:
+        return self.optimizer.optimizer_swapper.swap_params_info[self._flat.ds_id]
+
+
+def swapped_group(optimizer: Any, number: int) -> SwappedGroup | None:
+    """A sub-group of ZeRO-3 that lies in files; None where it is in memory (a small one is)."""
+    if optimizer._swappable_optimizer_subgroup(number):
+        return SwappedGroup(optimizer, number)
+    return None
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A tensor that the optimizer updates: one parameter, or many in a flat buffer."""
+
+    tensor: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    """The one with this tensor's states."""
+    swap: SwappedGroup | None = None
+    """Where its values lie while the optimizer is not at work, if not in memory."""
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """``master`` and what the optimizer keeps for each element, each flat. Live memory.
+
+        Raises ConfigError for a state that is neither one value an element nor a number
+        (``check_states`` says so before training).
+        """
+        if self.swap is not None:
+            return self.swap.mapped()
+        kept = self.optimizer.state.get(self.tensor, {})
+        if wrong := states_of_another_shape(kept, self.tensor):
+            raise wrong_states(self.optimizer, wrong)
+        states = {
+            key: value.detach().view(-1)
+            for key, value in kept.items()
+            if torch.is_tensor(value) and not is_scalar(key, value)
+        }
+        return {MASTER: self.tensor.detach().view(-1), **states}
+
+
+def states_of_another_shape(states: dict[str, Any], tensor: torch.Tensor) -> dict[str, list[int]]:
+    """Name -> shape of the states of ``tensor`` that are neither of its shape nor a number."""
+    return {
+        key: list(value.shape)
+        for key, value in states.items()
+        if torch.is_tensor(value) and not is_scalar(key, value) and value.shape != tensor.shape
+    }
+
+
+def wrong_states(optimizer: torch.optim.Optimizer, wrong: dict[str, list[int]]) -> ConfigError:
+    """Of an optimizer whose states cannot be cut and put together again."""
+    found = ", ".join(f"{key} of shape {shape}" for key, shape in wrong.items())
+    return ConfigError(
+        f"{type(optimizer).__name__} keeps states that are not one value for each element of a "
+        f"parameter ({found}). ZeRO cuts parameters into flat parts and checkpoints follow it, so "
+        "such states would be lost. Set optim.kind=adamw."
+    )
+
+
+def is_scalar(key: str, value: Any) -> bool:
+    """A number, or a tensor of one number as torch keeps its step counts."""
+    if torch.is_tensor(value):
+        return value.dim() == 0 and (key == "step" or not value.is_floating_point())
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, start + length)`` of one trained parameter that lie on this rank."""
+
+    name: str
+    start: int
+    length: int
+    owner: Owner
+    offset: int
+    """Where they begin in the flattened owner."""
+
+    def part(self, first: int, last: int) -> Piece:
+        """Elements ``[first, last)`` of this piece."""
+        return replace(
+            self, start=self.start + first, length=last - first, offset=self.offset + first
+        )
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements of the flattened owner, or of one of its states."""
+        return flat[self.offset : self.offset + self.length]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Elements ``[start, start + length)`` of what is not trained: a parameter or a buffer."""
+
+    name: str
+    start: int
+    values: torch.Tensor
+    """A 1-D view of live memory."""
+
+    @property
+    def length(self) -> int:
+        return len(self.values)
+
+    def part(self, first: int, last: int) -> Fixed:
+        """Elements ``[first, last)`` of it."""
+        return Fixed(self.name, self.start + first, self.values[first:last])
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.checkpoint.state.pieces import (
-    Owner,
-    is_scalar,
-    states_of_another_shape,
-    wrong_states,
-)
+from llmx.checkpoint.state.layout import Owner, is_scalar, states_of_another_shape, wrong_states
 from llmx.errors import ConfigError
 from llmx.models.parameters import persistent_buffers, whole_shape
 from llmx.train.loss_scale import loss_scaler
