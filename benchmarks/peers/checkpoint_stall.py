@@ -23,7 +23,7 @@ from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.train.batches import make_step
 from llmx.train.consensus import Flags
-from llmx.train.engine import join_process_group
+from llmx.train.engine.process_group import join_process_group
 from llmx.train.loop import train_step
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session

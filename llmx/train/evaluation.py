@@ -15,7 +15,7 @@ from llmx.data import collate
 from llmx.plan.types import BatchPlan
 from llmx.tasks import Mean, Task
 from llmx.train.batches import Layout
-from llmx.train.engine import Engine
+from llmx.train.engine.build import Engine
 
 
 def slices(num_samples: int, *, micro_batches: tuple[int, ...], rank: int) -> list[range]:

@@ -26,7 +26,7 @@ from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.completions import complete_eval_prompts
 from llmx.train.divergence import Diverged
-from llmx.train.engine import Engine
+from llmx.train.engine.build import Engine
 from llmx.train.evaluation import evaluate as evaluate_task
 from llmx.train.random import seed_step
 from llmx.train.resume import Start

@@ -27,7 +27,7 @@ from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.text import plural
 from llmx.train.divergence import SPIKE_WINDOW
-from llmx.train.engine import Engine
+from llmx.train.engine.build import Engine
 from llmx.train.metrics import lines_until
 from llmx.train.schedule import RunLength
 

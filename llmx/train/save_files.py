@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from llmx.checkpoint.state.engine_state import state_values
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.train.divergence import NonFiniteWatch
-from llmx.train.engine import Engine
+from llmx.train.engine.build import Engine
 from llmx.train.schedule import RunLength
 
 
@@ -58,11 +57,6 @@ def state_of(
         "time": time.time(),
         "reason": reason,
     }
-
-
-def state_text(state: Any) -> str:
-    """``state.json``."""
-    return json.dumps(state, indent=1, ensure_ascii=False) + "\n"
 
 
 def small_files(run_dir: RunDir, engine: Engine, tokenizer: Any) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from llmx.rundir import RunDir
 from llmx.tasks import Task, task_of
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.consensus import Agreement
-from llmx.train.engine import Engine, build_engine
+from llmx.train.engine.build import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, cut_back
 from llmx.train.resume import Start, begin, check_samples, identity, restore_from

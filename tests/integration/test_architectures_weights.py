@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from llmx.checkpoint.export import model as exporting
+from llmx.checkpoint.export.shards import ShardWriter
+from llmx.checkpoint.state.buffers import whole_tensor
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.experts import Routing
@@ -82,11 +84,11 @@ def test_weights_are_loaded_and_written_as_transformers_does(kind: str, tmp_path
 def write(model: Any, directory: Path) -> None:
     size = model.config.get_text_config().vocab_size
     directory.mkdir()
-    shards = exporting.Shards(directory, shard_bytes=exporting.SHARD_BYTES)
+    shards = ShardWriter(directory)
     for name, tensor in exporting._as_files_have_it(
         model, vocab_size=size, padded=size, wanted=True
     ):
-        shards.add(name, tensor)
+        shards.add(whole_tensor(name, tensor.detach().clone()))
     shards.finish()
     model.config.save_pretrained(directory)
 

@@ -34,9 +34,9 @@ from llmx.plan import make_plan
 from llmx.plan.memory import step_bytes
 from llmx.train.batches import Layout, make_step
 from llmx.train.divergence import NonFiniteWatch
-from llmx.train.engine import Engine, join_process_group
+from llmx.train.engine.build import Engine, whole_weights
+from llmx.train.engine.process_group import join_process_group
 from llmx.train.loop import train_step
-from llmx.train.whole_weights import whole_weights
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, train

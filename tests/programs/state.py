@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-import llmx.train.engine as engine_module
+import llmx.train.engine.build as engine_module
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.state.engine_state import (
     capture,
@@ -41,7 +41,8 @@ from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, make_step
-from llmx.train.engine import Engine, build_engine, join_process_group
+from llmx.train.engine.build import Engine, build_engine
+from llmx.train.engine.process_group import join_process_group
 from llmx.train.loop import train_step, weighed
 from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at

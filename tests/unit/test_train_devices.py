@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmx.errors import ConfigError
-from llmx.train import devices
-from llmx.train.devices import Gpus, check_quantized_gradients, choose_gpu, gpu_index
+from llmx.train.engine import process_group as devices
+from llmx.train.engine.process_group import Gpus, check_quantized_gradients, choose_gpu, gpu_index
 from tests.composing import composed
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")

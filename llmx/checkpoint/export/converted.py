@@ -7,26 +7,22 @@ written without torch (``llmx.checkpoint.export.weights``).
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from llmx.checkpoint.export.model import Shards
+from llmx.checkpoint.export.shards import ShardWriter
 from llmx.checkpoint.export.weights import Weight, pieces
 from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.state.buffers import TORCH_DTYPES, whole_tensor
 from llmx.models.conversion import (
     WholeShapes,
     conversions_in_words,
     convert_export,
     plan_export,
 )
-
-TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-"""Of safetensors' names; what is not floating point comes out of numpy as it is."""
 
 
 def write_converted(
@@ -56,14 +52,14 @@ def write_converted(
     by_name = {weight.name: weight for weight in weights}
     shapes = {weight.name: weight.shape for weight in weights}
     stand_in = WholeShapes(empty, transforms)
-    shards = Shards(directory, shard_bytes=shard_bytes)
-    with torch.no_grad(), _disk_errors():
+    shards = ShardWriter(directory, shard_bytes=shard_bytes)
+    with torch.no_grad():
         for group in plan_export(empty, shapes, transforms):
             values = {
                 name: _whole(by_name[name], index, on_bytes=on_bytes) for _, name in group.sources
             }
             for name, tensor in convert_export(group, values, stand_in).items():
-                shards.add(name, tensor)
+                shards.add(whole_tensor(name, tensor.to("cpu", copy=True)))
         shards.finish()
 
 
@@ -84,22 +80,4 @@ def _whole(
     # A piece is good until the next one is asked for.
     parts = [np.array(piece) for piece in pieces(weight, index, on_bytes)]
     flat = torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.float32))
-    if weight.written in TORCH:
-        flat = flat.view(TORCH[weight.written])
-    elif weight.written == "BOOL":
-        flat = flat.view(torch.bool)
-    return flat.reshape(weight.shape)
-
-
-class _disk_errors:
-    """Turns safetensors' own error into the OSError that it was."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        from safetensors import SafetensorError
-
-        if isinstance(error, SafetensorError):
-            full = "No space left" in str(error) or "os error 28" in str(error)
-            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+    return flat.view(TORCH_DTYPES[weight.written]).reshape(weight.shape)

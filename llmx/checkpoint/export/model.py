@@ -8,7 +8,6 @@ is in memory; checked; and only then moved to its name. Tried by
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import shutil
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
+from llmx.checkpoint.state.buffers import whole_tensor
 from llmx.models.conversion import (
     WholeShapes,
     conversions_to_revert,
@@ -28,7 +29,6 @@ from llmx.models.conversion import (
 from llmx.models.generation_config import write_generation_config
 from llmx.models.parameters import persistent_buffers, whole, whole_shape
 
-SHARD_BYTES = 2 * 2**30
 GATHER_BYTES = 256 * 2**20
 """Parameters gathered together under ZeRO-3: few collectives, bounded memory."""
 
@@ -60,12 +60,14 @@ def export_model(
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    shards = Shards(partial, shard_bytes=shard_bytes)
+    shards = ShardWriter(partial, shard_bytes=shard_bytes)
     for name, tensor in _as_files_have_it(
         model, vocab_size=vocab_size, padded=config.vocab_size, wanted=writes
     ):
-        # Counters and the like among the buffers stay what they are.
-        shards.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        # Counters and the like among the buffers keep their dtype. A copy: the gathered value is
+        # gone with the next one.
+        kept = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        shards.add(whole_tensor(name, kept.detach().to("cpu", copy=True)))
     if not writes:
         return
     shards.finish()
@@ -190,54 +192,6 @@ def _parts(
             part, size = [], 0
     if part:
         yield part
-
-
-class Shards:
-    """Collects tensors on the CPU and writes a file whenever ``shard_bytes`` are together."""
-
-    def __init__(self, directory: Path, *, shard_bytes: int) -> None:
-        self._directory = directory
-        self._limit = shard_bytes
-        self._open: dict[str, torch.Tensor] = {}
-        self._open_bytes = 0
-        self._total = 0
-        self._files: list[tuple[Path, list[str]]] = []
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._open and self._open_bytes + size > self._limit:
-            self._write()
-        # A copy of its own: the gathered value is gone with the next one.
-        self._open[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._open_bytes += size
-        self._total += size
-
-    def finish(self) -> None:
-        """Write the rest, give the files their names, and the index if there are several."""
-        self._write()
-        count = len(self._files)
-        weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self._files, start=1):
-            file = "model.safetensors"
-            if count > 1:
-                file = f"model-{number:05d}-of-{count:05d}.safetensors"
-            path.chmod(0o644)  # safetensors makes its files for the owner alone
-            path.rename(self._directory / file)
-            weight_map.update(dict.fromkeys(names, file))
-        if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            text = json.dumps(index, indent=2) + "\n"
-            (self._directory / "model.safetensors.index.json").write_text(text)
-
-    def _write(self) -> None:
-        from safetensors.torch import save_file
-
-        path = self._directory / f"part-{len(self._files)}.safetensors"
-        save_file(self._open, path, metadata={"format": "pt"})
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-        self._files.append((path, list(self._open)))
-        self._open, self._open_bytes = {}, 0
 
 
 def check_export(directory: Path, model: nn.Module, config: Any) -> None:

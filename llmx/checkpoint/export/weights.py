@@ -1,12 +1,11 @@
-"""The weights of a checkpoint as Hugging Face writes them: whole tensors in safetensors shards.
+"""The weights of a checkpoint as whole tensors for an export.
 
 Read, converted and written a piece at a time: neither a tensor nor a shard is ever whole in
-memory. The bytes are those that ``safetensors`` would write.
+memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from llmx.checkpoint.disk import DISK, Disk, write_file
 from llmx.checkpoint.export.dtypes import convert, converted, num_infinite
+from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.tensors import ITEM_BYTES, NUMPY, Fragment, TensorSpec, TensorWriter
+from llmx.checkpoint.tensors import ITEM_BYTES, NUMPY, Fragment
 
-SHARD_BYTES = 2 * 2**30
 PIECE_ELEMENTS = 4 * 2**20
 """Read, converted and written at a time: 16 MiB of fp32."""
 
@@ -48,10 +46,6 @@ class Weight:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * ITEM_BYTES[self.written]
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.name, self.written, self.num_elements, self.shape)
 
 
 def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) -> list[Weight]:
@@ -88,21 +82,6 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
     ]
 
 
-def split_shards(
-    weights: Sequence[Weight], *, shard_bytes: int = SHARD_BYTES
-) -> list[list[Weight]]:
-    """In the given order, a new shard where the next tensor would not fit."""
-    shards: list[list[Weight]] = []
-    size = 0
-    for weight in weights:
-        if not shards or size + weight.num_bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(weight)
-        size += weight.num_bytes
-    return shards
-
-
 def write_weights(
     directory: Path,
     weights: Sequence[Weight],
@@ -110,9 +89,8 @@ def write_weights(
     *,
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda count: None,
-    disk: Disk = DISK,
-) -> list[Path]:
-    """Write the shards and their index into an existing directory; the files.
+) -> None:
+    """Write the shards and their index into an existing directory.
 
     Args:
         on_bytes: called with the bytes of each piece as it is written.
@@ -121,35 +99,11 @@ def write_weights(
         OSError: the disk is full or broken.
         CheckpointError: a value does not fit the dtype.
     """
-    shards = split_shards(weights, shard_bytes=shard_bytes)
-    count, files = len(shards), []
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if count > 1:
-            file = f"model-{number:05d}-of-{count:05d}.safetensors"
-        by_name = {weight.name: weight for weight in shard}
-        specs = [by_name[name].spec for name in sorted(by_name)]
-        with TensorWriter(directory / file, specs, metadata={"format": "pt"}, disk=disk) as writer:
-            writer.write(
-                Fragment(
-                    spec.key,
-                    spec.dtype,
-                    spec.num_elements,
-                    pieces(by_name[spec.key], index, on_bytes),
-                    spec.shape,
-                )
-                for spec in writer.order
-            )
-        files.append(directory / file)
-        weight_map.update(dict.fromkeys((weight.name for weight in shard), file))
-    if count > 1:
-        total = sum(weight.num_bytes for weight in weights)
-        table = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        path = directory / "model.safetensors.index.json"
-        write_file(disk, path, (json.dumps(table, indent=2) + "\n").encode())
-        files.append(path)
-    return files
+    shards = ShardWriter(directory, shard_bytes=shard_bytes)
+    for weight in weights:
+        values = pieces(weight, index, on_bytes)
+        shards.add(Fragment(weight.name, weight.written, weight.num_elements, values, weight.shape))
+    shards.finish()
 
 
 def pieces(

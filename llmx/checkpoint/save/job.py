@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import threading
@@ -31,12 +32,12 @@ from llmx.checkpoint.manifest import (
     rank_file,
 )
 from llmx.checkpoint.retention import look_around, tidy
+from llmx.checkpoint.state.buffers import as_buffer
 from llmx.checkpoint.state.engine_state import StateTensor
 from llmx.checkpoint.state.hashing import combine, lanes
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError
-from llmx.train.save_files import state_text
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -283,6 +284,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
-def as_buffer(tensor: torch.Tensor) -> Any:
-    """The bytes of a contiguous tensor on the CPU, not copied."""
-    return tensor.contiguous().view(torch.uint8).numpy()
+def state_text(state: Any) -> str:
+    """``state.json``."""
+    return json.dumps(state, indent=1, ensure_ascii=False) + "\n"

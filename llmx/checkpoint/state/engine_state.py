@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
+from llmx.checkpoint.state.buffers import DTYPE_NAMES, TORCH_DTYPES
 from llmx.checkpoint.state.hashing import hash_parts
 from llmx.checkpoint.state.layout import (
     Fixed,
@@ -40,25 +42,28 @@ from llmx.checkpoint.state.values import (
     write_scalars,
 )
 from llmx.models.conversion import effective_conversions
-from llmx.train.engine import Engine
-
-DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""As safetensors calls them."""
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+from llmx.models.model import Model
 
 STAGING_BYTES = 32 * 2**20
 """What is read at a time on the way to a device, or to another dtype."""
+
+
+class Engine(Protocol):
+    """What is read of ``llmx.train.engine.build.Engine``, which this room cannot import."""
+
+    engine: Any
+    """DeepSpeed's."""
+    device: torch.device
+    stage: int
+    precision: str
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def main(self) -> Model: ...
+
+    def is_saved(self, parameter_name: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -264,7 +269,7 @@ def _fill(values: torch.Tensor, index: FragmentIndex, state: str, piece: Piece |
     """Read ``len(values)`` elements of a state, beginning where the piece begins."""
     if not len(values):
         return  # an empty buffer lies in no file
-    stored = _DTYPES[index.dtype(state, piece.name)]
+    stored = TORCH_DTYPES[index.dtype(state, piece.name)]
     if values.device.type == "cpu" and values.dtype == stored:
         index.read_range(state, piece.name, piece.start, piece.start + len(values), _bytes(values))
         return

@@ -14,7 +14,6 @@ from torch import nn
 from llmx.checkpoint.state.layout import Owner, is_scalar, states_of_another_shape, wrong_states
 from llmx.errors import ConfigError
 from llmx.models.parameters import persistent_buffers, whole_shape
-from llmx.train.loss_scale import loss_scaler
 
 KINDS = {
     "AdamW": "adamw",
@@ -203,3 +202,12 @@ def write_counters(engine: Any, counters: dict[str, int]) -> None:
     engine.skipped_steps = counters["skipped_steps"]
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     engine.global_samples = engine.global_steps * engine.train_batch_size()
+
+
+def loss_scaler(engine: Any) -> Any | None:
+    """DeepSpeed's: ``loss_scaler`` under ZeRO, ``loss_scale_config`` at stage 0; None unless
+    fp16."""
+    if not engine.fp16_enabled():
+        return None
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)

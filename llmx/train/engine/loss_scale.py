@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-def loss_scaler(engine: Any) -> Any | None:
-    """DeepSpeed's: ``loss_scaler`` under ZeRO, ``loss_scale_config`` at stage 0; None unless
-    fp16."""
-    if not engine.fp16_enabled():
-        return None
-    optimizer = engine.optimizer
-    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+from llmx.checkpoint.state.values import loss_scaler
 
 
 def grow_after_step(engine: Any) -> None:

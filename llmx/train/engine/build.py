@@ -1,18 +1,14 @@
-"""From an experiment to a DeepSpeed engine: process group, device, model, optimizer.
+"""Networks, optimizer and ``deepspeed.initialize``: the engine that the loop drives.
 
-Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
+Tried by ``python -m pytest -m deepspeed tests/integration/test_train_engines.py
+tests/integration/test_train_export.py``.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import shutil
-import socket
-import warnings
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +16,7 @@ from torch import nn
 
 from llmx.checkpoint.state.refresh import forget_dummy_step
 from llmx.checkpoint.state.values import check_states
-from llmx.config import Experiment, LaunchConfig, OptimConfig
+from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.experts import Routing, gather_experts_together
@@ -40,82 +36,12 @@ from llmx.models.model import (
     ModelSpec,
     NetworksByName,
 )
-from llmx.models.parameters import whole_shape
 from llmx.models.select_attention import select_attention
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
-from llmx.train.devices import check_quantized_gradients, choose_gpu
-from llmx.train.loss_scale import grow_after_step
-
-
-def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeout_s) -> None:
-    """Initialise ``torch.distributed`` (NCCL on CUDA, gloo on CPU) through DeepSpeed.
-
-    ``timeout_s``: of every collective (``launch.comm_timeout_s``); DeepSpeed's own default of 10
-    minutes ends runs whose rank 0 still writes a model.
-
-    DeepSpeed's shared-memory all-reduce for CPU is not used: it is compiled at the first run
-    (about 26 s, with a compiler and ninja on every host), it leaves a 69 MB file a rank in
-    ``/dev/shm``, and its sums depend on it being there.
-    """
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import set_log_level_from_string
-
-    # Its information is about itself; the rank's log is for what the run does.
-    set_log_level_from_string("warning")
-    # DeepSpeed calls collectives by names that torch is about to change: nothing a user can do.
-    warnings.filterwarnings(
-        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
-    )
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads:
-        torch.set_num_threads(int(threads))
-    found = get_accelerator().device_name()
-    if found != plan.accelerator:
-        raise ConfigError(
-            f"The plan is for {plan.accelerator}, DeepSpeed found {found} on this host "
-            f"(DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR', '')!r}). Check the driver and "
-            "CUDA_VISIBLE_DEVICES there, or choose another hardware group."
-        )
-    if plan.accelerator == "cuda":
-        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        # DeepSpeed reads the variable, too.
-        os.environ["LOCAL_RANK"] = str(choose_gpu(plan, rank=rank, local_rank=local_rank))
-    _need_precision(plan.precision)
-    if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
-        deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        auto_mpi_discovery=False,
-        timeout=timedelta(seconds=timeout_s),
-        verbose=False,
-    )
-
-
-def _need_precision(precision: str) -> None:
-    """DeepSpeed would refuse it, too, but only after the model is built."""
-    from deepspeed.accelerator import get_accelerator
-
-    device = get_accelerator()
-    missing = {
-        "fp16": not device.is_fp16_supported(),
-        "bf16": not device.is_bf16_supported(),
-    }
-    if missing.get(precision, False):
-        raise ConfigError(
-            f"precision={precision} is not supported by the {device.device_name()} of host "
-            f"{socket.gethostname()}. Set precision=fp32, or precision=auto with the true "
-            "hardware.devices.*.precisions."
-        )
-
-
-def device_of(plan: Plan) -> torch.device:
-    """The device of this process."""
-    if plan.accelerator == "cuda":
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
+from llmx.train.engine.loss_scale import grow_after_step
+from llmx.train.engine.optimizer import build_optimizer, load_muon_uncompiled
+from llmx.train.engine.process_group import check_quantized_gradients, device_of
 
 
 def seed_everything(exp: Experiment, *, accelerator: str) -> None:
@@ -392,79 +318,22 @@ def _can_fuse(exp: Experiment, model: Model) -> bool:
     return False
 
 
-def load_muon_uncompiled() -> None:
-    """Load DeepSpeed's Muon kernels without compiling them: it loads them to compare types, and
-    ``torch.compile`` would bring in all of inductor, a fifth of the start of a rank. Nothing here
-    uses Muon."""
-    from deepspeed.runtime import compiler
+@contextlib.contextmanager
+def whole_weights(engine: Engine) -> Iterator[None]:
+    """Inside, every rank holds the whole model, gathered once. Collective; without ZeRO-3 nothing
+    happens.
 
-    real = compiler.compile
-    compiler.compile = lambda: lambda function: function
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    except ImportError:
-        return  # a DeepSpeed without them
-    finally:
-        compiler.compile = real
+        with whole_weights(engine):
+            completions = generate(engine, prompts, sampling, seeds=seeds)
 
-
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (biases and norms) do not. Order as in the model."""
-    matrices, vectors = [], []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (matrices if len(whole_shape(parameter)) > 1 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(
-    model: nn.Module, optim: OptimConfig, *, accelerator: str, offloaded: bool = False
-) -> torch.optim.Optimizer:
-    """The optimizer that DeepSpeed wraps. The learning rate is set at every step.
-
-    AdamW is one fused kernel on CUDA, which moves a quarter of the memory, and on the CPU of an
-    offload, where it is eight times as fast. A run on CPU ranks keeps the plain one: its results
-    are those that were recorded.
+    It takes the memory of all weights on every device (2 bytes a parameter in bf16), and saves a
+    gathering of every layer for each token. Weights must not be changed inside. An error inside
+    is the end of the engine: DeepSpeed puts its hooks back only where the block ends well.
     """
-    groups = parameter_groups(model, weight_decay=optim.weight_decay)
-    if optim.kind == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
-    betas = (optim.betas[0], optim.betas[1])
-    if optim.kind == "adamw":
-        fused = accelerator == "cuda" or offloaded
-        return torch.optim.AdamW(
-            groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True if fused else None
-        )
-    _need_compiler(optim.kind)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    if engine.stage != 3:
+        yield
+        return
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
-    try:
-        if optim.kind == "cpu_adam":
-            return DeepSpeedCPUAdam(
-                groups, lr=optim.lr, betas=betas, eps=optim.eps, adamw_mode=True
-            )
-        if accelerator != "cuda":
-            raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
-        return FusedAdam(groups, lr=optim.lr, betas=betas, eps=optim.eps, adam_w_mode=True)
-    except (RuntimeError, OSError, ImportError) as error:
-        raise ConfigError(
-            f"DeepSpeed could not build its extension for optim.kind={optim.kind}: {error} "
-            "Set optim.kind=adamw, which is PyTorch's own and needs no build."
-        ) from error
-
-
-def _need_compiler(kind: str) -> None:
-    missing = []
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        missing.append("a C++ compiler (apt-get install g++)")
-    if not shutil.which("ninja"):
-        missing.append("ninja (pip install ninja)")
-    if missing:
-        raise ConfigError(
-            f"optim.kind={kind} is an extension that DeepSpeed compiles on each host, and this "
-            f"one lacks {' and '.join(missing)}. Install it, or set optim.kind=adamw."
-        )
+    with unwrap_model_for_generation(engine.engine):
+        yield

@@ -1,23 +1,95 @@
-"""The GPU of a rank: which one it is, and whether the run can work on it. Before anything is built.
+"""This rank's place in the process group, and its GPU: checked before anything is built.
 
-The launch has surveyed hosts that it reaches over ssh; Slurm's and this machine are looked at here,
-by torch itself. ``choose_gpu`` is called once by ``join_process_group``.
+The launch has surveyed hosts that it reaches over ssh; Slurm's and this machine are checked here,
+by torch itself.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from llmx.config import Experiment
+from llmx.config import Experiment, LaunchConfig
 from llmx.config.hardware_rules import LEAST_BF16
 from llmx.errors import ConfigError
 from llmx.plan import cuda_builds
 from llmx.plan.types import Plan
+
+
+def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeout_s) -> None:
+    """Initialise ``torch.distributed`` (NCCL on CUDA, gloo on CPU) through DeepSpeed.
+
+    ``timeout_s``: of every collective (``launch.comm_timeout_s``); DeepSpeed's own default of 10
+    minutes ends runs whose rank 0 still writes a model.
+
+    DeepSpeed's shared-memory all-reduce for CPU is not used: it is compiled at the first run
+    (about 26 s, with a compiler and ninja on every host), it leaves a 69 MB file a rank in
+    ``/dev/shm``, and its sums depend on it being there.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import set_log_level_from_string
+
+    # Its information is about itself; the rank's log is for what the run does.
+    set_log_level_from_string("warning")
+    # DeepSpeed calls collectives by names that torch is about to change: nothing a user can do.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        torch.set_num_threads(int(threads))
+    found = get_accelerator().device_name()
+    if found != plan.accelerator:
+        raise ConfigError(
+            f"The plan is for {plan.accelerator}, DeepSpeed found {found} on this host "
+            f"(DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR', '')!r}). Check the driver and "
+            "CUDA_VISIBLE_DEVICES there, or choose another hardware group."
+        )
+    if plan.accelerator == "cuda":
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        # DeepSpeed reads the variable, too.
+        os.environ["LOCAL_RANK"] = str(choose_gpu(plan, rank=rank, local_rank=local_rank))
+    _need_precision(plan.precision)
+    if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
+        deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        auto_mpi_discovery=False,
+        timeout=timedelta(seconds=timeout_s),
+        verbose=False,
+    )
+
+
+def _need_precision(precision: str) -> None:
+    """DeepSpeed would refuse it, too, but only after the model is built."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    missing = {
+        "fp16": not device.is_fp16_supported(),
+        "bf16": not device.is_bf16_supported(),
+    }
+    if missing.get(precision, False):
+        raise ConfigError(
+            f"precision={precision} is not supported by the {device.device_name()} of host "
+            f"{socket.gethostname()}. Set precision=fp32, or precision=auto with the true "
+            "hardware.devices.*.precisions."
+        )
+
+
+def device_of(plan: Plan) -> torch.device:
+    """The device of this process."""
+    if plan.accelerator == "cuda":
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True)
