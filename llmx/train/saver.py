@@ -24,11 +24,11 @@ from llmx.checkpoint.state.layout import state_layout
 from llmx.config import Experiment
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
+from llmx.train.checkpoint_files import Progress, small_files, state_of
 from llmx.train.consensus import Agreement, Flags
 from llmx.train.engine.build import Engine
 from llmx.train.metrics import MetricsWriter
 from llmx.train.resume import Start
-from llmx.train.save_files import Progress, small_files, state_of
 from llmx.train.signals import ShutdownRequest, exit_interrupted
 from llmx.train.status import RankStatus
 

@@ -9,44 +9,15 @@ from collections.abc import Iterator
 import torch
 
 from llmx.models.flops import model_flops
-from llmx.tasks import Loss
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 from llmx.train.metrics import memory_gib
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session
+from llmx.train.step import StepMetrics
 
 FORWARD_PART = 1 / 3
 """Of the operations of training: what a frozen model's forward pass costs."""
-
-
-class StepMetrics:
-    """What losses measure beside themselves, summed on the device: nothing here waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sums: dict[str, torch.Tensor] = {}
-        """By name: [sum, weight], fp64 where the device has it."""
-
-    def add(self, loss: Loss) -> None:
-        """Of one micro batch."""
-        for name, value in loss.metrics.items():
-            total, weight = value if isinstance(value, tuple) else (value, loss.weight)
-            parts = [
-                torch.as_tensor(part, dtype=torch.float64, device=self._device)
-                for part in (total, weight)
-            ]
-            pair = torch.stack(parts)
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
-
-    @property
-    def names(self) -> list[str]:
-        """Sorted: the same on every rank."""
-        return sorted(self._sums)
-
-    def values(self) -> list[torch.Tensor]:
-        """Sum and weight of each name, in their order."""
-        return [part for name in self.names for part in self._sums[name]]
 
 
 class StepLog:

@@ -36,7 +36,7 @@ from llmx.train.batches import Layout, make_step
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine.build import Engine, whole_weights
 from llmx.train.engine.process_group import join_process_group
-from llmx.train.loop import train_step
+from llmx.train.step import train_step
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, train

@@ -23,7 +23,7 @@ from llmx.plan import ds_config, make_plan
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine.build import build_engine
 from llmx.train.engine.process_group import join_process_group
-from llmx.train.loop import train_step
+from llmx.train.step import train_step
 from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, whole_weights, word_tokenizer
 from tests.rundirs import parity_experiment, with_batch

@@ -43,9 +43,8 @@ from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
-from llmx.train.loop import train_step, weighed
-from llmx.train.random import seed_step
 from llmx.train.schedule import lr_at
+from llmx.train.step import seed_step, train_step, weighed
 from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
