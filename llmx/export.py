@@ -20,7 +20,7 @@ from typing import Any
 from llmx import text as human
 from llmx.checkpoint import commit
 from llmx.checkpoint import selection as choose
-from llmx.checkpoint.console import Progress, check_all, explain, verify
+from llmx.checkpoint.console import ProgressLine, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
 from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
 from llmx.checkpoint.export.weights import SHARD_BYTES, list_weights, write_weights
@@ -142,7 +142,7 @@ def export(
     total = sum(weight.num_bytes for weight in weights)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    progress = Progress("writing", total, stream=stream)
+    progress = ProgressLine("writing", total, stream=stream)
     try:
         make_directories(DISK, partial)
         _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])

@@ -20,7 +20,7 @@ from llmx.checkpoint import selection as choose
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
 from llmx.checkpoint.manifest import FileEntry, Manifest, make_manifest, rank_file
-from llmx.checkpoint.retention import holdings, removals
+from llmx.checkpoint.retention import plan_removals, stored_parts
 from llmx.checkpoint.tensors import Fragment
 
 NUM_ELEMENTS = 24
@@ -88,8 +88,8 @@ def save(
         except OSError:
             continue
     try:
-        gone, _ = removals(
-            [holdings(path) for path in storages],
+        gone, _ = plan_removals(
+            [stored_parts(path) for path in storages],
             step=step,
             damaged=(),
             last=keep_last,
@@ -129,12 +129,12 @@ def _write_all(
 def choose_steps(storages: Sequence[Path]) -> list[int]:
     """Steps that are usable over all storages, oldest first."""
     every = sorted({step for path in storages for step in choose.list_steps(path)})
-    return [step for step in every if verdict(storages, step).usable]
+    return [step for step in every if assessment(storages, step).usable]
 
 
-def verdict(storages: Sequence[Path], step: int) -> choose.Verdict:
+def assessment(storages: Sequence[Path], step: int) -> choose.Assessment:
     reports = [choose.inspect(path, step, storage=number) for number, path in enumerate(storages)]
-    return choose.judge(reports)
+    return choose.assess(reports)
 
 
 def restart(storages: Sequence[Path]) -> int | None:

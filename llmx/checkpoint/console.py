@@ -27,8 +27,8 @@ def check_all(checkpoints: Path, *, stream: Any) -> tuple[list[str], bool]:
         manifest = read_manifest(directory)
         num_bytes = human.size(manifest.num_bytes) if isinstance(manifest, Manifest) else ""
         pointed = "".join(f"  <- {name}" for name, value in names.items() if value == step)
-        verdict = f"cannot be used: {explain(directory, problems)}" if problems else "usable"
-        lines.append(f"{directory.name}  {num_bytes:>10}  {verdict}{pointed}")
+        outcome = f"cannot be used: {explain(directory, problems)}" if problems else "usable"
+        lines.append(f"{directory.name}  {num_bytes:>10}  {outcome}{pointed}")
         good.append(not problems)
     return lines, bool(good) and good[0]
 
@@ -41,7 +41,7 @@ def verify(directory: Path, *, stream: Any) -> list[Problem]:
     # Sizes first: what is missing is known at once.
     if problems := choose.verify(directory, hashes=False):
         return problems
-    progress = Progress(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
+    progress = ProgressLine(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
     try:
         return choose.verify(directory, on_bytes=progress.add)
     finally:
@@ -64,7 +64,7 @@ def explain(directory: Path, problems: Sequence[Problem]) -> str:
     return words + "."
 
 
-class Progress:
+class ProgressLine:
     """A line that is rewritten on a terminal; now and then a line of a log."""
 
     def __init__(self, title: str, total: int, *, stream: Any) -> None:

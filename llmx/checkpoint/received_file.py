@@ -1,7 +1,7 @@
-"""One file of a checkpoint that comes from another host: received, checked, put in its place.
+"""One file of a checkpoint that comes from another host: received, verified, renamed.
 
-Without a shared file system a storage lacks what the others wrote (``Verdict.lacking``). Who
-sends is not known here.
+Without a shared file system a storage lacks what the others wrote (``Assessment.lacking``). The
+transport is the caller's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from llmx.checkpoint.manifest import HASH_BYTES, CheckpointError, FileEntry
 from llmx.checkpoint.tensors import as_bytes
 
 
-class Incoming:
-    """One file on its way in. It has its name only after its hash was found right.
+class ReceivedFile:
+    """A file that is being received. It gets its name only after its hash was verified.
 
     Args:
         directory: the checkpoint, or the partial one that is to become it.
@@ -42,11 +42,11 @@ class Incoming:
         write_all(self._disk, self._descriptor, data)
 
     def finish(self) -> None:
-        """Put the file in its place, durably. CheckpointError: it is not what was promised."""
+        """Give the file its name, durably. CheckpointError: its size or hash is not the expected one."""
         found = FileEntry(self._written, self._digest.hexdigest())
         if found != self._entry:
             raise CheckpointError(
-                f"{self._target.name} came over with {found.bytes} bytes and hash "
+                f"{self._target.name} was received with {found.bytes} bytes and hash "
                 f"{found.blake2b[:16]}…, expected {self._entry.bytes} and "
                 f"{self._entry.blake2b[:16]}…. It was not put in place."
             )
@@ -54,7 +54,7 @@ class Incoming:
         self._disk.rename(self._temporary, self._target)
         self._disk.sync_directory(self._target.parent)
 
-    def __enter__(self) -> Incoming:
+    def __enter__(self) -> ReceivedFile:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from llmx.checkpoint import commit, pointers
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import STATE, Manifest, read_manifest
-from llmx.checkpoint.selection import lies_here, list_steps
+from llmx.checkpoint.selection import is_present, list_steps
 from llmx.config import CheckpointConfig
 from llmx.rundir import read_json
 
@@ -66,8 +66,8 @@ def best_steps(
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one storage holds of one checkpoint."""
+class StoredPart:
+    """The files of one checkpoint on one storage."""
 
     digest: str
     """Of the manifest."""
@@ -76,21 +76,21 @@ class Part:
     """All files of the manifest."""
 
 
-def holdings(checkpoints: Path) -> dict[int, Part | None]:
-    """Step -> what lies here of it; None where its manifest cannot be read."""
-    found: dict[int, Part | None] = {}
+def stored_parts(checkpoints: Path) -> dict[int, StoredPart | None]:
+    """Step -> its files on this storage; None where its manifest cannot be read."""
+    found: dict[int, StoredPart | None] = {}
     for step in list_steps(checkpoints):
         directory = committed_dir(checkpoints, step)
         manifest = read_manifest(directory)
         found[step] = None
         if isinstance(manifest, Manifest):
-            here = frozenset(name for name in manifest.files if lies_here(directory / name))
-            found[step] = Part(manifest.digest, here, frozenset(manifest.files))
+            here = frozenset(name for name in manifest.files if is_present(directory / name))
+            found[step] = StoredPart(manifest.digest, here, frozenset(manifest.files))
     return found
 
 
-def complete_steps(storages: Sequence[Mapping[int, Part | None]]) -> list[int]:
-    """Steps of which every file is on one storage or another, under one manifest."""
+def complete_steps(storages: Sequence[Mapping[int, StoredPart | None]]) -> list[int]:
+    """Steps of which every file is on some storage, under one manifest."""
     complete = []
     for step in sorted({step for storage in storages for step in storage}):
         parts = [part for storage in storages if (part := storage.get(step)) is not None]
@@ -100,8 +100,8 @@ def complete_steps(storages: Sequence[Mapping[int, Part | None]]) -> list[int]:
     return complete
 
 
-def removals(
-    storages: Sequence[Mapping[int, Part | None]],
+def plan_removals(
+    storages: Sequence[Mapping[int, StoredPart | None]],
     *,
     step: int,
     damaged: Collection[int],
@@ -111,48 +111,48 @@ def removals(
     metrics: Mapping[int, float | None],
     mode: str,
 ) -> tuple[list[int], int | None]:
-    """What goes once ``step`` is committed, the same on every storage; and the best of the rest.
+    """What is removed once ``step`` is committed, the same on every storage; and the best step left.
 
     Args:
-        step: later ones are of a past that was given up: the run was sent back.
+        step: later ones are of an abandoned branch: the run was rolled back.
         damaged: neither counted nor removed.
-        last, best, every, metrics, mode: see ``llmx.checkpoint.retention``.
+        last, best, every, metrics, mode: see ``to_prune``.
     """
 
-    def out_of_keep(steps: Collection[int]) -> set[int]:
+    def outside_policy(steps: Collection[int]) -> set[int]:
         return set(to_prune(steps, last=last, best=best, every=every, metrics=metrics, mode=mode))
 
     there = {each for storage in storages for each in storage} - set(damaged)
     complete = {each for each in complete_steps(storages) if each in there and each <= step}
     later = {each for each in there if each > step}
-    gone = later | out_of_keep(complete)
-    # Parts do not take the place of a whole one, and go when their turn comes.
-    gone |= out_of_keep(there - later) - complete
+    gone = later | outside_policy(complete)
+    # Incomplete ones are not counted among the complete, and are removed when they are older.
+    gone |= outside_policy(there - later) - complete
     ranked = best_steps(complete, metrics, mode=mode)
     return sorted(gone), ranked[0] if ranked else None
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one storage holds."""
+class Inventory:
+    """The checkpoints on one storage, by their names and small files."""
 
-    parts: Mapping[int, Part | None]
+    parts: Mapping[int, StoredPart | None]
     metrics: Mapping[int, float | None]
     """Step -> the value that the checkpoint was saved with, where it has one."""
     pinned: frozenset[int]
     """Steps that are being copied elsewhere."""
 
 
-def look_around(checkpoints: Path, *, metric: str) -> Found:
+def take_inventory(checkpoints: Path, *, metric: str) -> Inventory:
     """Names and small files only: nothing is hashed."""
-    parts = holdings(checkpoints)
+    parts = stored_parts(checkpoints)
     pins = frozenset(pointers.pinned(checkpoints))
-    return Found(parts, metrics_of(checkpoints, parts, name=metric), pins)
+    return Inventory(parts, metrics_of(checkpoints, parts, name=metric), pins)
 
 
-def tidy(
+def apply_retention(
     checkpoints: Path,
-    found: Sequence[Found | None],
+    found: Sequence[Inventory | None],
     step: int,
     *,
     damaged: Collection[int],
@@ -166,7 +166,7 @@ def tidy(
     """
     keep, storages = config.keep, [each for each in found if each is not None]
     pointers.set_pointer(checkpoints, pointers.LATEST, step)
-    gone, best = removals(
+    gone, best = plan_removals(
         [storage.parts for storage in storages],
         step=step,
         damaged=damaged,
@@ -178,7 +178,7 @@ def tidy(
     )
     if keep.best and best is not None:
         pointers.set_pointer(checkpoints, pointers.BEST, best)
-    # A past that was given up goes even where it is pinned: it must not be taken for the newest.
+    # An abandoned branch is removed even where it is pinned: its steps must not count as newest.
     pins = {at for storage in storages for at in storage.pinned if at <= step}
     commit.prune(checkpoints, [at for at in gone if at not in pins])
 

@@ -1,8 +1,8 @@
-"""Which checkpoint may be used: sizes and hashes against the manifest.
+"""Which checkpoint can be used: sizes and hashes against the manifest.
 
-On one machine: ``newest_usable``. Over several, where each may hold a part: every rank makes a
-``Report`` of what lies on its storage (``inspect``), all exchange them, and every rank comes to
-the same ``Verdict`` (``judge``).
+On one machine: ``newest_usable``. Over several, where each may hold some files: every rank makes a
+``Report`` of its storage (``inspect``), the reports are gathered, and every rank makes the same
+``Assessment`` of them (``assess``).
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def verify(
     return sorted((each for each in found if each), key=lambda each: each.file)
 
 
-def lies_here(path: Path) -> bool:
-    """Whether there is something of that name. What a broken disk does not even describe counts:
-    whoever reads it says what is wrong."""
+def is_present(path: Path) -> bool:
+    """Whether there is a file or directory of that name. One that a broken disk cannot describe
+    counts: reading it reports the error."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -125,29 +125,12 @@ def usable(directory: Path, files: Collection[str] | None = None) -> bool:
     return not verify(directory, files)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The newest usable checkpoint of a directory, and the newer ones that are not."""
-
-    step: int | None
-    damaged: dict[int, list[Problem]]
-
-    def words(self) -> list[str]:
-        """One line for each that is not usable."""
-        return [
-            f"step {step} cannot be used: {describe(self.damaged[step])}" for step in self.damaged
-        ]
-
-
-def newest_usable(checkpoints: Path, *, hashes: bool = True) -> Choice:
-    """For a directory that holds all files: one machine, or a shared file system."""
-    damaged: dict[int, list[Problem]] = {}
+def newest_usable(checkpoints: Path, *, hashes: bool = True) -> int | None:
+    """Its step, in a directory that holds all files: one machine, or a shared file system."""
     for step in reversed(list_steps(checkpoints)):
-        problems = verify(committed_dir(checkpoints, step), hashes=hashes)
-        if not problems:
-            return Choice(step, damaged)
-        damaged[step] = problems
-    return Choice(None, damaged)
+        if not verify(committed_dir(checkpoints, step), hashes=hashes):
+            return step
+    return None
 
 
 @dataclass(frozen=True)
@@ -156,7 +139,7 @@ class Report:
 
     step: int
     storage: int
-    """The rank that leads the storage (``llmx.checkpoint.storage``)."""
+    """The rank that acts for the storage (``llmx.checkpoint.distributed.topology``)."""
     manifest: Manifest | None
     good: frozenset[str] = frozenset()
     """Files of its part that have their size and hash."""
@@ -167,18 +150,18 @@ class Report:
 def inspect(
     checkpoints: Path, step: int, *, storage: int = 0, part: int = 0, parts: int = 1
 ) -> Report:
-    """Check one ``part`` of ``parts`` of the files that lie here.
+    """Verify one ``part`` of ``parts`` of the files that are here.
 
     Args:
-        part, parts: how the ranks on one storage share the hashing out.
+        part, parts: how the ranks on one storage split the hashing.
     """
     directory = committed_dir(checkpoints, step)
-    if not lies_here(directory):
+    if not is_present(directory):
         return Report(step, storage, None)
     manifest = read_manifest(directory)
     if isinstance(manifest, Problem):
         return Report(step, storage, None, problems=(manifest,))
-    here = [name for name in manifest.files if lies_here(directory / name)]
+    here = [name for name in manifest.files if is_present(directory / name)]
     mine = sorted(here, key=lambda name: (-manifest.files[name].bytes, name))[part::parts]
     problems = verify(directory, mine)
     bad = {problem.file for problem in problems}
@@ -186,8 +169,8 @@ def inspect(
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What all reports together say of one checkpoint."""
+class Assessment:
+    """The state of one checkpoint over all storages, from the reports of all ranks."""
 
     step: int
     usable: bool
@@ -206,16 +189,16 @@ class Verdict:
 
     @property
     def incomplete(self) -> bool:
-        """Nothing is damaged, but parts are on no host: a commit or a removal that a crash cut
-        short, or a host that is away."""
+        """Nothing is damaged, but files are on no host: a crash interrupted a commit or a removal,
+        or a host is missing."""
         return not self.usable and all(each.found == ABSENT for each in self.problems)
 
 
 ABSENT = "is on none of the hosts"
 
 
-def judge(reports: Sequence[Report]) -> Verdict:
-    """The same verdict on every rank from the same reports (one of each rank, same step)."""
+def assess(reports: Sequence[Report]) -> Assessment:
+    """The same assessment on every rank from the same reports (one of each rank, same step)."""
     step = reports[0].step
     manifests = {each.manifest.digest: each.manifest for each in reports if each.manifest}
     problems = [problem for each in reports for problem in each.problems]
@@ -224,7 +207,7 @@ def judge(reports: Sequence[Report]) -> Verdict:
             problems.append(Problem(MANIFEST, "one on all hosts", f"{len(manifests)} different"))
         elif not problems:
             problems.append(Problem(MANIFEST, "a checkpoint", ABSENT))
-        return Verdict(step, False, None, tuple(dict.fromkeys(problems)), {}, {})
+        return Assessment(step, False, None, tuple(dict.fromkeys(problems)), {}, {})
     manifest = next(iter(manifests.values()))
     good: dict[int, set[str]] = {each.storage: set() for each in reports}
     for each in reports:
@@ -241,7 +224,7 @@ def judge(reports: Sequence[Report]) -> Verdict:
     wanted = {MANIFEST, *manifest.files}
     lacking = {storage: sorted(wanted - names) for storage, names in good.items() if wanted - names}
     complete = wanted <= set(holder)
-    return Verdict(step, complete, manifest, tuple(dict.fromkeys(problems)), lacking, holder)
+    return Assessment(step, complete, manifest, tuple(dict.fromkeys(problems)), lacking, holder)
 
 
 def describe(problems: Iterable[Problem], *, limit: int = 3) -> str:

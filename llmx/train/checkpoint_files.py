@@ -17,7 +17,7 @@ from llmx.train.engine.build import Engine
 from llmx.train.schedule import RunLength
 
 
-class Progress(Protocol):
+class TrainingProgress(Protocol):
     """What the loop knows and a checkpoint records (``llmx.train.step_log``)."""
 
     tokens_seen: int
@@ -28,7 +28,7 @@ class Progress(Protocol):
 
 
 def state_of(
-    progress: Progress,
+    progress: TrainingProgress,
     *,
     step: int,
     reason: str,

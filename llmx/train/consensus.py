@@ -1,7 +1,7 @@
-"""What all ranks agree on at every step: that it is time to save, that they were asked to end.
+"""Cross-rank consensus on flags at every step: a save is due, a shutdown was requested.
 
 A signal or a clock is seen by one rank, and all must act at the same step. Each step one small
-sum goes round in a gloo group of its own while the optimizer works: posted after the last
+all-reduce runs in a gloo group of its own while the optimizer works: posted after the last
 backward pass, read at the end of the step. Tried by ``python -m pytest -m deepspeed
 tests/integration/test_resume_signals.py``.
 """
@@ -17,18 +17,18 @@ import torch
 
 @dataclass(frozen=True)
 class Flags:
-    """True where at least one rank says so."""
+    """Each is true where it is on at least one rank."""
 
     save: bool = False
-    """The clock says that a checkpoint is due."""
+    """A checkpoint is due by ``checkpoint.every_minutes``."""
     stop: bool = False
-    """Save, then leave."""
+    """Save, then exit."""
     busy: bool = False
     """The last checkpoint is still being written."""
 
 
-class Agreement:
-    """The group, and the reduction in flight. All methods are collective but ``post``'s values."""
+class Consensus:
+    """The group, and the reduction in flight. All methods are collective."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """``timeout_s``: how long a rank waits for the others (``launch.comm_timeout_s``)."""
@@ -38,14 +38,14 @@ class Agreement:
         self._work: Any = None
 
     def post(self, flags: Flags) -> None:
-        """Begin to tell the others; does not wait."""
+        """Start the reduction; does not wait."""
         self._values = torch.tensor([flags.save, flags.stop, flags.busy], dtype=torch.int32)
         self._work = torch.distributed.all_reduce(
             self._values, op=torch.distributed.ReduceOp.MAX, group=self.group, async_op=True
         )
 
     def read(self) -> Flags:
-        """What was agreed on; no flag where nothing was posted."""
+        """The flags of all ranks; none where nothing was posted."""
         if self._work is None:
             return Flags()
         self._work.wait()
@@ -53,8 +53,8 @@ class Agreement:
         save, stop, busy = (bool(value) for value in self._values.tolist())
         return Flags(save=save, stop=stop, busy=busy)
 
-    def settle(self, flags: Flags) -> Flags:
-        """Post and read at once, where no step is there to hide the wait."""
+    def post_and_read(self, flags: Flags) -> Flags:
+        """Post, and wait for the result."""
         self.read()
         self.post(flags)
         return self.read()

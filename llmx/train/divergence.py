@@ -44,7 +44,7 @@ class NonFiniteWatch:
         self._gradients = gradients
         """False in fp16, where a gradient that overflows is part of seeking the scale."""
 
-    def note(self, step: int, loss: torch.Tensor, norm: torch.Tensor | float | None) -> None:
+    def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor | float | None) -> None:
         """After each step (counted from 1). Nothing here waits for the device."""
         pair = torch.zeros(2, dtype=torch.float32, device=self._first.device)
         pair[0] = loss

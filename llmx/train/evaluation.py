@@ -157,7 +157,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     Returns False where it was given up because the run is asked to end: the evaluation is then
     made when the run goes on. What an earlier attempt has evaluated is not done again.
     """
-    if session.eval_store is None or step in session.start.evaluated:
+    if session.eval_store is None or step in session.resume_point.evaluated:
         return True
     session.status.enter("evaluating")
     result = evaluate_task(
@@ -166,7 +166,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         session.eval_store,
         batch=session.plan.batch,
         layout=session.layout,
-        interrupted=session.saver.asked_to_stop,
+        interrupted=session.saver.stop_requested,
     )
     if result is None:
         session.status.enter("training")
@@ -183,7 +183,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     values = {name: scores.get(name) for name in declared if "eval" in declared[name].kinds}
     session.metrics.write("eval", step=step, loss=loss, **{weighed_by: weight}, **values)
     shown = [f"  {declared[name].title} {declared[name].shown(scores[name])}" for name in scores]
-    session.say(f"evaluation at step {step}: loss {loss:.4f}{''.join(shown)}")
+    session.log(f"evaluation at step {step}: loss {loss:.4f}{''.join(shown)}")
     session.status.enter("training")
     return True
 

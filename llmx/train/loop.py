@@ -20,12 +20,12 @@ from llmx.text import plural
 from llmx.train.batches import Prefetch, make_step
 from llmx.train.divergence import Diverged
 from llmx.train.evaluation import evaluate, evaluation_due
-from llmx.train.resume import Start
+from llmx.train.resume import ResumePoint
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
 from llmx.train.signals import ShutdownRequest, exit_interrupted
 from llmx.train.status import RankStatus
-from llmx.train.step import seed_step, train_step, weighed
+from llmx.train.step import seed_step, train_step, with_weight
 from llmx.train.step_log import StepLog
 from llmx.train.synchronisations import SynchronisationWatch
 
@@ -44,11 +44,11 @@ def run(
     try:
         train(session)
     except Diverged:  # on all ranks at the same step
-        session.saver.complete()
+        session.saver.wait()  # what is being saved is from before the divergence
         raise
     if exp.task.save_model:
         status.enter("saving")
-        session.say(f"Saving the model to {run_dir.final_model}")
+        session.log(f"Saving the model to {run_dir.final_model}")
         export_model(
             session.engine.main.module,
             session.engine.config,
@@ -57,14 +57,14 @@ def run(
             directory=run_dir.final_model,
             dtype=session.engine.dtype,
         )
-    # Nobody leaves before rank 0 has written: a launcher ends the others with the first.
-    session.agreement.barrier()
+    # No rank exits before rank 0 has written: a launcher kills all ranks when the first one exits.
+    session.consensus.barrier()
     session.metrics.close()
 
 
 def train(session: Session) -> None:
-    """All steps from where the run stands, with evaluation and checkpoints at theirs."""
-    exp, engine, start, saver = session.exp, session.engine, session.start, session.saver
+    """All steps from the resume point, with evaluations and checkpoints where they are due."""
+    exp, engine, start, saver = session.exp, session.engine, session.resume_point, session.saver
     total = session.length.steps
     last = max(start.step, min(total, exp.task.stop_at_step or total))
     write_beginning(session, total=total)
@@ -72,7 +72,7 @@ def train(session: Session) -> None:
     session.stop.enable(exp.checkpoint.on_signal)
     done = start.step
     stopping = evaluation_due(exp, done, total) and not evaluate(session, done, total)
-    log = StepLog(session, total=total)
+    step_log = StepLog(session, total=total)
     waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
     with prefetch(session, start, last) as steps:
         upcoming = iter(steps)
@@ -82,11 +82,11 @@ def train(session: Session) -> None:
             done = number + 1
             if done in start.skip_steps:
                 skip(session, done)
-                saver.tell()
+                saver.post_flags()
             else:
-                log.wait_for_data()
-                step = weighed(next(upcoming), session.task, device=engine.device)
-                log.data_is_here()
+                step_log.wait_for_data()
+                step = with_weight(next(upcoming), session.task, device=engine.device)
+                step_log.data_is_here()
                 engine.set_lr(lr_at(number, optim=exp.optim, total=total))
                 seed_step(exp.seed, number, session.rank)
                 loss_sum = train_step(
@@ -94,34 +94,34 @@ def train(session: Session) -> None:
                     step,
                     world=session.plan.world_size,
                     loss_of=session.task.loss,
-                    metrics=log.metrics,
-                    before_update=saver.tell,
+                    metrics=step_log.metrics,
+                    before_update=saver.post_flags,
                 )
-                log.add(step, loss_sum)
+                step_log.add(step, loss_sum)
                 due = done % exp.task.log_every_steps == 0 or done in (1, total)
                 if due or done == last:
-                    log.write(step, extra=not due)
+                    step_log.write(step, extra=not due)
             waits.after_step(done)
             session.status.at_step(done)
-            flags = session.agreement.read()
+            flags = session.consensus.read()
             stopping = flags.stop
             if not stopping and evaluation_due(exp, done, total):
-                with log.paused():
+                with step_log.paused():
                     stopping = not evaluate(session, done, total)
             if not stopping and done < last:
-                saver.at_boundary(done, flags, log)
-    if stopping or session.agreement.settle(saver.flags()).stop:
-        saver.save_and_leave(done, log)
-    saver.at_end(last, log)
+                saver.at_boundary(done, flags, step_log)
+    if stopping or session.consensus.post_and_read(saver.flags()).stop:
+        saver.save_and_exit(done, step_log)
+    saver.at_end(last, step_log)
     if session.stop.disable():
         exit_interrupted(session.status)
     session.metrics.write("end", step=last, weights_hash=weights_hash(engine))
 
 
 def write_beginning(session: Session, *, total: int) -> None:
-    """The ``start`` line, once in the life of a run; after that an event for each beginning."""
-    start, parameters = session.start, num_parameters(session.engine.module)
-    session.say(f"{parameters:,} parameters, {total} steps")
+    """The ``start`` line of a new run, or the ``resumed`` event of one that continues."""
+    start, parameters = session.resume_point, num_parameters(session.engine.module)
+    session.log(f"{parameters:,} parameters, {total} steps")
     if start.is_first:
         session.metrics.write(
             "start",
@@ -139,22 +139,22 @@ def write_beginning(session: Session, *, total: int) -> None:
         step=start.step,
         attempt=start.attempt,
         world_size=session.plan.world_size,
-        total_steps=total,  # resume may have made the run longer
-        metrics=session.declared_metrics,  # the run may go on with a newer llmx
+        total_steps=total,  # resume may have changed it
+        metrics=session.declared_metrics,  # of this version of llmx
     )
-    session.say(f"resuming from step {start.step} of {total} (attempt {start.attempt})")
+    session.log(f"resuming from step {start.step} of {total} (attempt {start.attempt})")
 
 
 def skip(session: Session, step: int) -> None:
-    """Pass over the samples of a step at which training diverged."""
+    """Skip the samples of a step at which training diverged."""
     samples = [session.length.samples_at(step - 1), session.length.samples_at(step)]
     session.metrics.event("skipped", step=step, samples=samples)
     count = plural(samples[1] - samples[0], "sample")
-    session.say(f"step {step} is skipped (resume.json): {count} not trained")
+    session.log(f"step {step} is skipped (resume.json): {count} not trained")
 
 
 @contextlib.contextmanager
-def prefetch(session: Session, start: Start, last: int) -> Iterator[Prefetch]:
+def prefetch(session: Session, start: ResumePoint, last: int) -> Iterator[Prefetch]:
     """The steps of this rank, prepared by a thread that ends with the block."""
     steps = Prefetch(
         (

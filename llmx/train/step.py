@@ -80,7 +80,7 @@ def train_step(
         for model in models.values():
             objective = model.routing.objective(objective, factor=auxiliary_factor)
         engine.backward(objective)
-        engine.note_grad_norm()
+        engine.record_grad_norm()
         if number == len(step.micro_batches):
             before_update()
         engine.engine.step()
@@ -90,7 +90,7 @@ def train_step(
     return loss_sum
 
 
-def weighed(step: Step, task: Task, *, device: torch.device) -> Step:
+def with_weight(step: Step, task: Task, *, device: torch.device) -> Step:
     """With the step's weight, where the task knows it from its micro batches. Collective then."""
     if task.normaliser != "batch":
         return step

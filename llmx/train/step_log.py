@@ -27,7 +27,7 @@ class StepLog:
         self.session = session
         self.total = total
         self.length = session.length
-        start = session.start
+        start = session.resume_point
         self.tokens_seen = start.tokens_seen
         self.target_tokens_seen = start.target_tokens_seen
         self.watch = NonFiniteWatch(
@@ -87,7 +87,7 @@ class StepLog:
         self.loss_sum = loss_sum
         self.interval_loss += loss_sum
         self.interval_weight += step.weight
-        self.watch.note(step.step + 1, loss_sum, self.session.engine.last_norm())
+        self.watch.record(step.step + 1, loss_sum, self.session.engine.last_norm())
 
     def write(self, step: Step, *, extra: bool = False) -> None:
         """One line, from all ranks. Collective. Raises Diverged, on every rank alike.
@@ -153,7 +153,7 @@ class StepLog:
             **measured,
             **({"extra": True} if extra else {}),
         )
-        session.say(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
+        session.log(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
         self.last_loss = loss
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
         raise_if_not_finite(loss_step, gradient_step, lr=session.exp.optim.lr)

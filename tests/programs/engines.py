@@ -401,7 +401,7 @@ def host_synchronisations(out: Path) -> Any:
             with fp16_allowed(job), Synchronisations(*step.micro_batches) as found:
                 engine.set_lr(0.01)
                 loss = train_step(engine, step, world=WORLD)
-                watch.note(3, loss, engine.last_norm())
+                watch.record(3, loss, engine.last_norm())
             engine.engine.destroy()
             answer[f"{stage}-{precision}"] = dict(sorted(found.places.items()))
     return answer

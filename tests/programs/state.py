@@ -44,7 +44,7 @@ from llmx.train.batches import Layout, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.schedule import lr_at
-from llmx.train.step import seed_step, train_step, weighed
+from llmx.train.step import seed_step, train_step, with_weight
 from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
@@ -157,7 +157,7 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
         )
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
-        step = weighed(step, task, device=engine.device)
+        step = with_weight(step, task, device=engine.device)
         loss = train_step(engine, step, world=world, loss_of=task.loss).double()
         torch.distributed.all_reduce(loss)
         losses.append([float(loss) / step.weight, engine.grad_norm()])

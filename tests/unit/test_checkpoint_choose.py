@@ -27,15 +27,21 @@ from llmx.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from llmx.checkpoint.received_file import Incoming
-from llmx.checkpoint.retention import best_steps, complete_steps, holdings, removals, to_prune
+from llmx.checkpoint.received_file import ReceivedFile
+from llmx.checkpoint.retention import (
+    best_steps,
+    complete_steps,
+    plan_removals,
+    stored_parts,
+    to_prune,
+)
 from tests.checkpoint_saves import (
+    assessment,
     choose_steps,
     flip_bit,
     restart,
     save,
     tree,
-    verdict,
 )
 
 RANK_FILE = "rank-00000.safetensors"
@@ -86,15 +92,13 @@ def take_other_step(path: Path) -> None:
 )
 def test_damage_is_named_and_the_older_one_chosen(saved: Path, file, damage, words) -> None:  # type: ignore[no-untyped-def]
     damage(saved / "step-00000002" / file)
-    chosen = choose.newest_usable(saved)
-    assert chosen.step == 1
-    (line,) = chosen.words()
-    assert line.startswith("step 2 cannot be used: ")
+    assert choose.newest_usable(saved) == 1
+    line = choose.describe(choose.verify(saved / "step-00000002"))
     assert words in line
     assert "Traceback" not in line
-    # Over several ranks the verdict is the same.
+    # Over several ranks the assessment is the same.
     reports = [choose.inspect(saved, 2, part=part, parts=3) for part in range(3)]
-    together = choose.judge(reports)
+    together = choose.assess(reports)
     assert not together.usable
     assert restart([saved]) == 1
     # It is left alone, and does not stand in the way of a new one of the same step.
@@ -105,13 +109,13 @@ def test_damage_is_named_and_the_older_one_chosen(saved: Path, file, damage, wor
 
 def test_sizes_alone_do_not_see_a_flipped_bit(saved: Path) -> None:
     flip_bit(saved / "step-00000002" / RANK_FILE, -1)
-    assert choose.newest_usable(saved, hashes=False).step == 2
+    assert choose.newest_usable(saved, hashes=False) == 2
     assert not choose.usable(saved / "step-00000002")
     assert choose.usable(saved / "step-00000002", ["state.json"])
 
 
 def test_where_nothing_is(tmp_path: Path) -> None:
-    assert choose.newest_usable(tmp_path / "no") == choose.Choice(None, {})
+    assert choose.newest_usable(tmp_path / "no") is None
     assert choose.list_steps(tmp_path / "no") == []
     assert commit.recover(tmp_path / "no") == []
     (tmp_path / "step-12").mkdir()
@@ -131,20 +135,20 @@ def hosts(memory: Path) -> list[Path]:
 
 
 def test_each_host_lacks_what_the_other_wrote_and_gets_it(hosts: list[Path]) -> None:
-    found = verdict(hosts, 2)
+    found = assessment(hosts, 2)
     assert found.usable
     assert not found.problems
     assert found.lacking == {0: ["rank-00001.safetensors"], 1: ["rank-00000.safetensors"]}
     assert found.holder["rank-00001.safetensors"] == 1
     bring(hosts, 2)
-    assert verdict(hosts, 2).lacking == {}
+    assert assessment(hosts, 2).lacking == {}
     for path in hosts:
         assert choose.usable(path / "step-00000002")
 
 
 def test_a_new_host_gets_all_of_it(hosts: list[Path], memory: Path) -> None:
     hosts.append(memory / "c" / "checkpoints")
-    assert len(verdict(hosts, 2).lacking[2]) == 5
+    assert len(assessment(hosts, 2).lacking[2]) == 5
     bring(hosts, 2)
     assert choose.usable(hosts[2] / "step-00000002")
     assert not [name for name in tree(hosts[2]) if "." in (name[0], Path(name).name[0])]
@@ -152,7 +156,7 @@ def test_a_new_host_gets_all_of_it(hosts: list[Path], memory: Path) -> None:
 
 def bring(storages: list[Path], step: int) -> None:
     """What the ranks do over the network."""
-    found = verdict(storages, step)
+    found = assessment(storages, step)
     assert found.manifest
     for storage, names in found.lacking.items():
         directory = commit.committed_dir(storages[storage], step)
@@ -160,7 +164,7 @@ def bring(storages: list[Path], step: int) -> None:
             directory = commit.begin(storages[storage], step)
         for name in sorted(names, key=lambda name: name == "manifest.json"):
             source = storages[found.holder[name]] / f"step-{step:08d}" / name
-            with Incoming(directory, name, found.manifest.entry(name)) as file:
+            with ReceivedFile(directory, name, found.manifest.entry(name)) as file:
                 file.write(source.read_bytes()[:10])
                 file.write(source.read_bytes()[10:])
                 file.finish()
@@ -169,11 +173,11 @@ def bring(storages: list[Path], step: int) -> None:
 
 
 def test_what_comes_over_wrong_is_not_put_in_place(hosts: list[Path]) -> None:
-    found = verdict(hosts, 2)
+    found = assessment(hosts, 2)
     assert found.manifest
     name = "rank-00001.safetensors"
     directory = commit.committed_dir(hosts[0], 2)
-    with Incoming(directory, name, found.manifest.files[name]) as file:
+    with ReceivedFile(directory, name, found.manifest.files[name]) as file:
         file.write(b"something else")
         with pytest.raises(CheckpointError, match="came over with 14 bytes"):
             file.finish()
@@ -184,17 +188,17 @@ def test_what_comes_over_wrong_is_not_put_in_place(hosts: list[Path]) -> None:
 def test_a_good_copy_elsewhere_makes_up_for_a_damaged_one(hosts: list[Path]) -> None:
     bring(hosts, 2)
     flip_bit(hosts[0] / "step-00000002" / RANK_FILE, -1)
-    found = verdict(hosts, 2)
+    found = assessment(hosts, 2)
     assert found.usable
     assert found.lacking == {0: [RANK_FILE]}
     assert [problem.file for problem in found.problems] == [RANK_FILE]
     bring(hosts, 2)
-    assert not verdict(hosts, 2).problems
+    assert not assessment(hosts, 2).problems
 
 
 def test_a_part_that_no_host_has_makes_it_incomplete(hosts: list[Path]) -> None:
     shutil.rmtree(hosts[1] / "step-00000002")
-    found = verdict(hosts, 2)
+    found = assessment(hosts, 2)
     assert not found.usable
     assert found.incomplete
     assert found.reason == (
@@ -202,14 +206,14 @@ def test_a_part_that_no_host_has_makes_it_incomplete(hosts: list[Path]) -> None:
     )
     assert choose_steps(hosts) == [1]
     flip_bit(hosts[0] / "step-00000002" / RANK_FILE, -1)
-    assert not verdict(hosts, 2).incomplete
+    assert not assessment(hosts, 2).incomplete
 
 
 def test_two_checkpoints_of_one_step_are_not_mixed(hosts: list[Path]) -> None:
     """One host has a newer save of the same step: the files would fit, the manifests do not."""
     other = make_manifest(2, read(hosts[1]).files, hosts=read(hosts[1]).hosts, run_id="other")
     (hosts[1] / "step-00000002" / "manifest.json").write_text(other.to_text())
-    found = verdict(hosts, 2)
+    found = assessment(hosts, 2)
     assert not found.usable
     assert "2 different, expected one on all hosts" in found.reason
     assert choose_steps(hosts) == [1]
@@ -241,7 +245,7 @@ def test_a_manifest_names_each_file_that_is_there(saved: Path) -> None:
         manifest = make_manifest(3, files, hosts={}, run_id="run")
         with pytest.raises(CheckpointError, match="Nothing was committed"):
             commit.write_manifest(saved, 3, manifest)
-    assert choose.newest_usable(saved).step == 2
+    assert choose.newest_usable(saved) == 2
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
@@ -299,8 +303,8 @@ KEEP: dict[str, Any] = {"last": 2, "best": 1, "every": 0, "metrics": {}, "mode":
 
 
 def gone(storages: list[Path], **changes: Any) -> tuple[list[int], int | None]:
-    found = [holdings(path) for path in storages]
-    return removals(found, **{"step": 4, "damaged": (), **KEEP, **changes})
+    found = [stored_parts(path) for path in storages]
+    return plan_removals(found, **{"step": 4, "damaged": (), **KEEP, **changes})
 
 
 def test_all_storages_come_to_the_same_decision(memory: Path) -> None:
@@ -311,7 +315,7 @@ def test_all_storages_come_to_the_same_decision(memory: Path) -> None:
     assert gone(storages, metrics=metrics) == ([2], 1)
     # Of step 1 a removal that was cut short has left a part: the best is the best whole one.
     commit.prune(storages[0], [1])
-    assert complete_steps([holdings(path) for path in storages]) == [2, 3, 4]
+    assert complete_steps([stored_parts(path) for path in storages]) == [2, 3, 4]
     assert gone(storages, metrics=metrics) == ([], 2)
     assert gone(storages, best=0) == ([1, 2], None)
     # Where it would not be kept anyway, the part goes.
@@ -319,8 +323,8 @@ def test_all_storages_come_to_the_same_decision(memory: Path) -> None:
     # A damaged one is neither counted nor removed; one without a manifest counts for nothing.
     assert gone(storages, best=0, damaged=[3]) == ([1], None)
     (storages[1] / "step-00000003" / "manifest.json").write_text("torn")
-    assert holdings(storages[1])[3] is None
-    assert complete_steps([holdings(path) for path in storages]) == [2, 4]
+    assert stored_parts(storages[1])[3] is None
+    assert complete_steps([stored_parts(path) for path in storages]) == [2, 4]
     # Sent back to step 2: what came later is given up.
     assert gone(storages, step=2, best=0) == ([3, 4], None)
     # All is shared: one storage holds everything, and says the same.
@@ -347,13 +351,13 @@ def test_what_a_broken_disk_does_not_show_counts_as_here_and_unreadable(memory: 
     path = checkpoints / "step-00000001" / "state.json"
     path.unlink()
     path.symlink_to(path.name)  # around and around: stat fails, and not for want of a file
-    part = holdings(checkpoints)[1]
+    part = stored_parts(checkpoints)[1]
     assert part is not None
     assert "state.json" in part.here
-    verdict = choose.judge([choose.inspect(checkpoints, 1)])
-    assert not verdict.usable
-    assert not verdict.incomplete
-    assert "cannot be read (Too many levels of symbolic links)" in verdict.reason
+    assessment = choose.assess([choose.inspect(checkpoints, 1)])
+    assert not assessment.usable
+    assert not assessment.incomplete
+    assert "cannot be read (Too many levels of symbolic links)" in assessment.reason
 
 
 def test_a_problem_reads_well() -> None:

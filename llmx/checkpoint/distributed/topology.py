@@ -1,6 +1,13 @@
-"""Which ranks see the same ``checkpoints/``: found by trying (``llmx.checkpoint.storage``).
+"""The storage topology: which ranks see the same ``checkpoints/``, and which one acts for it.
 
-Hosts may share a file system or have one each, and hosts of one name may be several (containers).
+Not configured but probed: hosts may share a file system or have one each, and several hosts may
+have one name (containers). Each rank creates a mark and looks whose marks it sees:
+
+    leave_mark(checkpoints, rank)     -- barrier --
+    seen = marks_seen(checkpoints, range(world))     -- all-gather of seen --
+    leader = storage_leaders(seen)[rank]     -- barrier --
+    remove_mark(checkpoints, rank)
+
 Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
 """
 
@@ -19,7 +26,7 @@ from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree
 
 
 def leave_mark(checkpoints: Path, rank: int, *, token: str, disk: Disk = DISK) -> None:
-    """``token``: the same on all ranks, new at each start: marks of a crash are not ours."""
+    """``token``: the same on all ranks, new at each start, so that marks of a crash do not count."""
     make_directories(disk, checkpoints)
     path = _mark(checkpoints, rank, token)
     remove_tree(disk, path)
@@ -45,7 +52,7 @@ def _mark(checkpoints: Path, rank: int, token: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageTopology:
     """This rank among those that see the same directory."""
 
     directory: Path
@@ -75,27 +82,27 @@ class Place:
         return len(set(self.leaders)) == 1
 
 
-def exchange(value: Any, *, group: Any = None) -> list[Any]:
-    """What every rank says, by rank. Collective."""
+def all_gather(value: Any, *, group: Any = None) -> list[Any]:
+    """The value of every rank, by rank. Collective."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, value, group=group)
     return everyone
 
 
-def find_place(directory: Path, *, create: bool, group: Any) -> Place:
-    """Look who shares ``directory``. Collective over ``group``.
+def find_topology(directory: Path, *, create: bool, group: Any) -> StorageTopology:
+    """Probe which ranks share ``directory``. Collective over ``group``.
 
-    ``create``: make it where it is not; otherwise, if nobody has one, nothing is tried.
+    ``create``: create it where it is missing; otherwise, if no rank has it, nothing is probed.
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if not create and not any(exchange(directory.is_dir(), group=group)):
-        return Place(directory=directory, rank=rank, leaders=(0,) * world)
-    token = exchange(secrets.token_hex(4), group=group)[0]
+    if not create and not any(all_gather(directory.is_dir(), group=group)):
+        return StorageTopology(directory=directory, rank=rank, leaders=(0,) * world)
+    token = all_gather(secrets.token_hex(4), group=group)[0]
     leave_mark(directory, rank, token=token)
     torch.distributed.barrier(group=group)
     try:
-        seen = exchange(marks_seen(directory, range(world), token=token), group=group)
+        seen = all_gather(marks_seen(directory, range(world), token=token), group=group)
     finally:
-        # Only after everybody has looked: the exchange was the barrier.
+        # Only after every rank has looked: the all-gather was the barrier.
         remove_mark(directory, rank, token=token)
-    return Place(directory=directory, rank=rank, leaders=tuple(storage_leaders(seen)))
+    return StorageTopology(directory=directory, rank=rank, leaders=tuple(storage_leaders(seen)))

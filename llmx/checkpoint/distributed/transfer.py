@@ -1,7 +1,7 @@
-"""Checkpoint files from the storages that have them to those that need them.
+"""Transfer of checkpoint files from the storages that have them to those that need them.
 
-Without a shared file system each host holds what its own ranks wrote. That is enough to go on
-with the same ranks; after a change of ranks, hosts or ZeRO stage any rank may need any part.
+Without a shared file system each host holds what its own ranks wrote. That is enough to resume
+with the same ranks; after a change of ranks, hosts or ZeRO stage any rank may need any file.
 Tried by ``python -m pytest -m deepspeed tests/integration/test_resume_storages.py``.
 """
 
@@ -15,88 +15,98 @@ from typing import Any
 import torch
 
 from llmx.checkpoint.commit import begin, committed_dir, partial_dir, publish
-from llmx.checkpoint.distributed.topology import Place, exchange
+from llmx.checkpoint.distributed.topology import StorageTopology, all_gather
 from llmx.checkpoint.manifest import MANIFEST, CheckpointError, rank_file
-from llmx.checkpoint.received_file import Incoming
-from llmx.checkpoint.selection import Verdict
+from llmx.checkpoint.received_file import ReceivedFile
+from llmx.checkpoint.selection import Assessment
 
 CHUNK_BYTES = 32 * 2**20
 TIMEOUT = timedelta(hours=6)
-"""For one host to get what it lacks. A group's usual half hour is 200 GB over gigabit Ethernet."""
+"""For one host to receive what it lacks. The default, 30 minutes, is 200 GB over 1 Gbit/s."""
 
 
 def own_files_suffice(
-    state: Mapping[str, Any], lacking: Mapping[int, list[str]], place: Place, *, stage: int
+    state: Mapping[str, Any],
+    lacking: Mapping[int, list[str]],
+    topology: StorageTopology,
+    *,
+    stage: int,
 ) -> bool:
-    """Whether each rank finds all that it holds in the file of the same rank.
+    """Whether each rank finds all of its state in the file of the same rank.
 
-    So it is where the state was partitioned over as many ranks at the same stage, and nothing
-    was shared out among ranks that all need it. A pure function of what all ranks know.
+    True where the state was partitioned over as many ranks at the same stage, and nothing was
+    split among ranks that all need it. A pure function of what all ranks know.
     """
     return (
-        state["world_size"] == len(place.leaders)
+        state["world_size"] == len(topology.leaders)
         and state["zero_stage"] == stage > 0
         and all(entry["trained"] for entry in state["parameters"].values())
         and not state.get("buffers")
         and all(
             rank_file(rank) not in lacking.get(storage, [])
-            for rank, storage in enumerate(place.leaders)
+            for rank, storage in enumerate(topology.leaders)
         )
     )
 
 
-def bring_missing(place: Place, verdict: Verdict, state: Mapping[str, Any], *, stage: int) -> None:
+def transfer_missing(
+    topology: StorageTopology, assessment: Assessment, state: Mapping[str, Any], *, stage: int
+) -> None:
     """Complete the checkpoint on every storage, unless no rank needs that. Collective.
 
     Raises:
         CheckpointError: a storage could not take it; on every rank alike.
     """
-    if not verdict.lacking or own_files_suffice(state, verdict.lacking, place, stage=stage):
+    if not assessment.lacking or own_files_suffice(
+        state, assessment.lacking, topology, stage=stage
+    ):
         return
     group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
-    for storage, names in sorted(verdict.lacking.items()):
+    for storage, names in sorted(assessment.lacking.items()):
         # The manifest is the last: what has one is complete.
         names = sorted(names, key=lambda name: name == MANIFEST)
         problem = None
-        target = place.directory
-        if place.rank == storage:
-            target, problem = _prepare(place, verdict.step)
-        target_problem = exchange(problem, group=group)[storage]
+        target = topology.directory
+        if topology.rank == storage:
+            target, problem = _prepare(topology, assessment.step)
+        target_problem = all_gather(problem, group=group)[storage]
         for name in [] if target_problem else names:
-            source = verdict.holder[name]
-            if place.rank == source:
-                _send(committed_dir(place.directory, verdict.step) / name, storage, group=group)
-            elif place.rank == storage:
-                problem = problem or _receive(target, name, source, verdict, group=group)
+            source = assessment.holder[name]
+            if topology.rank == source:
+                _send(
+                    committed_dir(topology.directory, assessment.step) / name, storage, group=group
+                )
+            elif topology.rank == storage:
+                problem = problem or _receive(target, name, source, assessment, group=group)
         if (
-            place.rank == storage
+            topology.rank == storage
             and not problem
-            and target == partial_dir(place.directory, verdict.step)
+            and target == partial_dir(topology.directory, assessment.step)
         ):
-            problem = _publish(place, verdict.step)
-        if failed := exchange(problem, group=group)[storage]:
+            problem = _publish(topology, assessment.step)
+        if failed := all_gather(problem, group=group)[storage]:
             raise CheckpointError(
-                f"The checkpoint of step {verdict.step} is in parts on several hosts, and the host "
-                f"of rank {storage} cannot take what it lacks: {failed}. Free some space there, or "
-                "use a run directory that all hosts share."
+                f"The files of the checkpoint of step {assessment.step} are on several hosts, and the "
+                f"host of rank {storage} cannot store those that it lacks: {failed}. Free some space "
+                "there, or use a run directory that all hosts share."
             )
     torch.distributed.destroy_process_group(group)
 
 
-def _prepare(place: Place, step: int) -> tuple[Path, str | None]:
-    """Where the files go: into the checkpoint that is there, else into a new one."""
-    existing = committed_dir(place.directory, step)
+def _prepare(topology: StorageTopology, step: int) -> tuple[Path, str | None]:
+    """The directory that receives the files: the checkpoint that is there, else a new one."""
+    existing = committed_dir(topology.directory, step)
     if existing.is_dir():
         return existing, None
     try:
-        return begin(place.directory, step), None
+        return begin(topology.directory, step), None
     except OSError as error:
         return existing, str(error)
 
 
-def _publish(place: Place, step: int) -> str | None:
+def _publish(topology: StorageTopology, step: int) -> str | None:
     try:
-        publish(place.directory, step)
+        publish(topology.directory, step)
     except OSError as error:
         return str(error)
     return None
@@ -112,15 +122,15 @@ def _send(path: Path, to: int, *, group: Any) -> None:
 
 
 def _receive(
-    directory: Path, name: str, source: int, verdict: Verdict, *, group: Any
+    directory: Path, name: str, source: int, assessment: Assessment, *, group: Any
 ) -> str | None:
-    """Takes everything that is sent, in any case; returns what went wrong."""
-    assert verdict.manifest is not None
+    """Receive all bytes that are sent, also after an error; returns the error."""
+    assert assessment.manifest is not None
     size = torch.zeros(1, dtype=torch.int64)
     torch.distributed.recv(size, source, group=group)
     left, file, problem = int(size), None, None
     try:
-        file = Incoming(directory, name, verdict.manifest.entry(name))
+        file = ReceivedFile(directory, name, assessment.manifest.entry(name))
     except OSError as error:
         problem = str(error)
     while left:

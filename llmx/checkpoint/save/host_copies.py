@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.distributed.topology import exchange
+from llmx.checkpoint.distributed.topology import all_gather
 from llmx.checkpoint.state.engine_state import StateTensor
 
 BLOCK_BYTES = 64 * 2**20
@@ -115,7 +115,7 @@ def fits(num_bytes: int, *, group: Any = None) -> bool:
     """
     host = Path("/proc/sys/kernel/random/boot_id")
     name = (socket.gethostname(), host.read_text() if host.exists() else "")
-    everyone = exchange((name, num_bytes, available_bytes()), group=group)
+    everyone = all_gather((name, num_bytes, available_bytes()), group=group)
     return all(room_for(everyone, host) for host in {entry[0] for entry in everyone})
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from llmx.checkpoint import commit
-from llmx.checkpoint.distributed.topology import Place, exchange
+from llmx.checkpoint.distributed.topology import StorageTopology, all_gather
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, check_cover, cover_of
 from llmx.checkpoint.manifest import (
     STATE,
@@ -31,7 +31,7 @@ from llmx.checkpoint.manifest import (
     make_manifest,
     rank_file,
 )
-from llmx.checkpoint.retention import look_around, tidy
+from llmx.checkpoint.retention import apply_retention, take_inventory
 from llmx.checkpoint.state.buffers import as_buffer
 from llmx.checkpoint.state.engine_state import StateTensor
 from llmx.checkpoint.state.hashing import combine, lanes
@@ -59,7 +59,7 @@ class SaveJob:
     state: Mapping[str, Any]
     """``state.json`` without the hash of the weights."""
     small_files: Mapping[str, bytes]
-    place: Place
+    topology: StorageTopology
     group: Any
     hosts: Sequence[str]
     """Of each rank, for the manifest."""
@@ -69,9 +69,9 @@ class SaveJob:
     """Steps whose checkpoint is not usable: neither counted nor removed."""
     on_end: Callable[[SaveJob], None]
     """Called by the thread when the save is over, well or not."""
-    course: int = 0
+    num_rollbacks: int = 0
     """How often the run was sent back so far."""
-    stall_s: float = 0.0
+    blocking_s: float = 0.0
     """How long training waited for the copy; it also waits for the rest ``in_foreground``."""
     in_foreground: bool = False
     num_bytes: int = 0
@@ -96,7 +96,7 @@ class SaveJob:
     def _run(self) -> None:
         began = time.perf_counter()
         if not self.in_foreground:
-            give_way()
+            lower_priority()
         try:
             self._save()
         except BaseException as error:
@@ -105,7 +105,7 @@ class SaveJob:
         self.fragments = ()
         took_s = time.perf_counter() - began
         if self.in_foreground:
-            self.stall_s += took_s
+            self.blocking_s += took_s
         else:
             self.background_s = took_s
         try:
@@ -114,25 +114,27 @@ class SaveJob:
             self.error = error
 
     def _save(self) -> None:
-        directory, step, place = self.place.directory, self.step, self.place
-        writer = commit.rank_writer(directory, step, place.rank, specs_of(self.fragments))
+        directory, step, topology = self.topology.directory, self.step, self.topology
+        writer = commit.rank_writer(directory, step, topology.rank, specs_of(self.fragments))
         manifest: Manifest | None = None
         try:
-            self._together(lambda: commit.begin(directory, step) if place.leads else None)
-            specs = self._together(lambda: self._reserve(writer))
-            self._together(lambda: self._check_cover(specs) if place.rank == 0 else None)
-            written = self._together(lambda: write_fragments(writer, self.fragments))
+            self._on_all_ranks(lambda: commit.begin(directory, step) if topology.leads else None)
+            specs = self._on_all_ranks(lambda: self._reserve(writer))
+            self._on_all_ranks(lambda: self._check_cover(specs) if topology.rank == 0 else None)
+            written = self._on_all_ranks(lambda: write_fragments(writer, self.fragments))
             # Rank 0's, so that hosts with disks of their own write the same bytes.
-            state = self._together(
-                lambda: self._with_hash([sums for _, sums in written]) if place.rank == 0 else None
+            state = self._on_all_ranks(
+                lambda: (
+                    self._with_hash([sums for _, sums in written]) if topology.rank == 0 else None
+                )
             )[0]
-            small = self._together(lambda: self._add_small(state) if place.leads else {})
+            small = self._on_all_ranks(lambda: self._add_small(state) if topology.leads else {})
             files = {rank_file(rank): entry for rank, (entry, _) in enumerate(written)}
-            manifest = self._together(lambda: self._manifest(files, small))[0]
-            self._together(
-                lambda: commit.write_manifest(directory, step, manifest) if place.leads else None
+            manifest = self._on_all_ranks(lambda: self._manifest(files, small))[0]
+            self._on_all_ranks(
+                lambda: commit.write_manifest(directory, step, manifest) if topology.leads else None
             )
-            self._together(lambda: commit.publish(directory, step) if place.leads else None)
+            self._on_all_ranks(lambda: commit.publish(directory, step) if topology.leads else None)
         except BaseException as error:
             # What this host has published is taken back only where all know that one failed:
             # if it was the exchange that broke, another rank may have heard that all is well,
@@ -141,7 +143,7 @@ class SaveJob:
             with contextlib.suppress(OSError):
                 writer.close()
             with contextlib.suppress(OSError):
-                if place.leads:
+                if topology.leads:
                     commit.abandon(directory, step, published=published)
             raise
         assert manifest is not None
@@ -149,20 +151,22 @@ class SaveJob:
         # From here on the checkpoint stands, whatever happens.
         try:
             metric = self.config.metric
-            found = self._together(
-                lambda: look_around(directory, metric=metric) if place.leads else None
+            found = self._on_all_ranks(
+                lambda: take_inventory(directory, metric=metric) if topology.leads else None
             )
-            self._together(
+            self._on_all_ranks(
                 lambda: (
-                    tidy(directory, found, step, damaged=self.damaged, config=self.config)
-                    if place.leads
+                    apply_retention(
+                        directory, found, step, damaged=self.damaged, config=self.config
+                    )
+                    if topology.leads
                     else None
                 )
             )
         except SaveFailed as error:
             self.warning = str(error)
 
-    def _together(self, act: Callable[[], Any]) -> list[Any]:
+    def _on_all_ranks(self, act: Callable[[], Any]) -> list[Any]:
         """Every rank does its part; what all have returned, by rank. SaveFailed on all ranks if
         one failed."""
         value, failure = None, None
@@ -171,8 +175,8 @@ class SaveJob:
         except Exception as error:
             full = isinstance(error, OSError) and error.errno in NO_SPACE
             text = str(error) if isinstance(error, (OSError, LlmxError)) else repr(error)
-            failure = (f"{text} (rank {self.place.rank} on {socket.gethostname()})", full)
-        outcomes = exchange((value, failure), group=self.group)
+            failure = (f"{text} (rank {self.topology.rank} on {socket.gethostname()})", full)
+        outcomes = all_gather((value, failure), group=self.group)
         failures = [failure for _, failure in outcomes if failure is not None]
         if failures:
             raise SaveFailed(failures[0][0], disk_full=any(full for _, full in failures))
@@ -193,7 +197,7 @@ class SaveJob:
     def _add_small(self, state: Mapping[str, Any]) -> dict[str, FileEntry]:
         files = {**self.small_files, STATE: state_text(state).encode()}
         return {
-            name: commit.add_file(self.place.directory, self.step, name, data)
+            name: commit.add_file(self.topology.directory, self.step, name, data)
             for name, data in files.items()
         }
 
@@ -201,7 +205,7 @@ class SaveJob:
         self, files: dict[str, FileEntry], small: list[dict[str, FileEntry]]
     ) -> Manifest | None:
         """One for all; made by rank 0, which leads its storage."""
-        if self.place.rank != 0:
+        if self.topology.rank != 0:
             return None
         for rank, entries in enumerate(small):
             if entries and entries != small[0]:
@@ -210,11 +214,11 @@ class SaveJob:
         hosts.update(dict.fromkeys(small[0], self.hosts[0]))
         everything = {**files, **small[0]}
         return make_manifest(
-            self.step, everything, hosts=hosts, run_id=self.run_id, course=self.course
+            self.step, everything, hosts=hosts, run_id=self.run_id, num_rollbacks=self.num_rollbacks
         )
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Where cores are scarce, training goes first. Linux gives each thread a priority."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -18,11 +18,11 @@ from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fra
 from llmx.checkpoint.state.buffers import DTYPE_NAMES, TORCH_DTYPES
 from llmx.checkpoint.state.hashing import hash_parts
 from llmx.checkpoint.state.layout import (
-    Fixed,
     Owner,
     Piece,
     StateLayout,
     UnsavableState,
+    UntrainedPiece,
     state_layout,
 )
 from llmx.checkpoint.state.refresh import before_restore, refresh_model
@@ -131,7 +131,7 @@ def capture(engine: Engine, *, world: int) -> list[StateTensor]:
     return found
 
 
-P = TypeVar("P", Piece, Fixed)
+P = TypeVar("P", Piece, UntrainedPiece)
 
 
 def share(pieces: list[P], *, rank: int, world: int) -> list[P]:
@@ -152,7 +152,7 @@ def _trained(layout: StateLayout, *, rank: int, world: int) -> list[Piece]:
     return layout.trained if layout.partitioned else share(layout.trained, rank=rank, world=world)
 
 
-def _frozen(layout: StateLayout, *, rank: int, world: int) -> list[Fixed]:
+def _frozen(layout: StateLayout, *, rank: int, world: int) -> list[UntrainedPiece]:
     if layout.frozen_partitioned:
         return layout.frozen
     return share(layout.frozen, rank=rank, world=world)
@@ -265,7 +265,9 @@ def _fill_owner(
             _fill(piece.of(values[state]), index, state, piece)
 
 
-def _fill(values: torch.Tensor, index: FragmentIndex, state: str, piece: Piece | Fixed) -> None:
+def _fill(
+    values: torch.Tensor, index: FragmentIndex, state: str, piece: Piece | UntrainedPiece
+) -> None:
     """Read ``len(values)`` elements of a state, beginning where the piece begins."""
     if not len(values):
         return  # an empty buffer lies in no file

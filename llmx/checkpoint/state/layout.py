@@ -148,7 +148,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class UntrainedPiece:
     """Elements ``[start, start + length)`` of what is not trained: a parameter or a buffer."""
 
     name: str
@@ -160,9 +160,9 @@ class Fixed:
     def length(self) -> int:
         return len(self.values)
 
-    def part(self, first: int, last: int) -> Fixed:
+    def part(self, first: int, last: int) -> UntrainedPiece:
         """Elements ``[first, last)`` of it."""
-        return Fixed(self.name, self.start + first, self.values[first:last])
+        return UntrainedPiece(self.name, self.start + first, self.values[first:last])
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class StateLayout:
     """All that a rank holds of a model's state. Names in the model's order."""
 
     trained: list[Piece]
-    frozen: list[Fixed]
-    buffers: list[Fixed]
+    frozen: list[UntrainedPiece]
+    buffers: list[UntrainedPiece]
     owners: list[Owner]
     """All of them, also one that holds nothing but padding on this rank."""
     partitioned: bool
@@ -215,12 +215,13 @@ def state_layout(engine: Any) -> StateLayout:
     return StateLayout(
         trained=sorted(trained, key=lambda piece: (order[piece.name], piece.start)),
         frozen=[
-            _sharded(parameter, name) if sharded else Fixed(name, 0, _flat(parameter))
+            _sharded(parameter, name) if sharded else UntrainedPiece(name, 0, _flat(parameter))
             for name, parameter in engine.module.named_parameters()
             if not parameter.requires_grad
         ],
         buffers=[
-            Fixed(name, 0, _flat(buffer)) for name, buffer in persistent_buffers(engine.module)
+            UntrainedPiece(name, 0, _flat(buffer))
+            for name, buffer in persistent_buffers(engine.module)
         ],
         owners=owners,
         partitioned=read in (_partitioned, _stage3),
@@ -333,10 +334,10 @@ def _own_range(parameter: Any) -> tuple[int, int]:
     return start, max(0, min(part, parameter.ds_numel - start))
 
 
-def _sharded(parameter: Any, name: str) -> Fixed:
+def _sharded(parameter: Any, name: str) -> UntrainedPiece:
     """This rank's part of a parameter that is not trained, in the dtype of the model."""
     start, length = _own_range(parameter)
-    return Fixed(name, start, parameter.ds_tensor.data[:length])
+    return UntrainedPiece(name, start, parameter.ds_tensor.data[:length])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

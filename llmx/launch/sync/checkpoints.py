@@ -103,7 +103,7 @@ class CheckpointSync:
     def _push_newest(self) -> None:
         checkpoints = self.spec.run_dir.checkpoints
         # By sizes: the ranks verify the hashes.
-        newest = newest_usable(checkpoints, hashes=False).step
+        newest = newest_usable(checkpoints, hashes=False)
         if newest is None:
             return
         directory = committed_dir(checkpoints, newest)
@@ -221,7 +221,7 @@ class CheckpointSync:
             [f"{source}:{target}/{MANIFEST}", f"{beside}/"], what=f"{step} from {source}"
         )
         manifest = read_manifest(beside)
-        return isinstance(manifest, Manifest) and manifest.is_given_up(self._rollbacks)
+        return isinstance(manifest, Manifest) and manifest.is_abandoned(self._rollbacks)
 
     def _newest_copy(self) -> set[str]:
         """The newest complete copy, of this attempt or an earlier one."""

@@ -127,7 +127,7 @@ class Engine:
             loss = loss * self._scale
         self.engine.backward(loss)
 
-    def note_grad_norm(self) -> None:
+    def record_grad_norm(self) -> None:
         """Before ``engine.step``: keep the gradient's norm where DeepSpeed computes none.
 
         That is stage 0 in fp32, where the reduced gradients lie whole on every rank after the
