@@ -42,7 +42,7 @@ class ReceivedFile:
         write_all(self._disk, self._descriptor, data)
 
     def finish(self) -> None:
-        """Give the file its name, durably. CheckpointError: its size or hash is not the expected one."""
+        """Give the file its name, durably. CheckpointError: it has another size or hash."""
         found = FileEntry(self._written, self._digest.hexdigest())
         if found != self._entry:
             raise CheckpointError(

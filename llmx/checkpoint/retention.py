@@ -111,7 +111,7 @@ def plan_removals(
     metrics: Mapping[int, float | None],
     mode: str,
 ) -> tuple[list[int], int | None]:
-    """What is removed once ``step`` is committed, the same on every storage; and the best step left.
+    """What is removed once ``step`` is committed, the same on every storage; and the best step.
 
     Args:
         step: later ones are of an abandoned branch: the run was rolled back.

@@ -308,16 +308,17 @@ def _complete(
     for length in range(longest, longest + sampling.max_new_tokens):
         new = tokens.shape[1]
         place = torch.arange(length - new, length, device=device)
-        told: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if with_positions:
-            told["position_ids"] = (place[None, :] - padding[:, None]).clamp(0, last - 1)
+            arguments["position_ids"] = (place[None, :] - padding[:, None]).clamp(0, last - 1)
         if padded:
-            told["attention_mask"] = _mask(model, place, length, padding)
+            arguments["attention_mask"] = _mask(model, place, length, padding)
         if name:
-            told.update({name: cache, "use_cache": True})
+            arguments.update({name: cache, "use_cache": True})
         every_row = torch.arange(len(tokens), device=device)
         with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
-            logits = model.module(input_ids=tokens, **told).logits[0, :, : model.vocab_size].float()
+            logits = model.module(input_ids=tokens, **arguments).logits[0, :, : model.vocab_size]
+            logits = logits.float()
         if cache is not None and len(tokens) < len(prompts):
             row_of = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
             cache.reorder_cache(row_of)

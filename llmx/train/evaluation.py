@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmx.config import Experiment
+from llmx.config import TaskConfig
 from llmx.data import EvalPrompt, collate
 from llmx.errors import ConfigError
 from llmx.models.generate import generate
@@ -145,9 +145,9 @@ def write_samples(
     write_json(run_dir.samples, values)
 
 
-def evaluation_due(exp: Experiment, step: int, total: int) -> bool:
+def evaluation_due(task: TaskConfig, step: int, total: int) -> bool:
     """Before training, at every multiple of ``task.eval_every_steps``, and after training."""
-    every = exp.task.eval_every_steps
+    every = task.eval_every_steps
     return step in (0, total) or bool(every and step % every == 0)
 
 

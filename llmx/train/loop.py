@@ -71,7 +71,7 @@ def train(session: Session) -> None:
     # From now on all ranks exit together, whichever of them receives a signal.
     session.stop.enable(exp.checkpoint.on_signal)
     done = start.step
-    stopping = evaluation_due(exp, done, total) and not evaluate(session, done, total)
+    stopping = evaluation_due(exp.task, done, total) and not evaluate(session, done, total)
     step_log = StepLog(session, total=total)
     waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
     with prefetch(session, start, last) as steps:
@@ -105,7 +105,7 @@ def train(session: Session) -> None:
             session.status.at_step(done)
             flags = session.consensus.read()
             stopping = flags.stop
-            if not stopping and evaluation_due(exp, done, total):
+            if not stopping and evaluation_due(exp.task, done, total):
                 with step_log.paused():
                     stopping = not evaluate(session, done, total)
             if not stopping and done < last:

@@ -20,7 +20,6 @@ from llmx.checkpoint.distributed.transfer import transfer_missing
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
 from llmx.checkpoint.selection import Assessment, Report, assess, inspect, list_steps
-from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.metrics.lines import read_metrics
 from llmx.plan.types import Plan
@@ -74,14 +73,14 @@ class ResumePoint:
         return int(self.state.get("target_tokens_seen", 0))
 
 
-def identity(exp: Experiment, plan: Plan, store: Any) -> dict[str, Any]:
+def identity(*, seed: int, seq_len: int, plan: Plan, store: Any) -> dict[str, Any]:
     """What must be the same for the samples of a step, and so the run, to be the same."""
     from llmx.data.spec import PREPARATION
 
     return {
         "global_batch": plan.batch.global_batch,
-        "seq_len": exp.data.seq_len,
-        "seed": exp.seed,
+        "seq_len": seq_len,
+        "seed": seed,
         "data_fingerprint": store.fingerprint,
         "num_samples": len(store),
         PREPARED: PREPARATION,
@@ -258,10 +257,10 @@ def check_samples(state: dict[str, Any], length: RunLength) -> None:
     seen, wanted = int(state.get("samples", 0)), length.samples_at(step)
     if state and step <= length.steps and seen != wanted:
         raise ConfigError(
-            f"The checkpoint of step {step} was saved after {plural(seen, 'sample')}: its last step "
-            f"was the short one of a run that ended there (data.last_batch=short). With {length.steps} "
-            f"steps the same step ends at sample {wanted:,}. Resume from an earlier checkpoint "
-            f"(step=N, N below {step}), or leave the length of the run as it was."
+            f"The checkpoint of step {step} was saved after {plural(seen, 'sample')}: its last "
+            "step was the short one of a run that ended there (data.last_batch=short). With "
+            f"{length.steps} steps the same step ends at sample {wanted:,}. Resume from an "
+            f"earlier checkpoint (step=N, N below {step}), or leave the length as it was."
         )
 
 

@@ -21,7 +21,7 @@ from llmx.checkpoint.save.host_copies import HostCopies, fits
 from llmx.checkpoint.save.job import SaveFailed, SaveJob
 from llmx.checkpoint.state.engine_state import capture
 from llmx.checkpoint.state.layout import state_layout
-from llmx.config import Experiment
+from llmx.config import CheckpointConfig
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.train.checkpoint_files import TrainingProgress, small_files, state_of
@@ -93,10 +93,9 @@ class DiskFull(OSError):
     """There was no space for the last checkpoint of a run."""
 
 
-def ever_saves(exp: Experiment) -> bool:
+def ever_saves(config: CheckpointConfig) -> bool:
     """Whether a run may write checkpoints at all."""
-    wanted = exp.checkpoint
-    return bool(wanted.every_steps or wanted.every_minutes or wanted.at_end or wanted.on_signal)
+    return bool(config.every_steps or config.every_minutes or config.at_end or config.on_signal)
 
 
 class Saver:
@@ -104,10 +103,11 @@ class Saver:
 
     def __init__(
         self,
-        exp: Experiment,
+        config: CheckpointConfig,
         plan: Plan,
         run_dir: RunDir,
         *,
+        lr: float,
         engine: Engine,
         tokenizer: Any,
         identity: dict[str, Any],
@@ -119,7 +119,7 @@ class Saver:
         resume_point: ResumePoint,
         log: Callable[[str], None],
     ) -> None:
-        self.exp, self.plan, self.engine = exp, plan, engine
+        self.config, self.plan, self.engine, self.lr = config, plan, engine, lr
         self.identity, self.resume_point = identity, resume_point
         self.consensus, self.topology = consensus, topology
         self.metrics, self.status, self.stop, self.log = metrics, status, stop, log
@@ -127,9 +127,9 @@ class Saver:
         self._group = torch.distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         """Used by the thread that saves, and by nothing else."""
         ours = None
-        if ever_saves(exp):
+        if ever_saves(config):
             state_layout(engine.engine)  # what cannot be saved is refused now, not hours later
-        if ever_saves(exp) and topology.rank == 0:
+        if ever_saves(config) and topology.rank == 0:
             known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
             ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer))
         shared = all_gather(ours, group=consensus.group)
@@ -146,7 +146,7 @@ class Saver:
 
     def flags(self) -> Flags:
         """Of this rank."""
-        minutes = self.exp.checkpoint.every_minutes
+        minutes = self.config.every_minutes
         due = minutes is not None and time.monotonic() - self._began >= 60 * minutes
         return Flags(
             save=due and self.topology.rank == 0, stop=bool(self.stop.requested), busy=self.busy
@@ -172,7 +172,7 @@ class Saver:
     def at_boundary(self, step: int, flags: Flags, progress: TrainingProgress) -> None:
         """After each step but the last: save where one is due. Collective."""
         self._raise_if_broken()
-        every = self.exp.checkpoint.every_steps
+        every = self.config.every_steps
         if every and step % every == 0:
             if flags.busy and not self._in_time():
                 self._passed_over = True
@@ -192,8 +192,8 @@ class Saver:
             DiskFull, SaveFailed: it could not be saved.
         """
         self.wait()
-        every = self.exp.checkpoint.every_steps
-        due = self.exp.checkpoint.at_end or bool(every and step % every == 0)
+        every = self.config.every_steps
+        due = self.config.at_end or bool(every and step % every == 0)
         if not due or step in (self.saved_step, 0):
             return
         job = self._save(step, "end", progress, wait=True)
@@ -210,7 +210,7 @@ class Saver:
             )
 
     def save_and_exit(self, step: int, progress: TrainingProgress) -> NoReturn:
-        """Save unless this step is saved, on all ranks, and exit with the status ``interrupted``."""
+        """Save unless this step is saved, then exit with the status ``interrupted``. Collective."""
         self.wait()
         if step not in (self.saved_step, self.resume_point.step):
             self._save(step, "signal", progress, wait=True)
@@ -229,7 +229,7 @@ class Saver:
     ) -> SaveJob:
         """Copy the state and start to write it; without memory for a copy, write it now."""
         # Never save a state that has diverged.
-        progress.watch.check(lr=self.exp.optim.lr)
+        progress.watch.check(lr=self.lr)
         self.wait()
         began, self._began = time.perf_counter(), time.monotonic()
         fragments = capture(self.engine, world=self.plan.world_size)
@@ -248,14 +248,14 @@ class Saver:
                 engine=self.engine,
                 plan=self.plan,
                 identity=self.identity,
-                metric=self.metrics.latest(self.exp.checkpoint.metric),
+                metric=self.metrics.latest(self.config.metric),
             ),
             small_files=self._small,
             topology=self.topology,
             group=self._group,
             hosts=[self.plan.hosts[rank.host].name for rank in self.plan.ranks],
             run_id=self._run_id,
-            config=self.exp.checkpoint,
+            config=self.config,
             damaged=frozenset(self._damaged - {step}),
             num_rollbacks=self.resume_point.num_rollbacks,
             on_end=lambda job: self._ended(job, reason),
@@ -270,7 +270,7 @@ class Saver:
 
     def _may_copy(self, num_bytes: int) -> bool:
         """Whether every host has memory for the copies. Collective."""
-        wanted = self.exp.checkpoint.background
+        wanted = self.config.background
         if wanted != "auto":
             return wanted == "always"
         more = max(0, num_bytes - self._copies.held_bytes)

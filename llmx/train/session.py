@@ -90,9 +90,11 @@ def open_session(
     checkpoint = dataclasses.replace(checkpoint, mode=mode)
     train_store, eval_store = open_stores(exp, tokenizer, task, plan)
     consensus = Consensus(timeout_s=exp.launch.comm_timeout_s)
-    topology = find_topology(run_dir.checkpoints, create=ever_saves(exp), group=consensus.group)
+    topology = find_topology(
+        run_dir.checkpoints, create=ever_saves(checkpoint), group=consensus.group
+    )
     # Before the model is built: what cannot be resumed says so at once.
-    ours = identity(exp, plan, train_store)
+    ours = identity(seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=train_store)
     stage = ds_config["zero_optimization"]["stage"]
     length = length_of(exp, plan, train_store)
     resume_point = find_resume_point(
@@ -115,9 +117,10 @@ def open_session(
         )
         write_data(run_dir, train_store=train_store, eval_store=eval_store)
     saver = Saver(
-        dataclasses.replace(exp, checkpoint=checkpoint),
+        checkpoint,
         plan,
         run_dir,
+        lr=exp.optim.lr,
         engine=engine,
         tokenizer=tokenizer,
         identity=ours,

@@ -92,10 +92,10 @@ def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
     exp = dataclasses.replace(
         done.experiment, zero=dataclasses.replace(done.experiment.zero, quantized_gradients=True)
     )
-    check_quantized_gradients(exp, done.plan, visible=2)
+    check_quantized_gradients(exp.zero, done.plan, visible=2)
     for visible in (1, 8):
         with pytest.raises(ConfigError, match=f"takes the {visible} GPUs that a rank sees"):
-            check_quantized_gradients(exp, done.plan, visible=visible)
+            check_quantized_gradients(exp.zero, done.plan, visible=visible)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -158,5 +158,7 @@ def test_a_checkpoint_behind_a_short_last_step_does_not_go_on_longer() -> None:
     check_samples({"step": 25, "samples": 249}, short)
     check_samples({"step": 24, "samples": 240}, longer)
     check_samples({"step": 20, "samples": 200}, RunLength(30, 300, 10))
-    with pytest.raises(ConfigError, match="step 25 has seen 249 samples.*ends at sample 250"):
+    with pytest.raises(
+        ConfigError, match="step 25 was saved after 249 samples.*ends at sample 250"
+    ):
         check_samples({"step": 25, "samples": 249}, longer)

@@ -319,9 +319,10 @@ def test_a_save_that_was_cut_short_is_cleared_away(alone: None, tmp_path: Path) 
 def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
     exp = experiment(run.root, ranks=1, checkpoint={"on_signal": False})
     return saver_module.Saver(
-        exp,
+        exp.checkpoint,
         make_plan(exp),
         run,
+        lr=exp.optim.lr,
         engine=None,  # nothing is saved before it is asked for a state
         tokenizer=None,
         identity={},

@@ -144,7 +144,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int], package
 
 
 def candidates(exp: Experiment, plan: OnlyPlan) -> list[str]:
-    return select_attention.candidates(exp, plan, GPU)  # type: ignore[arg-type]
+    return select_attention.candidates(exp.model.attention, plan, GPU)  # type: ignore[arg-type]
 
 
 def test_the_order_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_attention_that_this_device_has_not_is_refused(
     for chosen in ("varlen", "flash_attention_2", "flex_attention"):
         exp.model.attention = chosen
         with pytest.raises(ConfigError, match=f"{chosen} trains on CUDA only.*auto"):
-            select_attention.candidates(exp, plan, CPU)  # type: ignore[arg-type]
+            select_attention.candidates(exp.model.attention, plan, CPU)  # type: ignore[arg-type]
 
 
 def test_the_plan_names_the_attention_of_each_device(tmp_path: Path) -> None:

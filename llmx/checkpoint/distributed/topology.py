@@ -26,7 +26,7 @@ from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree
 
 
 def leave_mark(checkpoints: Path, rank: int, *, token: str, disk: Disk = DISK) -> None:
-    """``token``: the same on all ranks, new at each start, so that marks of a crash do not count."""
+    """``token``: the same on all ranks, new at each start: marks that a crash left do not count."""
     make_directories(disk, checkpoints)
     path = _mark(checkpoints, rank, token)
     remove_tree(disk, path)

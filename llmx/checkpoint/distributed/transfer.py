@@ -86,9 +86,9 @@ def transfer_missing(
             problem = _publish(topology, assessment.step)
         if failed := all_gather(problem, group=group)[storage]:
             raise CheckpointError(
-                f"The files of the checkpoint of step {assessment.step} are on several hosts, and the "
-                f"host of rank {storage} cannot store those that it lacks: {failed}. Free some space "
-                "there, or use a run directory that all hosts share."
+                f"The files of the checkpoint of step {assessment.step} are on several hosts, and "
+                f"the host of rank {storage} cannot store those that it lacks: {failed}. Free some "
+                "space there, or use a run directory that all hosts share."
             )
     torch.distributed.destroy_process_group(group)
 

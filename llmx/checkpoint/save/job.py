@@ -1,8 +1,8 @@
 """One checkpoint from copied state to committed directory, in a thread of its own.
 
-All ranks do this together, over a group that no other thread uses: a step, a vote, the next step
-(docs/contracts.md, "Checkpoints"). Whatever fails on one rank, all give the save up alike, and
-the checkpoints before it stay as they are.
+Collective, over a group that no other thread uses: after each step the ranks gather whether it
+succeeded (docs/contracts.md, "Checkpoints"). When one rank fails, all abandon the save, and the
+checkpoints before it are left as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,11 +39,12 @@ from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError
 
+T = TypeVar("T")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SaveFailed(LlmxError, RuntimeError):
-    """A checkpoint was given up, on all ranks alike."""
+    """A checkpoint was not saved, on all ranks alike."""
 
     def __init__(self, message: str, *, disk_full: bool) -> None:
         super().__init__(message)
@@ -70,9 +71,9 @@ class SaveJob:
     on_end: Callable[[SaveJob], None]
     """Called by the thread when the save is over, well or not."""
     num_rollbacks: int = 0
-    """How often the run was sent back so far."""
+    """How often the run was rolled back so far."""
     blocking_s: float = 0.0
-    """How long training waited for the copy; it also waits for the rest ``in_foreground``."""
+    """How long training was blocked: by the copy, and ``in_foreground`` by the rest, too."""
     in_foreground: bool = False
     num_bytes: int = 0
     """Over all ranks; known when it is done."""
@@ -83,7 +84,7 @@ class SaveJob:
     _thread: threading.Thread | None = field(default=None, repr=False)
 
     def start(self) -> None:
-        """Begin in a thread."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -118,27 +119,21 @@ class SaveJob:
         writer = commit.rank_writer(directory, step, topology.rank, specs_of(self.fragments))
         manifest: Manifest | None = None
         try:
-            self._on_all_ranks(lambda: commit.begin(directory, step) if topology.leads else None)
+            self._on_leaders(lambda: commit.begin(directory, step))
             specs = self._on_all_ranks(lambda: self._reserve(writer))
-            self._on_all_ranks(lambda: self._check_cover(specs) if topology.rank == 0 else None)
+            self._on_rank_0(lambda: self._check_cover(specs))
             written = self._on_all_ranks(lambda: write_fragments(writer, self.fragments))
             # Rank 0's, so that hosts with disks of their own write the same bytes.
-            state = self._on_all_ranks(
-                lambda: (
-                    self._with_hash([sums for _, sums in written]) if topology.rank == 0 else None
-                )
-            )[0]
-            small = self._on_all_ranks(lambda: self._add_small(state) if topology.leads else {})
+            state = self._on_rank_0(lambda: self._with_hash([sums for _, sums in written]))
+            small = self._on_leaders(lambda: self._add_small(state))
             files = {rank_file(rank): entry for rank, (entry, _) in enumerate(written)}
-            manifest = self._on_all_ranks(lambda: self._manifest(files, small))[0]
-            self._on_all_ranks(
-                lambda: commit.write_manifest(directory, step, manifest) if topology.leads else None
-            )
-            self._on_all_ranks(lambda: commit.publish(directory, step) if topology.leads else None)
+            manifest = self._on_rank_0(lambda: self._manifest(files, small))
+            self._on_leaders(lambda: commit.write_manifest(directory, step, manifest))
+            self._on_leaders(lambda: commit.publish(directory, step))
         except BaseException as error:
-            # What this host has published is taken back only where all know that one failed:
-            # if it was the exchange that broke, another rank may have heard that all is well,
-            # and have removed the checkpoint before this one.
+            # What this host has published is withdrawn only where all ranks know of the failure:
+            # if the all-gather itself broke, another rank may have seen a success and removed the
+            # checkpoint before this one.
             published = manifest if isinstance(error, SaveFailed) else None
             with contextlib.suppress(OSError):
                 writer.close()
@@ -146,29 +141,20 @@ class SaveJob:
                 if topology.leads:
                     commit.abandon(directory, step, published=published)
             raise
-        assert manifest is not None
         self.num_bytes = manifest.num_bytes
-        # From here on the checkpoint stands, whatever happens.
+        # From here on the checkpoint counts, whatever happens.
         try:
-            metric = self.config.metric
-            found = self._on_all_ranks(
-                lambda: take_inventory(directory, metric=metric) if topology.leads else None
-            )
-            self._on_all_ranks(
-                lambda: (
-                    apply_retention(
-                        directory, found, step, damaged=self.damaged, config=self.config
-                    )
-                    if topology.leads
-                    else None
+            found = self._on_leaders(lambda: take_inventory(directory, metric=self.config.metric))
+            self._on_leaders(
+                lambda: apply_retention(
+                    directory, found, step, damaged=self.damaged, config=self.config
                 )
             )
         except SaveFailed as error:
             self.warning = str(error)
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> list[Any]:
-        """Every rank does its part; what all have returned, by rank. SaveFailed on all ranks if
-        one failed."""
+        """Call ``act`` on every rank; the results, by rank. SaveFailed on all if one failed."""
         value, failure = None, None
         try:
             value = act()
@@ -181,6 +167,15 @@ class SaveJob:
         if failures:
             raise SaveFailed(failures[0][0], disk_full=any(full for _, full in failures))
         return [value for value, _ in outcomes]
+
+    def _on_leaders(self, act: Callable[[], Any]) -> list[Any]:
+        """The same with ``act`` on the ranks that act for a storage, None of the others."""
+        return self._on_all_ranks(lambda: act() if self.topology.leads else None)
+
+    def _on_rank_0(self, act: Callable[[], T]) -> T:
+        """The same with ``act`` on rank 0 alone; its result, on all ranks."""
+        result: T = self._on_all_ranks(lambda: act() if self.topology.rank == 0 else None)[0]
+        return result
 
     def _reserve(self, writer: TensorWriter) -> list[TensorSpec]:
         writer.reserve()
@@ -202,17 +197,17 @@ class SaveJob:
         }
 
     def _manifest(
-        self, files: dict[str, FileEntry], small: list[dict[str, FileEntry]]
-    ) -> Manifest | None:
+        self, files: dict[str, FileEntry], small: list[dict[str, FileEntry] | None]
+    ) -> Manifest:
         """One for all; made by rank 0, which leads its storage."""
-        if self.topology.rank != 0:
-            return None
+        first = small[0]
+        assert first is not None
         for rank, entries in enumerate(small):
-            if entries and entries != small[0]:
+            if entries and entries != first:
                 raise SaveFailed(f"rank {rank} has written other small files", disk_full=False)
         hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
-        hosts.update(dict.fromkeys(small[0], self.hosts[0]))
-        everything = {**files, **small[0]}
+        hosts.update(dict.fromkeys(first, self.hosts[0]))
+        everything = {**files, **first}
         return make_manifest(
             self.step, everything, hosts=hosts, run_id=self.run_id, num_rollbacks=self.num_rollbacks
         )

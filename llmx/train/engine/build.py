@@ -44,14 +44,14 @@ from llmx.train.engine.optimizer import build_optimizer, load_muon_uncompiled
 from llmx.train.engine.process_group import check_quantized_gradients, device_of
 
 
-def seed_everything(exp: Experiment, *, accelerator: str) -> None:
-    """Deterministic algorithms where asked for; by default on CPU, where they cost nothing."""
-    wanted = exp.deterministic if exp.deterministic is not None else accelerator == "cpu"
-    # Asked for in words, a missing deterministic kernel is an error, else a warning.
-    torch.use_deterministic_algorithms(wanted, warn_only=exp.deterministic is None)
+def seed_everything(seed: int, *, deterministic: bool | None, accelerator: str) -> None:
+    """Deterministic algorithms where set; by default on CPU, where they cost nothing."""
+    wanted = deterministic if deterministic is not None else accelerator == "cpu"
+    # A missing deterministic kernel is an error where they were set, else a warning.
+    torch.use_deterministic_algorithms(wanted, warn_only=deterministic is None)
     # Would fill every new buffer of DeepSpeed with NaN first.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.manual_seed(exp.seed)
+    torch.manual_seed(seed)
 
 
 @dataclass
@@ -184,8 +184,8 @@ def build_engine(
         raise ConfigError("The task trains none of its models: one must have trained=True.")
     device = device_of(plan)
     if plan.accelerator == "cuda":
-        check_quantized_gradients(exp, plan, visible=torch.cuda.device_count())
-    seed_everything(exp, accelerator=plan.accelerator)
+        check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
+    seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
     parts = {
         name: _build_one(exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device)
         for name, spec in specs.items()
@@ -238,7 +238,9 @@ def build_engine(
             apply_liger(model.module)
         if model.spec.head == CAUSAL_LM:
             wanted = fused_loss(exp, plan.accelerator)
-            model.fused_loss = wanted and _can_fuse(exp, model)
+            model.fused_loss = wanted and _can_fuse(
+                model, seq_len=exp.data.seq_len, required=bool(exp.model.fused_loss)
+            )
     return Engine(
         engine=engine,
         models=models,
@@ -271,7 +273,7 @@ def _build_one(
     """Collective."""
     config = model_config(exp, tokenizer=tokenizer, num_labels=spec.num_labels)
     attention = select_attention(exp, plan, config, device=device)
-    with_liger = wants_liger(exp, config, device=device, dtype=DTYPES[plan.precision])
+    with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[plan.precision])
     network = build_model(
         exp,
         config,
@@ -286,9 +288,9 @@ def _build_one(
     return _Built(network, config, attention, with_liger)
 
 
-def _few_tokens(exp: Experiment, model: Model) -> tuple[dict[str, Any], torch.Tensor]:
+def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Tensor]:
     """A micro batch to try the model with: inputs and labels."""
-    ids = torch.arange(min(8, exp.data.seq_len))[None]
+    ids = torch.arange(min(8, seq_len))[None]
     return model.inputs(
         {
             "input_ids": ids,
@@ -299,16 +301,16 @@ def _few_tokens(exp: Experiment, model: Model) -> tuple[dict[str, Any], torch.Te
     )
 
 
-def _can_fuse(exp: Experiment, model: Model) -> bool:
+def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
     """Whether head and loss of this model can be computed together; says why not. Collective."""
-    problem = fused_loss_problem(model.forward, *_few_tokens(exp, model))
+    problem = fused_loss_problem(model.forward, *_few_tokens(model, seq_len=seq_len))
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
     problem = next((found for found in problems if found), None)
     if problem is None:
         return True
     kind = type(model.module).__name__
-    if exp.model.fused_loss:
+    if required:
         raise ConfigError(
             f"model.fused_loss=true does not work with {kind}: {problem}. "
             "Set model.fused_loss=null, which leaves it off here."

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from llmx.config import Experiment, LaunchConfig
+from llmx.config import LaunchConfig, ZeroConfig
 from llmx.config.hardware_rules import LEAST_BF16
 from llmx.errors import ConfigError
 from llmx.plan import cuda_builds
@@ -155,11 +155,11 @@ def check_precision(precision: str, gpus: Gpus, index: int, *, host: str) -> Non
         )
 
 
-def check_quantized_gradients(exp: Experiment, plan: Plan, *, visible: int) -> None:
+def check_quantized_gradients(zero: ZeroConfig, plan: Plan, *, visible: int) -> None:
     """qgZ takes the GPUs that a rank sees for the ranks of its host
     (``_get_local_all_to_all_group`` in ``deepspeed/utils/groups.py``)."""
     slots = {host.slots for host in plan.hosts}
-    if exp.zero.quantized_gradients and len(plan.hosts) > 1 and slots != {visible}:
+    if zero.quantized_gradients and len(plan.hosts) > 1 and slots != {visible}:
         raise ConfigError(
             f"zero.quantized_gradients=true: DeepSpeed takes the {visible} GPUs that a rank sees "
             f"for the ranks of its host, and the plan has {max(slots)} a host. Show each rank all "
