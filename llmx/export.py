@@ -2,7 +2,7 @@
 
 Offline, on one machine, without a GPU, and without torch where files have the weights as memory
 has them (the others, such as fused experts, are converted by transformers): the fragments are
-read, put together and written a piece at a time. The directory has its name only when it is whole.
+read, joined and written a piece at a time. The directory gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.checkpoint import commit
-from llmx.checkpoint import selection as choose
+from llmx.checkpoint import commit, selection
 from llmx.checkpoint.console import ProgressLine, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
 from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
@@ -147,7 +146,7 @@ def export(
         make_directories(DISK, partial)
         _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
         if conversions := state.get("conversions"):
-            # transformers' own: only it can say how fused weights lie in files.
+            # transformers alone knows how fused weights are laid out in files.
             from llmx.checkpoint.export.converted import write_converted
 
             write_converted(
@@ -182,7 +181,7 @@ def export(
 
 def _choose(run: RunDir, step: int | None, *, stream: Any) -> Path:
     """The checkpoint's directory, verified."""
-    steps = choose.list_steps(run.checkpoints)
+    steps = selection.list_steps(run.checkpoints)
     if not steps:
         raise CheckpointError(_without_checkpoints(run))
     if step is not None and step not in steps:
@@ -225,7 +224,7 @@ def _copy_description(source: Path, target: Path, *, dtype: str) -> None:
 
 
 def _trusts_remote_code(run: RunDir) -> bool:
-    """``model.trust_remote_code`` of the run; False where its snapshot does not say."""
+    """``model.trust_remote_code`` of the run; False where its snapshot has none."""
     model = (config_values(run.config) or {}).get("model")
     return isinstance(model, dict) and model.get("trust_remote_code") is True
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmx.checkpoint import commit, pointers
-from llmx.checkpoint import selection as choose
+from llmx.checkpoint import commit, pointers, selection
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
 from llmx.checkpoint.manifest import FileEntry, Manifest, make_manifest, rank_file
@@ -128,13 +127,15 @@ def _write_all(
 
 def choose_steps(storages: Sequence[Path]) -> list[int]:
     """Steps that are usable over all storages, oldest first."""
-    every = sorted({step for path in storages for step in choose.list_steps(path)})
+    every = sorted({step for path in storages for step in selection.list_steps(path)})
     return [step for step in every if assessment(storages, step).usable]
 
 
-def assessment(storages: Sequence[Path], step: int) -> choose.Assessment:
-    reports = [choose.inspect(path, step, storage=number) for number, path in enumerate(storages)]
-    return choose.assess(reports)
+def assessment(storages: Sequence[Path], step: int) -> selection.Assessment:
+    reports = [
+        selection.inspect(path, step, storage=number) for number, path in enumerate(storages)
+    ]
+    return selection.assess(reports)
 
 
 def restart(storages: Sequence[Path]) -> int | None:

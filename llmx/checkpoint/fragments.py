@@ -1,4 +1,4 @@
-"""Fragments: which elements of which parameter's state lie in which file.
+"""Fragments: which elements of which parameter's state are in which file.
 
 A checkpoint is a set of ranges over named, flattened parameters. It knows nothing of ranks, so
 any number of them reads from it.
@@ -37,7 +37,7 @@ def parse_key(key: str) -> tuple[str, str, int]:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements ``[start, stop)`` of one state of one parameter, and where they lie."""
+    """Elements ``[start, stop)`` of one state of one parameter, and where they are."""
 
     start: int
     stop: int

@@ -1,7 +1,7 @@
 """The retention policy: which checkpoints stay, and how the others are removed after a commit.
 
 ``to_prune`` is the policy of ``checkpoint.keep``. Over several storages a crash while old
-checkpoints were removed may leave files of one on some hosts; these must not stand in for a
+checkpoints were removed may leave files of one on some hosts; these must not count as a
 complete one, so each storage makes an ``Inventory`` of names (nothing is hashed), the ranks
 gather them, and ``apply_retention`` does the same everywhere.
 """

@@ -228,7 +228,7 @@ def assess(reports: Sequence[Report]) -> Assessment:
 
 
 def describe(problems: Iterable[Problem], *, limit: int = 3) -> str:
-    """One line for people."""
+    """One line for a message."""
     words = [str(problem) for problem in problems]
     more = f"; and {len(words) - limit} more" if len(words) > limit else ""
     return "; ".join(words[:limit]) + more

@@ -59,7 +59,7 @@ class Fragment:
     num_elements: int
     buffer: Any
     """C-contiguous, with the buffer protocol: numpy arrays, memoryviews, bytes. Or an iterator of
-    such pieces, each good until the next is asked for."""
+    such pieces, each valid until the next is taken."""
     shape: tuple[int, ...] | None = None
 
     @property
@@ -75,8 +75,8 @@ def layout(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 class TensorWriter:
     """One new file, in three steps that each can fail alone: ``reserve``, ``write``, ``close``.
 
-    Used as a context manager it is closed in any case; a file that was not finished is left for
-    whoever removes the directory.
+    Used as a context manager it is always closed; an unfinished file is left for
+    the caller, who removes the directory.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TensorWriter:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            # A file system that cannot reserve: at least look, if it says how large it is.
+            # A file system that cannot reserve: check the free space, where it reports its size.
             free = os.statvfs(self.path.parent)
             if free.f_blocks and free.f_bavail * free.f_frsize < self.num_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
@@ -157,7 +157,7 @@ class TensorWriter:
             write_all(self._disk, self._descriptor, chunk)
 
     def close(self) -> None:
-        """Let go of the file. Twice is fine."""
+        """Close the file. Twice is fine."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             self._disk.close(descriptor)
@@ -245,8 +245,8 @@ class TensorFile:
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(
-                f"{self.path} is no whole safetensors file: {size} bytes, and a header that asks "
-                f"for {8 + length}"
+                f"{self.path} is not a complete safetensors file: {size} bytes, and a header of "
+                f"{8 + length} bytes"
             )
         try:
             table = json.loads(os.pread(self._descriptor, length, 8))
@@ -258,7 +258,7 @@ class TensorFile:
                 spec = TensorSpec(key, value["dtype"], count, shape)
                 first, last = value["data_offsets"]
                 if 8 + length + first != end or last - first != spec.num_bytes or count < 0:
-                    raise ValueError(f"{key!r} is said to lie at {first} to {last}")
+                    raise ValueError(f"{key!r} is recorded at {first} to {last}")
                 entries[key] = _Entry(spec, end)
                 end += spec.num_bytes
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -268,12 +268,12 @@ class TensorFile:
         return metadata, entries
 
     def keys(self) -> list[str]:
-        """As they lie in the file."""
+        """In the order of the file."""
         return list(self._entries)
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """As they lie in the file."""
+        """In the order of the file."""
         return [entry.spec for entry in self._entries.values()]
 
     def dtype(self, key: str) -> str:
@@ -326,7 +326,7 @@ class TensorFile:
         return entry, end
 
     def close(self) -> None:
-        """Let go of the file; views of it stay good."""
+        """Close the file; views of it stay valid."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

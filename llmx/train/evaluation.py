@@ -50,8 +50,8 @@ def evaluate_task(
 ) -> dict[str, Mean] | None:
     """What the task measures on ``store``, over all ranks: ``loss`` and its metrics. Collective.
 
-    ``interrupted`` is asked before each micro batch, and answers alike on every rank; None when it
-    said yes.
+    ``interrupted`` is called before each micro batch, and returns the same on every rank; None
+    where it returned True.
     """
     rank = torch.distributed.get_rank()
     stopped = False
@@ -154,8 +154,8 @@ def evaluation_due(task: TaskConfig, step: int, total: int) -> bool:
 def evaluate(session: Session, step: int, total: int) -> bool:
     """Held-out loss, before and after training completions, too; an ``eval`` line. Collective.
 
-    Returns False where it was given up because the run is asked to end: the evaluation is then
-    made when the run goes on. What an earlier attempt has evaluated is not done again.
+    Returns False where a shutdown request interrupted it: the evaluation is then made on resume.
+    A step that an earlier attempt has evaluated is skipped.
     """
     if session.eval_store is None or step in session.resume_point.evaluated:
         return True
@@ -189,7 +189,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
 
 
 def check_declared(task: Task, measured: Iterable[str]) -> None:
-    """Raise ConfigError for a metric that the task measures and does not declare: nobody would
+    """Raise ConfigError for a metric that the task measures and does not declare: nothing would
     know how to show it, or whether more of it is better."""
     if unknown := sorted(set(measured) - set(task.metrics)):
         raise ConfigError(

@@ -77,7 +77,7 @@ class MetricsWriter:
 
 
 def lines_until(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The lines of a run that goes on from ``step``: none of a later step, no end, and no line
+    """The lines of a run that resumes from ``step``: none of a later step, no end, and no line
     that was only written because the run stopped there (``extra``)."""
     return [
         line

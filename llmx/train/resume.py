@@ -164,7 +164,7 @@ def select_checkpoint(
     reasons = "; ".join(f"step {bad.step}: {bad.reason}" for bad in damaged)
     if wanted is not None:
         raise CheckpointError(
-            f"resume.json asks for the checkpoint of step {wanted}, and "
+            f"resume.json requests the checkpoint of step {wanted}, and "
             + (f"it cannot be used ({reasons})" if damaged else f"only {steps} are there")
             + f". Choose another step, or remove resume.json from {topology.directory.parent}."
         )

@@ -55,7 +55,7 @@ class Session:
 
     @property
     def declared_metrics(self) -> dict[str, Any]:
-        """As the ``start`` line says them."""
+        """As the ``start`` line has them."""
         return {name: metric.to_dict() for name, metric in self.task.metrics.items()}
 
     @property
@@ -93,7 +93,7 @@ def open_session(
     topology = find_topology(
         run_dir.checkpoints, create=ever_saves(checkpoint), group=consensus.group
     )
-    # Before the model is built: what cannot be resumed says so at once.
+    # Before the model is built: what cannot be resumed fails at once.
     ours = identity(seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=train_store)
     stage = ds_config["zero_optimization"]["stage"]
     length = length_of(exp, plan, train_store)
@@ -167,7 +167,7 @@ def length_of(exp: Experiment, plan: Plan, train_store: Any) -> RunLength:
 
 
 def open_metrics(run_dir: RunDir, resume_point: ResumePoint) -> MetricsWriter:
-    """``metrics.jsonl`` as it was at the step where the run goes on, open for more."""
+    """``metrics.jsonl`` as it was at the resume point, open for appending."""
     writes = torch.distributed.get_rank() == 0
     kept = truncate_metrics(run_dir.metrics, resume_point.step) if writes else []
     writer = MetricsWriter(run_dir.metrics, enabled=writes)
@@ -184,7 +184,7 @@ def open_metrics(run_dir: RunDir, resume_point: ResumePoint) -> MetricsWriter:
 def log(text: str) -> None:
     """One line of rank 0's log, which the console shows."""
     if torch.distributed.get_rank() == 0:
-        # One write: the thread that saves speaks, too.
+        # One write: the thread that saves logs, too.
         print(f"{text}\n", end="", flush=True)
 
 

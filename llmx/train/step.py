@@ -63,7 +63,7 @@ def train_step(
 
     DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
     reduction): the factor undoes both, so that the gradient is that of the mean over the
-    step's weight, say its target tokens, however they lie.
+    step's weight (its target tokens, say), whatever the split.
     """
     factor = world * len(step.micro_batches) / (step.weight or 1)
     auxiliary_factor = world * len(step.micro_batches) / max(step.tokens, 1)

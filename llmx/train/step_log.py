@@ -21,7 +21,7 @@ FORWARD_PART = 1 / 3
 
 
 class StepLog:
-    """Gathers what a ``train`` line of ``metrics.jsonl`` says, over the steps since the last."""
+    """Gathers the values of a ``train`` line of ``metrics.jsonl`` over steps."""
 
     def __init__(self, session: Session, *, total: int) -> None:
         self.session = session
@@ -43,7 +43,7 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval now."""
+        """Start a new interval now."""
         self.began = time.perf_counter()
         self.data_wait_s = 0.0
         self.steps = self.tokens = self.targets = self.squares = 0

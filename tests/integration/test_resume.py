@@ -191,7 +191,7 @@ def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Pa
     write_json(run.resume, {"step": 11})
     refused = ranks.start(run)
     assert refused.wait() == [1, 1]
-    assert "resume.json asks for the checkpoint of step 11" in refused.status(0)["error"]["message"]
+    assert "resume.json requests the checkpoint of step 11" in refused.status(0)["error"]["message"]
     assert json.loads(run.metrics.read_text().splitlines()[-1])["kind"] == "end", "untouched"
 
 

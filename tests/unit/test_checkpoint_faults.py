@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint import commit, pointers
-from llmx.checkpoint import selection as choose
+from llmx.checkpoint import commit, pointers, selection
 from tests.checkpoint_saves import (
     Fault,
     FaultyDisk,
@@ -69,7 +68,7 @@ def test_the_old_or_the_new_checkpoint_survives_every_fault(
         # Old ones were removed only after the new one was there on all hosts.
         if chosen == 1:
             assert all(
-                choose.usable(commit.committed_dir(path, 1), ["state.json"]) for path in storages
+                selection.usable(commit.committed_dir(path, 1), ["state.json"]) for path in storages
             )
         assert not [name for path in storages for name in tree(path) if name.startswith(".")]
         assert save(storages, 3), context
@@ -175,5 +174,5 @@ def test_a_life_full_of_faults_loses_nothing_of_keep(
     assert save(storages, 99, keep_last=2)
     assert save(storages, 100, keep_last=2)
     # No part of anything else is left on any host.
-    assert [choose.list_steps(path) for path in storages] == [[99, 100]] * hosts
+    assert [selection.list_steps(path) for path in storages] == [[99, 100]] * hosts
     assert not [name for path in storages for name in tree(path) if name.startswith(".")]

@@ -77,7 +77,7 @@ def _architecture(directory: Path, *, trust_remote_code: bool) -> torch.nn.Modul
 def _whole(
     weight: Weight, index: FragmentIndex, *, on_bytes: Callable[[int], None]
 ) -> torch.Tensor:
-    # A piece is good until the next one is asked for.
+    # A piece is valid until the next one is taken.
     parts = [np.array(piece) for piece in pieces(weight, index, on_bytes)]
     flat = torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.float32))
     return flat.view(TORCH_DTYPES[weight.written]).reshape(weight.shape)

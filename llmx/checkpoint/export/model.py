@@ -120,7 +120,7 @@ def _as_files_have_it(
     """Names and whole values as files of the Hub have them: fused experts apart. Collective.
 
     Tied weights once, persistent buffers too; rows of an embedding or a head beyond ``vocab_size``
-    are left out. A value is good until the next one is asked for. Nothing comes out where it is
+    are left out. A value is valid until the next one is taken. Nothing is yielded where it is
     not ``wanted``.
     """
     trim = _Trim(model, vocab_size=vocab_size, padded=padded)
@@ -195,7 +195,7 @@ def _parts(
 
 
 def check_export(directory: Path, model: nn.Module, config: Any) -> None:
-    """Raise RuntimeError unless every weight that ``config`` asks for is on disk, in its shape.
+    """Raise RuntimeError unless every weight of a model of ``config`` is on disk, in its shape.
 
     Read from the files' headers: a weight saved from one shard only has shape [0] or a part.
     """

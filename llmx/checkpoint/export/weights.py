@@ -111,7 +111,7 @@ def pieces(
 ) -> Iterator[np.ndarray]:
     """The values of a weight in the dtype that is written, ``PIECE_ELEMENTS`` at a time.
 
-    One is good until the next is asked for. Raises CheckpointError for a value that does not
+    One is valid until the next is taken. Raises CheckpointError for a value that does not
     fit the dtype.
     """
     kind = NUMPY.get(weight.stored, f"<u{ITEM_BYTES[weight.stored]}")

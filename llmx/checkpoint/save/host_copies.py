@@ -25,7 +25,7 @@ ALIGNMENT = 8
 
 
 class HostCopies:
-    """Copies of a state in host memory, for a thread that writes them while training goes on.
+    """Copies of a state in host memory, for a thread that writes them while training continues.
 
     What lives on a device goes to page-locked memory, at the speed of the bus; it is kept for
     the next copy, since to lock pages takes longer than to fill them. So a copy is good until the
@@ -102,14 +102,14 @@ def available_bytes(root: Path = Path("/")) -> int:
     for group, files in _control_groups(root):
         limit = _number(group / files.limit)
         if limit is not None:
-            # Pages of files are given up before anything is killed.
+            # The kernel frees pages of files before it kills anything.
             cached = _stat(group / "memory.stat", files.cached)
             free.append(limit - (_number(group / files.used) or 0) + cached)
     return max(0, min(free))
 
 
 def fits(num_bytes: int, *, group: Any = None) -> bool:
-    """Whether every host has room for a copy of so many bytes from each rank that says so.
+    """Whether every host has memory for the copies of all its ranks. ``num_bytes``: of this one.
 
     The same answer on every rank. Collective.
     """
@@ -128,7 +128,7 @@ def room_for(everyone: Sequence[tuple[Any, int, int]], host: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Files:
-    """How a control group says what it may use."""
+    """The files of a control group with its limit and usage."""
 
     limit: str
     used: str

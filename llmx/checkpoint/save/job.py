@@ -249,7 +249,7 @@ def write_fragments(
                 two = sums.setdefault(fragment.name, [0, 0])
                 for lane, value in enumerate(lanes(tensor, fragment.start).tolist()):
                     two[lane] += value
-            # What is not trained may be infinite from the first (masks are).
+            # What is not trained may be infinite (masks are).
             if fragment.state not in (FROZEN, BUFFER) and not is_finite(tensor):
                 raise CheckpointError(f"{fragment.state} of {fragment.name} is not finite")
             yield Fragment(spec.key, spec.dtype, spec.num_elements, as_buffer(tensor))
@@ -259,7 +259,7 @@ def write_fragments(
 
 
 def hash_of_weights(parameters: Mapping[str, Mapping[str, Any]], sums: Sequence[Sums]) -> str:
-    """32 hexadecimal digits, as ``llmx.checkpoint.state.engine_state.weights_hash`` says them.
+    """32 hexadecimal digits, as of ``llmx.checkpoint.state.engine_state.weights_hash``.
 
     Args:
         parameters: ``state.json``'s table.

@@ -1,7 +1,7 @@
 """A DeepSpeed engine's state into fragments of a checkpoint, and back.
 
 Fragments know nothing of ranks, ZeRO stages or precision (docs/contracts.md, "Checkpoints"), so
-any engine of the same model goes on from them. Tried by
+any engine of the same model can be restored from them. Tried by
 ``python -m pytest -m deepspeed tests/integration/test_state_resume.py``.
 """
 
@@ -268,7 +268,7 @@ def _fill_owner(
 def _fill(
     values: torch.Tensor, index: FragmentIndex, state: str, piece: Piece | UntrainedPiece
 ) -> None:
-    """Read ``len(values)`` elements of a state, beginning where the piece begins."""
+    """Read ``len(values)`` elements of a state, from the start of the piece."""
     if not len(values):
         return  # an empty buffer lies in no file
     stored = TORCH_DTYPES[index.dtype(state, piece.name)]

@@ -1,9 +1,9 @@
-"""A hash of all weights that does not depend on how they lie on the ranks.
+"""A hash of all weights that does not depend on how they are partitioned.
 
 Every element is mixed with its position and the results are added up modulo 2^64, in two lanes:
 sums of parts compose, so each rank adds what it holds and one small all-reduce does the rest. It
-tells two runs apart by a single bit of a single weight; it does not withstand somebody who
-searches for a collision. Tried by ``python -m pytest tests/unit/test_train_state_hash.py``.
+tells two runs apart by a single bit of a single weight; it is not secure against
+collisions made on purpose. Tried by ``python -m pytest tests/unit/test_train_state_hash.py``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def combine(names: Iterable[str], sums: torch.Tensor) -> str:
 def hash_parts(
     parts: Iterable[tuple[str, int, torch.Tensor]], *, names: list[str], device: torch.device
 ) -> str:
-    """The hash over all ranks, each with elements that nobody else has. Collective.
+    """The hash over all ranks, each with elements that no other rank has. Collective.
 
     Args:
         parts: name of the parameter, first element, values (1-D).

@@ -78,13 +78,13 @@ class Owner:
     optimizer: torch.optim.Optimizer
     """The one with this tensor's states."""
     swap: SwappedGroup | None = None
-    """Where its values lie while the optimizer is not at work, if not in memory."""
+    """Where its values are between steps, if not in memory."""
 
     def values(self) -> dict[str, torch.Tensor]:
         """``master`` and what the optimizer keeps for each element, each flat. Live memory.
 
         Raises ConfigError for a state that is neither one value an element nor a number
-        (``check_states`` says so before training).
+        (``check_states`` refuses it before training).
         """
         if self.swap is not None:
             return self.swap.mapped()
@@ -127,14 +127,14 @@ def is_scalar(key: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, start + length)`` of one trained parameter that lie on this rank."""
+    """Elements ``[start, start + length)`` of one trained parameter that are on this rank."""
 
     name: str
     start: int
     length: int
     owner: Owner
     offset: int
-    """Where they begin in the flattened owner."""
+    """Their offset in the flattened owner."""
 
     def part(self, first: int, last: int) -> Piece:
         """Elements ``[first, last)`` of this piece."""
@@ -175,7 +175,7 @@ class StateLayout:
     owners: list[Owner]
     """All of them, also one that holds nothing but padding on this rank."""
     partitioned: bool
-    """Each trained element lies on one rank; otherwise all of them on every rank, alike."""
+    """Each trained element is on one rank; otherwise every rank has all of them."""
     frozen_partitioned: bool
 
 
@@ -194,7 +194,7 @@ def state_layout(engine: Any) -> StateLayout:
     """The layout of a DeepSpeed engine (``deepspeed.initialize``'s). Reads nothing, copies nothing.
 
     Raises:
-        UnsavableState: DeepSpeed was told, by ``zero.extra``, to keep it in a way not known here.
+        UnsavableState: ``zero.extra`` makes DeepSpeed keep it in a way that is not known here.
     """
     optimizer = engine.optimizer
     read = _readers().get(type(optimizer))
@@ -284,7 +284,7 @@ def _flat_groups(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], li
 def _partitioned(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Piece]]:
     """Stages 1 and 2: an equal part of each group's flat buffer, cut without regard to parameters.
 
-    DeepSpeed notes on every parameter which of its elements lie where (``tensor_fragment.py``).
+    DeepSpeed records on every parameter which of its elements are where (``tensor_fragment.py``).
     """
     bf16 = hasattr(optimizer, "bf16_groups")
     groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups

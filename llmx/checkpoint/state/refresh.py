@@ -1,7 +1,7 @@
 """The model's parameters from restored master values, as DeepSpeed refreshes them after a step.
 
 Master values and the model's own (half-precision, gathered, second copies) are different memory
-at most stages; after a restore every one of them must say the same. Tried by
+at most stages; after a restore all of them must agree. Tried by
 ``python -m pytest -m deepspeed tests/integration/test_state_resume.py``.
 """
 

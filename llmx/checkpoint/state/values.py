@@ -108,7 +108,7 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_kind(saved: str, mine: str) -> None:
-    """Raise ConfigError unless ``mine`` can go on from the states that ``saved`` left."""
+    """Raise ConfigError unless ``mine`` can resume from the states of ``saved``."""
     adam = {"adamw", "cpu_adam", "fused_adam"}
     if saved != mine and not {saved, mine} <= adam:
         raise ConfigError(

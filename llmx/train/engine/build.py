@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def main_prefix(self) -> str:
-        """What the names of the main network's parameters begin with in ``module``."""
+        """The prefix of the main network's parameters in ``module``."""
         return "" if len(self.models) == 1 else f"{self.main.name}."
 
     def is_saved(self, parameter_name: str) -> bool:
@@ -130,7 +130,7 @@ class Engine:
     def record_grad_norm(self) -> None:
         """Before ``engine.step``: keep the gradient's norm where DeepSpeed computes none.
 
-        That is stage 0 in fp32, where the reduced gradients lie whole on every rank after the
+        That is stage 0 in fp32, where every rank has all reduced gradients after the
         last backward of a step.
         """
         whole = self.stage == 0 and self.precision == "fp32"
@@ -139,8 +139,8 @@ class Engine:
             self._norm = torch.nn.utils.get_total_norm(gradients)
 
     def last_norm(self) -> torch.Tensor | float | None:
-        """Norm of the last step's gradient, before clipping, as it lies on the device; None
-        where nobody computed it."""
+        """Norm of the last step's gradient, before clipping, still on the device; None where it
+        was not computed."""
         if self._norm is not None:
             return self._norm
         norm = self.engine.get_global_grad_norm()
@@ -302,7 +302,7 @@ def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Te
 
 
 def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
-    """Whether head and loss of this model can be computed together; says why not. Collective."""
+    """Whether head and loss of this model can be computed together; logs why not. Collective."""
     problem = fused_loss_problem(model.forward, *_few_tokens(model, seq_len=seq_len))
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)

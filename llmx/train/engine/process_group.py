@@ -94,12 +94,12 @@ def device_of(plan: Plan) -> torch.device:
 
 @dataclass(frozen=True)
 class Gpus:
-    """What torch and the driver say on this host."""
+    """The GPUs of this host, according to torch and the driver."""
 
     visible: int
     """To this process."""
     installed: int | None
-    """In the host; None where the driver does not say."""
+    """In the host; None where the driver does not report it."""
     names: tuple[str, ...] = ()
     capabilities: tuple[float, ...] = ()
     torch: str = ""
@@ -145,7 +145,7 @@ def gpu_index(gpus: Gpus, *, local_rank: int, slots: int, host: str) -> int:
 
 
 def check_precision(precision: str, gpus: Gpus, index: int, *, host: str) -> None:
-    """bf16 only where the GPU computes it: torch says yes on a V100, too, which emulates it."""
+    """bf16 only where the GPU computes it: torch says so of a V100, too, which emulates it."""
     capability = gpus.capabilities[index] if index < len(gpus.capabilities) else 0.0
     if precision == "bf16" and 0 < capability < LEAST_BF16:
         raise ConfigError(
@@ -168,7 +168,7 @@ def check_quantized_gradients(zero: ZeroConfig, plan: Plan, *, visible: int) -> 
 
 
 def gpus_here() -> Gpus:
-    """Asks torch; a driver that is too old, or none, is no error here."""
+    """From torch; a missing driver, or one that is too old, is no error here."""
     try:
         visible = torch.cuda.device_count()
         properties = [torch.cuda.get_device_properties(index) for index in range(visible)]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmx.checkpoint import commit, pointers
-from llmx.checkpoint import selection as choose
+from llmx.checkpoint import commit, pointers, selection
 from llmx.checkpoint.distributed.topology import (
     leave_mark,
     marks_seen,
@@ -92,13 +91,13 @@ def take_other_step(path: Path) -> None:
 )
 def test_damage_is_named_and_the_older_one_chosen(saved: Path, file, damage, words) -> None:  # type: ignore[no-untyped-def]
     damage(saved / "step-00000002" / file)
-    assert choose.newest_usable(saved) == 1
-    line = choose.describe(choose.verify(saved / "step-00000002"))
+    assert selection.newest_usable(saved) == 1
+    line = selection.describe(selection.verify(saved / "step-00000002"))
     assert words in line
     assert "Traceback" not in line
     # Over several ranks the assessment is the same.
-    reports = [choose.inspect(saved, 2, part=part, parts=3) for part in range(3)]
-    together = choose.assess(reports)
+    reports = [selection.inspect(saved, 2, part=part, parts=3) for part in range(3)]
+    together = selection.assess(reports)
     assert not together.usable
     assert restart([saved]) == 1
     # It is left alone, and does not stand in the way of a new one of the same step.
@@ -109,18 +108,18 @@ def test_damage_is_named_and_the_older_one_chosen(saved: Path, file, damage, wor
 
 def test_sizes_alone_do_not_see_a_flipped_bit(saved: Path) -> None:
     flip_bit(saved / "step-00000002" / RANK_FILE, -1)
-    assert choose.newest_usable(saved, hashes=False) == 2
-    assert not choose.usable(saved / "step-00000002")
-    assert choose.usable(saved / "step-00000002", ["state.json"])
+    assert selection.newest_usable(saved, hashes=False) == 2
+    assert not selection.usable(saved / "step-00000002")
+    assert selection.usable(saved / "step-00000002", ["state.json"])
 
 
 def test_where_nothing_is(tmp_path: Path) -> None:
-    assert choose.newest_usable(tmp_path / "no") is None
-    assert choose.list_steps(tmp_path / "no") == []
+    assert selection.newest_usable(tmp_path / "no") is None
+    assert selection.list_steps(tmp_path / "no") == []
     assert commit.recover(tmp_path / "no") == []
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-0000000x").mkdir()
-    assert choose.list_steps(tmp_path) == []
+    assert selection.list_steps(tmp_path) == []
     assert step_of("step-123456789") == 123456789
     assert step_of("step-012345678") is None
 
@@ -143,14 +142,14 @@ def test_each_host_lacks_what_the_other_wrote_and_gets_it(hosts: list[Path]) -> 
     bring(hosts, 2)
     assert assessment(hosts, 2).lacking == {}
     for path in hosts:
-        assert choose.usable(path / "step-00000002")
+        assert selection.usable(path / "step-00000002")
 
 
 def test_a_new_host_gets_all_of_it(hosts: list[Path], memory: Path) -> None:
     hosts.append(memory / "c" / "checkpoints")
     assert len(assessment(hosts, 2).lacking[2]) == 5
     bring(hosts, 2)
-    assert choose.usable(hosts[2] / "step-00000002")
+    assert selection.usable(hosts[2] / "step-00000002")
     assert not [name for name in tree(hosts[2]) if "." in (name[0], Path(name).name[0])]
 
 
@@ -179,7 +178,7 @@ def test_what_comes_over_wrong_is_not_put_in_place(hosts: list[Path]) -> None:
     directory = commit.committed_dir(hosts[0], 2)
     with ReceivedFile(directory, name, found.manifest.files[name]) as file:
         file.write(b"something else")
-        with pytest.raises(CheckpointError, match="came over with 14 bytes"):
+        with pytest.raises(CheckpointError, match="was received with 14 bytes"):
             file.finish()
     assert tree(directory) == tree(hosts[0] / "step-00000002")
     assert name not in tree(directory)
@@ -230,12 +229,12 @@ def test_giving_up_takes_back_only_what_this_save_published(saved: Path) -> None
     manifest = read(saved)
     commit.begin(saved, 2)
     commit.abandon(saved, 2)
-    assert choose.usable(usable_before)
+    assert selection.usable(usable_before)
     other = make_manifest(2, manifest.files, hosts=manifest.hosts, run_id="x")
     commit.abandon(saved, 2, published=other)
-    assert choose.usable(usable_before)
+    assert selection.usable(usable_before)
     commit.abandon(saved, 2, published=manifest)
-    assert choose.list_steps(saved) == [1]
+    assert selection.list_steps(saved) == [1]
 
 
 def test_a_manifest_names_each_file_that_is_there(saved: Path) -> None:
@@ -245,7 +244,7 @@ def test_a_manifest_names_each_file_that_is_there(saved: Path) -> None:
         manifest = make_manifest(3, files, hosts={}, run_id="run")
         with pytest.raises(CheckpointError, match="Nothing was committed"):
             commit.write_manifest(saved, 3, manifest)
-    assert choose.newest_usable(saved) == 2
+    assert selection.newest_usable(saved) == 2
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
@@ -354,7 +353,7 @@ def test_what_a_broken_disk_does_not_show_counts_as_here_and_unreadable(memory: 
     part = stored_parts(checkpoints)[1]
     assert part is not None
     assert "state.json" in part.here
-    assessment = choose.assess([choose.inspect(checkpoints, 1)])
+    assessment = selection.assess([selection.inspect(checkpoints, 1)])
     assert not assessment.usable
     assert not assessment.incomplete
     assert "cannot be read (Too many levels of symbolic links)" in assessment.reason
@@ -363,4 +362,4 @@ def test_what_a_broken_disk_does_not_show_counts_as_here_and_unreadable(memory: 
 def test_a_problem_reads_well() -> None:
     problem = Problem("rank-00000.safetensors", "408 bytes", "is missing")
     assert str(problem) == "rank-00000.safetensors: is missing, expected 408 bytes"
-    assert choose.describe([problem] * 5).endswith("; and 2 more")
+    assert selection.describe([problem] * 5).endswith("; and 2 more")
