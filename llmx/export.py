@@ -124,7 +124,7 @@ def export(
     began, stream = time.monotonic(), stream or sys.stderr
     if out is not None:
         _refuse_existing(out)  # before the checkpoint is read, which takes minutes
-    checkpoint = _choose(run, step, stream=stream)
+    checkpoint = _select(run, step, stream=stream)
     directory = Path(os.path.abspath(out or run.root / "export" / checkpoint.name))
     _refuse_existing(directory)
     try:
@@ -179,7 +179,7 @@ def export(
     return directory
 
 
-def _choose(run: RunDir, step: int | None, *, stream: Any) -> Path:
+def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
     """The checkpoint's directory, verified."""
     steps = selection.list_steps(run.checkpoints)
     if not steps:

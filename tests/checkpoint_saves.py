@@ -125,7 +125,7 @@ def _write_all(
     return entries, owners
 
 
-def choose_steps(storages: Sequence[Path]) -> list[int]:
+def usable_steps(storages: Sequence[Path]) -> list[int]:
     """Steps that are usable over all storages, oldest first."""
     every = sorted({step for path in storages for step in selection.list_steps(path)})
     return [step for step in every if assessment(storages, step).usable]
@@ -142,7 +142,7 @@ def restart(storages: Sequence[Path]) -> int | None:
     """What a new start does: clean up, choose. The chosen step, its content checked."""
     for path in storages:
         commit.recover(path)
-    usable = choose_steps(storages)
+    usable = usable_steps(storages)
     for step in usable:
         check_content(storages, step)
     return usable[-1] if usable else None

@@ -5,7 +5,7 @@ moment a step's name is there with all its files, or not at all.
 
     one rank of each storage   begin
     every rank                 rank_writer(...).reserve(), then .write(...)
-    one rank of each storage   add_file, add_tree          (config, plan, state, model/)
+    one rank of each storage   add_file                    (config, plan, state, model/)
                                -- all-gather of the entries, one makes the manifest --
     one rank of each storage   write_manifest, publish
                                -- all have published --
@@ -85,23 +85,6 @@ def add_file(
         make_directories(disk, path.parent)
     write_file(disk, path, data)
     return digest_bytes(data)
-
-
-def add_tree(
-    checkpoints: Path, step: int, name: str, source: Path, *, disk: Disk = DISK
-) -> dict[str, FileEntry]:
-    """All files below the directory ``source`` as ``name/...``: relative path -> entry."""
-    return {
-        f"{name}/{path.relative_to(source).as_posix()}": add_file(
-            checkpoints,
-            step,
-            f"{name}/{path.relative_to(source).as_posix()}",
-            path.read_bytes(),
-            disk=disk,
-        )
-        for path in sorted(source.rglob("*"))
-        if path.is_file()
-    }
 
 
 def write_manifest(checkpoints: Path, step: int, manifest: Manifest, *, disk: Disk = DISK) -> None:

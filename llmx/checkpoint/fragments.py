@@ -136,17 +136,9 @@ class FragmentIndex:
         """``master``, ``exp_avg``, ... : those that are there."""
         return {state for state, _ in self.cover}
 
-    def names(self, state: str) -> list[str]:
-        """Parameters of which something of ``state`` is there, sorted."""
-        return sorted(name for each, name in self.cover if each == state)
-
     def dtype(self, state: str, name: str) -> str:
         """safetensors' name of the dtype that the values are stored in."""
         return self._ranges(state, name)[0].dtype
-
-    def num_elements(self, state: str, name: str) -> int:
-        """Elements that are there."""
-        return sum(each.stop - each.start for each in self._ranges(state, name))
 
     def check(
         self,

@@ -85,7 +85,9 @@ def save_model(
             entries[rank_file(rank)] = writer.write(by_key[spec.key] for spec in writer.order)
     text = json.dumps(state).encode()
     entries["state.json"] = commit.add_file(run.checkpoints, step, "state.json", text)
-    entries |= commit.add_tree(run.checkpoints, step, "model", described)
+    for path in sorted(described.iterdir()):
+        name = f"model/{path.name}"
+        entries[name] = commit.add_file(run.checkpoints, step, name, path.read_bytes())
     shutil.rmtree(described)
     hosts = {
         name: f"node-{name[9:10]}" if name.startswith("rank") else "node-0" for name in entries

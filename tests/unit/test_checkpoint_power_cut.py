@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmx.checkpoint import commit, pointers, selection
-from tests.checkpoint_saves import Fault, FaultyDisk, choose_steps, restart, save, tree
+from tests.checkpoint_saves import Fault, FaultyDisk, restart, save, tree, usable_steps
 from tests.power_cut import Call, RecordingDisk, materialise, states_after
 
 RANDOM_STATES = 4
@@ -53,7 +53,7 @@ def test_a_power_cut_leaves_the_old_or_the_new(memory: Path) -> None:
         newer = min([step for step, at in committed_at.items() if at > done], default=older)
         assert chosen in (older, newer), (done, disk.calls[done - 1], tree(checkpoints))
         # Nothing that has its name is torn: all that is listed is usable.
-        assert choose_steps([checkpoints]) == selection.list_steps(checkpoints), disk.calls[
+        assert usable_steps([checkpoints]) == selection.list_steps(checkpoints), disk.calls[
             done - 1
         ]
         # The pointer is never torn, and never ahead of what is there.

@@ -36,11 +36,11 @@ from llmx.checkpoint.retention import (
 )
 from tests.checkpoint_saves import (
     assessment,
-    choose_steps,
     flip_bit,
     restart,
     save,
     tree,
+    usable_steps,
 )
 
 RANK_FILE = "rank-00000.safetensors"
@@ -203,7 +203,7 @@ def test_a_part_that_no_host_has_makes_it_incomplete(hosts: list[Path]) -> None:
     assert found.reason == (
         "rank-00001.safetensors: is on none of the hosts, expected 304 bytes from host-1"
     )
-    assert choose_steps(hosts) == [1]
+    assert usable_steps(hosts) == [1]
     flip_bit(hosts[0] / "step-00000002" / RANK_FILE, -1)
     assert not assessment(hosts, 2).incomplete
 
@@ -215,7 +215,7 @@ def test_two_checkpoints_of_one_step_are_not_mixed(hosts: list[Path]) -> None:
     found = assessment(hosts, 2)
     assert not found.usable
     assert "2 different, expected one on all hosts" in found.reason
-    assert choose_steps(hosts) == [1]
+    assert usable_steps(hosts) == [1]
 
 
 def read(checkpoints: Path) -> Manifest:

@@ -135,12 +135,10 @@ def test_when_each_rank_can_do_with_its_own_file(
     assert own_files_suffice({**STATE, **state}, lacking, topology, stage=stage) is wanted
 
 
-def test_a_place_knows_its_members() -> None:
+def test_a_topology_knows_the_ranks_of_its_storage() -> None:
     topology = StorageTopology(Path("x"), 2, (0, 0, 2, 2))
     assert (topology.storage, topology.leads, topology.members) == (2, True, [2, 3])
-    assert not topology.is_shared
     assert not replace(topology, rank=3).leads
-    assert replace(topology, leaders=(0, 0, 0, 0)).is_shared
 
 
 def test_a_host_that_cannot_take_what_it_lacks_says_so_to_the_others(tmp_path: Path) -> None:

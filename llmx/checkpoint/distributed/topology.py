@@ -76,11 +76,6 @@ class StorageTopology:
         """The ranks on this storage, ascending."""
         return [rank for rank, leader in enumerate(self.leaders) if leader == self.storage]
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether all ranks see one directory."""
-        return len(set(self.leaders)) == 1
-
 
 def all_gather(value: Any, *, group: Any = None) -> list[Any]:
     """The value of every rank, by rank. Collective."""

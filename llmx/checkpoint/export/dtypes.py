@@ -9,6 +9,14 @@ NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """As a Hugging Face config calls them."""
 
+NUMPY = {
+    "F64": "<f8", "I64": "<i8", "U64": "<u8",
+    "F32": "<f4", "I32": "<i4", "U32": "<u4",
+    "F16": "<f2", "I16": "<i2", "U16": "<u2",
+    "I8": "i1", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+"""numpy's; what numpy does not know (BF16, F8) is read as unsigned integers of that width."""
+
 
 def convert(values: np.ndarray, source: str, target: str) -> np.ndarray:
     """1-D values of dtype ``source`` as ``target`` (safetensors' names; BF16 as uint16).

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from llmx.checkpoint.export.dtypes import convert, converted, num_infinite
+from llmx.checkpoint.export.dtypes import NUMPY, convert, converted, num_infinite
 from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.tensors import ITEM_BYTES, NUMPY, Fragment
+from llmx.checkpoint.tensors import ITEM_BYTES, Fragment
 
 PIECE_ELEMENTS = 4 * 2**20
 """Read, converted and written at a time: 16 MiB of fp32."""
