@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.collectives import first_problem
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.isolation import gradient_of, line_of, tiny_model, without_dropout
@@ -39,9 +40,7 @@ def wants_liger(
     if wanted is False or (wanted is None and device.type != "cuda"):
         return False
     problem = liger_problem(config, device=device, dtype=dtype, remote=model.trust_remote_code)
-    problems: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
+    found = first_problem(problem)
     if found is None:
         if torch.distributed.get_rank() == 0:
             print("Liger-Kernel computes norms, rotary embeddings and gated products.", flush=True)

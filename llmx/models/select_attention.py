@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from llmx.collectives import all_gather
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
@@ -50,8 +51,7 @@ def select_attention(
             mine = try_on_this_host(exp, plan, config, device=device)
         except ConfigError as error:  # sent to the others, which wait for a result
             mine = TrialResult(None, None, config_error=str(error))
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine and mine.to_dict())
+    everyone = all_gather(mine and mine.to_dict())
     by_host = {
         plan.ranks[rank].host: TrialResult.from_dict(values)
         for rank, values in enumerate(everyone)

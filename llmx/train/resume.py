@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.commit import committed_dir, recover
-from llmx.checkpoint.distributed.topology import StorageTopology, all_gather
+from llmx.checkpoint.distributed.topology import StorageTopology
 from llmx.checkpoint.distributed.transfer import transfer_missing
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
 from llmx.checkpoint.selection import Assessment, Report, assess, inspect, list_steps
+from llmx.collectives import all_gather
 from llmx.errors import ConfigError
 from llmx.metrics.lines import read_metrics
 from llmx.plan.types import Plan

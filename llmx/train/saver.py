@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from llmx.checkpoint.distributed.topology import StorageTopology, all_gather
+from llmx.checkpoint.distributed.topology import StorageTopology
 from llmx.checkpoint.save.host_copies import HostCopies, fits
 from llmx.checkpoint.save.job import SaveFailed, SaveJob
 from llmx.checkpoint.state.engine_state import capture
 from llmx.checkpoint.state.layout import state_layout
+from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json

@@ -56,7 +56,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, factor: float) -
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One rank, without a process group; afterwards no stand-in is left."""
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         everyone[0] = mine
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)

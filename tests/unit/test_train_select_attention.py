@@ -203,7 +203,7 @@ def test_every_rank_of_a_host_knows_the_kernels_by_name(
         monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, raising=False)
     found = TrialResult(AttentionMethod(SEGMENTS, "cu_seq_lens"), None)
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         assert mine is None
         everyone[:] = [found.to_dict(), None]
 
@@ -261,7 +261,7 @@ def test_a_host_that_could_pack_pads_with_the_others(
     """Its own trial stopped at packed rows: how to pad them is tried then."""
     plan, config = plan_of(0, 1), full_config("roberta")
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         everyone[:] = [PACKED.to_dict(), LEAKS.to_dict()]
 
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -282,7 +282,7 @@ def test_what_one_host_refuses_is_raised_by_all_ranks(
     plan = plan_of(0, 0, 1)
     sent: list[Any] = [PACKED.to_dict(), None, None]
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         sent[rank] = mine
         everyone[:] = sent
 

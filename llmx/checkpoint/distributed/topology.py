@@ -23,6 +23,7 @@ import torch
 
 from llmx.checkpoint.commit import MARK
 from llmx.checkpoint.disk import DISK, Disk, make_directories, remove_tree
+from llmx.collectives import all_gather
 
 
 def leave_mark(checkpoints: Path, rank: int, *, token: str, disk: Disk = DISK) -> None:
@@ -75,13 +76,6 @@ class StorageTopology:
     def members(self) -> list[int]:
         """The ranks on this storage, ascending."""
         return [rank for rank, leader in enumerate(self.leaders) if leader == self.storage]
-
-
-def all_gather(value: Any, *, group: Any = None) -> list[Any]:
-    """The value of every rank, by rank. Collective."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 def find_topology(directory: Path, *, create: bool, group: Any) -> StorageTopology:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from llmx.checkpoint.commit import begin, committed_dir, partial_dir, publish
-from llmx.checkpoint.distributed.topology import StorageTopology, all_gather
+from llmx.checkpoint.distributed.topology import StorageTopology
 from llmx.checkpoint.manifest import MANIFEST, CheckpointError, rank_file
 from llmx.checkpoint.received_file import ReceivedFile
 from llmx.checkpoint.selection import Assessment
+from llmx.collectives import all_gather
 
 CHUNK_BYTES = 32 * 2**20
 TIMEOUT = timedelta(hours=6)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.distributed.topology import all_gather
 from llmx.checkpoint.state.engine_state import StateTensor
+from llmx.collectives import all_gather
 
 BLOCK_BYTES = 64 * 2**20
 """Page-locked at a time: PyTorch rounds such a request up to a power of two."""

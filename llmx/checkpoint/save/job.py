@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from llmx.checkpoint import commit
-from llmx.checkpoint.distributed.topology import StorageTopology, all_gather
+from llmx.checkpoint.distributed.topology import StorageTopology
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, check_cover, cover_of
 from llmx.checkpoint.manifest import (
     STATE,
@@ -36,6 +36,7 @@ from llmx.checkpoint.state.buffers import as_buffer
 from llmx.checkpoint.state.engine_state import StateTensor
 from llmx.checkpoint.state.hashing import combine, lanes
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
+from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError
 

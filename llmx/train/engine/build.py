@@ -16,6 +16,7 @@ from torch import nn
 
 from llmx.checkpoint.state.refresh import forget_dummy_step
 from llmx.checkpoint.state.values import check_states
+from llmx.collectives import first_problem
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
@@ -303,12 +304,10 @@ def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Te
 
 def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
     """Whether head and loss of this model can be computed together; logs why not. Collective."""
-    problem = fused_loss_problem(model.forward, *_few_tokens(model, seq_len=seq_len))
-    problems: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    problem = next((found for found in problems if found), None)
-    if problem is None:
+    found = first_problem(fused_loss_problem(model.forward, *_few_tokens(model, seq_len=seq_len)))
+    if found is None:
         return True
+    problem = found[1]
     kind = type(model.module).__name__
     if required:
         raise ConfigError(
