@@ -351,7 +351,7 @@ def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
 
     saver._job = make_job(run, 2, until_seen)
     saver._job.start()
-    saver.exp.checkpoint.at_end = False
+    saver.config.at_end = False
     progress: Any = None
     saver.at_end(3, progress)
     assert seen[-1] == "saving"
@@ -385,12 +385,12 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(
     monkeypatch.setattr(saver_module, "PATIENCE_S", 0.3)
     run, release, said = RunDir(tmp_path / "run"), threading.Event(), []
     saver = make_saver(run, said.append)
-    exp = saver.exp
+    config = saver.config
     assert saver.flags() == Flags()
     job = make_job(run, 2, on_end=lambda _: release.wait(60))
     job.start()
     saver._job = job
-    exp.checkpoint.every_steps = 2
+    config.every_steps = 2
     progress: Any = None  # a checkpoint that is passed over asks for nothing
     waited_s = []
     for step in (3, 4, 6):
@@ -404,7 +404,7 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(
     release.set()
     assert job.wait(60)
     assert not saver.flags().busy
-    exp.checkpoint.every_minutes = 1e-9
+    config.every_minutes = 1e-9
     assert saver.flags() == Flags(save=True)
 
 
