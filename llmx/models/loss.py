@@ -208,9 +208,10 @@ def fused_linear_cross_entropy(
     if not torch.is_grad_enabled():  # else gradients would be computed for nobody
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
-    return _FusedLinearCrossEntropy.apply(
+    total: torch.Tensor = _FusedLinearCrossEntropy.apply(
         hidden, weight, bias, targets, vocab_size or weight.shape[0], scale
     )
+    return total
 
 
 def _rows_at_a_time(logits: torch.Tensor) -> int:
@@ -227,7 +228,8 @@ def summed_cross_entropy(
         vocab_size: columns that count. The rest is padding of the head: it takes no
             probability and gets no gradient, so that the model is the same without it.
     """
-    return _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
+    total: torch.Tensor = _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
+    return total
 
 
 def target_log_probabilities(
