@@ -178,7 +178,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     scores = complete_eval_prompts(session, when=when) if when else {}
     declared = session.task.metrics
     scores = {**measured, **scores}
-    check_declared(session.task, scores)
+    check_measured(session.task, scores)
     # A metric that this evaluation does not measure is null.
     values = {name: scores.get(name) for name in declared if "eval" in declared[name].kinds}
     session.metrics.write("eval", step=step, loss=loss, **{weighed_by: weight}, **values)
@@ -188,7 +188,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     return True
 
 
-def check_declared(task: Task, measured: Iterable[str]) -> None:
+def check_measured(task: Task, measured: Iterable[str]) -> None:
     """Raise ConfigError for a metric that the task measures and does not declare: nothing would
     know how to show it, or whether more of it is better."""
     if unknown := sorted(set(measured) - set(task.metrics)):
