@@ -2,7 +2,7 @@
 
 Offline, on one machine, without a GPU, and without torch where files have the weights as memory
 has them (the others, such as fused experts, are converted by transformers): the fragments are
-read, put together and written a piece at a time. The directory has its name only when it is whole.
+read, joined and written a piece at a time. The directory gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.checkpoint import choose, commit
-from llmx.checkpoint.console import Progress, check_all, explain, verify
+from llmx.checkpoint import commit, selection
+from llmx.checkpoint.console import ProgressLine, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
-from llmx.checkpoint.dtypes import NAMES, TORCH_NAMES
+from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
+from llmx.checkpoint.export.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import (
     MODEL,
@@ -29,7 +30,6 @@ from llmx.checkpoint.manifest import (
     CheckpointError,
     step_of,
 )
-from llmx.checkpoint.weights import SHARD_BYTES, list_weights, write_weights
 from llmx.errors import ConfigError, LlmxError, exit_code
 from llmx.flags import Parser, positive_number, whole_number
 from llmx.rundir import RunDir, no_run, read_json
@@ -124,7 +124,7 @@ def export(
     began, stream = time.monotonic(), stream or sys.stderr
     if out is not None:
         _refuse_existing(out)  # before the checkpoint is read, which takes minutes
-    checkpoint = _choose(run, step, stream=stream)
+    checkpoint = _select(run, step, stream=stream)
     directory = Path(os.path.abspath(out or run.root / "export" / checkpoint.name))
     _refuse_existing(directory)
     try:
@@ -141,13 +141,13 @@ def export(
     total = sum(weight.num_bytes for weight in weights)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    progress = Progress("writing", total, stream=stream)
+    progress = ProgressLine("writing", total, stream=stream)
     try:
         make_directories(DISK, partial)
         _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
         if conversions := state.get("conversions"):
-            # transformers' own: only it can say how fused weights lie in files.
-            from llmx.train.export_checkpoint import write_converted
+            # transformers alone knows how fused weights are laid out in files.
+            from llmx.checkpoint.export.converted import write_converted
 
             write_converted(
                 partial,
@@ -179,9 +179,9 @@ def export(
     return directory
 
 
-def _choose(run: RunDir, step: int | None, *, stream: Any) -> Path:
+def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
     """The checkpoint's directory, verified."""
-    steps = choose.list_steps(run.checkpoints)
+    steps = selection.list_steps(run.checkpoints)
     if not steps:
         raise CheckpointError(_without_checkpoints(run))
     if step is not None and step not in steps:
@@ -224,7 +224,7 @@ def _copy_description(source: Path, target: Path, *, dtype: str) -> None:
 
 
 def _trusts_remote_code(run: RunDir) -> bool:
-    """``model.trust_remote_code`` of the run; False where its snapshot does not say."""
+    """``model.trust_remote_code`` of the run; False where its snapshot has none."""
     model = (config_values(run.config) or {}).get("model")
     return isinstance(model, dict) and model.get("trust_remote_code") is True
 

@@ -73,7 +73,7 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
 
     import torch
 
-    from llmx.train.engine import join_process_group
+    from llmx.train.engine.process_group import join_process_group
     from llmx.train.loop import run
 
     join_process_group(plan, timeout_s=exp.launch.comm_timeout_s)

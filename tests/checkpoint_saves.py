@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llmx.checkpoint import choose, commit, pointers
+from llmx.checkpoint import commit, pointers, selection
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
-from llmx.checkpoint.holdings import holdings, removals
 from llmx.checkpoint.manifest import FileEntry, Manifest, make_manifest, rank_file
+from llmx.checkpoint.retention import plan_removals, stored_parts
 from llmx.checkpoint.tensors import Fragment
 
 NUM_ELEMENTS = 24
@@ -87,8 +87,8 @@ def save(
         except OSError:
             continue
     try:
-        gone, _ = removals(
-            [holdings(path) for path in storages],
+        gone, _ = plan_removals(
+            [stored_parts(path) for path in storages],
             step=step,
             damaged=(),
             last=keep_last,
@@ -125,22 +125,24 @@ def _write_all(
     return entries, owners
 
 
-def choose_steps(storages: Sequence[Path]) -> list[int]:
+def usable_steps(storages: Sequence[Path]) -> list[int]:
     """Steps that are usable over all storages, oldest first."""
-    every = sorted({step for path in storages for step in choose.list_steps(path)})
-    return [step for step in every if verdict(storages, step).usable]
+    every = sorted({step for path in storages for step in selection.list_steps(path)})
+    return [step for step in every if assessment(storages, step).usable]
 
 
-def verdict(storages: Sequence[Path], step: int) -> choose.Verdict:
-    reports = [choose.inspect(path, step, storage=number) for number, path in enumerate(storages)]
-    return choose.judge(reports)
+def assessment(storages: Sequence[Path], step: int) -> selection.Assessment:
+    reports = [
+        selection.inspect(path, step, storage=number) for number, path in enumerate(storages)
+    ]
+    return selection.assess(reports)
 
 
 def restart(storages: Sequence[Path]) -> int | None:
     """What a new start does: clean up, choose. The chosen step, its content checked."""
     for path in storages:
         commit.recover(path)
-    usable = choose_steps(storages)
+    usable = usable_steps(storages)
     for step in usable:
         check_content(storages, step)
     return usable[-1] if usable else None

@@ -17,18 +17,18 @@ import torch
 
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.state.engine_state import capture
+from llmx.checkpoint.state.layout import state_layout
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
-from llmx.train.agreement import Flags
 from llmx.train.batches import make_step
-from llmx.train.engine import join_process_group
-from llmx.train.engine_state import capture
-from llmx.train.loop import train_step
+from llmx.train.consensus import Flags
+from llmx.train.engine.process_group import join_process_group
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
-from llmx.train.signals import end_on_signal
-from llmx.train.state_layout import state_layout
+from llmx.train.signals import handle_signals
 from llmx.train.status import RankStatus
+from llmx.train.step import train_step
 from llmx.train.step_log import StepLog
 from llmx.worker import read_experiment
 
@@ -84,7 +84,7 @@ class Runs:
         while busy:
             self.step()
             steps += 1
-            busy = self.session.agreement.settle(Flags(busy=saver.busy)).busy
+            busy = self.session.consensus.post_and_read(Flags(busy=saver.busy)).busy
         slower_s = time.perf_counter() - began - steps * usual_s
         return {"own_s": stall_s, "slower_s": max(0.0, slower_s), "steps": steps}
 
@@ -155,7 +155,7 @@ def main() -> None:
     exp, plan = read_experiment(run_dir), Plan.from_dict(read_json(run_dir.plan))
     join_process_group(plan)
     session = open_session(
-        exp, plan, read_json(run_dir.ds_config), run_dir, status, end_on_signal(status)
+        exp, plan, read_json(run_dir.ds_config), run_dir, status, handle_signals(status)
     )
     runs = Runs(session, total=1000)
     for _ in range(PLAIN_STEPS):

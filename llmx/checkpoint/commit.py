@@ -1,12 +1,12 @@
-"""How a checkpoint comes to be and goes: the steps of docs/contracts.md, "Checkpoints".
+"""How a checkpoint is committed and removed: the steps of docs/contracts.md, "Checkpoints".
 
 Each step is durable before it returns; between them the ranks agree. After a crash at any
 moment a step's name is there with all its files, or not at all.
 
     one rank of each storage   begin
     every rank                 rank_writer(...).reserve(), then .write(...)
-    one rank of each storage   add_file, add_tree          (config, plan, state, model/)
-                               -- all exchange entries, one makes the manifest --
+    one rank of each storage   add_file                    (config, plan, state, model/)
+                               -- all-gather of the entries, one makes the manifest --
     one rank of each storage   write_manifest, publish
                                -- all have published --
     one rank of each storage   set_pointer (llmx.checkpoint.pointers), prune
@@ -49,7 +49,7 @@ def partial_dir(checkpoints: Path, step: int) -> Path:
 
 
 def committed_dir(checkpoints: Path, step: int) -> Path:
-    """``step-00000140``: where they lie once committed."""
+    """``step-00000140``: the directory of a committed checkpoint."""
     return checkpoints / step_name(step)
 
 
@@ -85,23 +85,6 @@ def add_file(
         make_directories(disk, path.parent)
     write_file(disk, path, data)
     return digest_bytes(data)
-
-
-def add_tree(
-    checkpoints: Path, step: int, name: str, source: Path, *, disk: Disk = DISK
-) -> dict[str, FileEntry]:
-    """All files below the directory ``source`` as ``name/...``: relative path -> entry."""
-    return {
-        f"{name}/{path.relative_to(source).as_posix()}": add_file(
-            checkpoints,
-            step,
-            f"{name}/{path.relative_to(source).as_posix()}",
-            path.read_bytes(),
-            disk=disk,
-        )
-        for path in sorted(source.rglob("*"))
-        if path.is_file()
-    }
 
 
 def write_manifest(checkpoints: Path, step: int, manifest: Manifest, *, disk: Disk = DISK) -> None:
@@ -157,11 +140,11 @@ def publish(checkpoints: Path, step: int, *, disk: Disk = DISK) -> Path:
 def abandon(
     checkpoints: Path, step: int, *, published: Manifest | None = None, disk: Disk = DISK
 ) -> None:
-    """Give up a save that was begun; its bytes are free again.
+    """Remove the files of a save that failed.
 
     Args:
         published: its manifest, if there was one: where this storage has given the checkpoint
-            its name already, that is taken back.
+            its name already, it is removed again.
 
     Raises:
         OSError: some of it is still there; ``recover`` removes it.
@@ -176,7 +159,7 @@ def abandon(
 def prune(checkpoints: Path, steps: Iterable[int], *, disk: Disk = DISK) -> None:
     """Remove committed checkpoints, and what earlier removals left.
 
-    A checkpoint loses its name first, durably, then its files: it is never seen in part.
+    A checkpoint loses its name first, durably, then its files: a reader never sees a part of it.
     """
     for step in steps:
         if committed_dir(checkpoints, step).exists():
@@ -229,7 +212,7 @@ def _step_aside(name: str, suffix: str) -> int | None:
 
 
 def free_bytes(checkpoints: Path) -> int:
-    """What may still be written where ``checkpoints`` lies (or will lie)."""
+    """Free bytes of the file system of ``checkpoints``, which need not exist yet."""
     place = checkpoints
     while not place.exists():
         place = place.parent

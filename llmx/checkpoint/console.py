@@ -1,4 +1,4 @@
-"""Verifying checkpoints before a person's eyes: progress, one line each, what to do."""
+"""Verifying checkpoints on a terminal: progress, one line each, what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.checkpoint import choose
+from llmx.checkpoint import selection
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import Manifest, Problem, read_manifest
 from llmx.checkpoint.pointers import BEST, LATEST, read_pointer
@@ -21,40 +21,40 @@ def check_all(checkpoints: Path, *, stream: Any) -> tuple[list[str], bool]:
     """A line for each checkpoint, the newest first; whether the newest is usable."""
     names = {pointer: read_pointer(checkpoints, pointer) for pointer in (LATEST, BEST)}
     lines, good = [], []
-    for step in reversed(choose.list_steps(checkpoints)):
+    for step in reversed(selection.list_steps(checkpoints)):
         directory = committed_dir(checkpoints, step)
         problems = verify(directory, stream=stream)
         manifest = read_manifest(directory)
         num_bytes = human.size(manifest.num_bytes) if isinstance(manifest, Manifest) else ""
         pointed = "".join(f"  <- {name}" for name, value in names.items() if value == step)
-        verdict = f"cannot be used: {explain(directory, problems)}" if problems else "usable"
-        lines.append(f"{directory.name}  {num_bytes:>10}  {verdict}{pointed}")
+        outcome = f"cannot be used: {explain(directory, problems)}" if problems else "usable"
+        lines.append(f"{directory.name}  {num_bytes:>10}  {outcome}{pointed}")
         good.append(not problems)
     return lines, bool(good) and good[0]
 
 
 def verify(directory: Path, *, stream: Any) -> list[Problem]:
-    """``choose.verify`` with progress on ``stream``."""
+    """``selection.verify`` with progress on ``stream``."""
     manifest = read_manifest(directory)
     if isinstance(manifest, Problem):
         return [manifest]
     # Sizes first: what is missing is known at once.
-    if problems := choose.verify(directory, hashes=False):
+    if problems := selection.verify(directory, hashes=False):
         return problems
-    progress = Progress(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
+    progress = ProgressLine(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
     try:
-        return choose.verify(directory, on_bytes=progress.add)
+        return selection.verify(directory, on_bytes=progress.add)
     finally:
         progress.end()
 
 
 def explain(directory: Path, problems: Sequence[Problem]) -> str:
-    """One sentence; where parts lie on other hosts, it says on which."""
-    words = choose.describe(problems)
+    """One sentence; where files are on other hosts, it names those."""
+    words = selection.describe(problems)
     manifest = read_manifest(directory)
     if not isinstance(manifest, Manifest):
         return words
-    absent = [each.file for each in problems if each.found == choose.MISSING]
+    absent = [each.file for each in problems if each.found == selection.MISSING]
     hosts = sorted({manifest.hosts[name] for name in absent if manifest.hosts.get(name)})
     if hosts and len(set(manifest.hosts.values())) > 1:
         words += (
@@ -64,7 +64,7 @@ def explain(directory: Path, problems: Sequence[Problem]) -> str:
     return words + "."
 
 
-class Progress:
+class ProgressLine:
     """A line that is rewritten on a terminal; now and then a line of a log."""
 
     def __init__(self, title: str, total: int, *, stream: Any) -> None:
@@ -74,7 +74,7 @@ class Progress:
         self._live = stream.isatty()
 
     def add(self, count: int) -> None:
-        """So many more bytes are done."""
+        """``count`` more bytes are done."""
         self._done += count
         now = time.monotonic()
         if now - self._said >= (0.1 if self._live else LINE_EVERY_S):
@@ -89,6 +89,6 @@ class Progress:
                   file=self._stream, flush=True)  # fmt: skip
 
     def end(self) -> None:
-        """Take the line away."""
+        """Clear the line."""
         if self._live:
             print("\r\033[K", end="", file=self._stream, flush=True)

@@ -18,7 +18,7 @@ CHUNK_BYTES = 8 * 2**20
 """Written and hashed at a time: long enough that the GIL is released, short enough to cache."""
 
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
-"""What a file system says that cannot reserve bytes."""
+"""Errors of a file system that cannot reserve bytes."""
 
 
 class Disk:
@@ -130,7 +130,7 @@ def make_directories(disk: Disk, path: Path) -> None:
 def remove_tree(disk: Disk, path: Path) -> None:
     """A directory with all its content; links are removed, not followed.
 
-    What is absent is fine, also what somebody else removes at this moment.
+    Absent files are fine, also those that another process removes at this moment.
     """
     with contextlib.suppress(FileNotFoundError):
         if path.is_symlink() or not path.is_dir():

@@ -1,4 +1,4 @@
-"""Fragments: which elements of which parameter's state lie in which file.
+"""Fragments: which elements of which parameter's state are in which file.
 
 A checkpoint is a set of ranges over named, flattened parameters. It knows nothing of ranks, so
 any number of them reads from it.
@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.tensor_file import TensorFile
-from llmx.checkpoint.tensors import ITEM_BYTES, TensorSpec, as_bytes
+from llmx.checkpoint.tensors import ITEM_BYTES, TensorFile, TensorSpec, as_bytes
 
 MASTER, FROZEN, BUFFER = "master", "frozen", "buffer"
 
@@ -38,7 +37,7 @@ def parse_key(key: str) -> tuple[str, str, int]:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements ``[start, stop)`` of one state of one parameter, and where they lie."""
+    """Elements ``[start, stop)`` of one state of one parameter, and where they are."""
 
     start: int
     stop: int
@@ -137,17 +136,9 @@ class FragmentIndex:
         """``master``, ``exp_avg``, ... : those that are there."""
         return {state for state, _ in self.cover}
 
-    def names(self, state: str) -> list[str]:
-        """Parameters of which something of ``state`` is there, sorted."""
-        return sorted(name for each, name in self.cover if each == state)
-
     def dtype(self, state: str, name: str) -> str:
         """safetensors' name of the dtype that the values are stored in."""
         return self._ranges(state, name)[0].dtype
-
-    def num_elements(self, state: str, name: str) -> int:
-        """Elements that are there."""
-        return sum(each.stop - each.start for each in self._ranges(state, name))
 
     def check(
         self,

@@ -59,16 +59,16 @@ class Manifest:
     """Relative path -> the host that wrote it."""
     created: float
     """Seconds since the epoch; the same on all hosts, so it is given, not taken."""
-    course: int = 0
-    """How often the run had been sent back to an earlier step by then."""
+    num_rollbacks: int = 0
+    """How many rollbacks to an earlier step the run had by then; ``course`` in the file."""
 
-    def is_given_up(self, went_back: Sequence[int]) -> bool:
-        """Whether it is of a past that was given up later.
+    def is_abandoned(self, rollbacks: Sequence[int]) -> bool:
+        """Whether it is of a branch that a later rollback abandoned.
 
         Args:
-            went_back: all steps that the run was sent back to, the first one first.
+            rollbacks: the steps of all rollbacks of the run, the first one first.
         """
-        return any(self.step > step for step in went_back[self.course :])
+        return any(self.step > step for step in rollbacks[self.num_rollbacks :])
 
     @property
     def digest(self) -> str:
@@ -98,7 +98,7 @@ class Manifest:
                 for name, entry in sorted(self.files.items())
             },
             "created": self.created,
-            **({"course": self.course} if self.course else {}),
+            **({"course": self.num_rollbacks} if self.num_rollbacks else {}),
         }
         return {**value, "self": _guard(value)}
 
@@ -113,7 +113,7 @@ def make_manifest(
     hosts: Mapping[str, str],
     run_id: str,
     created: float | None = None,
-    course: int = 0,
+    num_rollbacks: int = 0,
 ) -> Manifest:
     """The manifest of a checkpoint. Over several ranks one makes it and sends it to the others.
 
@@ -123,7 +123,12 @@ def make_manifest(
     """
     moment = time.time() if created is None else created
     return Manifest(
-        step=step, run_id=run_id, files=files, hosts=hosts, created=moment, course=course
+        step=step,
+        run_id=run_id,
+        files=files,
+        hosts=hosts,
+        created=moment,
+        num_rollbacks=num_rollbacks,
     )
 
 
@@ -154,7 +159,7 @@ def parse_manifest(text: str, *, step: int | None = None) -> Manifest:
             },
             hosts={name: entry["host"] for name, entry in value["files"].items()},
             created=value["created"],
-            course=int(value.get("course", 0)),
+            num_rollbacks=int(value.get("course", 0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"it is torn: {error}") from error

@@ -19,7 +19,7 @@ def set_pointer(checkpoints: Path, name: str, step: int, *, disk: Disk = DISK) -
 
 
 def read_pointer(checkpoints: Path, name: str) -> int | None:
-    """The step that ``latest`` or ``best`` names; None if it is not there or says nothing."""
+    """The step that ``latest`` or ``best`` names; None if it is missing or invalid."""
     try:
         return step_of((checkpoints / name).read_text(encoding="utf-8").strip())
     except (OSError, UnicodeDecodeError):
@@ -36,7 +36,7 @@ def pin(checkpoints: Path, steps: Iterable[int], *, disk: Disk = DISK) -> None:
 
 
 def pinned(checkpoints: Path) -> set[int]:
-    """The steps that ``pin`` named last; none where nobody copies."""
+    """The steps that ``pin`` named last; none where nothing is copied."""
     try:
         names = (checkpoints / PINNED).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError):

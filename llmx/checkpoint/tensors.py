@@ -1,4 +1,4 @@
-"""safetensors files, streamed out while they are hashed (``tensor_file`` reads them).
+"""safetensors files: streamed out while they are hashed, read back range by range.
 
 The header is known before the first byte of a tensor, so the bytes can be reserved, and a file
 larger than memory can be written. Any safetensors library reads the result.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
+import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.disk import CHUNK_BYTES, DISK, UNSUPPORTED, Disk, write_all
-from llmx.checkpoint.manifest import HASH_BYTES, FileEntry
+from llmx.checkpoint.manifest import HASH_BYTES, CheckpointError, FileEntry
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8,
@@ -55,7 +57,7 @@ class Fragment:
     num_elements: int
     buffer: Any
     """C-contiguous, with the buffer protocol: numpy arrays, memoryviews, bytes. Or an iterator of
-    such pieces, each good until the next is asked for."""
+    such pieces, each valid until the next is taken."""
     shape: tuple[int, ...] | None = None
 
     @property
@@ -71,8 +73,8 @@ def layout(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 class TensorWriter:
     """One new file, in three steps that each can fail alone: ``reserve``, ``write``, ``close``.
 
-    Used as a context manager it is closed in any case; a file that was not finished is left for
-    whoever removes the directory.
+    Used as a context manager it is always closed; an unfinished file is left for
+    the caller, who removes the directory.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class TensorWriter:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            # A file system that cannot reserve: at least look, if it says how large it is.
+            # A file system that cannot reserve: check the free space, where it reports its size.
             free = os.statvfs(self.path.parent)
             if free.f_blocks and free.f_bavail * free.f_frsize < self.num_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
@@ -153,7 +155,7 @@ class TensorWriter:
             write_all(self._disk, self._descriptor, chunk)
 
     def close(self) -> None:
-        """Let go of the file. Twice is fine."""
+        """Close the file. Twice is fine."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             self._disk.close(descriptor)
@@ -201,3 +203,106 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"{len(specs)} tensors need a header of {len(text)} bytes: too many")
     return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class _Entry:
+    spec: TensorSpec
+    offset: int
+
+
+class TensorFile:
+    """One safetensors file, opened for reading; only its header is read.
+
+    Raises CheckpointError if the header does not describe exactly this file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._descriptor = _open(self.path)
+        try:
+            self._size = os.fstat(self._descriptor).st_size
+            self._entries = self._read_header()
+        except BaseException:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            raise
+
+    def _read_header(self) -> dict[str, _Entry]:
+        size = self._size
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{self.path} is not a complete safetensors file: {size} bytes, and a header of "
+                f"{8 + length} bytes"
+            )
+        try:
+            table = json.loads(os.pread(self._descriptor, length, 8))
+            table.pop("__metadata__", None)
+            entries, end = {}, 8 + length
+            for key, value in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+                shape = tuple(int(extent) for extent in value["shape"])
+                count = math.prod(shape)
+                spec = TensorSpec(key, value["dtype"], count, shape)
+                first, last = value["data_offsets"]
+                if 8 + length + first != end or last - first != spec.num_bytes or count < 0:
+                    raise ValueError(f"{key!r} is recorded at {first} to {last}")
+                entries[key] = _Entry(spec, end)
+                end += spec.num_bytes
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.path} has a damaged header: {error}") from error
+        if end != size:
+            raise CheckpointError(f"{self.path} has {size} bytes, its header describes {end}")
+        return entries
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """In the order of the file."""
+        return [entry.spec for entry in self._entries.values()]
+
+    def read_into(self, key: str, start: int, stop: int, out: Any) -> None:
+        """Elements ``[start, stop)`` into ``out``, a writable buffer of exactly their size.
+
+        Reads instead of mapping: a broken disk is an OSError, and no page of the file counts as
+        this process's memory.
+        """
+        entry = self._entries[key]
+        if not 0 <= start <= stop <= entry.spec.num_elements:
+            raise IndexError(f"{key} has {entry.spec.num_elements} elements, not {start} to {stop}")
+        width = ITEM_BYTES[entry.spec.dtype]
+        view = as_bytes(out)
+        if len(view) != (stop - start) * width:
+            raise ValueError(
+                f"{key}: {stop - start} x {entry.spec.dtype} do not fit {len(view)} bytes"
+            )
+        position = entry.offset + start * width
+        while len(view):
+            count = os.preadv(self._descriptor, [view[: 2**30]], position)
+            if count == 0:
+                raise CheckpointError(f"{self.path} ends at {position} bytes: it was truncated")
+            view, position = view[count:], position + count
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _open(path: Path) -> int:
+    """Open for reading. A checkpoint of many ranks may have more files than the soft limit."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, flags)

@@ -58,14 +58,14 @@ def windows_of(config: Any) -> tuple[tuple[str, int | None], ...]:
 def methods(implementation: str, layout: str) -> tuple[AttentionMethod, ...]:
     """The methods to try with this implementation, the preferred one first."""
     if layout == "padded":
-        told = ("position_ids", "padding_mask", "none")
+        isolations = ("position_ids", "padding_mask", "none")
     elif implementation.startswith(("llmx_", "flash_attention")):
-        told = ("cu_seq_lens",)
+        isolations = ("cu_seq_lens",)
     elif implementation == "flex_attention":
-        told = ("position_ids", "mask", "layer_masks")
+        isolations = ("position_ids", "mask", "layer_masks")
     else:
-        told = ("mask", "position_ids", "layer_masks", "cu_seq_lens")
-    return tuple(AttentionMethod(implementation, name, layout) for name in told)
+        isolations = ("mask", "position_ids", "layer_masks", "cu_seq_lens")
+    return tuple(AttentionMethod(implementation, name, layout) for name in isolations)
 
 
 def isolation_mask(segment_ids: torch.Tensor) -> torch.Tensor:
@@ -124,16 +124,16 @@ def model_inputs(
         real[:, 0] = 1
         inputs = {"input_ids": ids, "attention_mask": real}
         return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}, labels
-    told: dict[str, Any] = {"attention_mask": None}
+    arguments: dict[str, Any] = {"attention_mask": None}
     if method.isolation == "cu_seq_lens":
         ids, positions, labels = (x.reshape(1, -1) for x in (ids, positions, labels))
-        told.update(_told_bounds(segment_bounds(segments), method.implementation, device))
+        arguments.update(_bound_arguments(segment_bounds(segments), method.implementation, device))
     elif method.isolation == "mask" and int(segments.max()) > 1:
-        told["attention_mask"] = _mask(segments.to(device, non_blocking=True), method, dtype)
+        arguments["attention_mask"] = _mask(segments.to(device, non_blocking=True), method, dtype)
     elif method.isolation == "layer_masks" and int(segments.max()) > 1:
         lines = segments.to(device, non_blocking=True)
         places = positions.to(device, non_blocking=True)
-        told["attention_mask"] = {
+        arguments["attention_mask"] = {
             kind: _mask(lines, method, dtype, _in_window(kind, window, places))
             for kind, window in method.windows
         }
@@ -151,7 +151,7 @@ def model_inputs(
     inputs = {
         "input_ids": ids.to(device, non_blocking=True),
         "position_ids": on_device,
-        **told,
+        **arguments,
     }
     return inputs, labels
 
@@ -161,7 +161,7 @@ def _fast_without_mask(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _told_bounds(
+def _bound_arguments(
     bounds: tuple[int, ...], implementation: str, device: torch.device
 ) -> dict[str, Any]:
     """Where rows begin, under the names that the kernels know."""
@@ -171,20 +171,20 @@ def _told_bounds(
         return {"segment_bounds": torch.tensor(bounds)}
     longest = max(stop - start for start, stop in pairwise(bounds))
     offsets = torch.tensor(bounds, dtype=torch.int32)
-    told = {
+    arguments = {
         # Given, no layer has to find the rows by the restarts of position_ids, which costs
         # flash-attention two waits for the device a layer.
         "cu_seq_lens_q": offsets.to(device, non_blocking=True),
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    told["cu_seq_lens_k"] = told["cu_seq_lens_q"]
+    arguments["cu_seq_lens_k"] = arguments["cu_seq_lens_q"]
     if not implementation.startswith(("llmx_", "flash_attention")):
         # The kernels of state-space layers know a row by its number.
         lengths = offsets.diff()
         rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
-        told["seq_idx"] = rows[None].to(device, non_blocking=True)
-    return told
+        arguments["seq_idx"] = rows[None].to(device, non_blocking=True)
+    return arguments
 
 
 InWindow = Callable[[Any, Any, Any], Any]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.config import Experiment
+from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.experts import accept_masks
 from llmx.models.generation_config import keep_generation_config
@@ -43,7 +43,7 @@ def model_config(exp: Experiment, *, tokenizer: Any, num_labels: int = 0) -> Any
 
     ``num_labels``: of a classification head; 0 for none.
     """
-    config = plain_config(exp)
+    config = plain_config(exp.model)
     if num_labels:
         config.num_labels = num_labels
     if exp.model.init == "scratch":
@@ -55,11 +55,10 @@ def model_config(exp: Experiment, *, tokenizer: Any, num_labels: int = 0) -> Any
     return config
 
 
-def plain_config(exp: Experiment) -> Any:
-    """The same before the tokenizer has its say."""
+def plain_config(model: ModelConfig) -> Any:
+    """The same before anything is set from the tokenizer."""
     from transformers import AutoConfig
 
-    model = exp.model
     overrides = dict(model.config)
     if model.kind == "hf" or (model.init == "pretrained" and model.path is not None):
         return AutoConfig.from_pretrained(
@@ -113,7 +112,7 @@ def build_model(
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
     with _empty_model(stage=stage, device=device, ds_config=ds_config):
-        model = _construct(exp, config, dtype=dtype, implementation=implementation, head=head)
+        model = _construct(exp.model, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
     if head == CLASSIFICATION:
         _prepare_classifier(model)
@@ -131,7 +130,7 @@ def build_model(
 
 
 def _construct(
-    exp: Experiment, config: Any, *, dtype: torch.dtype, implementation: str, head: str
+    model: ModelConfig, config: Any, *, dtype: torch.dtype, implementation: str, head: str
 ) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -141,7 +140,7 @@ def _construct(
             config,
             dtype=dtype,
             attn_implementation=implementation,
-            trust_remote_code=exp.model.trust_remote_code,
+            trust_remote_code=model.trust_remote_code,
         )
     except ValueError as error:
         if "attn_implementation" in str(error) or "attention" in str(error).lower():

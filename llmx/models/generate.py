@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from llmx.collectives import all_gather
 from llmx.models.attention import AttentionMethod, additive, windows_of
 from llmx.models.loss import head_at, takes
 from llmx.models.sampling import Sampling, draw, truncated, uniforms
@@ -178,9 +179,7 @@ def generate(
             if own:
                 mine.update(zip(batch, found, strict=True))
     if world > 1:
-        everyone: list[Any] = [None] * world
-        torch.distributed.all_gather_object(everyone, mine)
-        for part in everyone:
+        for part in all_gather(mine):
             mine.update(part)
     return [mine[index] for index in range(len(rows))]
 
@@ -241,10 +240,7 @@ def _all_take_left_padding(model: Decoder, *, world: int) -> bool:
     """Whether every rank does. Hosts may have other attention than each other: with other batches
     the ranks would make other numbers of forwards, and wait for each other. Collective."""
     mine = takes_left_padding(model.config, model.attention)
-    everyone = [mine] * world
-    if world > 1:
-        torch.distributed.all_gather_object(everyone, mine)
-    return all(everyone)
+    return all(all_gather(mine)) if world > 1 else mine
 
 
 def cache_argument(model: Decoder) -> str | None:
@@ -308,16 +304,17 @@ def _complete(
     for length in range(longest, longest + sampling.max_new_tokens):
         new = tokens.shape[1]
         place = torch.arange(length - new, length, device=device)
-        told: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if with_positions:
-            told["position_ids"] = (place[None, :] - padding[:, None]).clamp(0, last - 1)
+            arguments["position_ids"] = (place[None, :] - padding[:, None]).clamp(0, last - 1)
         if padded:
-            told["attention_mask"] = _mask(model, place, length, padding)
+            arguments["attention_mask"] = _mask(model, place, length, padding)
         if name:
-            told.update({name: cache, "use_cache": True})
+            arguments.update({name: cache, "use_cache": True})
         every_row = torch.arange(len(tokens), device=device)
         with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
-            logits = model.module(input_ids=tokens, **told).logits[0, :, : model.vocab_size].float()
+            logits = model.module(input_ids=tokens, **arguments).logits[0, :, : model.vocab_size]
+            logits = logits.float()
         if cache is not None and len(tokens) < len(prompts):
             row_of = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
             cache.reorder_cache(row_of)

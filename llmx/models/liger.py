@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.config import Experiment
+from llmx.collectives import first_problem
+from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.isolation import gradient_of, line_of, tiny_model, without_dropout
 from llmx.models.tiny import tiny_config
@@ -28,19 +29,18 @@ LOW_PRECISION = (0.01, 0.05)
 """Loss and gradient in 16 bits, where the kernels round at other places than the modules do."""
 
 
-def wants_liger(exp: Experiment, config: Any, *, device: torch.device, dtype: torch.dtype) -> bool:
+def wants_liger(
+    model: ModelConfig, config: Any, *, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Whether this run uses Liger-Kernel: the same answer on all ranks. Collective.
 
     Raises ConfigError where it was asked for and cannot be had or is wrong.
     """
-    wanted = exp.model.liger_kernel
+    wanted = model.liger_kernel
     if wanted is False or (wanted is None and device.type != "cuda"):
         return False
-    remote = exp.model.trust_remote_code
-    problem = liger_problem(config, device=device, dtype=dtype, remote=remote)
-    problems: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
+    problem = liger_problem(config, device=device, dtype=dtype, remote=model.trust_remote_code)
+    found = first_problem(problem)
     if found is None:
         if torch.distributed.get_rank() == 0:
             print("Liger-Kernel computes norms, rotary embeddings and gated products.", flush=True)

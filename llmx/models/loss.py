@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -207,9 +208,10 @@ def fused_linear_cross_entropy(
     if not torch.is_grad_enabled():  # else gradients would be computed for nobody
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
-    return _FusedLinearCrossEntropy.apply(
+    total: torch.Tensor = _FusedLinearCrossEntropy.apply(
         hidden, weight, bias, targets, vocab_size or weight.shape[0], scale
     )
+    return total
 
 
 def _rows_at_a_time(logits: torch.Tensor) -> int:
@@ -226,19 +228,8 @@ def summed_cross_entropy(
         vocab_size: columns that count. The rest is padding of the head: it takes no
             probability and gets no gradient, so that the model is the same without it.
     """
-    return _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
-
-
-def _target_positions(
-    labels: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows, columns, targets) of the target tokens, on ``device``. Without a target, one position
-    for the forward that has to run all the same."""
-    rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
-    targets = to_device(labels[rows, columns], device)
-    if rows.numel() == 0:
-        rows, columns = labels.new_zeros(1), labels.new_zeros(1)
-    return to_device(rows, device), to_device(columns, device), targets
+    total: torch.Tensor = _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
+    return total
 
 
 def target_log_probabilities(
@@ -253,17 +244,48 @@ def target_log_probabilities(
     Arguments as of ``micro_batch_loss``. Without a target it still runs forward, and what comes
     back is empty but has the graph, so that the collectives of ZeRO match on every rank.
     """
-    rows, columns, targets = _target_positions(labels, inputs["input_ids"].device)
-    empty = targets.numel() == 0
-    model = getattr(engine, "module", engine)
-    with head_at(model, rows, columns):
-        logits = engine(**inputs, **without_cache(model)).logits[0]
-    if empty:
+    at = target_positions(labels, inputs["input_ids"].device)
+    logits = logits_at(engine, inputs, at)
+    if at.empty:
         return logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
     found: torch.Tensor = _TargetLogProbabilities.apply(
-        logits, targets, vocab_size or logits.shape[-1]
+        logits, at.tokens, vocab_size or logits.shape[-1]
     )
     return found
+
+
+@dataclass(frozen=True)
+class TargetPositions:
+    """Where the targets of a micro batch are, on the device of its inputs.
+
+    Without any target it is one position, so that the head still runs: ZeRO needs its collectives
+    to match on every rank.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    tokens: torch.Tensor
+    """int64 [n]: the target at each position."""
+    empty: bool
+
+
+def target_positions(labels: torch.Tensor, device: torch.device) -> TargetPositions:
+    """Of ``labels`` (see ``micro_batch_loss``), in their order."""
+    rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
+    tokens, empty = labels[rows, columns], rows.numel() == 0
+    if empty:
+        rows = columns = tokens = labels.new_zeros(1)
+    return TargetPositions(
+        to_device(rows, device), to_device(columns, device), to_device(tokens, device), empty
+    )
+
+
+def logits_at(engine: nn.Module, inputs: dict[str, Any], at: TargetPositions) -> torch.Tensor:
+    """[n, V]: the logits of the model at these positions only. Runs it forward."""
+    model = getattr(engine, "module", engine)
+    with head_at(model, at.rows, at.columns):
+        logits: torch.Tensor = engine(**inputs, **without_cache(model)).logits[0]
+    return logits
 
 
 @contextmanager
@@ -383,29 +405,25 @@ def micro_batch_loss(
     A micro batch without targets still runs forward and backward, so that the collectives of
     ZeRO match on every rank; its loss is 0.
     """
-    rows, columns, targets = _target_positions(labels, inputs["input_ids"].device)
-    empty = targets.numel() == 0
+    at = target_positions(labels, inputs["input_ids"].device)
+    if not fused:
+        logits = logits_at(engine, inputs, at)
+        if at.empty:
+            return logits.float().sum() * 0.0
+        return summed_cross_entropy(logits, at.tokens, vocab_size=vocab_size)
     model = getattr(engine, "module", engine)
-    options = without_cache(model)
-    if fused:
-        head: Any = model.get_output_embeddings()
-        wanted = targets.new_zeros(1) if empty else targets
+    head: Any = model.get_output_embeddings()
 
-        def summed_loss(hidden: torch.Tensor) -> torch.Tensor:
-            return fused_linear_cross_entropy(
-                hidden[rows, columns],
-                head.weight,
-                wanted,
-                bias=head.bias,
-                vocab_size=vocab_size,
-                scale=scale,
-            ).view(1, 1, 1)
+    def summed_loss(hidden: torch.Tensor) -> torch.Tensor:
+        return fused_linear_cross_entropy(
+            hidden[at.rows, at.columns],
+            head.weight,
+            at.tokens,
+            bias=head.bias,
+            vocab_size=vocab_size,
+            scale=scale,
+        ).view(1, 1, 1)
 
-        with head_answers(head, summed_loss):
-            loss: torch.Tensor = engine(**inputs, **options).logits.view(())
-        return loss * 0.0 if empty else loss
-    with head_at(model, rows, columns):
-        logits = engine(**inputs, **options).logits[0]
-    if empty:
-        return logits.float().sum() * 0.0
-    return summed_cross_entropy(logits, targets, vocab_size=vocab_size)
+    with head_answers(head, summed_loss):
+        loss: torch.Tensor = engine(**inputs, **without_cache(model)).logits.view(())
+    return loss * 0.0 if at.empty else loss

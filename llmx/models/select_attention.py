@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from llmx.collectives import all_gather
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
@@ -48,10 +49,9 @@ def select_attention(
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
             mine = try_on_this_host(exp, plan, config, device=device)
-        except ConfigError as error:  # told to the others, who would wait for a result
+        except ConfigError as error:  # sent to the others, which wait for a result
             mine = TrialResult(None, None, config_error=str(error))
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine and mine.to_dict())
+    everyone = all_gather(mine and mine.to_dict())
     by_host = {
         plan.ranks[rank].host: TrialResult.from_dict(values)
         for rank, values in enumerate(everyone)
@@ -137,14 +137,14 @@ def _attention_line(device: str, method: AttentionMethod) -> str:
 def try_on_this_host(
     exp: Experiment, plan: Plan, config: Any, *, device: torch.device
 ) -> TrialResult:
-    """What the trials on this host say."""
+    """The result of the trials on this host."""
 
     def conditions(name: str) -> dict[str, Any]:
         if name not in ON_CUDA:
             return CPU
         return {"device": device, "dtype": DTYPES[plan.precision], "real_heads": True}
 
-    packing = candidates(exp, plan, device) if exp.data.layout != "padded" else ()
+    packing = candidates(exp.model.attention, plan, device) if exp.data.layout != "padded" else ()
     return try_layouts(exp, config, packing=packing, conditions=conditions)
 
 
@@ -179,16 +179,18 @@ def try_layouts(
     if exp.data.layout == "packed":
         return TrialResult(None, None, why_not_packed=why)
     padded = find_methods(
-        config, implementations=padded_candidates(exp), layouts=["padded"], **options
+        config,
+        implementations=padded_candidates(exp.model.attention),
+        layouts=["padded"],
+        **options,
     )
     return dataclasses.replace(padded, why_not_packed=why)
 
 
-def candidates(exp: Experiment, plan: Plan, device: torch.device) -> list[str]:
+def candidates(attention: str, plan: Plan, device: torch.device) -> list[str]:
     """Implementations of attention for packed rows on this device, the preferred one first."""
-    chosen = exp.model.attention
-    if chosen != "auto":
-        return [_possible(IMPLEMENTATIONS.get(chosen, chosen), chosen, device)]
+    if attention != "auto":
+        return [_possible(IMPLEMENTATIONS.get(attention, attention), attention, device)]
     if device.type != "cuda":
         return list(PLAIN)
     first = IMPLEMENTATIONS.get(plan.attention_on(_device_name(plan)), SEGMENTS)
@@ -199,9 +201,9 @@ def candidates(exp: Experiment, plan: Plan, device: torch.device) -> list[str]:
     return [*found, SEGMENTS, *PLAIN]
 
 
-def padded_candidates(exp: Experiment) -> list[str]:
+def padded_candidates(attention: str) -> list[str]:
     """Implementations for rows in lines of their own, which need no mask."""
-    return [exp.model.attention] if exp.model.attention in PLAIN else list(PLAIN)
+    return [attention] if attention in PLAIN else list(PLAIN)
 
 
 def _device_name(plan: Plan) -> str:

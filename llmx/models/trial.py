@@ -22,7 +22,7 @@ def try_model(exp: Experiment, *, accelerator: str) -> dict[str, Any]:
     ``problem``: it cannot be trained at all."""
     packing = cpu_substitutes(exp.model.attention, accelerator)
     found = try_layouts(
-        exp, plain_config(exp), packing=packing if exp.data.layout != "padded" else ()
+        exp, plain_config(exp.model), packing=packing if exp.data.layout != "padded" else ()
     )
     return {
         "packs": found.packed is not None,

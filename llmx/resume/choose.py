@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmx.checkpoint.choose import check_file
 from llmx.checkpoint.manifest import Manifest, Problem, read_manifest
+from llmx.checkpoint.selection import check_file
 from llmx.rundir import RunDir
 
 HASHED_BYTES = 1 << 30

@@ -64,7 +64,7 @@ def roll_back(run: RunDir, rollbacks: Sequence[int], step: int) -> list[int]:
     A checkpoint that was set aside, and was brought back by hand, is no longer given up.
     """
     manifest = read_manifest(run.checkpoint(step)) if step else None
-    if isinstance(manifest, Manifest) and manifest.is_given_up(rollbacks):
+    if isinstance(manifest, Manifest) and manifest.is_abandoned(rollbacks):
         rollbacks = [max(earlier, step) for earlier in rollbacks]
     return [*rollbacks, step]
 

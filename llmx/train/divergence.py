@@ -1,7 +1,8 @@
-"""When training has gone wrong: a loss or a gradient that is not finite, a loss that jumps.
+"""Divergence: a loss or a gradient that is not finite, a loss that jumps.
 
 The step is known exactly, without waiting for the device at each one: the device itself keeps
-the smallest step at which something was not finite, and it is read where the loop waits anyhow.
+the smallest step at which something was not finite, and it is read where the loop waits for
+the device already.
 Tried by ``python -m pytest tests/unit/test_train_divergence.py``.
 """
 
@@ -17,11 +18,11 @@ NEVER = 2**52
 """Larger than any step, and exact in fp64."""
 SPIKE_WINDOW = 50
 SPIKE_LEAST = 5
-"""A median of fewer losses says nothing."""
+"""A median of fewer losses is not reliable."""
 
 
 class Diverged(FloatingPointError):
-    """From here on the weights are worthless. Names the step, counted from 1."""
+    """Training has diverged: the weights are not usable. ``step`` is counted from 1."""
 
     def __init__(self, message: str, *, step: int | None = None) -> None:
         super().__init__(message)
@@ -33,7 +34,7 @@ class NonFiniteLoss(Diverged):
 
 
 class LossSpike(Diverged):
-    """The loss has jumped far over what it was."""
+    """The loss is far above the recent losses."""
 
 
 class NonFiniteWatch:
@@ -44,7 +45,7 @@ class NonFiniteWatch:
         self._gradients = gradients
         """False in fp16, where a gradient that overflows is part of seeking the scale."""
 
-    def note(self, step: int, loss: torch.Tensor, norm: torch.Tensor | float | None) -> None:
+    def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor | float | None) -> None:
         """After each step (counted from 1). Nothing here waits for the device."""
         pair = torch.zeros(2, dtype=torch.float32, device=self._first.device)
         pair[0] = loss
@@ -76,7 +77,7 @@ def raise_if_not_finite(loss_step: float, gradient_step: float, *, lr: float) ->
             "or fp32 if this is fp16.",
             step=step,
         )
-    # DeepSpeed skips such an update and goes on, to the same again.
+    # DeepSpeed skips such an update and continues, and the next one fails in the same way.
     raise NonFiniteLoss(
         f"The gradient of step {step} is not finite, though its loss is: the weights have grown "
         f"too large. Lower optim.lr (now {lr:g}).",

@@ -68,7 +68,7 @@ class MetricsWriter:
         """What was written survives a power cut."""
         if self._stream is not None:
             os.fsync(self._stream.fileno())
-            # Its name, too: a resumed run has replaced the file (``cut_back``).
+            # Its name, too: a resumed run has replaced the file (``truncate_metrics``).
             DISK.sync_directory(self._directory)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class MetricsWriter:
 
 
 def lines_until(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The lines of a run that goes on from ``step``: none of a later step, no end, and no line
+    """The lines of a run that resumes from ``step``: none of a later step, no end, and no line
     that was only written because the run stopped there (``extra``)."""
     return [
         line
@@ -86,7 +86,7 @@ def lines_until(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     ]
 
 
-def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+def truncate_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     """Replace a metrics file by its lines up to ``step``; returns them. Atomic; untouched where
     nothing is to go."""
     lines = read_metrics(path)

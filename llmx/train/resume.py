@@ -1,8 +1,8 @@
-"""Where a rank begins: all agree on the newest usable checkpoint of the run directory.
+"""The resume point: all ranks agree on the newest usable checkpoint of the run directory.
 
-A fresh run, an automatic restart and ``python -m llmx resume`` are the same path. Every place
-(see ``llmx.train.place``) looks at the files that it has, its ranks share out the hashing, and
-what they found is exchanged. Tried by ``python -m pytest -m deepspeed
+A fresh run, an automatic restart and ``python -m llmx resume`` are the same path. The ranks on
+each storage (``llmx.checkpoint.distributed.topology``) share the hashing of the files there, and
+all ranks gather what was found. Tried by ``python -m pytest -m deepspeed
 tests/integration/test_resume.py``.
 """
 
@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmx.checkpoint.choose import Report, Verdict, inspect, judge, list_steps
 from llmx.checkpoint.commit import committed_dir, recover
+from llmx.checkpoint.distributed.topology import StorageTopology
+from llmx.checkpoint.distributed.transfer import transfer_missing
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
-from llmx.config import Experiment
+from llmx.checkpoint.selection import Assessment, Report, assess, inspect, list_steps
+from llmx.collectives import all_gather
 from llmx.errors import ConfigError
 from llmx.metrics.lines import read_metrics
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
 from llmx.text import plural
 from llmx.train.divergence import SPIKE_WINDOW
-from llmx.train.engine import Engine
+from llmx.train.engine.build import Engine
 from llmx.train.metrics import lines_until
-from llmx.train.place import Place, exchange
 from llmx.train.schedule import RunLength
-from llmx.train.state_exchange import bring_missing
 
 PREPARED = "preparation"
 """Says why samples differ; never decides, for the fingerprint of the data covers it."""
@@ -44,15 +44,15 @@ class Damaged:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where the loop begins, and what is known of the time before."""
+class ResumePoint:
+    """The step from which the loop runs, and what is known of the steps before."""
 
     step: int = 0
     attempt: int = 1
     skip_steps: frozenset[int] = frozenset()
     """Counted from 1, as in ``metrics.jsonl``."""
-    course: int = 0
-    """How often the run was sent back to an earlier step."""
+    num_rollbacks: int = 0
+    """How often the run was rolled back to an earlier step."""
     state: dict[str, Any] = field(default_factory=dict)
     """``state.json``; empty at the beginning of a run."""
     files: tuple[Path, ...] = ()
@@ -74,41 +74,45 @@ class Start:
         return int(self.state.get("target_tokens_seen", 0))
 
 
-def identity(exp: Experiment, plan: Plan, store: Any) -> dict[str, Any]:
+def identity(*, seed: int, seq_len: int, plan: Plan, store: Any) -> dict[str, Any]:
     """What must be the same for the samples of a step, and so the run, to be the same."""
     from llmx.data.spec import PREPARATION
 
     return {
         "global_batch": plan.batch.global_batch,
-        "seq_len": exp.data.seq_len,
-        "seed": exp.seed,
+        "seq_len": seq_len,
+        "seed": seed,
         "data_fingerprint": store.fingerprint,
         "num_samples": len(store),
         PREPARED: PREPARATION,
     }
 
 
-def begin(run_dir: RunDir, mine: dict[str, Any], *, place: Place, stage: int, group: Any) -> Start:
-    """Choose the checkpoint to go on from, or the beginning. Collective over ``group``.
+def find_resume_point(
+    run_dir: RunDir, mine: dict[str, Any], *, topology: StorageTopology, stage: int, group: Any
+) -> ResumePoint:
+    """Select the checkpoint to resume from, or step 0. Collective over ``group``.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be used; or not the one asked for.
+        CheckpointError: there are checkpoints, and none can be used; or not the requested one.
         ConfigError: the newest one is not of this run.
     """
-    if place.leads:
-        recover(place.directory)
-    asked = read_json(run_dir.resume) if place.rank == 0 and run_dir.resume.is_file() else {}
-    lines = read_metrics(run_dir.metrics) if place.rank == 0 else []
+    if topology.leads:
+        recover(topology.directory)
+    request = read_json(run_dir.resume) if topology.rank == 0 and run_dir.resume.is_file() else {}
+    lines = read_metrics(run_dir.metrics) if topology.rank == 0 else []
     saved = {line["step"] for line in lines if line.get("event") == "saved"}
-    asked, saved = exchange((asked, saved), group=group)[0]
-    wanted = asked.get("step")
-    went_back = [int(step) for step in asked.get("went_back") or ()]
+    request, saved = all_gather((request, saved), group=group)[0]
+    wanted = request.get("step")
+    rollbacks = [int(step) for step in request.get("went_back") or ()]
     chosen, damaged = None, ()
     if wanted != 0:
-        chosen, damaged = choose(
-            place, wanted=wanted, saved=saved, went_back=went_back, group=group
+        chosen, damaged = select_checkpoint(
+            topology, wanted=wanted, saved=saved, rollbacks=rollbacks, group=group
         )
-    state, files = read(place, chosen, mine, stage=stage, group=group) if chosen else ({}, ())
+    state, files = (
+        load_state(topology, chosen, mine, stage=stage, group=group) if chosen else ({}, ())
+    )
     step = int(state.get("step", 0))
     kept = lines_until(lines, step)
     known = {
@@ -118,76 +122,78 @@ def begin(run_dir: RunDir, mine: dict[str, Any], *, place: Place, stage: int, gr
             line["loss"] for line in kept if line["kind"] == "train" and line["loss"] is not None
         )[-SPIKE_WINDOW:],
     }
-    return Start(
+    return ResumePoint(
         step=step,
-        attempt=int(asked.get("attempt") or 1),
-        skip_steps=frozenset(asked.get("skip_steps") or ()),
-        course=len(went_back),
+        attempt=int(request.get("attempt") or 1),
+        skip_steps=frozenset(request.get("skip_steps") or ()),
+        num_rollbacks=len(rollbacks),
         state=state,
         files=files,
         damaged=damaged,
-        **exchange(known, group=group)[0],
+        **all_gather(known, group=group)[0],
     )
 
 
-def choose(
-    place: Place,
+def select_checkpoint(
+    topology: StorageTopology,
     *,
     wanted: int | None,
     saved: set[int],
-    went_back: Sequence[int] = (),
+    rollbacks: Sequence[int] = (),
     group: Any,
-) -> tuple[Verdict | None, tuple[Damaged, ...]]:
-    """The newest usable checkpoint, or the one of step ``wanted``, and those that were passed
-    over. None where the run begins at its beginning. Collective.
+) -> tuple[Assessment | None, tuple[Damaged, ...]]:
+    """The newest usable checkpoint, or the one of step ``wanted``, and the damaged ones that were
+    newer. None where the run starts at step 0. Collective.
 
     Args:
         saved: steps that were committed, as far as the metrics know.
-        went_back: what was given up by that lies on a host still, and is none to go on from.
+        rollbacks: steps of all rollbacks: checkpoints of a branch that one abandoned may still be
+            on a host, and do not count.
     """
     here = [
         step
-        for step in (list_steps(place.directory) if place.leads else [])
-        if not is_given_up(place, step, went_back)
+        for step in (list_steps(topology.directory) if topology.leads else [])
+        if not is_abandoned(topology, step, rollbacks)
     ]
-    steps = sorted(set(itertools.chain.from_iterable(exchange(here, group=group))), reverse=True)
+    steps = sorted(set(itertools.chain.from_iterable(all_gather(here, group=group))), reverse=True)
     damaged: list[Damaged] = []
     for step in [step for step in steps if wanted in (None, step)]:
-        verdict = look(place, step, went_back=went_back, group=group)
-        if verdict.usable:
-            return verdict, tuple(damaged)
-        damaged.append(Damaged(step, verdict.reason))
+        assessment = assess_step(topology, step, rollbacks=rollbacks, group=group)
+        if assessment.usable:
+            return assessment, tuple(damaged)
+        damaged.append(Damaged(step, assessment.reason))
     reasons = "; ".join(f"step {bad.step}: {bad.reason}" for bad in damaged)
     if wanted is not None:
         raise CheckpointError(
-            f"resume.json asks for the checkpoint of step {wanted}, and "
+            f"resume.json requests the checkpoint of step {wanted}, and "
             + (f"it cannot be used ({reasons})" if damaged else f"only {steps} are there")
-            + f". Choose another step, or remove resume.json from {place.directory.parent}."
+            + f". Choose another step, or remove resume.json from {topology.directory.parent}."
         )
-    # Before the first checkpoint there is the beginning; later, going back to it is no repair.
+    # Before the first checkpoint step 0 is right; later, starting over would lose the run.
     if damaged and saved - {bad.step for bad in damaged}:
         raise CheckpointError(
-            f"None of the {len(damaged)} checkpoints in {place.directory} can be used ({reasons}). "
-            "Bring a good one back from a copy, or move the directory away to begin at step 0."
+            f"None of the {len(damaged)} checkpoints in {topology.directory} can be used "
+            f"({reasons}). "
+            "Copy a good one back from a backup, or move the directory away to start at step 0."
         )
     return None, tuple(damaged)
 
 
-def read(
-    place: Place, chosen: Verdict, mine: dict[str, Any], *, stage: int, group: Any
+def load_state(
+    topology: StorageTopology, chosen: Assessment, mine: dict[str, Any], *, stage: int, group: Any
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """``state.json`` of the checkpoint, and its tensor files that lie here. Collective.
+    """``state.json`` of the checkpoint, and its tensor files on this storage. Collective.
 
     Raises:
         ConfigError: it is not of this run.
     """
-    directory = committed_dir(place.directory, chosen.step)
+    directory = committed_dir(topology.directory, chosen.step)
     holder = chosen.holder[STATE]
-    state = exchange(read_json(directory / STATE) if place.rank == holder else None, group=group)[
-        holder
-    ]
+    state = all_gather(
+        read_json(directory / STATE) if topology.rank == holder else None, group=group
+    )[holder]
     check_identity(state, mine)
-    bring_missing(place, chosen, state, stage=stage)
+    transfer_missing(topology, chosen, state, stage=stage)
     assert chosen.manifest is not None
     files = [directory / name for name in sorted(chosen.manifest.files) if is_tensors(name)]
     return state, tuple(path for path in files if path.exists())
@@ -198,25 +204,27 @@ def is_tensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def is_given_up(place: Place, step: int, went_back: Sequence[int]) -> bool:
-    """Whether what lies here of ``step`` is of a past that the run was sent back from."""
-    manifest = read_manifest(committed_dir(place.directory, step)) if went_back else None
-    return isinstance(manifest, Manifest) and manifest.is_given_up(went_back)
+def is_abandoned(topology: StorageTopology, step: int, rollbacks: Sequence[int]) -> bool:
+    """Whether the checkpoint of ``step`` here is of a branch that a rollback abandoned."""
+    manifest = read_manifest(committed_dir(topology.directory, step)) if rollbacks else None
+    return isinstance(manifest, Manifest) and manifest.is_abandoned(rollbacks)
 
 
-def look(place: Place, step: int, *, went_back: Sequence[int] = (), group: Any) -> Verdict:
-    """The verdict of all ranks on the checkpoint of ``step``. Collective."""
-    members = place.members
-    if is_given_up(place, step, went_back):  # another host holds the one that was made since
-        return judge(exchange(Report(step, place.storage, None), group=group))
+def assess_step(
+    topology: StorageTopology, step: int, *, rollbacks: Sequence[int] = (), group: Any
+) -> Assessment:
+    """The assessment of the checkpoint of ``step`` over all storages. Collective."""
+    members = topology.members
+    if is_abandoned(topology, step, rollbacks):  # another host holds the one that was made since
+        return assess(all_gather(Report(step, topology.storage, None), group=group))
     report = inspect(
-        place.directory,
+        topology.directory,
         step,
-        storage=place.storage,
-        part=members.index(place.rank),
+        storage=topology.storage,
+        part=members.index(topology.rank),
         parts=len(members),
     )
-    return judge(exchange(report, group=group))
+    return assess(all_gather(report, group=group))
 
 
 def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
@@ -233,13 +241,13 @@ def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
         raise ConfigError(
             f"The checkpoint of step {state['step']} was made by an llmx that prepared data in "
             f"another form ({then} then, {now} now), so its samples would be others even from the "
-            f"same files: {'; '.join(different)}. Go on with the llmx that began the run "
-            "(`git` in provenance.json names its commit), or begin a new run from its weights: "
+            f"same files: {'; '.join(different)}. Resume with the llmx that started the run "
+            "(`git` in provenance.json names its commit), or start a new run from its weights: "
             "python -m llmx export RUN_DIR, then model=hf model.path=RUN_DIR/export/step-N."
         )
     raise ConfigError(
         f"The checkpoint of step {state['step']} is of another run: {'; '.join(different)}. "
-        "Resume with the values it was made with, or begin a new run directory."
+        "Resume with the values of that run, or start a new run directory."
     )
 
 
@@ -250,20 +258,20 @@ def check_samples(state: dict[str, Any], length: RunLength) -> None:
     seen, wanted = int(state.get("samples", 0)), length.samples_at(step)
     if state and step <= length.steps and seen != wanted:
         raise ConfigError(
-            f"The checkpoint of step {step} has seen {plural(seen, 'sample')}: its last step was "
-            f"the short one of a run that ended there (data.last_batch=short). With {length.steps} "
-            f"steps the same step ends at sample {wanted:,}. Resume from an earlier checkpoint "
-            f"(step=N, N below {step}), or leave the length of the run as it was."
+            f"The checkpoint of step {step} was saved after {plural(seen, 'sample')}: its last "
+            "step was the short one of a run that ended there (data.last_batch=short). With "
+            f"{length.steps} steps the same step ends at sample {wanted:,}. Resume from an "
+            f"earlier checkpoint (step=N, N below {step}), or leave the length as it was."
         )
 
 
-def restore_from(start: Start, engine: Engine) -> None:
-    """Put the chosen checkpoint into the engine. Collective.
+def restore_from(start: ResumePoint, engine: Engine) -> None:
+    """Restore the engine from the selected checkpoint. Collective.
 
     Raises:
-        CheckpointError: what lies in the engine now is not what was saved.
+        CheckpointError: the restored weights differ from those that were saved.
     """
-    from llmx.train.engine_state import restore, weights_hash
+    from llmx.checkpoint.state.engine_state import restore, weights_hash
 
     index = FragmentIndex(start.files)
     try:
@@ -275,6 +283,6 @@ def restore_from(start: Start, engine: Engine) -> None:
         found = weights_hash(engine)
         if found != saved:
             raise CheckpointError(
-                f"The weights restored from step {start.step} have the hash {found}, they were "
-                f"saved with {saved}. This is a defect of llmx or of the memory of a host."
+                f"The weights restored from step {start.step} have the hash {found}; the saved "
+                f"ones had {saved}. This is a defect of llmx or of the memory of a host."
             )

@@ -1,8 +1,9 @@
 """When the training state is saved, and what training waits for.
 
 At a boundary between two steps the state is copied to host memory and a thread writes it
-(``llmx.train.save_job``) while training goes on; where memory does not allow a copy, training
-waits for the disk. Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
+(``llmx.checkpoint.save``) while training continues; where memory does not allow a copy, training
+blocks until the disk has it. Tried by ``python -m pytest -m deepspeed
+tests/integration/test_resume.py``.
 """
 
 from __future__ import annotations
@@ -15,39 +16,87 @@ from typing import Any, NoReturn
 
 import torch
 
-from llmx.config import Experiment
+from llmx.checkpoint.distributed.topology import StorageTopology
+from llmx.checkpoint.save.host_copies import HostCopies, fits
+from llmx.checkpoint.save.job import SaveFailed, SaveJob
+from llmx.checkpoint.state.engine_state import capture
+from llmx.checkpoint.state.layout import state_layout
+from llmx.collectives import all_gather
+from llmx.config import CheckpointConfig
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir, read_json
-from llmx.train.agreement import Agreement, Flags
-from llmx.train.engine import Engine
-from llmx.train.engine_state import capture
-from llmx.train.host_copies import HostCopies
-from llmx.train.host_memory import fits
+from llmx.train.checkpoint_files import TrainingProgress, small_files, state_of
+from llmx.train.consensus import Consensus, Flags
+from llmx.train.engine.build import Engine
 from llmx.train.metrics import MetricsWriter
-from llmx.train.place import Place, exchange
-from llmx.train.resume import Start
-from llmx.train.save_files import Progress, small_files, state_of
-from llmx.train.save_job import SaveFailed, SaveJob
-from llmx.train.save_report import SaveReport
+from llmx.train.resume import ResumePoint
 from llmx.train.signals import ShutdownRequest, exit_interrupted
-from llmx.train.state_layout import state_layout
 from llmx.train.status import RankStatus
 
+
+class SaveReport:
+    """Events in ``metrics.jsonl`` and lines of the log about saves. Only rank 0 writes them."""
+
+    def __init__(self, metrics: MetricsWriter, log: Callable[[str], None]) -> None:
+        self._metrics = metrics
+        self._log = log
+
+    def saved(self, job: SaveJob, reason: str) -> None:
+        """A checkpoint is committed."""
+        self._metrics.event(
+            "saved",
+            step=job.step,
+            reason=reason,
+            stall_s=round(job.blocking_s, 4),
+            background_s=round(job.background_s, 4),
+            bytes=job.num_bytes,
+        )
+        self._log(
+            f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
+            f"{job.blocking_s + job.background_s:.1f} s, {job.blocking_s:.2f} s of it blocking"
+        )
+        if job.warning:
+            self._log(f"WARNING: older checkpoints could not be removed: {job.warning}")
+
+    def failed(self, job: SaveJob, *, last: int | None) -> None:
+        """A save has failed. ``last``: the step of the newest checkpoint."""
+        self._metrics.event("save_failed", step=job.step, reason=str(job.error))
+        newest = "there is none yet" if last is None else f"the newest one is of step {last}"
+        self._log(
+            f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
+            f"continues; {newest}."
+        )
+
+    def passed_over(self, step: int) -> None:
+        """A save was skipped, since the one before is still being written."""
+        self._metrics.event("passed_over", step=step)
+        self._log(
+            f"WARNING: no checkpoint at step {step}: the one before it is still being written. The "
+            "disk is too slow for checkpoint.every_steps; raise it."
+        )
+
+    def in_foreground(self) -> None:
+        """A copy of the state does not fit."""
+        self._log(
+            "checkpoints are written while training is blocked: a host has too little free memory "
+            "for a copy of the state (checkpoint.background=always copies all the same)"
+        )
+
+
 PATIENCE_S = 10.0
-"""Training waits so long for the last checkpoint when the next one is due, but not twice in a
-row: then the disk is slower than the interval, and checkpoints are passed over."""
+"""How long training waits for the last save when the next one is due, but not twice in a row: then
+the disk is slower than the interval, and saves are skipped."""
 GROUP_TIMEOUT = timedelta(hours=6)
-"""For the slowest disk to take one rank's part."""
+"""For the slowest disk to write one rank's file."""
 
 
 class DiskFull(OSError):
-    """The last checkpoint of a run found no room."""
+    """There was no space for the last checkpoint of a run."""
 
 
-def ever_saves(exp: Experiment) -> bool:
+def ever_saves(config: CheckpointConfig) -> bool:
     """Whether a run may write checkpoints at all."""
-    wanted = exp.checkpoint
-    return bool(wanted.every_steps or wanted.every_minutes or wanted.at_end or wanted.on_signal)
+    return bool(config.every_steps or config.every_minutes or config.at_end or config.on_signal)
 
 
 class Saver:
@@ -55,63 +104,64 @@ class Saver:
 
     def __init__(
         self,
-        exp: Experiment,
+        config: CheckpointConfig,
         plan: Plan,
         run_dir: RunDir,
         *,
+        lr: float,
         engine: Engine,
         tokenizer: Any,
         identity: dict[str, Any],
-        agreement: Agreement,
-        place: Place,
+        consensus: Consensus,
+        topology: StorageTopology,
         metrics: MetricsWriter,
         status: RankStatus,
         stop: ShutdownRequest,
-        start: Start,
-        say: Callable[[str], None],
+        resume_point: ResumePoint,
+        log: Callable[[str], None],
     ) -> None:
-        self.exp, self.plan, self.engine = exp, plan, engine
-        self.identity, self.start = identity, start
-        self.agreement, self.place = agreement, place
-        self.metrics, self.status, self.stop, self.say = metrics, status, stop, say
-        self.saved_step: int | None = start.step if start.state else None
+        self.config, self.plan, self.engine, self.lr = config, plan, engine, lr
+        self.identity, self.resume_point = identity, resume_point
+        self.consensus, self.topology = consensus, topology
+        self.metrics, self.status, self.stop, self.log = metrics, status, stop, log
+        self.saved_step: int | None = resume_point.step if resume_point.state else None
         self._group = torch.distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         """Used by the thread that saves, and by nothing else."""
         ours = None
-        if ever_saves(exp):
+        if ever_saves(config):
             state_layout(engine.engine)  # what cannot be saved is refused now, not hours later
-        if ever_saves(exp) and place.rank == 0:
+        if ever_saves(config) and topology.rank == 0:
             known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
             ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer))
-        shared = exchange(ours, group=agreement.group)
+        shared = all_gather(ours, group=consensus.group)
         given: tuple[str, dict[str, bytes]] = shared[0] or ("", {})
         self._run_id, self._small = given
-        self._damaged = {bad.step for bad in start.damaged}
+        self._damaged = {bad.step for bad in resume_point.damaged}
         self._copies = HostCopies()
         self._job: SaveJob | None = None
-        self._reason, self._stall_s, self._began = "", 0.0, time.monotonic()
-        self._passed_over = self._said_foreground = False
-        self.report = SaveReport(metrics, say)
+        self._began = time.monotonic()
+        self._passed_over = self._reported_foreground = False
+        self.report = SaveReport(metrics, log)
 
-    # What this rank tells the others, and hears.
+    # Flags: exchanged at every step.
 
     def flags(self) -> Flags:
-        """What this rank knows."""
-        minutes = self.exp.checkpoint.every_minutes
+        """Of this rank."""
+        minutes = self.config.every_minutes
         due = minutes is not None and time.monotonic() - self._began >= 60 * minutes
         return Flags(
-            save=due and self.place.rank == 0, stop=bool(self.stop.requested), busy=self.busy
+            save=due and self.topology.rank == 0, stop=bool(self.stop.requested), busy=self.busy
         )
 
-    def tell(self) -> None:
-        """Post it; the others hear it at the end of the step."""
-        self.agreement.post(self.flags())
+    def post_flags(self) -> None:
+        """Post this rank's flags; all ranks read them at the end of the step."""
+        self.consensus.post(self.flags())
 
-    def asked_to_stop(self) -> bool:
-        """Whether any rank was asked to end, as it was known when this was last called."""
-        heard = self.agreement.read()
-        self.tell()
-        return heard.stop
+    def stop_requested(self) -> bool:
+        """Whether a shutdown was requested of any rank by the last call of this."""
+        flags = self.consensus.read()
+        self.post_flags()
+        return flags.stop
 
     @property
     def busy(self) -> bool:
@@ -120,10 +170,10 @@ class Saver:
 
     # When.
 
-    def at_boundary(self, step: int, flags: Flags, progress: Progress) -> None:
+    def at_boundary(self, step: int, flags: Flags, progress: TrainingProgress) -> None:
         """After each step but the last: save where one is due. Collective."""
         self._raise_if_broken()
-        every = self.exp.checkpoint.every_steps
+        every = self.config.every_steps
         if every and step % every == 0:
             if flags.busy and not self._in_time():
                 self._passed_over = True
@@ -136,23 +186,23 @@ class Saver:
         elif not flags.busy:
             self._collect()
 
-    def at_end(self, step: int, progress: Progress) -> None:
+    def at_end(self, step: int, progress: TrainingProgress) -> None:
         """After the last step: save where one is due, and wait for it. Collective.
 
         Raises:
             DiskFull, SaveFailed: it could not be saved.
         """
-        self._wait()
-        every = self.exp.checkpoint.every_steps
-        due = self.exp.checkpoint.at_end or bool(every and step % every == 0)
+        self.wait()
+        every = self.config.every_steps
+        due = self.config.at_end or bool(every and step % every == 0)
         if not due or step in (self.saved_step, 0):
             return
         job = self._save(step, "end", progress, wait=True)
         if isinstance(job.error, SaveFailed):
             text = (
-                f"The checkpoint of the last step could not be saved: {job.error}. Training is "
-                "done, and is lost beyond the checkpoint before it. Free some space, then resume "
-                "with `python -m llmx resume RUN`."
+                f"The checkpoint of the last step could not be saved: {job.error}. The steps "
+                "after the checkpoint before it are lost. Free some space, then resume with "
+                "`python -m llmx resume RUN`."
             )
             raise (
                 DiskFull(errno.ENOSPC, text)
@@ -160,36 +210,34 @@ class Saver:
                 else SaveFailed(text, disk_full=False)
             )
 
-    def save_and_leave(self, step: int, progress: Progress) -> NoReturn:
-        """Save what is not saved, on all ranks, and end this process as interrupted."""
-        self._wait()
-        if step not in (self.saved_step, self.start.step):
+    def save_and_exit(self, step: int, progress: TrainingProgress) -> NoReturn:
+        """Save unless this step is saved, then exit with the status ``interrupted``. Collective."""
+        self.wait()
+        if step not in (self.saved_step, self.resume_point.step):
             self._save(step, "signal", progress, wait=True)
         saved = "none" if self.saved_step is None else f"step {self.saved_step}"
-        self.say(f"stop requested: exiting at step {step}, newest checkpoint: {saved}")
+        self.log(f"shutdown requested: exiting at step {step}, newest checkpoint: {saved}")
         self.metrics.sync()
-        # A launcher ends the others with the first that leaves: they all say it before.
+        # A launcher kills all ranks when the first one exits: write every status before that.
         self.status.enter("interrupted")
-        self.agreement.barrier()
+        self.consensus.barrier()
         exit_interrupted(self.status)
-
-    def complete(self) -> None:
-        """The save in flight is of a good state, whatever has come after it: wait for its end."""
-        self._wait()
 
     # How.
 
-    def _save(self, step: int, reason: str, progress: Progress, *, wait: bool = False) -> SaveJob:
-        """Copy the state and begin to write it; or, without room for a copy, write it now."""
-        # A state that has diverged is worth nothing.
-        progress.watch.check(lr=self.exp.optim.lr)
-        self._wait()
+    def _save(
+        self, step: int, reason: str, progress: TrainingProgress, *, wait: bool = False
+    ) -> SaveJob:
+        """Copy the state and start to write it; without memory for a copy, write it now."""
+        # Never save a state that has diverged.
+        progress.watch.check(lr=self.lr)
+        self.wait()
         began, self._began = time.perf_counter(), time.monotonic()
         fragments = capture(self.engine, world=self.plan.world_size)
         copied = not wait and self._may_copy(sum(f.tensor.nbytes for f in fragments))
         if copied:
             fragments = self._copies.copy(fragments)
-        if self.place.rank == 0:
+        if self.topology.rank == 0:
             self.metrics.sync()
         job = SaveJob(
             step=step,
@@ -201,46 +249,46 @@ class Saver:
                 engine=self.engine,
                 plan=self.plan,
                 identity=self.identity,
-                metric=self.metrics.latest(self.exp.checkpoint.metric),
+                metric=self.metrics.latest(self.config.metric),
             ),
             small_files=self._small,
-            place=self.place,
+            topology=self.topology,
             group=self._group,
             hosts=[self.plan.hosts[rank.host].name for rank in self.plan.ranks],
             run_id=self._run_id,
-            config=self.exp.checkpoint,
+            config=self.config,
             damaged=frozenset(self._damaged - {step}),
-            course=self.start.course,
+            num_rollbacks=self.resume_point.num_rollbacks,
             on_end=lambda job: self._ended(job, reason),
         )
         job.in_foreground = not copied
-        job.stall_s = time.perf_counter() - began
+        job.blocking_s = time.perf_counter() - began
         self._job = job
         job.start()
         if not copied:
-            self._wait()
+            self.wait()
         return job
 
     def _may_copy(self, num_bytes: int) -> bool:
         """Whether every host has memory for the copies. Collective."""
-        wanted = self.exp.checkpoint.background
+        wanted = self.config.background
         if wanted != "auto":
             return wanted == "always"
         more = max(0, num_bytes - self._copies.held_bytes)
-        room = fits(more, group=self.agreement.group)
-        if not room and not self._said_foreground:
-            self._said_foreground = True
+        room = fits(more, group=self.consensus.group)
+        if not room and not self._reported_foreground:
+            self._reported_foreground = True
             self.report.in_foreground()
         return room
 
     def _in_time(self) -> bool:
-        """Give the save in flight a moment; whether all ranks have done with it. Collective."""
+        """Wait a moment for the save in flight; whether it is over on all ranks. Collective."""
         if not self._passed_over and self._job is not None:
             self._job.wait(PATIENCE_S)
-        return not self.agreement.settle(Flags(busy=self.busy)).busy
+        return not self.consensus.post_and_read(Flags(busy=self.busy)).busy
 
-    def _wait(self) -> None:
-        """For the save in flight, however long it takes: who looks sees that it is no hang."""
+    def wait(self) -> None:
+        """For the save in flight, however long it takes, with the status ``saving``: no hang."""
         if self.busy:
             assert self._job is not None
             before = self.status.state
@@ -250,13 +298,13 @@ class Saver:
         self._collect()
 
     def _collect(self) -> None:
-        """Forget a save that is over."""
+        """Drop a save that is over."""
         self._raise_if_broken()
         self._job = None
 
     def _raise_if_broken(self) -> None:
-        """What is no failure of the disk (a dead peer) ends this rank, and with it the run: others
-        may not have heard of it, and would wait for this rank's part for hours."""
+        """Raise an error that is not of the disk (a dead peer): others may not have noticed, and
+        would wait for this rank for hours."""
         error = None if self._job is None or self.busy else self._job.error
         if error is not None and not isinstance(error, SaveFailed):
             raise error
@@ -267,6 +315,6 @@ class Saver:
             self.report.failed(job, last=self.saved_step)
             return
         self.saved_step = job.step
-        self._damaged.discard(job.step)  # it has given way to this one
+        self._damaged.discard(job.step)  # replaced by this one
         self.status.saved(job.step)
         self.report.saved(job, reason)

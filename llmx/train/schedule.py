@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the step.
 
-No state to save and none to restore: a resumed run asks for the rate of its next step.
+No state to save and none to restore: a resumed run computes the rate of its next step.
 Shown by ``python -m pytest tests/unit/test_train_schedule.py``.
 """
 

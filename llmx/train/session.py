@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
+from llmx.checkpoint.distributed.topology import find_topology
 from llmx.config import Experiment
 from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.tasks import Task, task_of
-from llmx.train.agreement import Agreement
 from llmx.train.batches import PAD_TO_ON, Layout
-from llmx.train.engine import Engine, build_engine
+from llmx.train.consensus import Consensus
+from llmx.train.engine.build import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
-from llmx.train.metrics import MetricsWriter, cut_back
-from llmx.train.place import find_place
-from llmx.train.resume import Start, begin, check_samples, identity, restore_from
+from llmx.train.metrics import MetricsWriter, truncate_metrics
+from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
 from llmx.train.schedule import RunLength, run_length
 from llmx.train.signals import ShutdownRequest
@@ -44,9 +44,9 @@ class Session:
     layout: Layout
     metrics: MetricsWriter
     status: RankStatus
-    agreement: Agreement
+    consensus: Consensus
     stop: ShutdownRequest
-    start: Start
+    resume_point: ResumePoint
     saver: Saver
 
     @property
@@ -55,7 +55,7 @@ class Session:
 
     @property
     def declared_metrics(self) -> dict[str, Any]:
-        """As the ``start`` line says them."""
+        """As the ``start`` line has them."""
         return {name: metric.to_dict() for name, metric in self.task.metrics.items()}
 
     @property
@@ -63,9 +63,9 @@ class Session:
         """Of the whole run."""
         return length_of(self.exp, self.plan, self.train_store)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line of rank 0's log."""
-        say(text)
+        log(text)
 
 
 def open_session(
@@ -89,20 +89,24 @@ def open_session(
     )
     checkpoint = dataclasses.replace(checkpoint, mode=mode)
     train_store, eval_store = open_stores(exp, tokenizer, task, plan)
-    agreement = Agreement(timeout_s=exp.launch.comm_timeout_s)
-    place = find_place(run_dir.checkpoints, create=ever_saves(exp), group=agreement.group)
-    # Before the model is built: what cannot be resumed says so at once.
-    ours = identity(exp, plan, train_store)
+    consensus = Consensus(timeout_s=exp.launch.comm_timeout_s)
+    topology = find_topology(
+        run_dir.checkpoints, create=ever_saves(checkpoint), group=consensus.group
+    )
+    # Before the model is built: what cannot be resumed fails at once.
+    ours = identity(seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=train_store)
     stage = ds_config["zero_optimization"]["stage"]
     length = length_of(exp, plan, train_store)
-    start = begin(run_dir, ours, place=place, stage=stage, group=agreement.group)
-    check_samples(start.state, length)
+    resume_point = find_resume_point(
+        run_dir, ours, topology=topology, stage=stage, group=consensus.group
+    )
+    check_samples(resume_point.state, length)
     engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=task.models())
-    if start.state:
-        restore_from(start, engine)
-        status.at_step(start.step)
-        status.saved(start.step)
-    metrics = open_metrics(run_dir, start)
+    if resume_point.state:
+        restore_from(resume_point, engine)
+        status.at_step(resume_point.step)
+        status.saved(resume_point.step)
+    metrics = open_metrics(run_dir, resume_point)
     if torch.distributed.get_rank() == 0:
         write_inputs(
             run_dir,
@@ -113,19 +117,20 @@ def open_session(
         )
         write_data(run_dir, train_store=train_store, eval_store=eval_store)
     saver = Saver(
-        dataclasses.replace(exp, checkpoint=checkpoint),
+        checkpoint,
         plan,
         run_dir,
+        lr=exp.optim.lr,
         engine=engine,
         tokenizer=tokenizer,
         identity=ours,
-        agreement=agreement,
-        place=place,
+        consensus=consensus,
+        topology=topology,
         metrics=metrics,
         status=status,
         stop=stop,
-        start=start,
-        say=say,
+        resume_point=resume_point,
+        log=log,
     )
     return Session(
         exp=exp,
@@ -144,9 +149,9 @@ def open_session(
         ),
         metrics=metrics,
         status=status,
-        agreement=agreement,
+        consensus=consensus,
         stop=stop,
-        start=start,
+        resume_point=resume_point,
         saver=saver,
     )
 
@@ -161,25 +166,25 @@ def length_of(exp: Experiment, plan: Plan, train_store: Any) -> RunLength:
     )
 
 
-def open_metrics(run_dir: RunDir, start: Start) -> MetricsWriter:
-    """``metrics.jsonl`` as it was at the step where the run goes on, open for more."""
+def open_metrics(run_dir: RunDir, resume_point: ResumePoint) -> MetricsWriter:
+    """``metrics.jsonl`` as it was at the resume point, open for appending."""
     writes = torch.distributed.get_rank() == 0
-    kept = cut_back(run_dir.metrics, start.step) if writes else []
+    kept = truncate_metrics(run_dir.metrics, resume_point.step) if writes else []
     writer = MetricsWriter(run_dir.metrics, enabled=writes)
     writer.remember(kept)
-    for bad in start.damaged:
-        writer.event("damaged", step=start.step, checkpoint=bad.step, reason=bad.reason)
-        say(
+    for bad in resume_point.damaged:
+        writer.event("damaged", step=resume_point.step, checkpoint=bad.step, reason=bad.reason)
+        log(
             f"WARNING: the checkpoint of step {bad.step} cannot be used and is left as it is: "
             f"{bad.reason}"
         )
     return writer
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """One line of rank 0's log, which the console shows."""
     if torch.distributed.get_rank() == 0:
-        # One write: the thread that saves speaks, too.
+        # One write: the thread that saves logs, too.
         print(f"{text}\n", end="", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What a rank says about itself: ``ranks/rank-NNN.json``, kept fresh by a heartbeat thread.
+"""The status of a rank: ``ranks/rank-NNN.json``, kept fresh by a heartbeat thread.
 
 Imported before torch, so it uses the standard library only. Shown by
 ``cat RUN_DIR/ranks/rank-000.json`` while a run is on.
@@ -58,11 +58,11 @@ class RankStatus:
                 self._write()
 
     def at_step(self, step: int) -> None:
-        """Note the step; the heartbeat brings it to disk."""
+        """Record the step; the heartbeat writes it."""
         self._values["step"] = step
 
     def saved(self, step: int) -> None:
-        """Note the newest checkpoint that is committed; the heartbeat brings it to disk."""
+        """Record the newest committed checkpoint; the heartbeat writes it."""
         self._values["saved_step"] = step
 
     def fail(self, error: BaseException) -> None:
@@ -87,7 +87,7 @@ class RankStatus:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            # A full disk must not kill the heartbeat: the loop will meet it and say so.
+            # A full disk must not kill the heartbeat: the loop will fail on it and report it.
             with self._lock, contextlib.suppress(OSError):
                 self._write()
 
@@ -124,7 +124,7 @@ _COMMUNICATION = re.compile(
 
 
 def _disk_is_full(error: BaseException | None) -> bool:
-    """Whether a full disk or quota is behind an error, in whatever words it is said."""
+    """Whether a full disk or quota is the cause of an error, whatever its message."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -145,7 +145,7 @@ def category(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return "config"
     if isinstance(error, CheckpointError):
-        return "data"  # it will not be better at the next start
+        return "data"  # a restart would fail in the same way
     if "No space left on device" in text:
         return "disk_full"
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names:

@@ -9,54 +9,25 @@ from collections.abc import Iterator
 import torch
 
 from llmx.models.flops import model_flops
-from llmx.tasks import Loss
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 from llmx.train.metrics import memory_gib
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session
+from llmx.train.step import StepMetrics
 
 FORWARD_PART = 1 / 3
 """Of the operations of training: what a frozen model's forward pass costs."""
 
 
-class StepMetrics:
-    """What losses measure beside themselves, summed on the device: nothing here waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sums: dict[str, torch.Tensor] = {}
-        """By name: [sum, weight], fp64 where the device has it."""
-
-    def add(self, loss: Loss) -> None:
-        """Of one micro batch."""
-        for name, value in loss.metrics.items():
-            total, weight = value if isinstance(value, tuple) else (value, loss.weight)
-            parts = [
-                torch.as_tensor(part, dtype=torch.float64, device=self._device)
-                for part in (total, weight)
-            ]
-            pair = torch.stack(parts)
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
-
-    @property
-    def names(self) -> list[str]:
-        """Sorted: the same on every rank."""
-        return sorted(self._sums)
-
-    def values(self) -> list[torch.Tensor]:
-        """Sum and weight of each name, in their order."""
-        return [part for name in self.names for part in self._sums[name]]
-
-
 class StepLog:
-    """Gathers what a ``train`` line of ``metrics.jsonl`` says, over the steps since the last."""
+    """Gathers the values of a ``train`` line of ``metrics.jsonl`` over steps."""
 
     def __init__(self, session: Session, *, total: int) -> None:
         self.session = session
         self.total = total
         self.length = session.length
-        start = session.start
+        start = session.resume_point
         self.tokens_seen = start.tokens_seen
         self.target_tokens_seen = start.target_tokens_seen
         self.watch = NonFiniteWatch(
@@ -72,7 +43,7 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval now."""
+        """Start a new interval now."""
         self.began = time.perf_counter()
         self.data_wait_s = 0.0
         self.steps = self.tokens = self.targets = self.squares = 0
@@ -116,7 +87,7 @@ class StepLog:
         self.loss_sum = loss_sum
         self.interval_loss += loss_sum
         self.interval_weight += step.weight
-        self.watch.note(step.step + 1, loss_sum, self.session.engine.last_norm())
+        self.watch.record(step.step + 1, loss_sum, self.session.engine.last_norm())
 
     def write(self, step: Step, *, extra: bool = False) -> None:
         """One line, from all ranks. Collective. Raises Diverged, on every rank alike.
@@ -182,7 +153,7 @@ class StepLog:
             **measured,
             **({"extra": True} if extra else {}),
         )
-        session.say(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
+        session.log(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
         self.last_loss = loss
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
         raise_if_not_finite(loss_step, gradient_step, lr=session.exp.optim.lr)

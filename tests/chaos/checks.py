@@ -10,8 +10,8 @@ import json
 import os
 from pathlib import Path
 
-from llmx.checkpoint.choose import verify
 from llmx.checkpoint.manifest import Problem, rank_file, read_manifest
+from llmx.checkpoint.selection import verify
 from tests.chaos.run_files import json_lines
 from tests.chaos.site import Site
 from tests.chaos.training import GaveUp

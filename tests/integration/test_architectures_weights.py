@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmx.checkpoint.export import model as exporting
+from llmx.checkpoint.export.shards import ShardWriter
+from llmx.checkpoint.state.buffers import whole_tensor
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.experts import Routing
 from llmx.models.factory import _empty_model
 from llmx.models.load import load_weights
-from llmx.train import export as exporting
 from tests.architectures import architectures, small_config
 from tests.small_models import same_weights
 
@@ -82,11 +84,11 @@ def test_weights_are_loaded_and_written_as_transformers_does(kind: str, tmp_path
 def write(model: Any, directory: Path) -> None:
     size = model.config.get_text_config().vocab_size
     directory.mkdir()
-    shards = exporting.Shards(directory, shard_bytes=exporting.SHARD_BYTES)
+    shards = ShardWriter(directory)
     for name, tensor in exporting._as_files_have_it(
         model, vocab_size=size, padded=size, wanted=True
     ):
-        shards.add(name, tensor)
+        shards.add(whole_tensor(name, tensor.detach().clone()))
     shards.finish()
     model.config.save_pretrained(directory)
 

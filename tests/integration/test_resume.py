@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx.checkpoint.choose import list_steps, usable
+from llmx.checkpoint.selection import list_steps, usable
 from llmx.rundir import RunDir, read_json, write_json
 from tests.forked_ranks import Server, server
 from tests.resumed_runs import EVERY, STEPS, events, has_saved, measurements, saving_run
@@ -192,7 +192,7 @@ def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Pa
     write_json(run.resume, {"step": 11})
     refused = ranks.start(run)
     assert refused.wait() == [1, 1]
-    assert "resume.json asks for the checkpoint of step 11" in refused.status(0)["error"]["message"]
+    assert "resume.json requests the checkpoint of step 11" in refused.status(0)["error"]["message"]
     assert json.loads(run.metrics.read_text().splitlines()[-1])["kind"] == "end", "untouched"
 
 

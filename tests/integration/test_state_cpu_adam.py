@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from llmx.train.state_pieces import Owner
-from llmx.train.state_values import read_scalars, replay_cpu_adam, write_scalars
+from llmx.checkpoint.state.layout import Owner
+from llmx.checkpoint.state.values import read_scalars, replay_cpu_adam, write_scalars
 
 pytestmark = pytest.mark.deepspeed
 

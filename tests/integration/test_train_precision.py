@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from llmx.config import OptimConfig
 from llmx.errors import ConfigError
-from llmx.train.engine import build_optimizer
+from llmx.train.engine.optimizer import build_optimizer
 from tests.command_runs import SMALL, Finished, train
 
 pytestmark = pytest.mark.deepspeed

@@ -23,6 +23,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import llmx.models.factory as model_module
+from llmx.checkpoint.state.engine_state import capture
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.factory import build_model, model_config, num_parameters
 from llmx.models.generate import generate
@@ -33,10 +34,9 @@ from llmx.plan import make_plan
 from llmx.plan.memory import step_bytes
 from llmx.train.batches import Layout, make_step
 from llmx.train.divergence import NonFiniteWatch
-from llmx.train.engine import Engine, join_process_group
-from llmx.train.engine_state import capture
-from llmx.train.loop import train_step
-from llmx.train.whole_weights import whole_weights
+from llmx.train.engine.build import Engine, whole_weights
+from llmx.train.engine.process_group import join_process_group
+from llmx.train.step import train_step
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, train
@@ -401,7 +401,7 @@ def host_synchronisations(out: Path) -> Any:
             with fp16_allowed(job), Synchronisations(*step.micro_batches) as found:
                 engine.set_lr(0.01)
                 loss = train_step(engine, step, world=WORLD)
-                watch.note(3, loss, engine.last_norm())
+                watch.record(3, loss, engine.last_norm())
             engine.engine.destroy()
             answer[f"{stage}-{precision}"] = dict(sorted(found.places.items()))
     return answer

@@ -24,8 +24,9 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss
 from llmx.plan import ds_config, make_plan
-from llmx.train import engine as building
-from llmx.train.engine import build_engine, join_process_group
+from llmx.train.engine import build as building
+from llmx.train.engine.build import build_engine
+from llmx.train.engine.process_group import join_process_group
 from tests.programs.leaving import run_and_leave
 from tests.reference import word_tokenizer
 from tests.rundirs import parity_experiment, with_batch
@@ -87,7 +88,7 @@ def train(out: Path, *, stage: int) -> dict[str, Any]:
         with engine.main.routing.watch(batch["segment_ids"]):
             loss = micro_batch_loss(engine.engine, inputs, labels)
         engine.backward(engine.main.routing.objective(loss / 8, factor=1 / 16))
-        engine.note_grad_norm()
+        engine.record_grad_norm()
         engine.engine.step()
         load = engine.main.routing.load
         assert load is not None

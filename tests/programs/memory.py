@@ -20,7 +20,7 @@ import torch
 from llmx.errors import ConfigError
 from llmx.models.factory import build_model, model_config
 from llmx.plan import ds_config, make_plan
-from llmx.train.engine import join_process_group
+from llmx.train.engine.process_group import join_process_group
 from tests.programs.leaving import run_and_leave
 from tests.reference import word_tokenizer
 from tests.rundirs import parity_experiment

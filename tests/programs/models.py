@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from llmx.checkpoint.export.model import export_model
 from llmx.models.factory import true_vocab
 from llmx.plan import ds_config, make_plan
 from llmx.train.batches import Layout, make_step
-from llmx.train.engine import build_engine, join_process_group
-from llmx.train.export import export_model
-from llmx.train.loop import train_step
+from llmx.train.engine.build import build_engine
+from llmx.train.engine.process_group import join_process_group
+from llmx.train.step import train_step
 from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, whole_weights, word_tokenizer
 from tests.rundirs import parity_experiment, with_batch

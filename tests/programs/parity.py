@@ -19,9 +19,10 @@ import torch
 
 from llmx.plan import ds_config, make_plan
 from llmx.train.batches import Layout, make_step
-from llmx.train.engine import build_engine, join_process_group
-from llmx.train.loop import train_step
+from llmx.train.engine.build import build_engine
+from llmx.train.engine.process_group import join_process_group
 from llmx.train.schedule import lr_at
+from llmx.train.step import train_step
 from tests.programs.leaving import run_and_leave
 from tests.reference import (
     GLOBAL_BATCH,

@@ -24,8 +24,16 @@ from unittest import mock
 
 import torch
 
-import llmx.train.engine as engine_module
+import llmx.train.engine.build as engine_module
 from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.state.engine_state import (
+    capture,
+    restore,
+    saved_layout,
+    state_values,
+    weights_hash,
+)
+from llmx.checkpoint.state.values import write_loss_scaler
 from llmx.checkpoint.tensors import Fragment, write_tensors
 from llmx.config import Experiment
 from llmx.models.factory import build_model
@@ -33,12 +41,10 @@ from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, make_step
-from llmx.train.engine import Engine, build_engine, join_process_group
-from llmx.train.engine_state import capture, restore, saved_layout, state_values, weights_hash
-from llmx.train.loop import train_step, weighed
-from llmx.train.random import seed_step
+from llmx.train.engine.build import Engine, build_engine
+from llmx.train.engine.process_group import join_process_group
 from llmx.train.schedule import lr_at
-from llmx.train.state_values import write_loss_scaler
+from llmx.train.step import seed_step, train_step, with_weight
 from tests.programs.leaving import run_and_leave
 from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
@@ -151,7 +157,7 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
         )
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
-        step = weighed(step, task, device=engine.device)
+        step = with_weight(step, task, device=engine.device)
         loss = train_step(engine, step, world=world, loss_of=task.loss).double()
         torch.distributed.all_reduce(loss)
         losses.append([float(loss) / step.weight, engine.grad_norm()])

@@ -18,15 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 from llmx.checkpoint import commit
 from llmx.checkpoint.disk import Disk
+from llmx.checkpoint.export.model import vocabulary_names, write_config
 from llmx.checkpoint.fragments import fragment_key
 from llmx.checkpoint.manifest import make_manifest, rank_file
+from llmx.checkpoint.state.values import buffer_table, parameter_table
 from llmx.checkpoint.tensors import Fragment
 from llmx.errors import ConfigError, LlmxError
 from llmx.export import export, main
 from llmx.models.conversion import effective_conversions
 from llmx.rundir import RunDir
-from llmx.train.export import vocabulary_names, write_config
-from llmx.train.state_values import buffer_table, parameter_table
 from tests.checkpoint_saves import flip_bit, tree
 
 VOCABULARY, PADDED = 50, 64
@@ -85,7 +85,9 @@ def save_model(
             entries[rank_file(rank)] = writer.write(by_key[spec.key] for spec in writer.order)
     text = json.dumps(state).encode()
     entries["state.json"] = commit.add_file(run.checkpoints, step, "state.json", text)
-    entries |= commit.add_tree(run.checkpoints, step, "model", described)
+    for path in sorted(described.iterdir()):
+        name = f"model/{path.name}"
+        entries[name] = commit.add_file(run.checkpoints, step, name, path.read_bytes())
     shutil.rmtree(described)
     hosts = {
         name: f"node-{name[9:10]}" if name.startswith("rank") else "node-0" for name in entries

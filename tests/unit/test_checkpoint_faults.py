@@ -14,16 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint import choose, commit, pointers
+from llmx.checkpoint import commit, pointers, selection
 from tests.checkpoint_saves import (
     Fault,
     FaultyDisk,
     Killed,
-    choose_steps,
     flip_bit,
     restart,
     save,
     tree,
+    usable_steps,
 )
 
 KINDS = ("kill", "kill after", "ENOSPC", "EIO", "ENOSPC lasting")
@@ -64,16 +64,16 @@ def test_the_old_or_the_new_checkpoint_survives_every_fault(
         elif not kind.startswith("kill"):
             # It said that it failed: then nothing of it is left on any host.
             assert chosen == 1, context
-            assert choose_steps(storages) == [1], context
+            assert usable_steps(storages) == [1], context
         # Old ones were removed only after the new one was there on all hosts.
         if chosen == 1:
             assert all(
-                choose.usable(commit.committed_dir(path, 1), ["state.json"]) for path in storages
+                selection.usable(commit.committed_dir(path, 1), ["state.json"]) for path in storages
             )
         assert not [name for path in storages for name in tree(path) if name.startswith(".")]
         assert save(storages, 3), context
         assert restart(storages) == 3, context
-        assert choose_steps(storages) == [3], context
+        assert usable_steps(storages) == [3], context
         for path in storages:
             assert pointers.read_pointer(path, pointers.LATEST) == 3
     # Every call was hit once: none was added that this test does not see.
@@ -115,7 +115,7 @@ def test_replacing_a_damaged_one_of_the_same_step_loses_nothing(memory: Path, ki
             break
         chosen = restart(storages)
         assert chosen == 2 if done else chosen in (1, 2), (at, fault.calls[at])
-        assert 1 in choose_steps(storages)
+        assert 1 in usable_steps(storages)
         assert save(storages, 3, keep_last=3)
         assert restart(storages) == 3
     assert at > 28
@@ -164,7 +164,7 @@ def test_a_life_full_of_faults_loses_nothing_of_keep(
         except Killed:
             done = False
         newest, before = restart(storages), usable
-        usable = choose_steps(storages)
+        usable = usable_steps(storages)
         assert newest == (usable[-1] if usable else None)
         if done:
             assert newest == step
@@ -174,5 +174,5 @@ def test_a_life_full_of_faults_loses_nothing_of_keep(
     assert save(storages, 99, keep_last=2)
     assert save(storages, 100, keep_last=2)
     # No part of anything else is left on any host.
-    assert [choose.list_steps(path) for path in storages] == [[99, 100]] * hosts
+    assert [selection.list_steps(path) for path in storages] == [[99, 100]] * hosts
     assert not [name for path in storages for name in tree(path) if name.startswith(".")]

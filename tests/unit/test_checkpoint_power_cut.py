@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmx.checkpoint import choose, commit, pointers
-from tests.checkpoint_saves import Fault, FaultyDisk, choose_steps, restart, save, tree
+from llmx.checkpoint import commit, pointers, selection
+from tests.checkpoint_saves import Fault, FaultyDisk, restart, save, tree, usable_steps
 from tests.power_cut import Call, RecordingDisk, materialise, states_after
 
 RANDOM_STATES = 4
@@ -53,7 +53,9 @@ def test_a_power_cut_leaves_the_old_or_the_new(memory: Path) -> None:
         newer = min([step for step, at in committed_at.items() if at > done], default=older)
         assert chosen in (older, newer), (done, disk.calls[done - 1], tree(checkpoints))
         # Nothing that has its name is torn: all that is listed is usable.
-        assert choose_steps([checkpoints]) == choose.list_steps(checkpoints), disk.calls[done - 1]
+        assert usable_steps([checkpoints]) == selection.list_steps(checkpoints), disk.calls[
+            done - 1
+        ]
         # The pointer is never torn, and never ahead of what is there.
         pointer = pointers.read_pointer(checkpoints, pointers.LATEST)
         assert (pointer is not None) == (checkpoints / "latest").exists()
@@ -75,7 +77,7 @@ def test_a_power_cut_during_the_first_save_leaves_nothing_torn(memory: Path) -> 
     def check(checkpoints: Path, done: int) -> None:
         chosen = restart([checkpoints])
         assert chosen in (None, 1)
-        assert choose.list_steps(checkpoints) == ([chosen] if chosen else [])
+        assert selection.list_steps(checkpoints) == ([chosen] if chosen else [])
         assert chosen == 1 or done < len(disk.calls)
 
     assert cut_everywhere(root, disk.calls, first=0, scratch=memory, check=check) > 50
@@ -146,7 +148,7 @@ def test_recovering_is_durable_before_the_next_save(memory: Path) -> None:
     for state in states_after(root, disk.calls, random_states=8, seed=0):
         with tempfile.TemporaryDirectory(dir=memory) as name:
             materialise(state, Path(name))
-            assert choose.list_steps(Path(name) / "checkpoints") == [1]
+            assert selection.list_steps(Path(name) / "checkpoints") == [1]
 
 
 def test_faulty_disk_counts_every_door_of_the_disk() -> None:

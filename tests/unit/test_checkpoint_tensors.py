@@ -13,11 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint.dtypes import convert, num_infinite
+from llmx.checkpoint.export.dtypes import convert, num_infinite
 from llmx.checkpoint.fragments import FragmentIndex, check_cover, cover_of, fragment_key, parse_key
 from llmx.checkpoint.manifest import CheckpointError, digest_bytes
-from llmx.checkpoint.tensor_file import TensorFile
-from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter, write_tensors
+from llmx.checkpoint.tensors import Fragment, TensorFile, TensorSpec, TensorWriter, write_tensors
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
          "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
@@ -51,29 +50,29 @@ def test_the_safetensors_library_reads_what_was_written(tmp_path: Path, tensors,
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == values.keys()
     with TensorFile(path) as file:
-        assert set(file.keys()) == set(values)
-        assert file.metadata == {"step": "3"}
-        for key, (dtype, tensor) in values.items():
+        assert {spec.key: spec.dtype for spec in file.specs} == {
+            key: dtype for key, (dtype, _) in values.items()
+        }
+        for key, (_, tensor) in values.items():
             assert torch.equal(loaded[key], tensor)
-            assert file.dtype(key) == dtype
             start = random.randint(0, tensor.numel())
             stop = random.randint(start, tensor.numel())
-            part = file.read(key, start, stop)
-            assert part.tobytes() == bytes(tensor[start:stop].view(torch.uint8).numpy())
-            assert not part.flags.writeable
-            out = np.empty_like(part)
+            wanted = bytes(tensor[start:stop].view(torch.uint8).numpy())
+            out = bytearray(len(wanted))
             file.read_into(key, start, stop, out)
-            assert out.tobytes() == part.tobytes()
+            assert out == wanted
 
 
 def test_our_reader_reads_what_the_library_wrote(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(4.0)}
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     with TensorFile(tmp_path / "x.safetensors") as file:
-        assert file.count("a") == 15
-        assert file.count("c") == 1
-        assert np.array_equal(file.read("a", 5, 10), tensors["a"][1].numpy())
-        assert file.read("b").tobytes() == bytes(tensors["b"].view(torch.uint8).numpy())
+        assert {spec.key: spec.num_elements for spec in file.specs} == {"a": 15, "b": 7, "c": 1}
+        row, halves = np.empty(5, np.float32), bytearray(14)
+        file.read_into("a", 5, 10, row)
+        file.read_into("b", 0, 7, halves)
+        assert np.array_equal(row, tensors["a"][1].numpy())
+        assert halves == bytes(tensors["b"].view(torch.uint8).numpy())
 
 
 def test_a_tensor_may_come_in_pieces(tmp_path: Path) -> None:
@@ -151,7 +150,6 @@ def test_any_range_is_read_from_any_cut(tmp_path: Path, total: int, files: int, 
     index = FragmentIndex(sorted(folder.iterdir()))
     index.check({"a|b.w": {"shape": [total], "trained": True, "tied_to": None}})
     assert index.states() == {"master"}
-    assert index.num_elements("master", "a|b.w") == total
     start = random.randint(0, total)
     stop = random.randint(start, total)
     out = np.full(stop - start, -1, dtype=np.float32)

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from llmx.checkpoint.choose import list_steps
 from llmx.checkpoint.manifest import digest_bytes, make_manifest
+from llmx.checkpoint.selection import list_steps
 from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.journal import write_resume
 from llmx.launch.supervision.log import RunLog
@@ -29,12 +29,12 @@ class Host:
     def checkpoints(self) -> Path:
         return self.disk / str(self.run.checkpoints).lstrip("/")
 
-    def save(self, step: int, *, course: int = 0) -> None:
+    def save(self, step: int, *, num_rollbacks: int = 0) -> None:
         directory = self.checkpoints / f"step-{step:08d}"
         directory.mkdir(parents=True)
         (directory / "rank-00000.safetensors").write_bytes(b"x" * 10)
         files = {"rank-00000.safetensors": digest_bytes(b"x" * 10)}
-        manifest = make_manifest(step, files, hosts={}, run_id="r", course=course)
+        manifest = make_manifest(step, files, hosts={}, run_id="r", num_rollbacks=num_rollbacks)
         (directory / "manifest.json").write_text(manifest.to_text())
 
     def request(self, what: str, **words: Any) -> dict[str, Any]:
@@ -79,11 +79,11 @@ def test_what_was_given_up_is_not_collected_before_it_is_removed(tmp_path: Path)
     at_work = collector(run, host)
     at_work._pull_all(limit=False)
     assert list_steps(run.checkpoints) == [40]
-    host.save(45, course=1)
+    host.save(45, num_rollbacks=1)
     (host.checkpoints / "step-00000050").rename(tmp_path / "removed")
     at_work._pull_all(limit=False)
     assert list_steps(run.checkpoints) == [40, 45]
-    host.save(50, course=1)
+    host.save(50, num_rollbacks=1)
     at_work._pull_all(limit=False)
     assert list_steps(run.checkpoints) == [40, 45, 50]
     assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []

@@ -59,7 +59,7 @@ def test_the_time_out_of_collectives_is_the_configured_one(monkeypatch: pytest.M
     import deepspeed
 
     from llmx.plan import make_plan
-    from llmx.train.engine import join_process_group
+    from llmx.train.engine.process_group import join_process_group
     from tests.rundirs import experiment
 
     given: dict[str, object] = {}

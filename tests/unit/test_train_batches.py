@@ -14,7 +14,7 @@ from llmx.data.order import samples_of_step
 from llmx.models.loss import IGNORE
 from llmx.plan.types import BatchPlan
 from llmx.train.batches import Layout, Prefetch, Step, make_step, square_tokens
-from llmx.train.evaluate import slices
+from llmx.train.evaluation import slices
 from tests.reference import SEQ_LEN, synthetic_store
 
 LAYOUT = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")

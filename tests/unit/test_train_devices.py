@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmx.errors import ConfigError
-from llmx.train import devices
-from llmx.train.devices import Gpus, check_quantized_gradients, choose_gpu, gpu_index
+from llmx.train.engine import process_group as devices
+from llmx.train.engine.process_group import Gpus, check_quantized_gradients, choose_gpu, gpu_index
 from tests.composing import composed
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -92,10 +92,10 @@ def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
     exp = dataclasses.replace(
         done.experiment, zero=dataclasses.replace(done.experiment.zero, quantized_gradients=True)
     )
-    check_quantized_gradients(exp, done.plan, visible=2)
+    check_quantized_gradients(exp.zero, done.plan, visible=2)
     for visible in (1, 8):
         with pytest.raises(ConfigError, match=f"takes the {visible} GPUs that a rank sees"):
-            check_quantized_gradients(exp, done.plan, visible=visible)
+            check_quantized_gradients(exp.zero, done.plan, visible=visible)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

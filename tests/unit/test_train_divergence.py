@@ -28,14 +28,14 @@ def test_the_first_bad_step_of_loss_and_gradient_is_kept(bad: float, as_tensor: 
     for step in range(1, 20):
         norm = bad if step in (9, 12) else 0.5
         loss = bad if step in (7, 8, 15) else 2.0
-        watch.note(step, torch.tensor(loss), torch.tensor(norm) if as_tensor else norm)
+        watch.record(step, torch.tensor(loss), torch.tensor(norm) if as_tensor else norm)
         assert watch.first() == [7 if step >= 7 else NEVER, 9 if step >= 9 else NEVER]
 
 
 def test_a_gradient_that_overflows_in_fp16_is_no_divergence() -> None:
     watch = NonFiniteWatch(CPU, gradients=False)
-    watch.note(1, torch.tensor(2.0), torch.tensor(math.inf))
-    watch.note(2, torch.tensor(2.0), None)
+    watch.record(1, torch.tensor(2.0), torch.tensor(math.inf))
+    watch.record(2, torch.tensor(2.0), None)
     assert watch.first() == [NEVER, NEVER]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from llmx.checkpoint.export.model import write_description
 from llmx.config import ModelConfig
 from llmx.data.templates import choose_template
 from llmx.models.generation_config import FILE, keep_generation_config, stop_ids
-from llmx.train.export import write_description
 from tests.small_models import small_model
 from tests.small_tokenizers import byte_tokenizer
 

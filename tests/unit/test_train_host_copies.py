@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.train.engine_state import StateTensor
-from llmx.train.host_copies import HostCopies
+from llmx.checkpoint.save.host_copies import HostCopies
+from llmx.checkpoint.state.engine_state import StateTensor
 
 
 def test_a_copy_has_memory_of_its_own() -> None:

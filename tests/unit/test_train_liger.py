@@ -56,7 +56,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, factor: float) -
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One rank, without a process group; afterwards no stand-in is left."""
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         everyone[0] = mine
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
@@ -78,7 +78,7 @@ def test_what_computes_the_same_is_used(monkeypatch, tmp_path, capsys) -> None:
     assert liger_problem(LLAMA, **CPU) is None
     # The trial leaves the modelling file as it was.
     assert modeling_llama.rotate_half is rotate
-    assert wants_liger(wanting(tmp_path, True), LLAMA, **CPU)
+    assert wants_liger(wanting(tmp_path, True).model, LLAMA, **CPU)
     assert "Liger-Kernel computes norms" in capsys.readouterr().out
     model = small_model("llama")
     try:
@@ -95,7 +95,7 @@ def test_what_computes_something_else_is_refused_where_it_was_asked_for(
     install(monkeypatch, tmp_path, factor=1.01)
     rotate = modeling_llama.rotate_half
     with pytest.raises(ConfigError, match=r"rank 0: LlamaForCausalLM has another loss \(.* off"):
-        wants_liger(wanting(tmp_path, True), LLAMA, **CPU)
+        wants_liger(wanting(tmp_path, True).model, LLAMA, **CPU)
     assert modeling_llama.rotate_half is rotate
 
 
@@ -109,10 +109,10 @@ def test_a_missing_package_is_named_where_it_was_asked_for(tmp_path) -> None:
     if liger_problem(LLAMA, **CPU) != NOT_INSTALLED:
         pytest.skip("liger-kernel is installed")
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
-        wants_liger(wanting(tmp_path, True), LLAMA, **CPU)
+        wants_liger(wanting(tmp_path, True).model, LLAMA, **CPU)
 
 
 def test_a_cpu_does_without_unasked(monkeypatch, tmp_path) -> None:
     install(monkeypatch, tmp_path, factor=1.0)
-    assert not wants_liger(wanting(tmp_path, None), LLAMA, **CPU)
-    assert not wants_liger(wanting(tmp_path, False), LLAMA, **CPU)
+    assert not wants_liger(wanting(tmp_path, None).model, LLAMA, **CPU)
+    assert not wants_liger(wanting(tmp_path, False).model, LLAMA, **CPU)

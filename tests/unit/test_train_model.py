@@ -9,7 +9,7 @@ import pytest
 from llmx.errors import ConfigError
 from llmx.models.factory import model_config, padded_vocab, true_vocab
 from llmx.models.initialise import module_seed
-from llmx.train.engine import parameter_groups
+from llmx.train.engine.optimizer import parameter_groups
 from tests.reference import VOCABULARY, word_tokenizer
 from tests.rundirs import PARITY_MODELS, parity_experiment
 from tests.small_models import small_model

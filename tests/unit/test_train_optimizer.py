@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llmx.config import OptimConfig
-from llmx.train.engine import build_optimizer
+from llmx.train.engine.optimizer import build_optimizer
 
 OPTIM = OptimConfig(kind="adamw", lr=0.01, betas=[0.9, 0.95], weight_decay=0.1)
 

@@ -9,7 +9,7 @@ import timeit
 
 import torch
 
-from llmx.train.random import seed_step, step_seed
+from llmx.train.step import seed_step, step_seed
 
 
 def draw() -> list[float]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from llmx.checkpoint.commit import begin
+from llmx.checkpoint.distributed.topology import StorageTopology
+from llmx.checkpoint.distributed.transfer import _publish, own_files_suffice
 from llmx.errors import ConfigError
 from llmx.metrics.lines import read_metrics
-from llmx.train.metrics import MetricsWriter, cut_back, lines_until
-from llmx.train.place import Place
+from llmx.train.metrics import MetricsWriter, lines_until, truncate_metrics
 from llmx.train.resume import check_identity, check_samples
 from llmx.train.schedule import RunLength
-from llmx.train.state_exchange import _publish, own_files_suffice
 
 
 def line(kind: str, step: int, **more: Any) -> dict[str, Any]:
@@ -47,18 +47,18 @@ def test_a_torn_line_is_cut_and_a_whole_file_is_left_alone(tmp_path: Path) -> No
     text = "".join(json.dumps(each) + "\n" for each in LINES[:5])
     path.write_text(text)
     inode = path.stat().st_ino
-    assert cut_back(path, 3) == LINES[:5]
+    assert truncate_metrics(path, 3) == LINES[:5]
     assert path.stat().st_ino == inode
     path.write_text(text + '{"kind": "train", "st')
-    assert cut_back(path, 3) == LINES[:5]
+    assert truncate_metrics(path, 3) == LINES[:5]
     assert path.read_text() == text
     path.write_text(text.rstrip("\n"))  # whole, but for its end: the next line would join it
-    cut_back(path, 3)
+    truncate_metrics(path, 3)
     assert path.read_text() == text
     path.write_bytes(text.encode() + b"\0\0\0\0")  # as a power cut leaves it
-    cut_back(path, 3)
+    truncate_metrics(path, 3)
     assert path.read_text() == text
-    assert cut_back(tmp_path / "none", 3) == []
+    assert truncate_metrics(tmp_path / "none", 3) == []
     assert not (tmp_path / "none").exists()
 
 
@@ -110,7 +110,7 @@ STATE = {
     "parameters": {"a": {"trained": True}},
     "buffers": {},
 }
-APART = Place(Path("x"), 0, (0, 1))
+APART = StorageTopology(Path("x"), 0, (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -126,25 +126,27 @@ APART = Place(Path("x"), 0, (0, 1))
     ],
 )
 def test_when_each_rank_can_do_with_its_own_file(
-    state: dict[str, Any], place: Place, stage: int, lacking: dict[int, list[str]], wanted: bool
+    state: dict[str, Any],
+    topology: StorageTopology,
+    stage: int,
+    lacking: dict[int, list[str]],
+    wanted: bool,
 ) -> None:
-    assert own_files_suffice({**STATE, **state}, lacking, place, stage=stage) is wanted
+    assert own_files_suffice({**STATE, **state}, lacking, topology, stage=stage) is wanted
 
 
-def test_a_place_knows_its_members() -> None:
-    place = Place(Path("x"), 2, (0, 0, 2, 2))
-    assert (place.storage, place.leads, place.members) == (2, True, [2, 3])
-    assert not place.is_shared
-    assert not replace(place, rank=3).leads
-    assert replace(place, leaders=(0, 0, 0, 0)).is_shared
+def test_a_topology_knows_the_ranks_of_its_storage() -> None:
+    topology = StorageTopology(Path("x"), 2, (0, 0, 2, 2))
+    assert (topology.storage, topology.leads, topology.members) == (2, True, [2, 3])
+    assert not replace(topology, rank=3).leads
 
 
 def test_a_host_that_cannot_take_what_it_lacks_says_so_to_the_others(tmp_path: Path) -> None:
     """Raised on that rank alone, it would leave the others waiting for it."""
-    place = Place(tmp_path, rank=0, leaders=(0,))
-    assert "No such file" in str(_publish(place, 4))
+    topology = StorageTopology(tmp_path, rank=0, leaders=(0,))
+    assert "No such file" in str(_publish(topology, 4))
     begin(tmp_path, 4)
-    assert _publish(place, 4) is None
+    assert _publish(topology, 4) is None
     assert (tmp_path / "step-00000004").is_dir()
 
 
@@ -154,5 +156,7 @@ def test_a_checkpoint_behind_a_short_last_step_does_not_go_on_longer() -> None:
     check_samples({"step": 25, "samples": 249}, short)
     check_samples({"step": 24, "samples": 240}, longer)
     check_samples({"step": 20, "samples": 200}, RunLength(30, 300, 10))
-    with pytest.raises(ConfigError, match="step 25 has seen 249 samples.*ends at sample 250"):
+    with pytest.raises(
+        ConfigError, match="step 25 was saved after 249 samples.*ends at sample 250"
+    ):
         check_samples({"step": 25, "samples": 249}, longer)

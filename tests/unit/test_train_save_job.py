@@ -17,25 +17,25 @@ import torch
 import torch.distributed as dist
 
 from llmx.checkpoint import commit
-from llmx.checkpoint.choose import list_steps, newest_usable, usable
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.disk import Disk
+from llmx.checkpoint.distributed.topology import find_topology
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
+from llmx.checkpoint.save import job as save_job
+from llmx.checkpoint.save.job import SaveFailed, SaveJob
+from llmx.checkpoint.selection import list_steps, newest_usable, usable
+from llmx.checkpoint.state.engine_state import StateTensor
+from llmx.checkpoint.state.hashing import combine, lanes
 from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
 from llmx.rundir import RunDir, read_json, write_json
-from llmx.train import save_job
 from llmx.train import saver as saver_module
-from llmx.train.agreement import Agreement, Flags
-from llmx.train.engine_state import StateTensor
+from llmx.train.consensus import Consensus, Flags
 from llmx.train.metrics import MetricsWriter
-from llmx.train.place import find_place
-from llmx.train.resume import Start, begin
-from llmx.train.save_job import SaveFailed, SaveJob
+from llmx.train.resume import ResumePoint, find_resume_point
 from llmx.train.signals import ShutdownRequest
-from llmx.train.state_hash import combine, lanes
 from llmx.train.status import RankStatus
 from tests.resumed_runs import events
 from tests.rundirs import experiment
@@ -77,12 +77,12 @@ def save(
     values: torch.Tensor | None = None,
     metric: float | None = None,
     damaged: frozenset[int] = frozenset(),
-    course: int = 0,
+    num_rollbacks: int = 0,
     **keep: int,
 ) -> SaveJob:
     ended: list[SaveJob] = []
     job = make_job(run, step, ended.append, values, metric, damaged, **keep)
-    job.course = course
+    job.num_rollbacks = num_rollbacks
     job.start()
     assert job.wait(60)
     assert ended == [job]
@@ -108,7 +108,7 @@ def make_job(
         ],
         state=state_of(step, metric),
         small_files={"config.yaml": b"a: 1\n", "model/config.json": b"{}"},
-        place=find_place(run.checkpoints, create=True, group=None),
+        topology=find_topology(run.checkpoints, create=True, group=None),
         group=None,
         hosts=["here"],
         run_id="ab",
@@ -118,9 +118,9 @@ def make_job(
     )
 
 
-def start_of(run: RunDir) -> Start:
-    place = find_place(run.checkpoints, create=False, group=None)
-    return begin(run, MINE, place=place, stage=2, group=None)
+def start_of(run: RunDir) -> ResumePoint:
+    topology = find_topology(run.checkpoints, create=False, group=None)
+    return find_resume_point(run, MINE, topology=topology, stage=2, group=None)
 
 
 def damage(run: RunDir, step: int) -> None:
@@ -136,7 +136,7 @@ def log_saved(run: RunDir, *steps: int) -> None:
 
 def test_what_is_saved_is_chosen_and_reads_back(alone: None, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    assert start_of(run) == Start()
+    assert start_of(run) == ResumePoint()
     assert not run.checkpoints.exists(), "nothing is made where nothing is saved"
     values = torch.randn(6)
     job = save(run, 4, values=values)
@@ -217,7 +217,7 @@ def test_what_fails_after_the_commit_is_a_warning(alone: None, tmp_path: Path) -
     job = save(run, 8)
     assert job.error is None, "committed, though the pointer could not be set"
     assert "latest" in job.warning
-    assert newest_usable(run.checkpoints).step == 8
+    assert newest_usable(run.checkpoints) == 8
 
 
 def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, tmp_path: Path) -> None:
@@ -273,15 +273,15 @@ def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
         save(run, step, last=9)
     write_json(run.resume, {"step": None, "went_back": [8]})
     start = start_of(run)
-    assert (start.step, start.course, start.damaged) == (8, 1, ())
-    save(run, 10, last=9, damaged=frozenset({12}), course=start.course)
+    assert (start.step, start.num_rollbacks, start.damaged) == (8, 1, ())
+    save(run, 10, last=9, damaged=frozenset({12}), num_rollbacks=start.num_rollbacks)
     assert list_steps(run.checkpoints) == [4, 8, 10, 12], "12 as if it had just come back"
     assert start_of(run).step == 10
-    save(run, 14, last=9, damaged=frozenset({12}), course=1)
+    save(run, 14, last=9, damaged=frozenset({12}), num_rollbacks=1)
     write_json(run.resume, {"step": None, "went_back": [8, 10]})
     assert start_of(run).step == 10
     write_json(run.resume, {"step": None, "went_back": [8, 10, 0]})
-    assert (start_of(run).step, start_of(run).course) == (0, 3)
+    assert (start_of(run).step, start_of(run).num_rollbacks) == (0, 3)
     write_json(run.resume, {"step": 12, "went_back": [8]})
     with pytest.raises(CheckpointError, match=r"step 12, and only \[14, 10, 8, 4\] are there"):
         start_of(run)
@@ -316,22 +316,23 @@ def test_a_save_that_was_cut_short_is_cleared_away(alone: None, tmp_path: Path) 
     assert read_json(run.checkpoint(4) / "state.json")["step"] == 4
 
 
-def make_saver(run: RunDir, say: Callable[[str], None]) -> saver_module.Saver:
+def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
     exp = experiment(run.root, ranks=1, checkpoint={"on_signal": False})
     return saver_module.Saver(
-        exp,
+        exp.checkpoint,
         make_plan(exp),
         run,
+        lr=exp.optim.lr,
         engine=None,  # nothing is saved before it is asked for a state
         tokenizer=None,
         identity={},
-        agreement=Agreement(timeout_s=60),
-        place=find_place(run.checkpoints, create=True, group=None),
+        consensus=Consensus(timeout_s=60),
+        topology=find_topology(run.checkpoints, create=True, group=None),
         metrics=MetricsWriter(run.metrics, enabled=True),
         status=RankStatus(run, rank=0),
         stop=ShutdownRequest(),
-        start=Start(),
-        say=say,
+        resume_point=ResumePoint(),
+        log=log,
     )
 
 
@@ -350,7 +351,7 @@ def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
 
     saver._job = make_job(run, 2, until_seen)
     saver._job.start()
-    saver.exp.checkpoint.at_end = False
+    saver.config.at_end = False
     progress: Any = None
     saver.at_end(3, progress)
     assert seen[-1] == "saving"
@@ -368,7 +369,7 @@ def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(
 
     saver = make_saver(RunDir(tmp_path / "run"), print)
     saver._job = make_job(RunDir(tmp_path / "run"), 2, lambda _: None)
-    monkeypatch.setattr(save_job, "exchange", breaks)
+    monkeypatch.setattr(save_job, "all_gather", breaks)
     saver._job.start()
     assert saver._job.wait(60)
     progress: Any = None
@@ -384,12 +385,12 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(
     monkeypatch.setattr(saver_module, "PATIENCE_S", 0.3)
     run, release, said = RunDir(tmp_path / "run"), threading.Event(), []
     saver = make_saver(run, said.append)
-    exp = saver.exp
+    config = saver.config
     assert saver.flags() == Flags()
     job = make_job(run, 2, on_end=lambda _: release.wait(60))
     job.start()
     saver._job = job
-    exp.checkpoint.every_steps = 2
+    config.every_steps = 2
     progress: Any = None  # a checkpoint that is passed over asks for nothing
     waited_s = []
     for step in (3, 4, 6):
@@ -403,7 +404,7 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(
     release.set()
     assert job.wait(60)
     assert not saver.flags().busy
-    exp.checkpoint.every_minutes = 1e-9
+    config.every_minutes = 1e-9
     assert saver.flags() == Flags(save=True)
 
 
@@ -412,7 +413,7 @@ def test_an_exchange_that_breaks_takes_nothing_back(
 ) -> None:
     """Another rank may have heard that all published, and have removed the one before."""
     run = RunDir(tmp_path / "run")
-    whole, seen = save_job.exchange, []
+    whole, seen = save_job.all_gather, []
     for number in itertools.count(1):
         assert save(run, 4, last=1).error is None
         calls = []
@@ -423,9 +424,9 @@ def test_an_exchange_that_breaks_takes_nothing_back(
                 raise RuntimeError("Connection closed by peer")
             return whole(value, group=group)
 
-        monkeypatch.setattr(save_job, "exchange", breaks)
+        monkeypatch.setattr(save_job, "all_gather", breaks)
         job = save(run, 8, last=1)
-        monkeypatch.setattr(save_job, "exchange", whole)
+        monkeypatch.setattr(save_job, "all_gather", whole)
         if len(calls) < number:
             break
         assert isinstance(job.error, RuntimeError)

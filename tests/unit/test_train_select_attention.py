@@ -144,7 +144,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int], package
 
 
 def candidates(exp: Experiment, plan: OnlyPlan) -> list[str]:
-    return select_attention.candidates(exp, plan, GPU)  # type: ignore[arg-type]
+    return select_attention.candidates(exp.model.attention, plan, GPU)  # type: ignore[arg-type]
 
 
 def test_the_order_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_attention_that_this_device_has_not_is_refused(
     for chosen in ("varlen", "flash_attention_2", "flex_attention"):
         exp.model.attention = chosen
         with pytest.raises(ConfigError, match=f"{chosen} trains on CUDA only.*auto"):
-            select_attention.candidates(exp, plan, CPU)  # type: ignore[arg-type]
+            select_attention.candidates(exp.model.attention, plan, CPU)  # type: ignore[arg-type]
 
 
 def test_the_plan_names_the_attention_of_each_device(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_every_rank_of_a_host_knows_the_kernels_by_name(
         monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, raising=False)
     found = TrialResult(AttentionMethod(SEGMENTS, "cu_seq_lens"), None)
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         assert mine is None
         everyone[:] = [found.to_dict(), None]
 
@@ -261,7 +261,7 @@ def test_a_host_that_could_pack_pads_with_the_others(
     """Its own trial stopped at packed rows: how to pad them is tried then."""
     plan, config = plan_of(0, 1), full_config("roberta")
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         everyone[:] = [PACKED.to_dict(), LEAKS.to_dict()]
 
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -282,7 +282,7 @@ def test_what_one_host_refuses_is_raised_by_all_ranks(
     plan = plan_of(0, 0, 1)
     sent: list[Any] = [PACKED.to_dict(), None, None]
 
-    def gather(everyone: list[Any], mine: Any) -> None:
+    def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
         sent[rank] = mine
         everyone[:] = sent
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.train import state_hash
-from llmx.train.state_hash import combine, lanes
+from llmx.checkpoint.state import hashing as state_hash
+from llmx.checkpoint.state.hashing import combine, lanes
 
 MASK = (1 << 64) - 1
 

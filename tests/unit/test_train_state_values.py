@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llmx.checkpoint.fragments import BUFFER, FragmentIndex
-from llmx.errors import ConfigError
-from llmx.train.engine_state import _fill, share
-from llmx.train.state_layout import UnsavableState, state_layout
-from llmx.train.state_pieces import Fixed, Owner
-from llmx.train.state_values import (
+from llmx.checkpoint.state.engine_state import _fill, share
+from llmx.checkpoint.state.layout import Owner, UnsavableState, UntrainedPiece, state_layout
+from llmx.checkpoint.state.values import (
     buffer_table,
     check_kind,
     check_states,
@@ -32,6 +30,7 @@ from llmx.train.state_values import (
     write_loss_scaler,
     write_scalars,
 )
+from llmx.errors import ConfigError
 
 
 class Tied(nn.Module):
@@ -140,7 +139,7 @@ def test_states_of_another_shape_are_refused_and_never_dropped() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 9))
 def test_shares_are_equal_and_cover_everything_once(sizes: list[int], world: int) -> None:
-    pieces = [Fixed(f"p{n}", 0, torch.arange(size)) for n, size in enumerate(sizes)]
+    pieces = [UntrainedPiece(f"p{n}", 0, torch.arange(size)) for n, size in enumerate(sizes)]
     shares = [share(pieces, rank=rank, world=world) for rank in range(world)]
     counts = [sum(part.length for part in mine) for mine in shares]
     assert max(counts) - min(counts) <= 1
@@ -255,7 +254,7 @@ def test_without_fp16_there_is_no_loss_scaler() -> None:
 
 
 def test_an_empty_buffer_lies_in_no_file_and_is_restored_from_none() -> None:
-    empty = Fixed("mask", 0, torch.zeros(0))
+    empty = UntrainedPiece("mask", 0, torch.zeros(0))
     assert share([empty], rank=0, world=1) == []
     index = FragmentIndex([])
     _fill(empty.values, index, BUFFER, empty)

@@ -58,11 +58,11 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
         engine=engine,
         exp=SimpleNamespace(task=SimpleNamespace(spike_factor=None), optim=OptimConfig()),
         plan=SimpleNamespace(world_size=1, peak_tflops=0.0),
-        start=SimpleNamespace(tokens_seen=0, target_tokens_seen=0, losses=[]),
+        resume_point=SimpleNamespace(tokens_seen=0, target_tokens_seen=0, losses=[]),
         length=SimpleNamespace(samples_at=lambda step: 4 * step),
         train_store=range(100),
         metrics=SimpleNamespace(write=lambda kind, **line: lines.append(line)),
-        say=lambda text: None,
+        log=lambda text: None,
     )
     return StepLog(session, total=100)
 

@@ -14,7 +14,6 @@ import shutil
 import threading
 from pathlib import Path
 
-from llmx.checkpoint.choose import newest_usable, verify
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import (
     MANIFEST,
@@ -25,6 +24,7 @@ from llmx.checkpoint.manifest import (
     step_name,
 )
 from llmx.checkpoint.pointers import PINNED, pin, pinned
+from llmx.checkpoint.selection import newest_usable, verify
 from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection
 from llmx.launch.spec import LaunchSpec
@@ -103,7 +103,7 @@ class CheckpointSync:
     def _push_newest(self) -> None:
         checkpoints = self.spec.run_dir.checkpoints
         # By sizes: the ranks verify the hashes.
-        newest = newest_usable(checkpoints, hashes=False).step
+        newest = newest_usable(checkpoints, hashes=False)
         if newest is None:
             return
         directory = committed_dir(checkpoints, newest)
@@ -221,7 +221,7 @@ class CheckpointSync:
             [f"{source}:{target}/{MANIFEST}", f"{beside}/"], what=f"{step} from {source}"
         )
         manifest = read_manifest(beside)
-        return isinstance(manifest, Manifest) and manifest.is_given_up(self._rollbacks)
+        return isinstance(manifest, Manifest) and manifest.is_abandoned(self._rollbacks)
 
     def _newest_copy(self) -> set[str]:
         """The newest complete copy, of this attempt or an earlier one."""

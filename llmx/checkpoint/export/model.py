@@ -1,0 +1,235 @@
+"""The final model as a Hugging Face directory, from every ZeRO stage.
+
+Gathered a few parameters at a time and written shard by shard, so that no more than one shard
+is in memory; checked; and only then moved to its name. Tried by
+``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
+from llmx.checkpoint.state.buffers import whole_tensor
+from llmx.models.conversion import (
+    WholeShapes,
+    conversions_to_revert,
+    convert_export,
+    plan_export,
+)
+from llmx.models.generation_config import write_generation_config
+from llmx.models.parameters import persistent_buffers, whole, whole_shape
+
+GATHER_BYTES = 256 * 2**20
+"""Parameters gathered together under ZeRO-3: few collectives, bounded memory."""
+
+
+def export_model(
+    model: nn.Module,
+    config: Any,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    directory: Path,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write ``directory`` for ``AutoModelForCausalLM.from_pretrained``. Collective.
+
+    Args:
+        model: the module inside the engine.
+        config: its config; the copy that is written names ``vocab_size`` and ``dtype``.
+        vocab_size: rows kept of the embeddings (they may have been padded).
+        directory: replaced as a whole when everything is written and checked.
+
+    Raises:
+        RuntimeError: what is on disk lacks a weight of the model, or has another shape.
+    """
+    writes = torch.distributed.get_rank() == 0
+    partial = directory.with_name(f".{directory.name}.partial")
+    final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    shards = ShardWriter(partial, shard_bytes=shard_bytes)
+    for name, tensor in _as_files_have_it(
+        model, vocab_size=vocab_size, padded=config.vocab_size, wanted=writes
+    ):
+        # Counters and the like among the buffers keep their dtype. A copy: the gathered value is
+        # gone with the next one.
+        kept = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        shards.add(whole_tensor(name, kept.detach().to("cpu", copy=True)))
+    if not writes:
+        return
+    shards.finish()
+    write_description(
+        partial, model, config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=dtype
+    )
+    check_export(partial, model, final)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+
+
+def write_description(
+    directory: Path,
+    model: nn.Module,
+    config: Any,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """All that a Hugging Face directory holds besides the weights."""
+    final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
+    write_config(directory, model, final)
+    write_generation_config(directory, model, final, tokenizer=tokenizer)
+    tokenizer.save_pretrained(directory)
+
+
+def write_config(directory: Path, model: nn.Module, config: Any) -> None:
+    """``config.json``, and the code of a model that brought its own (model.trust_remote_code)."""
+    if getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        directory.mkdir(parents=True, exist_ok=True)
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
+
+
+def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
+    """The config as others should see it: true vocabulary, cache on, the dtype on disk."""
+    final = copy.deepcopy(config)
+    final.vocab_size = vocab_size
+    final.use_cache = True
+    final.dtype = dtype
+    return final
+
+
+def _as_files_have_it(
+    model: nn.Module, *, vocab_size: int, padded: int, wanted: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and whole values as files of the Hub have them: fused experts apart. Collective.
+
+    Tied weights once, persistent buffers too; rows of an embedding or a head beyond ``vocab_size``
+    are left out. A value is valid until the next one is taken. Nothing is yielded where it is
+    not ``wanted``.
+    """
+    trim = _Trim(model, vocab_size=vocab_size, padded=padded)
+    parameters, buffers = dict(model.named_parameters()), dict(persistent_buffers(model))
+    shapes = {name: trim.shape(name, parameter) for name, parameter in parameters.items()}
+    shapes.update((name, tuple(buffer.shape)) for name, buffer in buffers.items())
+    conversions = conversions_to_revert(model)
+    groups = plan_export(model, shapes, conversions)
+    stand_in = WholeShapes(model, conversions)
+    by_name = {group.sources[0][1]: group for group in groups}
+    sharded = [
+        [(name, parameters[name]) for _, name in group.sources if name in parameters]
+        for group in groups
+    ]
+    for part in _parts([each for each in sharded if each]):
+        with torch.no_grad(), whole([parameter for each in part for _, parameter in each]):
+            for each in part if wanted else ():
+                group = by_name[next(name for name, _ in each)]
+                values = {name: trim.value(name, parameter) for name, parameter in each}
+                values.update((n, buffers[n]) for _, n in group.sources if n in buffers)
+                if group.key:  # what is put together anew is so on the host
+                    values = {name: value.cpu() for name, value in values.items()}
+                yield from convert_export(group, values, stand_in).items()
+    for group in groups if wanted else ():
+        if all(name in buffers for _, name in group.sources):
+            yield from convert_export(group, buffers, stand_in).items()
+
+
+class _Trim:
+    """Leaves out the rows of an embedding or a head that only pad the vocabulary."""
+
+    def __init__(self, model: nn.Module, *, vocab_size: int, padded: int) -> None:
+        self._tables = set(vocabulary_names(model))
+        self._rows, self._padded = vocab_size, padded
+
+    def value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        value = parameter.data
+        trims = name in self._tables and value.shape[0] == self._padded
+        return value[: self._rows] if trims else value
+
+    def shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+        shape = whole_shape(parameter)
+        trims = name in self._tables and shape[0] == self._padded
+        return (self._rows, *shape[1:]) if trims else shape
+
+
+def vocabulary_names(model: nn.Module) -> list[str]:
+    """The parameters that have a row for each token, tied ones under their first name."""
+    tables = {
+        id(parameter)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    return [name for name, parameter in model.named_parameters() if id(parameter) in tables]
+
+
+def _parts(
+    groups: list[list[tuple[str, nn.Parameter]]],
+) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
+    """Groups that are gathered at the same time."""
+    part: list[list[tuple[str, nn.Parameter]]] = []
+    size = 0
+    for group in groups:
+        part.append(group)
+        size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for _, p in group)
+        if size >= GATHER_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def check_export(directory: Path, model: nn.Module, config: Any) -> None:
+    """Raise RuntimeError unless every weight of a model of ``config`` is on disk, in its shape.
+
+    Read from the files' headers: a weight saved from one shard only has shape [0] or a part.
+    """
+    from safetensors import safe_open
+
+    on_disk: dict[str, list[int]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            names = list(opened.keys())
+            shapes = {name: opened.get_slice(name).get_shape() for name in names}
+        on_disk.update(shapes)
+        least = sum(math.prod(shape) for shape in shapes.values())
+        if file.stat().st_size < least:
+            raise RuntimeError(f"{file} has {file.stat().st_size} bytes for {least} weights")
+    with torch.device("meta"):
+        empty = type(model)(config)
+    empty.tie_weights()
+    shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+    conversions = conversions_to_revert(model)
+    stand_in = WholeShapes(empty, conversions)
+    values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    wanted = {
+        name: list(tensor.shape)
+        for group in plan_export(empty, shapes, conversions)
+        for name, tensor in convert_export(group, values, stand_in).items()
+    }
+    wrong = {
+        name: (on_disk.get(name), shape)
+        for name, shape in wanted.items()
+        if on_disk.get(name) != shape
+    }
+    if wrong:
+        name, (found, shape) = next(iter(wrong.items()))
+        raise RuntimeError(
+            f"The exported model is wrong in {len(wrong)} of {len(wanted)} weights, e.g. "
+            f"{name}: {found} on disk, {shape} in the model. Nothing was put in place."
+        )

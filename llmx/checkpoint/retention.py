@@ -1,0 +1,195 @@
+"""The retention policy: which checkpoints stay, and how the others are removed after a commit.
+
+``to_prune`` is the policy of ``checkpoint.keep``. Over several storages a crash while old
+checkpoints were removed may leave files of one on some hosts; these must not count as a
+complete one, so each storage makes an ``Inventory`` of names (nothing is hashed), the ranks
+gather them, and ``apply_retention`` does the same everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmx.checkpoint import commit, pointers
+from llmx.checkpoint.commit import committed_dir
+from llmx.checkpoint.manifest import STATE, Manifest, read_manifest
+from llmx.checkpoint.selection import is_present, list_steps
+from llmx.config import CheckpointConfig
+from llmx.rundir import read_json
+
+
+def to_prune(
+    steps: Iterable[int],
+    *,
+    last: int,
+    best: int = 0,
+    every: int = 0,
+    metrics: Mapping[int, float | None] | None = None,
+    mode: str = "min",
+) -> list[int]:
+    """Steps that none of the three rules keeps, oldest first.
+
+    Args:
+        steps: the usable checkpoints; others are not counted and not removed.
+        last: the newest so many stay, at least 1.
+        best: so many with the best value of ``metrics`` stay.
+        every: multiples of it stay; 0 is none.
+        metrics: step -> value, where there is one.
+        mode: ``min`` or ``max`` is best.
+    """
+    known = sorted(set(steps))
+    kept = set(known[-max(last, 1) :])
+    kept |= set(best_steps(known, metrics or {}, mode=mode)[:best])
+    if every > 0:
+        kept |= {step for step in known if step % every == 0}
+    return [step for step in known if step not in kept]
+
+
+def best_steps(
+    steps: Iterable[int], metrics: Mapping[int, float | None], *, mode: str = "min"
+) -> list[int]:
+    """Those with a finite value, best first; of equals the older first.
+
+    A checkpoint has the newest value that was measured before it, so of those between two
+    evaluations the first one is what was evaluated.
+    """
+    values = {}
+    for step in steps:
+        value = metrics.get(step)
+        if value is not None and math.isfinite(value):
+            values[step] = -value if mode == "max" else value
+    return sorted(values, key=lambda step: (values[step], step))
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """The files of one checkpoint on one storage."""
+
+    digest: str
+    """Of the manifest."""
+    here: frozenset[str]
+    wanted: frozenset[str]
+    """All files of the manifest."""
+
+
+def stored_parts(checkpoints: Path) -> dict[int, StoredPart | None]:
+    """Step -> its files on this storage; None where its manifest cannot be read."""
+    found: dict[int, StoredPart | None] = {}
+    for step in list_steps(checkpoints):
+        directory = committed_dir(checkpoints, step)
+        manifest = read_manifest(directory)
+        found[step] = None
+        if isinstance(manifest, Manifest):
+            here = frozenset(name for name in manifest.files if is_present(directory / name))
+            found[step] = StoredPart(manifest.digest, here, frozenset(manifest.files))
+    return found
+
+
+def complete_steps(storages: Sequence[Mapping[int, StoredPart | None]]) -> list[int]:
+    """Steps of which every file is on some storage, under one manifest."""
+    complete = []
+    for step in sorted({step for storage in storages for step in storage}):
+        parts = [part for storage in storages if (part := storage.get(step)) is not None]
+        together = frozenset[str]().union(*(part.here for part in parts))
+        if len({part.digest for part in parts}) == 1 and parts[0].wanted <= together:
+            complete.append(step)
+    return complete
+
+
+def plan_removals(
+    storages: Sequence[Mapping[int, StoredPart | None]],
+    *,
+    step: int,
+    damaged: Collection[int],
+    last: int,
+    best: int,
+    every: int,
+    metrics: Mapping[int, float | None],
+    mode: str,
+) -> tuple[list[int], int | None]:
+    """What is removed once ``step`` is committed, the same on every storage; and the best step.
+
+    Args:
+        step: later ones are of an abandoned branch: the run was rolled back.
+        damaged: neither counted nor removed.
+        last, best, every, metrics, mode: see ``to_prune``.
+    """
+
+    def outside_policy(steps: Collection[int]) -> set[int]:
+        return set(to_prune(steps, last=last, best=best, every=every, metrics=metrics, mode=mode))
+
+    there = {each for storage in storages for each in storage} - set(damaged)
+    complete = {each for each in complete_steps(storages) if each in there and each <= step}
+    later = {each for each in there if each > step}
+    gone = later | outside_policy(complete)
+    # Incomplete ones are not counted among the complete, and are removed when they are older.
+    gone |= outside_policy(there - later) - complete
+    ranked = best_steps(complete, metrics, mode=mode)
+    return sorted(gone), ranked[0] if ranked else None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The checkpoints on one storage, by their names and small files."""
+
+    parts: Mapping[int, StoredPart | None]
+    metrics: Mapping[int, float | None]
+    """Step -> the value that the checkpoint was saved with, where it has one."""
+    pinned: frozenset[int]
+    """Steps that are being copied elsewhere."""
+
+
+def take_inventory(checkpoints: Path, *, metric: str) -> Inventory:
+    """Names and small files only: nothing is hashed."""
+    parts = stored_parts(checkpoints)
+    pins = frozenset(pointers.pinned(checkpoints))
+    return Inventory(parts, metrics_of(checkpoints, parts, name=metric), pins)
+
+
+def apply_retention(
+    checkpoints: Path,
+    found: Sequence[Inventory | None],
+    step: int,
+    *,
+    damaged: Collection[int],
+    config: CheckpointConfig,
+) -> None:
+    """Set ``latest`` and ``best`` and remove the rest, on this storage.
+
+    Args:
+        found: by rank, of those that lead a storage.
+        step: the one that was committed just now.
+    """
+    keep, storages = config.keep, [each for each in found if each is not None]
+    pointers.set_pointer(checkpoints, pointers.LATEST, step)
+    gone, best = plan_removals(
+        [storage.parts for storage in storages],
+        step=step,
+        damaged=damaged,
+        last=keep.last,
+        best=keep.best,
+        every=keep.every,
+        metrics={at: value for storage in storages for at, value in storage.metrics.items()},
+        mode=config.mode,
+    )
+    if keep.best and best is not None:
+        pointers.set_pointer(checkpoints, pointers.BEST, best)
+    # An abandoned branch is removed even where it is pinned: its steps must not count as newest.
+    pins = {at for storage in storages for at in storage.pinned if at <= step}
+    commit.prune(checkpoints, [at for at in gone if at not in pins])
+
+
+def metrics_of(checkpoints: Path, steps: Iterable[int], *, name: str) -> dict[int, float | None]:
+    """Step -> the value of ``name`` that each checkpoint was saved with, where it has one."""
+    values: dict[int, float | None] = {}
+    for step in steps:
+        with contextlib.suppress(OSError, ValueError):
+            path = commit.committed_dir(checkpoints, step) / STATE
+            metric = read_json(path).get("metric") or {}
+            if metric.get("name") == name:
+                values[step] = metric["value"]
+    return values

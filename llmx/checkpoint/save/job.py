@@ -1,0 +1,289 @@
+"""One checkpoint from copied state to committed directory, in a thread of its own.
+
+Collective, over a group that no other thread uses: after each step the ranks gather whether it
+succeeded (docs/contracts.md, "Checkpoints"). When one rank fails, all abandon the save, and the
+checkpoints before it are left as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from llmx.checkpoint import commit
+from llmx.checkpoint.distributed.topology import StorageTopology
+from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, check_cover, cover_of
+from llmx.checkpoint.manifest import (
+    STATE,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    make_manifest,
+    rank_file,
+)
+from llmx.checkpoint.retention import apply_retention, take_inventory
+from llmx.checkpoint.state.buffers import as_buffer
+from llmx.checkpoint.state.engine_state import StateTensor
+from llmx.checkpoint.state.hashing import combine, lanes
+from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
+from llmx.collectives import all_gather
+from llmx.config import CheckpointConfig
+from llmx.errors import LlmxError
+
+T = TypeVar("T")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class SaveFailed(LlmxError, RuntimeError):
+    """A checkpoint was not saved, on all ranks alike."""
+
+    def __init__(self, message: str, *, disk_full: bool) -> None:
+        super().__init__(message)
+        self.disk_full = disk_full
+
+
+@dataclass
+class SaveJob:
+    """What is saved, and where."""
+
+    step: int
+    fragments: Sequence[StateTensor]
+    state: Mapping[str, Any]
+    """``state.json`` without the hash of the weights."""
+    small_files: Mapping[str, bytes]
+    topology: StorageTopology
+    group: Any
+    hosts: Sequence[str]
+    """Of each rank, for the manifest."""
+    run_id: str
+    config: CheckpointConfig
+    damaged: frozenset[int]
+    """Steps whose checkpoint is not usable: neither counted nor removed."""
+    on_end: Callable[[SaveJob], None]
+    """Called by the thread when the save is over, well or not."""
+    num_rollbacks: int = 0
+    """How often the run was rolled back so far."""
+    blocking_s: float = 0.0
+    """How long training was blocked: by the copy, and ``in_foreground`` by the rest, too."""
+    in_foreground: bool = False
+    num_bytes: int = 0
+    """Over all ranks; known when it is done."""
+    background_s: float = 0.0
+    error: BaseException | None = None
+    warning: str = ""
+    """What failed after the commit: older checkpoints that could not be removed."""
+    _thread: threading.Thread | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it is over, well or not."""
+        assert self._thread is not None
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        if not self.in_foreground:
+            lower_priority()
+        try:
+            self._save()
+        except BaseException as error:
+            self.error = error
+        # The copy of the state is as large as the state.
+        self.fragments = ()
+        took_s = time.perf_counter() - began
+        if self.in_foreground:
+            self.blocking_s += took_s
+        else:
+            self.background_s = took_s
+        try:
+            self.on_end(self)
+        except OSError as error:  # a disk so full that not even the event could be written
+            self.error = error
+
+    def _save(self) -> None:
+        directory, step, topology = self.topology.directory, self.step, self.topology
+        writer = commit.rank_writer(directory, step, topology.rank, specs_of(self.fragments))
+        manifest: Manifest | None = None
+        try:
+            self._on_leaders(lambda: commit.begin(directory, step))
+            specs = self._on_all_ranks(lambda: self._reserve(writer))
+            self._on_rank_0(lambda: self._check_cover(specs))
+            written = self._on_all_ranks(lambda: write_fragments(writer, self.fragments))
+            # Rank 0's, so that hosts with disks of their own write the same bytes.
+            state = self._on_rank_0(lambda: self._with_hash([sums for _, sums in written]))
+            small = self._on_leaders(lambda: self._add_small(state))
+            files = {rank_file(rank): entry for rank, (entry, _) in enumerate(written)}
+            manifest = self._on_rank_0(lambda: self._manifest(files, small))
+            self._on_leaders(lambda: commit.write_manifest(directory, step, manifest))
+            self._on_leaders(lambda: commit.publish(directory, step))
+        except BaseException as error:
+            # What this host has published is withdrawn only where all ranks know of the failure:
+            # if the all-gather itself broke, another rank may have seen a success and removed the
+            # checkpoint before this one.
+            published = manifest if isinstance(error, SaveFailed) else None
+            with contextlib.suppress(OSError):
+                writer.close()
+            with contextlib.suppress(OSError):
+                if topology.leads:
+                    commit.abandon(directory, step, published=published)
+            raise
+        self.num_bytes = manifest.num_bytes
+        # From here on the checkpoint counts, whatever happens.
+        try:
+            found = self._on_leaders(lambda: take_inventory(directory, metric=self.config.metric))
+            self._on_leaders(
+                lambda: apply_retention(
+                    directory, found, step, damaged=self.damaged, config=self.config
+                )
+            )
+        except SaveFailed as error:
+            self.warning = str(error)
+
+    def _on_all_ranks(self, act: Callable[[], Any]) -> list[Any]:
+        """Call ``act`` on every rank; the results, by rank. SaveFailed on all if one failed."""
+        value, failure = None, None
+        try:
+            value = act()
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            text = str(error) if isinstance(error, (OSError, LlmxError)) else repr(error)
+            failure = (f"{text} (rank {self.topology.rank} on {socket.gethostname()})", full)
+        outcomes = all_gather((value, failure), group=self.group)
+        failures = [failure for _, failure in outcomes if failure is not None]
+        if failures:
+            raise SaveFailed(failures[0][0], disk_full=any(full for _, full in failures))
+        return [value for value, _ in outcomes]
+
+    def _on_leaders(self, act: Callable[[], Any]) -> list[Any]:
+        """The same with ``act`` on the ranks that act for a storage, None of the others."""
+        return self._on_all_ranks(lambda: act() if self.topology.leads else None)
+
+    def _on_rank_0(self, act: Callable[[], T]) -> T:
+        """The same with ``act`` on rank 0 alone; its result, on all ranks."""
+        result: T = self._on_all_ranks(lambda: act() if self.topology.rank == 0 else None)[0]
+        return result
+
+    def _reserve(self, writer: TensorWriter) -> list[TensorSpec]:
+        writer.reserve()
+        return writer.order
+
+    def _check_cover(self, specs: list[list[TensorSpec]]) -> None:
+        cover = cover_of({rank_file(rank): order for rank, order in enumerate(specs)})
+        check_cover(cover, self.state["parameters"], self.state.get("buffers"))
+
+    def _with_hash(self, sums: list[Sums]) -> dict[str, Any]:
+        """The state as rank 0 has it."""
+        return {**self.state, "weights_hash": hash_of_weights(self.state["parameters"], sums)}
+
+    def _add_small(self, state: Mapping[str, Any]) -> dict[str, FileEntry]:
+        files = {**self.small_files, STATE: state_text(state).encode()}
+        return {
+            name: commit.add_file(self.topology.directory, self.step, name, data)
+            for name, data in files.items()
+        }
+
+    def _manifest(
+        self, files: dict[str, FileEntry], small: list[dict[str, FileEntry] | None]
+    ) -> Manifest:
+        """One for all; made by rank 0, which leads its storage."""
+        first = small[0]
+        assert first is not None
+        for rank, entries in enumerate(small):
+            if entries and entries != first:
+                raise SaveFailed(f"rank {rank} has written other small files", disk_full=False)
+        hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
+        hosts.update(dict.fromkeys(first, self.hosts[0]))
+        everything = {**files, **first}
+        return make_manifest(
+            self.step, everything, hosts=hosts, run_id=self.run_id, num_rollbacks=self.num_rollbacks
+        )
+
+
+def lower_priority() -> None:
+    """Where cores are scarce, training goes first. Linux gives each thread a priority."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+WEIGHTS = (MASTER, FROZEN)
+Sums = dict[str, list[int]]
+"""Parameter -> two sums over the elements of one rank (``llmx.checkpoint.state.hashing``)."""
+
+
+def specs_of(fragments: Sequence[StateTensor]) -> list[TensorSpec]:
+    """What will be in the file."""
+    return [TensorSpec(each.key, each.dtype, each.tensor.numel()) for each in fragments]
+
+
+def write_fragments(
+    writer: TensorWriter, fragments: Sequence[StateTensor]
+) -> tuple[FileEntry, Sums]:
+    """Write, sync and close a rank's file; its part of the hash of the weights.
+
+    Raises:
+        CheckpointError: a value is not finite.
+        OSError: the disk is full or broken.
+    """
+    sums: Sums = {}
+    by_key = {each.key: each for each in fragments}
+
+    def values() -> Iterator[Fragment]:
+        for spec in writer.order:
+            fragment = by_key[spec.key]
+            tensor = fragment.tensor.detach().cpu()
+            if fragment.state in WEIGHTS:
+                two = sums.setdefault(fragment.name, [0, 0])
+                for lane, value in enumerate(lanes(tensor, fragment.start).tolist()):
+                    two[lane] += value
+            # What is not trained may be infinite (masks are).
+            if fragment.state not in (FROZEN, BUFFER) and not is_finite(tensor):
+                raise CheckpointError(f"{fragment.state} of {fragment.name} is not finite")
+            yield Fragment(spec.key, spec.dtype, spec.num_elements, as_buffer(tensor))
+
+    with writer:
+        return writer.write(values()), sums
+
+
+def hash_of_weights(parameters: Mapping[str, Mapping[str, Any]], sums: Sequence[Sums]) -> str:
+    """32 hexadecimal digits, as of ``llmx.checkpoint.state.engine_state.weights_hash``.
+
+    Args:
+        parameters: ``state.json``'s table.
+        sums: of all ranks.
+    """
+    names = [name for name, entry in parameters.items() if not entry["tied_to"]]
+    total = torch.zeros(len(names), 2, dtype=torch.int64)
+    for row, name in enumerate(names):
+        for lane in range(2):
+            # Sums wrap around at 64 bits, as they do on a device.
+            value = sum(each[name][lane] for each in sums if name in each) % 2**64
+            total[row, lane] = value - 2**64 if value >= 2**63 else value
+    return combine(names, total)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; makes no copy."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def state_text(state: Any) -> str:
+    """``state.json``."""
+    return json.dumps(state, indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,234 @@
+"""Which checkpoint can be used: sizes and hashes against the manifest.
+
+On one machine: ``newest_usable``. Over several, where each may hold some files: every rank makes a
+``Report`` of its storage (``inspect``), the reports are gathered, and every rank makes the same
+``Assessment`` of them (``assess``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmx.checkpoint.commit import committed_dir
+from llmx.checkpoint.disk import CHUNK_BYTES
+from llmx.checkpoint.manifest import (
+    HASH_BYTES,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Problem,
+    read_manifest,
+    step_of,
+)
+
+HASH_THREADS = 8
+MISSING = "is missing"
+
+
+def list_steps(checkpoints: Path) -> list[int]:
+    """Steps of the committed checkpoints, oldest first, usable or not."""
+    try:
+        names = [path.name for path in checkpoints.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(step for name in names if (step := step_of(name)) is not None)
+
+
+def verify(
+    directory: Path,
+    files: Collection[str] | None = None,
+    *,
+    hashes: bool = True,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> list[Problem]:
+    """What is wrong with a checkpoint directory; empty if nothing.
+
+    Args:
+        files: only these of the manifest; default all, as on a storage that holds them all.
+        hashes: False compares sizes alone: quick, and blind to a flipped bit.
+        on_bytes: called with the bytes of each piece that was read, from any thread.
+    """
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return [manifest]
+    wanted = manifest.files if files is None else {name: manifest.files[name] for name in files}
+    # Large files first: the threads end together.
+    names = sorted(wanted, key=lambda name: (-wanted[name].bytes, name))
+    with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
+        small = sum(wanted[name].bytes for name in names) <= CHUNK_BYTES
+        found = list(
+            (map if small else pool.map)(
+                lambda name: check_file(
+                    directory, name, wanted[name], hashes=hashes, on_bytes=on_bytes
+                ),
+                names,
+            )
+        )
+    return sorted((each for each in found if each), key=lambda each: each.file)
+
+
+def is_present(path: Path) -> bool:
+    """Whether there is a file or directory of that name. One that a broken disk cannot describe
+    counts: reading it reports the error."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def check_file(
+    directory: Path,
+    name: str,
+    entry: FileEntry,
+    *,
+    hashes: bool = True,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Problem | None:
+    """One file against its entry."""
+    path = directory / name
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            return Problem(name, f"{entry.bytes} bytes", f"damaged, it has {size} bytes")
+        digest = hash_file(path, on_bytes=on_bytes) if hashes else entry.blake2b
+    except FileNotFoundError:
+        return Problem(name, f"{entry.bytes} bytes", MISSING)
+    except OSError as error:
+        return Problem(name, f"{entry.bytes} bytes", f"cannot be read ({error.strerror})")
+    if digest != entry.blake2b:
+        return Problem(name, f"hash {entry.blake2b[:16]}", f"damaged, it has hash {digest[:16]}")
+    return None
+
+
+def hash_file(path: Path, *, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+    """blake2b of a file's content, read in pieces, outside the GIL."""
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    buffer = bytearray(min(CHUNK_BYTES, path.stat().st_size + 1))
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(view):
+            digest.update(view[:count])
+            on_bytes(count)
+    return digest.hexdigest()
+
+
+def usable(directory: Path, files: Collection[str] | None = None) -> bool:
+    """Whether everything (or each of ``files``) is there, with its size and hash."""
+    return not verify(directory, files)
+
+
+def newest_usable(checkpoints: Path, *, hashes: bool = True) -> int | None:
+    """Its step, in a directory that holds all files: one machine, or a shared file system."""
+    for step in reversed(list_steps(checkpoints)):
+        if not verify(committed_dir(checkpoints, step), hashes=hashes):
+            return step
+    return None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank found of one checkpoint on its storage."""
+
+    step: int
+    storage: int
+    """The rank that acts for the storage (``llmx.checkpoint.distributed.topology``)."""
+    manifest: Manifest | None
+    good: frozenset[str] = frozenset()
+    """Files of its part that have their size and hash."""
+    problems: tuple[Problem, ...] = ()
+    """Files of its part that are here and wrong."""
+
+
+def inspect(
+    checkpoints: Path, step: int, *, storage: int = 0, part: int = 0, parts: int = 1
+) -> Report:
+    """Verify one ``part`` of ``parts`` of the files that are here.
+
+    Args:
+        part, parts: how the ranks on one storage split the hashing.
+    """
+    directory = committed_dir(checkpoints, step)
+    if not is_present(directory):
+        return Report(step, storage, None)
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return Report(step, storage, None, problems=(manifest,))
+    here = [name for name in manifest.files if is_present(directory / name)]
+    mine = sorted(here, key=lambda name: (-manifest.files[name].bytes, name))[part::parts]
+    problems = verify(directory, mine)
+    bad = {problem.file for problem in problems}
+    return Report(step, storage, manifest, frozenset(set(mine) - bad), tuple(problems))
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """The state of one checkpoint over all storages, from the reports of all ranks."""
+
+    step: int
+    usable: bool
+    manifest: Manifest | None
+    problems: tuple[Problem, ...]
+    """Files that are wrong, or on no storage."""
+    lacking: dict[int, list[str]]
+    """Storage -> files that it does not hold, the manifest among them; empty lists left out."""
+    holder: dict[str, int]
+    """File -> a storage that holds it."""
+
+    @property
+    def reason(self) -> str:
+        """One line: what is wrong."""
+        return describe(self.problems)
+
+    @property
+    def incomplete(self) -> bool:
+        """Nothing is damaged, but files are on no host: a crash interrupted a commit or a removal,
+        or a host is missing."""
+        return not self.usable and all(each.found == ABSENT for each in self.problems)
+
+
+ABSENT = "is on none of the hosts"
+
+
+def assess(reports: Sequence[Report]) -> Assessment:
+    """The same assessment on every rank from the same reports (one of each rank, same step)."""
+    step = reports[0].step
+    manifests = {each.manifest.digest: each.manifest for each in reports if each.manifest}
+    problems = [problem for each in reports for problem in each.problems]
+    if len(manifests) != 1:
+        if manifests:
+            problems.append(Problem(MANIFEST, "one on all hosts", f"{len(manifests)} different"))
+        elif not problems:
+            problems.append(Problem(MANIFEST, "a checkpoint", ABSENT))
+        return Assessment(step, False, None, tuple(dict.fromkeys(problems)), {}, {})
+    manifest = next(iter(manifests.values()))
+    good: dict[int, set[str]] = {each.storage: set() for each in reports}
+    for each in reports:
+        good[each.storage] |= each.good
+        if each.manifest:
+            good[each.storage].add(MANIFEST)
+    holder: dict[str, int] = {}
+    for storage in sorted(good, reverse=True):
+        holder.update(dict.fromkeys(good[storage], storage))
+    bad = {problem.file for problem in problems}
+    for name in sorted(set(manifest.files) - set(holder) - bad):
+        size = manifest.files[name].bytes
+        problems.append(Problem(name, f"{size} bytes from {manifest.hosts[name]}", ABSENT))
+    wanted = {MANIFEST, *manifest.files}
+    lacking = {storage: sorted(wanted - names) for storage, names in good.items() if wanted - names}
+    complete = wanted <= set(holder)
+    return Assessment(step, complete, manifest, tuple(dict.fromkeys(problems)), lacking, holder)
+
+
+def describe(problems: Iterable[Problem], *, limit: int = 3) -> str:
+    """One line for a message."""
+    words = [str(problem) for problem in problems]
+    more = f"; and {len(words) - limit} more" if len(words) > limit else ""
+    return "; ".join(words[:limit]) + more

@@ -1,0 +1,289 @@
+"""A DeepSpeed engine's state into fragments of a checkpoint, and back.
+
+Fragments know nothing of ranks, ZeRO stages or precision (docs/contracts.md, "Checkpoints"), so
+any engine of the same model can be restored from them. Tried by
+``python -m pytest -m deepspeed tests/integration/test_state_resume.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
+from llmx.checkpoint.state.buffers import DTYPE_NAMES, TORCH_DTYPES
+from llmx.checkpoint.state.hashing import hash_parts
+from llmx.checkpoint.state.layout import (
+    Owner,
+    Piece,
+    StateLayout,
+    UnsavableState,
+    UntrainedPiece,
+    state_layout,
+)
+from llmx.checkpoint.state.refresh import before_restore, refresh_model
+from llmx.checkpoint.state.values import (
+    Table,
+    buffer_table,
+    check_kind,
+    check_tables,
+    optimizer_kind,
+    parameter_table,
+    read_counters,
+    read_loss_scaler,
+    read_scalars,
+    replay_cpu_adam,
+    write_counters,
+    write_loss_scaler,
+    write_scalars,
+)
+from llmx.models.conversion import effective_conversions
+from llmx.models.model import Model
+
+STAGING_BYTES = 32 * 2**20
+"""What is read at a time on the way to a device, or to another dtype."""
+
+
+class Engine(Protocol):
+    """What is read of ``llmx.train.engine.build.Engine``, which this room cannot import."""
+
+    engine: Any
+    """DeepSpeed's."""
+    device: torch.device
+    stage: int
+    precision: str
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def main(self) -> Model: ...
+
+    def is_saved(self, parameter_name: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One fragment: a view of live memory, good until the next step changes it."""
+
+    state: str
+    """``master``, ``exp_avg``, ..., ``frozen`` or ``buffer``."""
+    name: str
+    """The parameter's."""
+    start: int
+    """Its first element in the flattened parameter."""
+    tensor: torch.Tensor
+    """1-D, contiguous, on whatever device it lives."""
+
+    @property
+    def key(self) -> str:
+        """In a rank's file (docs/contracts.md)."""
+        return fragment_key(self.state, self.name, self.start)
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors calls it."""
+        return DTYPE_NAMES[self.tensor.dtype]
+
+
+def saved_layout(engine: Engine) -> StateLayout:
+    """What of the state a checkpoint holds: all but frozen models, which come from their source."""
+    layout = state_layout(engine.engine)
+    return replace(
+        layout,
+        frozen=[part for part in layout.frozen if engine.is_saved(part.name)],
+        buffers=[part for part in layout.buffers if engine.is_saved(part.name)],
+    )
+
+
+def _tables(engine: Engine) -> tuple[Table, Table]:
+    """Of what is saved: ``parameter_table`` and ``buffer_table``."""
+    parameters, buffers = parameter_table(engine.module), buffer_table(engine.module)
+    return (
+        {name: about for name, about in parameters.items() if engine.is_saved(name)},
+        {name: about for name, about in buffers.items() if engine.is_saved(name)},
+    )
+
+
+def capture(engine: Engine, *, world: int) -> list[StateTensor]:
+    """This rank's fragments; over all ranks every element exactly once. Copies nothing.
+
+    What all ranks hold alike is shared out, an equal part each.
+    """
+    layout = saved_layout(engine)
+    rank = torch.distributed.get_rank()
+    trained = _trained(layout, rank=rank, world=world)
+    values = {id(owner): owner.values() for owner in layout.owners}
+    states = {state for of_owner in values.values() for state in of_owner} - {MASTER}
+    found = [
+        StateTensor(state, piece.name, piece.start, piece.of(values[id(piece.owner)][state]))
+        for state in (MASTER, *sorted(states))
+        for piece in trained
+    ]
+    frozen = _frozen(layout, rank=rank, world=world)
+    found += [StateTensor(FROZEN, part.name, part.start, part.values) for part in frozen]
+    buffers = share(layout.buffers, rank=rank, world=world)
+    found += [StateTensor(BUFFER, part.name, part.start, part.values) for part in buffers]
+    return found
+
+
+P = TypeVar("P", Piece, UntrainedPiece)
+
+
+def share(pieces: list[P], *, rank: int, world: int) -> list[P]:
+    """This rank's equal part of the elements of ``pieces``, laid end to end."""
+    total = sum(piece.length for piece in pieces)
+    first, last = total * rank // world, total * (rank + 1) // world
+    mine, offset = [], 0
+    for piece in pieces:
+        begin, end = max(first - offset, 0), min(last - offset, piece.length)
+        if begin < end:
+            mine.append(piece.part(begin, end))
+        offset += piece.length
+    return mine
+
+
+def _trained(layout: StateLayout, *, rank: int, world: int) -> list[Piece]:
+    """What this rank answers for: elements that no other rank does."""
+    return layout.trained if layout.partitioned else share(layout.trained, rank=rank, world=world)
+
+
+def _frozen(layout: StateLayout, *, rank: int, world: int) -> list[UntrainedPiece]:
+    if layout.frozen_partitioned:
+        return layout.frozen
+    return share(layout.frozen, rank=rank, world=world)
+
+
+def state_values(engine: Engine) -> dict[str, Any]:
+    """What of the state is no tensor, in the form of ``state.json``. The same on every rank."""
+    layout = state_layout(engine.engine)
+    base = layout.owners[0].optimizer
+    parameters, buffers = _tables(engine)
+    return {
+        "zero_stage": engine.stage,
+        "precision": engine.precision,
+        "optimizer": {"kind": optimizer_kind(base), "scalars": read_scalars(layout.owners)},
+        "loss_scaler": read_loss_scaler(engine.engine),
+        "engine": read_counters(engine.engine),
+        "parameters": parameters,
+        "buffers": buffers,
+        "conversions": effective_conversions(engine.main.module),
+    }
+
+
+def weights_hash(engine: Engine) -> str | None:
+    """32 hexadecimal digits for all weights at full precision. Collective.
+
+    The same for the same weights on any number of ranks, at any ZeRO stage
+    (``llmx.checkpoint.state.hashing``). None where the state cannot be read (``UnsavableState``).
+    """
+    try:
+        layout = saved_layout(engine)
+    except UnsavableState:
+        return None
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    masters = {id(owner): owner.values()[MASTER] for owner in layout.owners}
+    parts = [
+        (piece.name, piece.start, piece.of(masters[id(piece.owner)]))
+        for piece in _trained(layout, rank=rank, world=world)
+    ]
+    parts += [
+        (part.name, part.start, part.values) for part in _frozen(layout, rank=rank, world=world)
+    ]
+    names = [name for name, _ in engine.module.named_parameters() if engine.is_saved(name)]
+    return hash_parts(parts, names=names, device=engine.device)
+
+
+@torch.no_grad()
+def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None:
+    """Put a checkpoint into an engine of the same model. Collective.
+
+    It may have been written by any number of ranks, at any ZeRO stage and precision. Each rank
+    reads the ranges that it holds, ``STAGING_BYTES`` at a time where they do not go straight
+    to their place.
+
+    Args:
+        engine: new, or one that has trained: everything is replaced.
+        index: the checkpoint's fragments.
+        state: its ``state.json``; read are ``optimizer``, ``loss_scaler``, ``engine``,
+            ``parameters`` and ``buffers``.
+
+    Raises:
+        ConfigError: another model or another optimizer. Nothing was changed.
+    """
+    inner, layout = engine.engine, saved_layout(engine)
+    check_tables(*_tables(engine), state["parameters"], state.get("buffers", {}))
+    check_kind(state["optimizer"]["kind"], optimizer_kind(layout.owners[0].optimizer))
+    before_restore(inner)
+    scalars = state["optimizer"]["scalars"]
+    saved = sorted(set(index.states()) - {MASTER, FROZEN, BUFFER})
+    for owner in layout.owners:
+        pieces = [piece for piece in layout.trained if piece.owner is owner]
+        with owner.swap.loaded() if owner.swap else contextlib.nullcontext():
+            _fill_owner(owner, pieces, index, saved, scalars)
+    for part in layout.frozen:
+        _fill(part.values, index, FROZEN, part)
+    for part in layout.buffers:
+        _fill(part.values, index, BUFFER, part)
+    replay_cpu_adam(layout.owners, scalars)
+    refresh_model(inner)
+    write_loss_scaler(inner, state.get("loss_scaler"))
+    write_counters(inner, state["engine"])
+
+
+def _fill_owner(
+    owner: Owner,
+    pieces: list[Piece],
+    index: FragmentIndex,
+    saved: list[str],
+    scalars: dict[str, float],
+) -> None:
+    """Values of one tensor of the optimizer, and its states.
+
+    States are made as the optimizer would at its first step, where it has none yet. Padding
+    among them is 0, as it would be after any number of steps.
+    """
+    if not saved and not scalars:
+        owner.optimizer.state.pop(owner.tensor, None)  # saved before the first step
+    else:
+        kept = owner.optimizer.state[owner.tensor]
+        for state in saved:
+            if state not in kept:
+                # DeepSpeedCPUAdam keeps fp32 moments of a half-precision master.
+                wide = getattr(owner.optimizer, "fp32_optimizer_states", False)
+                kept[state] = torch.zeros_like(
+                    owner.tensor.data, dtype=torch.float32 if wide else owner.tensor.dtype
+                )
+        write_scalars(owner, scalars)
+    values = replace(owner, swap=None).values()
+    for piece in pieces:
+        for state in (MASTER, *saved):
+            _fill(piece.of(values[state]), index, state, piece)
+
+
+def _fill(
+    values: torch.Tensor, index: FragmentIndex, state: str, piece: Piece | UntrainedPiece
+) -> None:
+    """Read ``len(values)`` elements of a state, from the start of the piece."""
+    if not len(values):
+        return  # an empty buffer lies in no file
+    stored = TORCH_DTYPES[index.dtype(state, piece.name)]
+    if values.device.type == "cpu" and values.dtype == stored:
+        index.read_range(state, piece.name, piece.start, piece.start + len(values), _bytes(values))
+        return
+    step = STAGING_BYTES // stored.itemsize
+    staging = torch.empty(min(step, len(values)), dtype=stored)
+    for first in range(0, len(values), step):
+        part = values[first : first + step]
+        begin = piece.start + first
+        into = staging[: len(part)]
+        index.read_range(state, piece.name, begin, begin + len(part), _bytes(into))
+        part.copy_(into)
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    return memoryview(values.view(torch.uint8).numpy())

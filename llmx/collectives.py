@@ -1,0 +1,22 @@
+"""Collectives over Python objects. Every rank calls them at the same point."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def all_gather(value: T, *, group: Any = None) -> list[T]:
+    """The value of every rank, by rank. Values are pickled; keep them small."""
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def first_problem(problem: str | None) -> tuple[int, str] | None:
+    """The first rank with a problem, and the problem; the same on every rank."""
+    found = enumerate(all_gather(problem))
+    return next(((rank, text) for rank, text in found if text), None)

@@ -1,0 +1,340 @@
+"""Networks, optimizer and ``deepspeed.initialize``: the engine that the loop drives.
+
+Tried by ``python -m pytest -m deepspeed tests/integration/test_train_engines.py
+tests/integration/test_train_export.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.checkpoint.state.refresh import forget_dummy_step
+from llmx.checkpoint.state.values import check_states
+from llmx.collectives import first_problem
+from llmx.config import Experiment
+from llmx.errors import ConfigError
+from llmx.models.attention import AttentionMethod
+from llmx.models.experts import Routing, gather_experts_together
+from llmx.models.factory import (
+    DTYPES,
+    build_model,
+    model_config,
+    true_vocab,
+)
+from llmx.models.liger import apply_liger, wants_liger
+from llmx.models.loss import fused_loss_problem
+from llmx.models.model import (
+    CAUSAL_LM,
+    ForwardOf,
+    Model,
+    Models,
+    ModelSpec,
+    NetworksByName,
+)
+from llmx.models.select_attention import select_attention
+from llmx.plan.memory import fused_loss
+from llmx.plan.types import Plan
+from llmx.train.engine.loss_scale import grow_after_step
+from llmx.train.engine.optimizer import build_optimizer, load_muon_uncompiled
+from llmx.train.engine.process_group import check_quantized_gradients, device_of
+
+
+def seed_everything(seed: int, *, deterministic: bool | None, accelerator: str) -> None:
+    """Deterministic algorithms where set; by default on CPU, where they cost nothing."""
+    wanted = deterministic if deterministic is not None else accelerator == "cpu"
+    # A missing deterministic kernel is an error where they were set, else a warning.
+    torch.use_deterministic_algorithms(wanted, warn_only=deterministic is None)
+    # Would fill every new buffer of DeepSpeed with NaN first.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.manual_seed(seed)
+
+
+@dataclass
+class Engine:
+    """A DeepSpeed engine, and the networks inside that it trains or only holds."""
+
+    engine: Any
+    models: Models
+    dtype: torch.dtype
+    device: torch.device
+    stage: int
+    precision: str
+    _norm: torch.Tensor | None = None
+    _scale: float = 1.0
+    """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""
+
+    @property
+    def main(self) -> Model:
+        """The network that is exported and that generates."""
+        return self.models.main
+
+    @property
+    def config(self) -> Any:
+        """Of the main network."""
+        return self.main.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the main network."""
+        return self.main.vocab_size
+
+    @property
+    def attention(self) -> AttentionMethod:
+        """Of the main network."""
+        return self.main.attention
+
+    @property
+    def layout(self) -> str:
+        """``packed`` where every network can be given packed sequences, else ``padded``."""
+        layouts = {model.attention.layout for model in self.models.values()}
+        return "packed" if layouts == {"packed"} else "padded"
+
+    @property
+    def module(self) -> nn.Module:
+        """All that DeepSpeed holds: the network, or several by name (``NetworksByName``)."""
+        module: nn.Module = self.engine.module
+        return module
+
+    @property
+    def main_prefix(self) -> str:
+        """The prefix of the main network's parameters in ``module``."""
+        return "" if len(self.models) == 1 else f"{self.main.name}."
+
+    def is_saved(self, parameter_name: str) -> bool:
+        """Whether a checkpoint holds this parameter or buffer: those of frozen models come from
+        their source again."""
+        if len(self.models) == 1:
+            return True
+        return self.models[parameter_name.split(".", 1)[0]].spec.trained
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of ``loss``, multiplied by the loss scale where the step divides by it.
+
+        DeepSpeed 0.19.8 does so for ZeRO's optimizers only (``engine.backward``). At stage 0 in
+        fp16 its step divides all the same: every update would be next to nothing.
+        """
+        if self.stage == 0 and self.precision == "fp16":
+            self._scale = self.loss_scale()
+            loss = loss * self._scale
+        self.engine.backward(loss)
+
+    def record_grad_norm(self) -> None:
+        """Before ``engine.step``: keep the gradient's norm where DeepSpeed computes none.
+
+        That is stage 0 in fp32, where every rank has all reduced gradients after the
+        last backward of a step.
+        """
+        whole = self.stage == 0 and self.precision == "fp32"
+        if whole and self.engine.is_gradient_accumulation_boundary():
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self._norm = torch.nn.utils.get_total_norm(gradients)
+
+    def last_norm(self) -> torch.Tensor | float | None:
+        """Norm of the last step's gradient, before clipping, still on the device; None where it
+        was not computed."""
+        if self._norm is not None:
+            return self._norm
+        norm = self.engine.get_global_grad_norm()
+        # FusedAdam's wrapper divides by the scale itself, the other one of stage 0 does not.
+        whole = type(self.engine.optimizer).__name__ != "FP16_UnfusedOptimizer"
+        return norm if whole or norm is None else norm / self._scale
+
+    def grad_norm(self) -> float | None:
+        """The same as a number. Waits for the device."""
+        norm = self.last_norm()
+        return None if norm is None else float(norm)
+
+    def loss_scale(self) -> float:
+        """DeepSpeed's fp16 loss scale; 1 at the other precisions."""
+        if self.precision != "fp16":
+            return 1.0
+        optimizer = self.engine.optimizer
+        return float(getattr(optimizer, "loss_scale", None) or optimizer.cur_scale)
+
+
+ONE_MODEL = {"policy": ModelSpec()}
+
+
+def build_engine(
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    tokenizer: Any,
+    specs: Mapping[str, ModelSpec] = ONE_MODEL,
+) -> Engine:
+    """Networks, optimizer and ``deepspeed.initialize``. Collective; needs the process group.
+
+    Args:
+        specs: the networks, by name (``Task.models``). Several live in one engine: one backward
+            pass serves losses over all of them, and checkpoints need nothing of their own.
+    """
+    import deepspeed
+
+    if not any(spec.trained for spec in specs.values()):
+        raise ConfigError("The task trains none of its models: one must have trained=True.")
+    device = device_of(plan)
+    if plan.accelerator == "cuda":
+        check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
+    seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
+    parts = {
+        name: _build_one(exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device)
+        for name, spec in specs.items()
+    }
+    networks = {name: part.network for name, part in parts.items()}
+    frozen = [name for name, spec in specs.items() if not spec.trained]
+    one = len(networks) == 1
+    whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)
+    if ds_config["zero_optimization"]["stage"] == 3:
+        gather_experts_together(whole)
+    # Dropout draws differ from rank to rank, and not with how the model was built.
+    torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
+    load_muon_uncompiled()
+    optimizer = build_optimizer(
+        whole,
+        exp.optim,
+        accelerator=plan.accelerator,
+        offloaded=exp.zero.offload_optimizer != "none",
+    )
+    check_states(optimizer)
+    engine, _, _, _ = deepspeed.initialize(
+        model=whole,
+        optimizer=optimizer,
+        config=ds_config,
+        dist_init_required=False,
+    )
+    forget_dummy_step(engine)
+    grow_after_step(engine)
+    models = Models(
+        {
+            name: Model(
+                name=name,
+                spec=specs[name],
+                module=part.network,
+                forward=engine if one else ForwardOf(engine, name, part.network),
+                config=part.config,
+                vocab_size=(
+                    true_vocab(tokenizer) if exp.model.init == "scratch" else part.config.vocab_size
+                ),
+                attention=part.attention,
+                dtype=DTYPES[plan.precision],
+                device=device,
+                routing=Routing(part.network),
+            )
+            for name, part in parts.items()
+        }
+    )
+    for name, model in models.items():
+        if parts[name].with_liger:
+            apply_liger(model.module)
+        if model.spec.head == CAUSAL_LM:
+            wanted = fused_loss(exp, plan.accelerator)
+            model.fused_loss = wanted and _can_fuse(
+                model, seq_len=exp.data.seq_len, required=bool(exp.model.fused_loss)
+            )
+    return Engine(
+        engine=engine,
+        models=models,
+        dtype=DTYPES[plan.precision],
+        device=device,
+        stage=ds_config["zero_optimization"]["stage"],
+        precision=plan.precision,
+    )
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A network with its weights in place, not yet in an engine."""
+
+    network: nn.Module
+    config: Any
+    attention: AttentionMethod
+    with_liger: bool
+
+
+def _build_one(
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    spec: ModelSpec,
+    tokenizer: Any,
+    device: torch.device,
+) -> _Built:
+    """Collective."""
+    config = model_config(exp, tokenizer=tokenizer, num_labels=spec.num_labels)
+    attention = select_attention(exp, plan, config, device=device)
+    with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[plan.precision])
+    network = build_model(
+        exp,
+        config,
+        precision=plan.precision,
+        device=device,
+        implementation=attention.implementation,
+        ds_config=ds_config,
+        head=spec.head,
+    )
+    if not spec.trained:
+        network.requires_grad_(False)
+    return _Built(network, config, attention, with_liger)
+
+
+def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """A micro batch to try the model with: inputs and labels."""
+    ids = torch.arange(min(8, seq_len))[None]
+    return model.inputs(
+        {
+            "input_ids": ids,
+            "position_ids": ids,
+            "segment_ids": torch.ones_like(ids),
+            "labels": ids,
+        }
+    )
+
+
+def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
+    """Whether head and loss of this model can be computed together; logs why not. Collective."""
+    found = first_problem(fused_loss_problem(model.forward, *_few_tokens(model, seq_len=seq_len)))
+    if found is None:
+        return True
+    problem = found[1]
+    kind = type(model.module).__name__
+    if required:
+        raise ConfigError(
+            f"model.fused_loss=true does not work with {kind}: {problem}. "
+            "Set model.fused_loss=null, which leaves it off here."
+        )
+    if torch.distributed.get_rank() == 0:
+        print(f"model.fused_loss is off for {kind}: {problem}", flush=True)
+    return False
+
+
+@contextlib.contextmanager
+def whole_weights(engine: Engine) -> Iterator[None]:
+    """Inside, every rank holds the whole model, gathered once. Collective; without ZeRO-3 nothing
+    happens.
+
+        with whole_weights(engine):
+            completions = generate(engine, prompts, sampling, seeds=seeds)
+
+    It takes the memory of all weights on every device (2 bytes a parameter in bf16), and saves a
+    gathering of every layer for each token. Weights must not be changed inside. An error inside
+    is the end of the engine: DeepSpeed puts its hooks back only where the block ends well.
+    """
+    if engine.stage != 3:
+        yield
+        return
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+    with unwrap_model_for_generation(engine.engine):
+        yield

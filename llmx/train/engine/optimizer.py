@@ -1,0 +1,92 @@
+"""The optimizer that DeepSpeed wraps: ``optim.kind``, its parameter groups, what it needs built."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.config import OptimConfig
+from llmx.errors import ConfigError
+from llmx.models.parameters import whole_shape
+
+
+def load_muon_uncompiled() -> None:
+    """Load DeepSpeed's Muon kernels without compiling them: it loads them to compare types, and
+    ``torch.compile`` would bring in all of inductor, a fifth of the start of a rank. Nothing here
+    uses Muon."""
+    from deepspeed.runtime import compiler
+
+    real = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    except ImportError:
+        return  # a DeepSpeed without them
+    finally:
+        compiler.compile = real
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (biases and norms) do not. Order as in the model."""
+    matrices, vectors = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (matrices if len(whole_shape(parameter)) > 1 else vectors).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module, optim: OptimConfig, *, accelerator: str, offloaded: bool = False
+) -> torch.optim.Optimizer:
+    """The optimizer that DeepSpeed wraps. The learning rate is set at every step.
+
+    AdamW is one fused kernel on CUDA, which moves a quarter of the memory, and on the CPU of an
+    offload, where it is eight times as fast. A run on CPU ranks keeps the plain one: its results
+    are those that were recorded.
+    """
+    groups = parameter_groups(model, weight_decay=optim.weight_decay)
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    betas = (optim.betas[0], optim.betas[1])
+    if optim.kind == "adamw":
+        fused = accelerator == "cuda" or offloaded
+        return torch.optim.AdamW(
+            groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True if fused else None
+        )
+    _need_compiler(optim.kind)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    try:
+        if optim.kind == "cpu_adam":
+            return DeepSpeedCPUAdam(
+                groups, lr=optim.lr, betas=betas, eps=optim.eps, adamw_mode=True
+            )
+        if accelerator != "cuda":
+            raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
+        return FusedAdam(groups, lr=optim.lr, betas=betas, eps=optim.eps, adam_w_mode=True)
+    except (RuntimeError, OSError, ImportError) as error:
+        raise ConfigError(
+            f"DeepSpeed could not build its extension for optim.kind={optim.kind}: {error} "
+            "Set optim.kind=adamw, which is PyTorch's own and needs no build."
+        ) from error
+
+
+def _need_compiler(kind: str) -> None:
+    missing = []
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        missing.append("a C++ compiler (apt-get install g++)")
+    if not shutil.which("ninja"):
+        missing.append("ninja (pip install ninja)")
+    if missing:
+        raise ConfigError(
+            f"optim.kind={kind} is an extension that DeepSpeed compiles on each host, and this "
+            f"one lacks {' and '.join(missing)}. Install it, or set optim.kind=adamw."
+        )

@@ -1,0 +1,198 @@
+"""The loss and the task's metrics on held-out samples: means over all ranks.
+
+Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from llmx.config import TaskConfig
+from llmx.data import EvalPrompt, collate
+from llmx.errors import ConfigError
+from llmx.models.generate import generate
+from llmx.models.generation_config import stop_ids
+from llmx.models.sampling import Sampling
+from llmx.plan.types import BatchPlan
+from llmx.rundir import RunDir, read_json, write_json
+from llmx.tasks import Mean, Task
+from llmx.train.batches import Layout
+from llmx.train.engine.build import Engine
+from llmx.train.session import Session
+
+
+def slices(num_samples: int, *, micro_batches: tuple[int, ...], rank: int) -> list[range]:
+    """The samples of each forward of ``rank``: as many forwards on every rank, some empty."""
+    together = sum(micro_batches)
+    offset = sum(micro_batches[:rank])
+    return [
+        range(
+            min(start + offset, num_samples),
+            min(start + offset + micro_batches[rank], num_samples),
+        )
+        for start in range(0, math.ceil(num_samples / together) * together, together)
+    ]
+
+
+@torch.no_grad()
+def evaluate_task(
+    engine: Engine,
+    task: Task,
+    store: Any,
+    *,
+    batch: BatchPlan,
+    layout: Layout,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, Mean] | None:
+    """What the task measures on ``store``, over all ranks: ``loss`` and its metrics. Collective.
+
+    ``interrupted`` is called before each micro batch, and returns the same on every rank; None
+    where it returned True.
+    """
+    rank = torch.distributed.get_rank()
+    stopped = False
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        nonlocal stopped
+        for indices in slices(len(store), micro_batches=batch.micro_batches, rank=rank):
+            if interrupted():
+                stopped = True
+                return
+            # A rank without samples left runs a line of padding: the collectives of ZeRO-3 need
+            # as many forwards of everyone.
+            yield collate(
+                [store[index] for index in indices],
+                seq_len=layout.seq_len,
+                pad_id=layout.pad_id,
+                layout=layout.layout,
+                pad_to=layout.pad_to,
+                columns=store.batch_columns,
+            )
+
+    engine.engine.eval()
+    found = task.evaluate(engine.models, batches())
+    engine.engine.train()
+    return None if stopped else summed(found, device=engine.device)
+
+
+def summed(found: dict[str, Mean], *, device: torch.device) -> dict[str, Mean]:
+    """Sums and weights added up over the ranks, in fp64. Collective."""
+    names = sorted(found)
+    table = torch.tensor(
+        [value for name in names for value in (found[name].sum, found[name].weight)],
+        dtype=torch.float64,
+    ).to(device)
+    torch.distributed.all_reduce(table)
+    values = table.tolist()
+    return {name: Mean(*values[2 * at : 2 * at + 2]) for at, name in enumerate(names)}
+
+
+def complete_eval_prompts(session: Session, *, when: str) -> dict[str, float]:
+    """The task's metrics of greedy completions; none for a task without eval prompts. Collective.
+
+    Args:
+        when: ``before`` or ``after`` training: the column of ``samples.json`` that rank 0 writes.
+    """
+    prompts = session.task.eval_prompts()
+    if not prompts:
+        return {}
+    greedy = Sampling(
+        max_new_tokens=session.exp.task.eval_max_new_tokens,
+        stop_ids=frozenset(stop_ids(session.engine.main.module, session.tokenizer)),
+    )
+    found = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
+    completions = [session.task.decode(list(one.text_tokens)) for one in found]
+    scores = session.task.score(prompts, completions)
+    if session.rank == 0:
+        write_samples(session.run_dir, prompts, completions, scores, when=when)
+    return scores
+
+
+def write_samples(
+    run_dir: RunDir,
+    prompts: Sequence[EvalPrompt],
+    completions: list[str],
+    scores: Mapping[str, float],
+    *,
+    when: str,
+) -> None:
+    """Rewrite ``samples.json`` with the completions ``before`` or ``after`` training, and
+    with the metrics of both (``NAME_before``, ``NAME_after``)."""
+    old: dict[str, Any] = {"rows": []}
+    if when == "after" and run_dir.samples.is_file():
+        old = read_json(run_dir.samples)
+    # The prompts are the same in the same order; another file is not of this run.
+    known = [row["before"] for row in old["rows"]]
+    earlier_ones = known if len(known) == len(prompts) else [None] * len(prompts)
+    rows = [
+        {
+            "prompt": prompt.prompt,
+            "expected": prompt.expected,
+            "before": completion if when == "before" else earlier,
+            "after": completion if when == "after" else None,
+        }
+        for prompt, completion, earlier in zip(prompts, completions, earlier_ones, strict=True)
+    ]
+    values: dict[str, Any] = {"rows": rows}
+    for name, value in scores.items():
+        before, after = f"{name}_before", f"{name}_after"
+        values[before] = value if when == "before" else old.get(before)
+        values[after] = value if when == "after" else None
+    write_json(run_dir.samples, values)
+
+
+def evaluation_due(task: TaskConfig, step: int, total: int) -> bool:
+    """Before training, at every multiple of ``task.eval_every_steps``, and after training."""
+    every = task.eval_every_steps
+    return step in (0, total) or bool(every and step % every == 0)
+
+
+def evaluate(session: Session, step: int, total: int) -> bool:
+    """Held-out loss, before and after training completions, too; an ``eval`` line. Collective.
+
+    Returns False where a shutdown request interrupted it: the evaluation is then made on resume.
+    A step that an earlier attempt has evaluated is skipped.
+    """
+    if session.eval_store is None or step in session.resume_point.evaluated:
+        return True
+    session.status.enter("evaluating")
+    result = evaluate_task(
+        session.engine,
+        session.task,
+        session.eval_store,
+        batch=session.plan.batch,
+        layout=session.layout,
+        interrupted=session.saver.stop_requested,
+    )
+    if result is None:
+        session.status.enter("training")
+        return False
+    measured = {name: mean.value for name, mean in result.items()}
+    loss, weight = measured.pop("loss"), int(result["loss"].weight)
+    weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
+    when = {0: "before", total: "after"}.get(step)
+    scores = complete_eval_prompts(session, when=when) if when else {}
+    declared = session.task.metrics
+    scores = {**measured, **scores}
+    check_measured(session.task, scores)
+    # A metric that this evaluation does not measure is null.
+    values = {name: scores.get(name) for name in declared if "eval" in declared[name].kinds}
+    session.metrics.write("eval", step=step, loss=loss, **{weighed_by: weight}, **values)
+    shown = [f"  {declared[name].title} {declared[name].shown(scores[name])}" for name in scores]
+    session.log(f"evaluation at step {step}: loss {loss:.4f}{''.join(shown)}")
+    session.status.enter("training")
+    return True
+
+
+def check_measured(task: Task, measured: Iterable[str]) -> None:
+    """Raise ConfigError for a metric that the task measures and does not declare: nothing would
+    know how to show it, or whether more of it is better."""
+    if unknown := sorted(set(measured) - set(task.metrics)):
+        raise ConfigError(
+            f"{type(task).__name__} measures {', '.join(unknown)}, which its `metrics` do not "
+            f"declare. Add {unknown[0]}: Metric(...) there."
+        )

@@ -1,0 +1,129 @@
+"""One optimizer step: its seed, its weight, forward and backward over the micro batches, update.
+
+Random numbers (dropout) are a pure function of (seed, step, rank), seeded before each step: no
+generator's state is saved, and a resumed run draws the same. Shown by
+``python -m pytest tests/unit/test_train_random.py`` and ``python -m pytest -m deepspeed
+tests/integration/test_train_engines.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from llmx.models.model import Models
+from llmx.tasks import Loss, Task, next_token_loss
+from llmx.train.batches import Step
+from llmx.train.engine.build import Engine
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """A 63-bit seed of one step on one rank; neighbouring steps and ranks share nothing."""
+    digest = hashlib.blake2b(f"{seed}:step:{step}:rank:{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the generators that a model draws from: the CPU's and this rank's GPU's.
+
+    ``torch.manual_seed`` would visit every device of the host. Python's and NumPy's own
+    generators are left alone: nothing in a step draws from them.
+    """
+    value = step_seed(seed, step, rank)
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
+
+
+LossOf = Callable[[Models, dict[str, torch.Tensor]], Loss]
+"""The loss of a micro batch (``Task.loss``)."""
+
+
+def of_next_tokens(models: Models, batch: dict[str, torch.Tensor]) -> Loss:
+    """The loss of language modelling."""
+    return next_token_loss(models.main, batch)
+
+
+def train_step(
+    engine: Engine,
+    step: Step,
+    *,
+    world: int,
+    loss_of: LossOf = of_next_tokens,
+    metrics: StepMetrics | None = None,
+    before_update: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Forward, backward and one update. Returns this rank's summed loss, fp32 scalar.
+
+    ``metrics`` gets what the loss measures. ``before_update`` is called between the last backward
+    pass and the update.
+
+    DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
+    reduction): the factor undoes both, so that the gradient is that of the mean over the
+    step's weight (its target tokens, say), whatever the split.
+    """
+    factor = world * len(step.micro_batches) / (step.weight or 1)
+    auxiliary_factor = world * len(step.micro_batches) / max(step.tokens, 1)
+    models = engine.models
+    for model in models.values():
+        model.routing.begin_step()
+    loss_sum = torch.zeros((), device=engine.device)
+    for number, micro_batch in enumerate(step.micro_batches, start=1):
+        scale = factor / len(step.micro_batches) * engine.loss_scale()
+        for model in models.values():
+            model.gradient_scale = scale
+        loss = loss_of(models, micro_batch)
+        objective = loss.sum * factor
+        for model in models.values():
+            objective = model.routing.objective(objective, factor=auxiliary_factor)
+        engine.backward(objective)
+        engine.record_grad_norm()
+        if number == len(step.micro_batches):
+            before_update()
+        engine.engine.step()
+        loss_sum += loss.sum.detach()
+        if metrics is not None:
+            metrics.add(loss)
+    return loss_sum
+
+
+def with_weight(step: Step, task: Task, *, device: torch.device) -> Step:
+    """With the step's weight, where the task knows it from its micro batches. Collective then."""
+    if task.normaliser != "batch":
+        return step
+    mine = sum(task.weight(micro_batch) for micro_batch in step.micro_batches)
+    weight = torch.tensor(mine, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(weight)
+    return replace(step, weight=float(weight))
+
+
+class StepMetrics:
+    """What losses measure beside themselves, summed on the device: nothing here waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, torch.Tensor] = {}
+        """By name: [sum, weight], fp64 where the device has it."""
+
+    def add(self, loss: Loss) -> None:
+        """Of one micro batch."""
+        for name, value in loss.metrics.items():
+            total, weight = value if isinstance(value, tuple) else (value, loss.weight)
+            parts = [
+                torch.as_tensor(part, dtype=torch.float64, device=self._device)
+                for part in (total, weight)
+            ]
+            pair = torch.stack(parts)
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    @property
+    def names(self) -> list[str]:
+        """Sorted: the same on every rank."""
+        return sorted(self._sums)
+
+    def values(self) -> list[torch.Tensor]:
+        """Sum and weight of each name, in their order."""
+        return [part for name in self.names for part in self._sums[name]]
