@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmx.data.examples import Column, Schema
-from llmx.data.store import Sample
+from llmx.data.store.samples import Sample
 from llmx.errors import DataError
 
 if TYPE_CHECKING:

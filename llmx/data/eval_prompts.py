@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config import Experiment
-from llmx.data.forms import Conversation
-from llmx.data.render import Renderer
-from llmx.data.source import Source
-from llmx.data.truncate import PromptCutter
+from llmx.data.format.formats import Conversation
+from llmx.data.source.split import Source
+from llmx.data.store.truncation import PromptCutter
+from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, LlmxError
 
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmx.data.forms import Conversation, Document, Labelled
-from llmx.data.preferences import Preference
-from llmx.data.rows import Record, Where, excerpt
+from llmx.data.format.formats import Conversation, Document, Labelled
+from llmx.data.format.preferences import Preference
+from llmx.data.source.records import Record, Where, excerpt
 from llmx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llmx.data.source import Source
+    from llmx.data.source.split import Source
 
 PER = ("token", "sequence", "example")
 CUTS = ("auto", "end", "start", "prompt", "none")

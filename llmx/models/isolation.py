@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from llmx.data import collate
-from llmx.data.store import Sample
+from llmx.data.store.samples import Sample
 from llmx.models.attention import AttentionMethod, methods, model_inputs, windows_of
 from llmx.models.loss import micro_batch_loss
 from llmx.models.tiny import tiny_config

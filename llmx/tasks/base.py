@@ -17,8 +17,8 @@ from llmx.config import Experiment
 from llmx.config.build import dataclass_from
 from llmx.data import IGNORE, EvalPrompt
 from llmx.data.examples import Column, Example
-from llmx.data.forms import Conversation
-from llmx.data.source import Source
+from llmx.data.format.formats import Conversation
+from llmx.data.source.split import Source
 from llmx.errors import ConfigError
 from llmx.metrics import Metric
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmx.config import Experiment
 from llmx.data import EvalPrompt, held_out_prompts
-from llmx.data.source import Source
+from llmx.data.source.split import Source
 from llmx.errors import ConfigError
 from llmx.metrics import Metric
 from llmx.tasks.base import Loss, Task, exact_match, next_token_loss

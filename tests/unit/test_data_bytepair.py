@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data import encode
-from llmx.data.bytepair import PATTERNS, BytePairs, NotConvertible
-from llmx.data.encode import DocumentEncoder
-from llmx.data.forms import Document
-from llmx.data.rows import Where
+from llmx.data.format.formats import Document
+from llmx.data.source.records import Where
+from llmx.data.tokenize import documents as encode
+from llmx.data.tokenize.byte_level import PATTERNS, BytePairs, NotConvertible
+from llmx.data.tokenize.documents import DocumentEncoder
 
 CORPUS = [
     "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import read, units
-from llmx.data.collective import Host, prepare_together
-from llmx.data.progress import Progress
-from llmx.data.shards import write_shard
-from llmx.data.source import Source
-from llmx.data.spec import dataset_spec
+from llmx.data.distributed import units
+from llmx.data.distributed.collective import Host, prepare_together
+from llmx.data.distributed.shards import write_shard
+from llmx.data.source import files as read
+from llmx.data.source.progress import Progress
+from llmx.data.source.split import Source
+from llmx.data.store.spec import dataset_spec
 from llmx.tasks import prepare, task_of
 from tests.bound_device import as_under_nccl
 from tests.small_tokenizers import byte_tokenizer

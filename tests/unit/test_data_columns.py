@@ -10,10 +10,10 @@ import pytest
 
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data import summary
-from llmx.data.part import Part
-from llmx.data.preview import print_samples
-from llmx.data.rows import RowError, refuse
-from llmx.data.summary import report
+from llmx.data.source.part import Part
+from llmx.data.source.records import RowError, refuse
+from llmx.data.store.preview import print_samples
+from llmx.data.store.summary import report
 from llmx.errors import DataError
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import load_tokenizer
-from llmx.data.tokenizer import DEMO_DIRECTORY
+from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
 from llmx.tasks import prepare
 from tests.conftest import REPOSITORY
 

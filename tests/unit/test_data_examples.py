@@ -32,18 +32,18 @@ from llmx.data import (
     Rejected,
     SampleStore,
     Tokens,
-    blocks,
     collate,
-    staging,
-    units,
 )
-from llmx.data.encode import TokenBlock
+from llmx.data.distributed import units
+from llmx.data.distributed.shards import assemble, write_shard
 from llmx.data.examples import Schema, checked
-from llmx.data.pack import best_fit, of_sequences, one_each
-from llmx.data.progress import Progress
-from llmx.data.shards import assemble, write_shard
-from llmx.data.spec import dataset_spec
-from llmx.data.truncate import Truncation
+from llmx.data.source.progress import Progress
+from llmx.data.store import staging
+from llmx.data.store.packing import best_fit, of_sequences, one_each
+from llmx.data.store.spec import dataset_spec
+from llmx.data.store.truncation import Truncation
+from llmx.data.tokenize import encoder as blocks
+from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import Task, prepare
 from tests.small_tokenizers import byte_tokenizer
@@ -622,7 +622,7 @@ def test_stores_of_the_former_format_are_prepared_again(tmp_path: Path, tokenize
 
 
 def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
-    from llmx.data.summary import report, summary
+    from llmx.data.store.summary import report, summary
 
     store = prepared(experiment(tmp_path, [pair_row(i) for i in (1, 2, 3)]), tokenizer)
     assert summary(store).startswith("3 examples of 7 sequences in ")
@@ -634,7 +634,7 @@ def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
 
 
 def test_the_preview_names_examples(tmp_path: Path, tokenizer, capsys):
-    from llmx.data.preview import print_samples
+    from llmx.data.store.preview import print_samples
 
     rows = [pair_row(i) for i in (1, 2, 3)]
     print_samples(

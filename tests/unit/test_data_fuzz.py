@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.forms import Conversation
-from llmx.data.part import Part
-from llmx.data.render import Renderer
-from llmx.data.rows import RowError, refuse
+from llmx.data.format.formats import Conversation
+from llmx.data.source.part import Part
+from llmx.data.source.records import RowError, refuse
+from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import LlmxError
 from llmx.text import printable
 from tests.small_tokenizers import byte_tokenizer

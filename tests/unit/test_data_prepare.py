@@ -17,20 +17,19 @@ from hypothesis import strategies as st
 
 from llmx.config import Experiment, SourceConfig
 from llmx.data import (
-    blocks,
-    digests,
     has_eval,
     held_out_prompts,
-    lines,
     load_tokenizer,
-    staging,
     summary,
 )
-from llmx.data.pack import Packing, best_fit, concat
-from llmx.data.prepare import cache_directory
-from llmx.data.prepare import store_path as path_of_store
-from llmx.data.store import sha256_of_file
-from llmx.data.summary import report
+from llmx.data.source import digests, lines
+from llmx.data.store import staging
+from llmx.data.store.build import cache_directory
+from llmx.data.store.build import store_path as path_of_store
+from llmx.data.store.packing import Packing, best_fit, concat
+from llmx.data.store.samples import sha256_of_file
+from llmx.data.store.summary import report
+from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of
 from tests.small_tokenizers import byte_tokenizer

@@ -9,11 +9,11 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import held_out_prompts, summary
-from llmx.data.forms import Conversation
-from llmx.data.render import Renderer
-from llmx.data.rows import Where
-from llmx.data.truncate import PromptCutter
-from llmx.data.turns import Message
+from llmx.data.format.formats import Conversation
+from llmx.data.format.turns import Message
+from llmx.data.source.records import Where
+from llmx.data.store.truncation import PromptCutter
+from llmx.data.tokenize.conversations import Renderer
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_data_render import CHATML, learned
@@ -134,7 +134,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from llmx.data.source import Source
+    from llmx.data.source.split import Source
 
     folder = real_data / "gpt2_bpe"
     backend = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))

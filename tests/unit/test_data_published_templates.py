@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmx.data.forms import Conversation, Message, to_conversation
-from llmx.data.render import Renderer, TokenRow
-from llmx.data.rows import Record, Where
+from llmx.data.format.formats import Conversation, Message, to_conversation
+from llmx.data.source.records import Record, Where
+from llmx.data.tokenize.conversations import Renderer, TokenRow
 from tests.chat_templates import PUBLISHED
 
 WHERE = Where(Path("rows.jsonl"), 7, "line")

@@ -9,11 +9,11 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import load_tokenizer, stop_token_ids
-from llmx.data.encode import DocumentEncoder
-from llmx.data.forms import Conversation, Document, Message
-from llmx.data.read import Where
-from llmx.data.render import Renderer, TokenRow
-from llmx.data.templates import TEMPLATES
+from llmx.data.format.formats import Conversation, Document, Message
+from llmx.data.format.templates import TEMPLATES
+from llmx.data.source.files import Where
+from llmx.data.tokenize.conversations import Renderer, TokenRow
+from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError, DataError
 from tests.small_tokenizers import byte_tokenizer
 

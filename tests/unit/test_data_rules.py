@@ -8,9 +8,9 @@ import pytest
 
 from llmx.config import Experiment, SourceConfig
 from llmx.config.data_rules import COLUMNS, data_problems
-from llmx.data import part
-from llmx.data.forms import KEYS
-from llmx.data.source import Source
+from llmx.data.format.formats import KEYS
+from llmx.data.source import part
+from llmx.data.source.split import Source
 from llmx.errors import DataError
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data.forms import Conversation, Message
-from llmx.data.read import Where
-from llmx.data.render import Renderer
-from llmx.data.segments import ChatEncoder
+from llmx.data.format.formats import Conversation, Message
+from llmx.data.source.files import Where
+from llmx.data.tokenize.conversations import Renderer
+from llmx.data.tokenize.segments import ChatEncoder
 from tests.chat_templates import LLAMA3_1, MISTRAL, QWEN2_5, QWEN3
 from tests.small_tokenizers import byte_tokenizer
 

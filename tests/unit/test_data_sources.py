@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, SourceConfig
-from llmx.data import json_array
-from llmx.data.forms import Conversation, Document
-from llmx.data.hub import hub_id, hub_rows, revision_of
-from llmx.data.read import Record, read_file, source_files
-from llmx.data.source import Source
+from llmx.data.format.formats import Conversation, Document
+from llmx.data.source import json_array
+from llmx.data.source.files import Record, read_file, source_files
+from llmx.data.source.hub import hub_id, hub_rows, revision_of
+from llmx.data.source.split import Source
 from llmx.errors import ConfigError, DataError
 
 CHAT = [{"role": "user", "content": "Q ü"}, {"role": "assistant", "content": "A"}]
@@ -263,7 +263,7 @@ def test_weights_and_limits(tmp_path: Path):
 
 
 def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("llmx.data.lines.PIECE_CHARS", 5)
+    monkeypatch.setattr("llmx.data.source.lines.PIECE_CHARS", 5)
     (tmp_path / "a.txt").write_text("first\nsecond\nthird\n")
     (tmp_path / "b.txt").write_text("fourth\nfifth\n")
     found = source(tmp_path, sources=[SourceConfig(path=str(tmp_path), weight=2)], max_rows=1)

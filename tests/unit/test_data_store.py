@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.data import Sample, SampleStore
-from llmx.data.store import locked, write_store
+from llmx.data.store.samples import locked, write_store
 from llmx.errors import DataError
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.forms import Conversation, detect_form, to_conversation, to_document
-from llmx.data.part import Part
-from llmx.data.preferences import Preference, to_preference
-from llmx.data.render import Renderer
-from llmx.data.rows import Record, RowError, Where, refuse
+from llmx.data.format.formats import Conversation, detect_form, to_conversation, to_document
+from llmx.data.format.preferences import Preference, to_preference
+from llmx.data.source.part import Part
+from llmx.data.source.records import Record, RowError, Where, refuse
+from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import DataError
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_data_render import CHATML, learned

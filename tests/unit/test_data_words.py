@@ -21,12 +21,12 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data import encode
-from llmx.data import words as words_module
-from llmx.data.bytepair import PATTERNS, BytePairs
-from llmx.data.encode import DocumentEncoder
-from llmx.data.words import LONGEST, Words, is_cut_off
-from llmx.data.wordwise import MARK, NotWordwise, Wordwise
+from llmx.data.tokenize import documents as encode
+from llmx.data.tokenize import words as words_module
+from llmx.data.tokenize.byte_level import PATTERNS, BytePairs
+from llmx.data.tokenize.documents import DocumentEncoder
+from llmx.data.tokenize.words import LONGEST, Words, is_cut_off
+from llmx.data.tokenize.wordwise import MARK, NotWordwise, Wordwise
 
 CORPUS = [
     "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmx.data import collate
-from llmx.data.store import Sample
+from llmx.data.store.samples import Sample
 from llmx.models.attention import (
     AttentionMethod,
     additive,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmx.config import ModelConfig
-from llmx.data.templates import choose_template
+from llmx.data.format.templates import choose_template
 from llmx.models.generation_config import FILE, keep_generation_config, stop_ids
 from llmx.train.export import write_description
 from tests.small_models import small_model

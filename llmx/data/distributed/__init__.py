@@ -1,0 +1,1 @@
+"""Several hosts prepare one dataset, or one does and sends it."""

@@ -1,0 +1,204 @@
+"""Where the answers lie in a chat template's text, by construction.
+
+The text is the template's own rendering. The template is rendered once with markers in place
+of the contents, which gives the fixed text between them; the real rendering must be that text
+with the real contents put in, or the row is looked at turn by turn. Nothing is found by
+searching for an answer.
+
+An answer's span is what the model has to produce after the template's generation prompt: the
+content and the token that ends the turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import Any
+
+from llmx.data.format.formats import Conversation, Message
+from llmx.data.format.skeleton import Rendering, Skeleton, Span, filled, shapes_of
+from llmx.errors import DataError
+
+_MARK = "\ue000{}\ue001"
+_MARKS = re.compile("\ue000(\\d+)\ue001")
+
+
+class TemplateSpans:
+    """Renders conversations with one chat template. ``control``: the tokenizer's control tokens."""
+
+    def __init__(self, tokenizer: Any, *, name: str, template: str, control: dict[str, int]):
+        self._tokenizer = tokenizer
+        self._name = name
+        self._template = template
+        self._control = control
+        longest_first = sorted(control, key=len, reverse=True)
+        self.control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._skeletons: dict[tuple[tuple[str, ...], str], Skeleton | None] = {}
+
+    def render(self, conversation: Conversation) -> Rendering:
+        """The text of a conversation, with its spans; raises DataError if the template
+        refuses it."""
+        own = self._with_own_calls(conversation)
+        if own is not None:
+            return own
+        problem = ""
+        for shaped in shapes_of(conversation, self._control):
+            key = (tuple(message.role for message in shaped.messages), shaped.tools)
+            try:
+                if key not in self._skeletons:
+                    if len(self._skeletons) > 1000:  # tools may differ in every row
+                        self._skeletons.clear()
+                    self._skeletons[key] = self._skeleton(shaped)
+                text = self._apply(shaped.messages, tools=shaped.tools)
+            except Exception as error:  # whatever a template raises, it refuses this shape
+                problem = problem or f"{type(error).__name__}: {error}"
+                continue
+            skeleton = self._skeletons[key]
+            if skeleton is None:
+                continue
+            rendering = filled(skeleton, shaped.messages, text)
+            return rendering or self._turn_by_turn(shaped, text)
+        raise DataError(
+            f"{conversation.where}: the chat template ({self._name}) cannot render "
+            f"{' → '.join(message.role for message in conversation.messages)}"
+            f"{f' ({problem})' if problem else ''}. Choose another with data.template."
+        )
+
+    def _apply(
+        self,
+        messages: tuple[Message, ...],
+        *,
+        tools: str,
+        generation_prompt: bool = False,
+        calls: bool = False,
+    ) -> str:
+        text = self._tokenizer.apply_chat_template(
+            [_as_dict(message, calls=calls) for message in messages],
+            tools=json.loads(tools) if tools else None,
+            chat_template=self._template,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _with_own_calls(self, conversation: Conversation) -> Rendering | None:
+        """Calls of tools as the template itself writes them; None where it has no way to, or
+        where it cannot be told exactly what is learned, for which every answer has to begin
+        after the generation prompt and to end with the last control token of its turn."""
+        messages, tools = conversation.messages, conversation.tools
+        if not any(message.calls for message in messages) or not self._writes_calls:
+            return None
+        said = [message.said if message.calls else message.content for message in messages]
+        data = [*said, *(message.calls for message in messages), tools]
+        if any(self.control_pattern.search(part) for part in data):
+            return None
+        answers: list[Span] = []
+        try:
+            text = self._apply(messages, tools=tools, calls=True)
+            for i, message in enumerate(messages):
+                if message.role != "assistant":
+                    continue
+                prompt = self._apply(messages[:i], tools=tools, generation_prompt=True, calls=True)
+                turn = self._apply(messages[: i + 1], tools=tools, calls=True)
+                ends = [found.end() for found in self.control_pattern.finditer(turn, len(prompt))]
+                if (
+                    not ends
+                    or not text.startswith(turn[: ends[-1]])
+                    or turn[: len(prompt)] != prompt
+                ):
+                    return None
+                answers.append((len(prompt), ends[-1]))
+        except Exception:  # whatever a template raises, it refuses this shape
+            return None
+        names = [call["name"] for message in messages if message.calls
+                 for call in json.loads(message.calls)]  # fmt: skip
+        if not all(part.strip() in text for part in [*said, *names]):
+            return None
+        if tools and text == self._apply(messages, tools="", calls=True):
+            return None
+        return Rendering(text, tuple(answers), (), end_missing=False)
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        """Whether the template has its own way to write calls: a probe is found in its text."""
+        calls = json.dumps([{"name": "probe_name", "arguments": {"probe_key": "probe_value"}}])
+        probe = (Message("user", "a"), Message("assistant", "", calls=calls))
+        try:
+            text = self._apply(probe, tools="", calls=True)
+        except Exception:  # whatever a template raises, it has no way to
+            return False
+        return all(word in text for word in ("probe_name", "probe_key", "probe_value"))
+
+    def _skeleton(self, conversation: Conversation) -> Skeleton | None:
+        """None if the template leaves out a message or the tools, or writes a message twice."""
+        tools = conversation.tools
+        marked = tuple(
+            Message(message.role, _MARK.format(i))
+            for i, message in enumerate(conversation.messages)
+        )
+        text = self._apply(marked, tools=tools)
+        parts = _MARKS.split(text)
+        pieces, order = parts[::2], [int(number) for number in parts[1::2]]
+        if sorted(order) != list(range(len(marked))):
+            return None
+        if tools and text == self._apply(marked, tools=""):
+            return None
+        lead: dict[int, int] = {}
+        tail: dict[int, int] = {}
+        for i, message in enumerate(marked):
+            if message.role != "assistant":
+                continue
+            start = text.index(message.content)
+            prompt = self._apply(marked[:i], tools=tools, generation_prompt=True)
+            lead[i] = (
+                start - len(prompt) if start >= len(prompt) > 0 and text.startswith(prompt) else 0
+            )
+            # What follows the content when the conversation ends here closes this turn.
+            closing = self._apply(marked[: i + 1], tools=tools).partition(message.content)[2]
+            end = self.control_pattern.search(closing)
+            after = pieces[order.index(i) + 1]
+            closes = end is not None and after.startswith(closing[: end.end()])
+            tail[i] = end.end() if end is not None and closes else -1
+        return Skeleton(tuple(order), tuple(pieces), lead, tail)
+
+    def _turn_by_turn(self, conversation: Conversation, text: str) -> Rendering:
+        """For templates that rewrite contents (Qwen3 drops earlier thoughts): an answer begins
+        where the prompt before it ends, and stops with the next control token. That is exact
+        only if no content holds a control token, so then the row is refused."""
+        messages = conversation.messages
+        for message in messages:
+            found = self.control_pattern.search(message.content)
+            if found:
+                raise DataError(
+                    f"{conversation.where}: the chat template rewrites the contents, and one "
+                    f"contains the special token {found[0]}. Remove it from the row, or choose "
+                    "another data.template."
+                )
+        answers: list[Span] = []
+        end_missing = False
+        for i, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            prompt = self._apply(messages[:i], tools=conversation.tools, generation_prompt=True)
+            if not text.startswith(prompt):
+                raise DataError(
+                    f"{conversation.where}: the chat template writes turn {i + 1} differently "
+                    "when more turns follow, so what is learned cannot be told. Choose another "
+                    "data.template."
+                )
+            end = self.control_pattern.search(text, len(prompt))
+            answers.append((len(prompt), end.end() if end else len(text)))
+            end_missing = end is None
+        return Rendering(text, tuple(answers), (), end_missing)
+
+
+def _as_dict(message: Message, *, calls: bool) -> dict[str, Any]:
+    """A message as templates expect it; ``calls``: with structured tool calls."""
+    if not calls or not message.calls:
+        return {"role": message.role, "content": message.content}
+    functions = [
+        {"type": "function", "function": function} for function in json.loads(message.calls)
+    ]
+    return {"role": message.role, "content": message.said, "tool_calls": functions}

@@ -1,0 +1,1 @@
+"""The sample store: its name, building it (staging, truncation, packing), opening it, summary."""
