@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmx.data.format.formats import Conversation, Document, Labelled
-from llmx.data.format.preferences import Preference
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.source.records import Record, Where, excerpt
 from llmx.errors import ConfigError
 

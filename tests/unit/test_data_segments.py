@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmx.data.format.formats import Conversation, Message
 from llmx.data.source.files import Where
-from llmx.data.tokenize.conversations import Renderer
-from llmx.data.tokenize.segments import ChatEncoder
+from llmx.data.tokenize.conversations import ChatEncoder, Renderer
 from tests.chat_templates import LLAMA3_1, MISTRAL, QWEN2_5, QWEN3
 from tests.small_tokenizers import byte_tokenizer
 

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.format.formats import Conversation, detect_form, to_conversation, to_document
-from llmx.data.format.preferences import Preference, to_preference
+from llmx.data.format.formats import (
+    Conversation,
+    Preference,
+    detect_form,
+    to_conversation,
+    to_document,
+    to_preference,
+)
 from llmx.data.source.part import Part
 from llmx.data.source.records import Record, RowError, Where, refuse
 from llmx.data.tokenize.conversations import Renderer

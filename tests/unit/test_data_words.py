@@ -21,11 +21,10 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from llmx.data.tokenize import byte_level as words_module
 from llmx.data.tokenize import documents as encode
-from llmx.data.tokenize import words as words_module
-from llmx.data.tokenize.byte_level import PATTERNS, BytePairs
+from llmx.data.tokenize.byte_level import LONGEST, PATTERNS, BytePairs, Words, is_cut_off
 from llmx.data.tokenize.documents import DocumentEncoder
-from llmx.data.tokenize.words import LONGEST, Words, is_cut_off
 from llmx.data.tokenize.wordwise import MARK, NotWordwise, Wordwise
 
 CORPUS = [

@@ -27,9 +27,9 @@ from llmx.data.store.samples import SampleStore
 from llmx.data.store.spec import DatasetSpec
 from llmx.data.store.staging import Staging
 from llmx.data.store.truncation import Truncation
-from llmx.data.tokenize.documents import TokenBlock, parallel_tokenizers
+from llmx.data.tokenize.documents import TokenBlock
 from llmx.data.tokenize.encoder import RowEncoder
-from llmx.data.tokenize.workers import worker_count
+from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
 from llmx.rundir import write_json
 
 PROOF_BYTES = 1 << 19

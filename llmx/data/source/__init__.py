@@ -1,1 +1,1 @@
-"""From files and Hub datasets to records, each with its place: what is read before anything else."""
+"""From files and Hub datasets to records, each with its place; which records a split has."""

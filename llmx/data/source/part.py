@@ -16,13 +16,14 @@ from llmx.data.format.formats import (
     Conversation,
     Document,
     Labelled,
+    Preference,
     check_characters,
     detect_form,
     to_conversation,
     to_document,
     to_labelled,
+    to_preference,
 )
-from llmx.data.format.preferences import Preference, to_preference
 from llmx.data.source.digests import digest_of
 from llmx.data.source.files import read_file, source_files
 from llmx.data.source.hub import PREFIX, hub_id, hub_rows, revision_of

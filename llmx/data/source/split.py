@@ -1,31 +1,125 @@
-"""The rows of an experiment: of one source or several, which are held out, which are left out.
+"""The records of a split: of one source or several, without those held out and those left out.
 
-Rows are numbered in the order in which they are read, over all sources. Which of them belong to
+Records are numbered in the order in which they are read, over all sources. Which of them belong to
 the evaluation, which are repeated and how often a source is taken are functions of that number
 and the seed alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from llmx.config import Experiment
+import numpy as np
+
+from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data.examples import Row
-from llmx.data.format.formats import Document
-from llmx.data.source.origin import Origin
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.source.part import TAKEN, Part, no_rows
 from llmx.data.source.progress import Progress
-from llmx.data.source.records import Meter, OnBad, RowError, Stretch, refuse
+from llmx.data.source.records import Meter, OnBad, Record, RowError, Stretch, refuse
 from llmx.data.source.rejected import Rejects
-from llmx.data.source.selection import held_out, weight_draws
-from llmx.data.source.survey import Survey, survey_of
 from llmx.errors import ConfigError, DataError
 
-__all__ = ["SPLITS", "Row", "Source", "has_eval"]
+
+@dataclass(frozen=True)
+class Survey:
+    """``repeated``: bool [num_rows], True for a row that is identical to an earlier one; None
+    where it was not asked for."""
+
+    num_rows: int
+    repeated: np.ndarray | None
+
+    @property
+    def num_different(self) -> int:
+        return self.num_rows - (0 if self.repeated is None else int(self.repeated.sum()))
+
+    def is_repeated(self, index: int) -> bool:
+        return self.repeated is not None and bool(self.repeated[index])
+
+
+def survey_of(rows: Iterable[tuple[int, Row | None, int]], *, find_repeated: bool) -> Survey:
+    """Count numbered rows and compare them by a digest of what is trained. 16 bytes a row."""
+    digests = array("Q")
+    count = 0
+    text = hashlib.blake2b(digest_size=16)
+    for index, row, _ in rows:
+        count = index + 1
+        if not find_repeated:
+            continue
+        text.update(_content(row, index))
+        if not isinstance(row, Document) or row.last:
+            digests.frombytes(text.digest())
+            text = hashlib.blake2b(digest_size=16)
+    if not find_repeated:
+        return Survey(count, None)
+    pairs = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+    order = np.lexsort((np.arange(len(pairs)), pairs[:, 1], pairs[:, 0]))
+    ordered = pairs[order]
+    repeated = np.zeros(count, np.bool_)
+    same = (ordered[1:] == ordered[:-1]).all(axis=1)
+    repeated[order[1:][same]] = True
+    return Survey(count, repeated)
+
+
+def _content(row: Row | None, index: int) -> bytes:
+    if isinstance(row, Document):
+        return row.text.encode("utf-8", "surrogatepass")
+    if isinstance(row, Conversation):
+        turns = [[message.role, message.content] for message in row.messages]
+        return json.dumps([turns, row.tools]).encode()
+    if isinstance(row, Preference):
+        return b"".join(_content(answer, index) for answer in (row.chosen, row.rejected))
+    if isinstance(row, Labelled):
+        turns = [[message.role, message.content] for message in row.history]
+        return json.dumps([turns, row.text, row.label]).encode()
+    if isinstance(row, Record):
+        return json.dumps(row.value, default=str).encode()
+    return f"\0nothing to learn {index}".encode()  # counted as such, not as repeated
+
+
+def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool] | None:
+    """Whether a row of source ``number`` is in a copy of which only the part ``weight`` is
+    taken; None where all of it is."""
+    if weight >= 1:
+        return None
+    generator = np.random.Generator(np.random.Philox(key=_key("weight", seed, number)))
+    drawn: list[float] = []
+
+    def chosen(index: int) -> bool:
+        while index >= len(drawn):
+            drawn.extend(generator.random(4096).tolist())
+        return drawn[index] < weight
+
+    return chosen
+
+
+def held_out(survey: Survey, wanted: int, *, seed: int) -> set[int]:
+    """The rows of the evaluation: those with the smallest of one random draw a row, so that
+    they are a function of (seed, number of rows) alone. A repeated row is never one."""
+    draws = np.random.Philox(key=_key("held out", seed)).random_raw(survey.num_rows)
+    order = np.argsort(draws, kind="stable")
+    if survey.repeated is not None:
+        order = order[~survey.repeated[order]]
+    return set(order[:wanted].tolist())
+
+
+def _key(*parts: object) -> np.ndarray:
+    digest = hashlib.sha256(json.dumps(parts).encode()).digest()[:16]
+    return np.frombuffer(digest, np.uint64)
+
+
+FORMS_VERSION = 3
+"""Raised when a text becomes another row than before; for rows with columns it is enough to
+raise ``part.COLUMNS_VERSION``, which leaves prepared text as it is."""
+
 
 SPLITS = ("train", "eval")
 Numbered = tuple[int, Row | None, int]
@@ -40,9 +134,14 @@ def has_eval(exp: Experiment) -> bool:
 
 
 @dataclass(frozen=True)
-class Source(Origin):
+class Source:
     """One split of the experiment's data. Nothing is read before it is asked for."""
 
+    data: DataConfig
+    seed: int
+    split: str
+    takes: tuple[type, ...] = TAKEN
+    """The types of rows that are wanted (``Encoding.takes``)."""
     rejects: Rejects = field(default_factory=Rejects, compare=False)
     """Rows that ``rows()`` passed over, when ``data.on_bad_row=skip``."""
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
@@ -62,6 +161,116 @@ class Source(Origin):
                 "out that many rows of data.path."
             )
         return cls(exp.data, exp.seed, split, takes=takes)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The sources that are read for this split, in order."""
+        data = self.data
+        if self.split == "eval" and data.eval_path:
+            sources = [SourceConfig(path=data.eval_path)]
+        else:
+            sources = data.sources or [SourceConfig(path=data.path)]
+        for index, source in enumerate(sources):
+            if not source.path:
+                where = f"data.sources[{index}].path" if data.sources else "data.path"
+                raise ConfigError(f"{where} is empty. Name a file, a directory or a Hub id.")
+            if not source.weight > 0:
+                raise ConfigError(
+                    f"data.sources[{index}].weight={source.weight}: a weight is positive; leave "
+                    "out a source that is not wanted."
+                )
+        return [Part.of(data, source, split=self.split, takes=self.takes) for source in sources]
+
+    @property
+    def path(self) -> str:
+        """What is read, for messages: one path, or several."""
+        return ", ".join(part.path for part in self.parts)
+
+    @property
+    def held_out_rows(self) -> int:
+        """Rows of these sources that belong to the evaluation; 0 where it has its own."""
+        own = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
+        return 0 if own else self.data.eval_samples
+
+    @property
+    def ignored_columns(self) -> list[str]:
+        """Columns that were read up to now and not used, sorted."""
+        return sorted(set().union(*(part.ignored for part in self.parts)))
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """All files on this machine, in the order in which they are read."""
+        return [file for part in self.parts for file in part.files]
+
+    @cached_property
+    def form(self) -> str:
+        """The form of the rows; where sources differ, their forms joined by ``+``."""
+        forms = list(dict.fromkeys(part.form for part in self.parts))
+        # A task that takes no pairs learns the better answer.
+        named = (
+            {} if Preference in self.takes else {"preference": "preference (the chosen answers)"}
+        )
+        return "+".join(named.get(form, form) for form in forms)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there are documents among the rows."""
+        return any(part.form == "text" for part in self.parts)
+
+    @property
+    def has_conversations(self) -> bool:
+        return any(part.form != "text" for part in self.parts)
+
+    @cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the files on disk; 0 where they are not here (Hub)."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes that ``rows()`` reads from disk, on ``meter``; 0 where nobody knows."""
+        limited = any(part.max_rows is not None or part.hub for part in self.parts)
+        if limited or self.data.max_rows is not None:
+            return 0
+        return sum(
+            file.stat().st_size * self.copies(part) for part in self.parts for file in part.files
+        )
+
+    def copies(self, part: Part) -> int:
+        """How often a source is read for its rows."""
+        return math.ceil(part.weight) if self.split == "train" else 1
+
+    def digests(self, *, cache: Path) -> list[str]:
+        """What names the bytes of each file or Hub data set; see ``digest_of`` for ``cache``."""
+        return [digest for part in self.parts for digest in part.digests(cache=cache)]
+
+    def identity(self) -> dict[str, object]:
+        """What decides which rows there are, beside the bytes of the files."""
+        data = self.data
+        identity: dict[str, object] = {
+            "forms_version": FORMS_VERSION,
+            "parts": [part.identity() for part in self.parts],
+            "num_files": [len(part.files) for part in self.parts],
+            "max_rows": data.max_rows,
+            "on_bad_row": data.on_bad_row,
+            "deduplicate": data.deduplicate,
+        }
+        if self.held_out_rows:
+            identity["held_out"] = [self.split, self.held_out_rows, self.seed]
+        if any(part.weight != 1 for part in self.parts):
+            identity["seed"] = self.seed
+        return identity
+
+    @property
+    def divisible(self) -> bool:
+        """Whether each row is taken or not whatever its number: then files can be read apart."""
+        data = self.data
+        return not (
+            any(p.hub or p.max_rows is not None or p.weight % 1 for p in self.parts)
+            or self.held_out_rows
+            or data.deduplicate
+            or data.max_rows is not None
+        )
 
     def rows(self) -> Iterator[Row | None]:
         """Every row of the split, in order; None for a conversation without an answer.

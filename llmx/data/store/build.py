@@ -33,9 +33,8 @@ from llmx.data.store.spec import DatasetSpec, cache_directory, dataset_spec
 from llmx.data.store.staging import Staging
 from llmx.data.store.summary import summary
 from llmx.data.store.truncation import CUT_OFF, TRUNCATED, Truncation
-from llmx.data.tokenize.documents import parallel_tokenizers
 from llmx.data.tokenize.encoder import UNANSWERED, RowEncoder
-from llmx.data.tokenize.workers import worker_count
+from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
 from llmx.errors import DataError, LlmxError
 from llmx.text import plural, printable
 

@@ -18,12 +18,10 @@ from typing import Any
 
 from llmx.config import DataConfig, Experiment
 from llmx.data.examples import Encoding, Schema
-from llmx.data.format.formats import Conversation, Document, Labelled
-from llmx.data.format.preferences import Preference
-from llmx.data.source.origin import FORMS_VERSION
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.source.part import COLUMNS_VERSION
 from llmx.data.source.records import Record
-from llmx.data.source.split import Source
+from llmx.data.source.split import FORMS_VERSION, Source
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint

@@ -1,8 +1,8 @@
 """Documents to tokens, on all cores: by words where that is proven to give the same ids.
 
-A word is tokenized once and looked up from then on (``words``); by tiktoken where the
-tokenizer is a byte-level BPE (``byte_level``), by its own library else (``wordwise``). A tokenizer
-for which neither is proven encodes whole texts.
+A word is tokenized once and looked up from then on (``words``); by tiktoken where the tokenizer
+is a byte-level BPE (``byte_level``), by its own library else (``wordwise``). A tokenizer for
+which neither is proven encodes whole texts.
 
     encoder = DocumentEncoder(tokenizer, begin=[], workers=2)
     encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
@@ -14,8 +14,6 @@ need no copies of the texts and no open files.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,8 +26,7 @@ import numpy as np
 from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Document
 from llmx.data.source.records import RowError
-from llmx.data.tokenize.byte_level import BytePairs, NotConvertible
-from llmx.data.tokenize.words import Words
+from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, Words
 from llmx.data.tokenize.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
 
@@ -69,27 +66,6 @@ class TokenBlock:
     """int64 [number of examples]: how many sequences each has; None: one each."""
     columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
     """Of the task, by token, by sequence or by example."""
-
-
-def core_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-@contextlib.contextmanager
-def parallel_tokenizers(workers: int) -> Iterator[None]:
-    """Let ``tokenizers`` use its threads here; ranks switch them off for everything else."""
-    names = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(workers))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class DocumentEncoder:

@@ -4,8 +4,8 @@
     for encoded in encoder.blocks(source.rows()): ...
 
 A row becomes an example (``Encoding.encode``), the sequences of many examples are tokenized
-together, documents by their encoder and conversations by the template, and are put back together as
-examples.
+together, documents by their encoder and conversations by the template, and are put back together
+as examples.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from llmx.data.examples import (
     checked,
     values_of,
 )
-from llmx.data.format.formats import Conversation, Document, Labelled
-from llmx.data.format.preferences import Preference
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.source.records import RowError, excerpt
 from llmx.data.source.rejected import Rejects
 from llmx.data.source.split import Source
@@ -46,9 +45,8 @@ from llmx.data.store.truncation import (
     sharing_their_prompt,
     too_long_to_cut,
 )
-from llmx.data.tokenize.conversations import Renderer, TokenRow
+from llmx.data.tokenize.conversations import ChatEncoder, Renderer, TokenRow
 from llmx.data.tokenize.documents import Batch, DocumentEncoder, TokenBlock
-from llmx.data.tokenize.segments import ChatEncoder
 from llmx.errors import ConfigError, DataError, LlmxError
 
 BATCH_ROWS = 512

@@ -1,11 +1,12 @@
-"""How many cores tokenize: as many as are wanted, there and allowed; what is less is said."""
+"""How many cores tokenize: as many as are wanted, there and allowed; less is said on stderr."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import sys
-
-from llmx.data.tokenize.documents import core_count
+from collections.abc import Iterator
 
 FILES_KEPT = 64
 """Open files that the rest of the process may need."""
@@ -41,3 +42,24 @@ def fitted(wanted: int, *, cores: int, limits: dict[str, int]) -> tuple[int, str
                 "limit to use all of them."
             )
     return count, remark
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def parallel_tokenizers(workers: int) -> Iterator[None]:
+    """Let ``tokenizers`` use its threads here; ranks switch them off for everything else."""
+    names = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(workers))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
