@@ -62,7 +62,7 @@ def synthetic_store(path: Path) -> SampleStore:
             Sample(
                 tokens=np.concatenate(rows).astype(np.uint32),
                 targets=np.concatenate(targets),
-                row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+                sequence_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
             )
         )
     if path.exists():
@@ -83,7 +83,7 @@ def naive_loss(
     targets_seen = tokens_seen = 0
     for index in samples:
         routed = []
-        for tokens, targets in store[int(index)].rows():
+        for tokens, targets in store[int(index)].sequences():
             ids = torch.from_numpy(tokens.astype(np.int64))
             mask = torch.from_numpy(targets.copy())
             # The head is padded to a round number of rows; only words take probability.

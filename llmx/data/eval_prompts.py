@@ -12,7 +12,7 @@ from typing import Any
 
 from llmx.config import Experiment
 from llmx.data.format.formats import Conversation
-from llmx.data.source.split import Source
+from llmx.data.source.split import DatasetSplit
 from llmx.data.store.truncation import PromptCutter
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, LlmxError
@@ -33,7 +33,7 @@ class EvalPrompt:
 def held_out_prompts(exp: Experiment, tokenizer: Any, *, limit: int) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
     ``seq_len``. Raises ConfigError for a source of plain text, which has no prompts."""
-    source = Source.of(exp, "eval")
+    source = DatasetSplit.of(exp, "eval")
     if source.form == "text":
         raise ConfigError(
             f"task.eval_generate={exp.task.eval_generate} needs conversations to take eval prompts "

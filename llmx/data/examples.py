@@ -23,7 +23,7 @@ from llmx.data.source.records import Record, Where, excerpt
 from llmx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llmx.data.source.split import Source
+    from llmx.data.source.split import DatasetSplit
 
 PER = ("token", "sequence", "example")
 CUTS = ("auto", "end", "start", "prompt", "none")
@@ -109,7 +109,7 @@ class Tokens:
     """Columns by token, each with as many values as there are ids."""
 
 
-Part = Conversation | Document | Tokens
+ExampleSequence = Conversation | Document | Tokens
 """A sequence of an example."""
 
 
@@ -117,7 +117,7 @@ Part = Conversation | Document | Tokens
 class Example:
     """Sequences that are packed, cut and counted together."""
 
-    sequences: tuple[Part, ...]
+    sequences: tuple[ExampleSequence, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     """By name: the value of the example, or a value for each of its sequences."""
     cut: str | tuple[str, ...] = "auto"
@@ -130,7 +130,9 @@ class Example:
     """Of an example that is tokens alone: the place of its record; set by preparation."""
 
     @classmethod
-    def of(cls, *sequences: Part, cut: str | tuple[str, ...] = "auto", **columns: Any) -> Example:
+    def of(
+        cls, *sequences: ExampleSequence, cut: str | tuple[str, ...] = "auto", **columns: Any
+    ) -> Example:
         """An example of these sequences, with columns by sequence and by example."""
         return cls(sequences, columns, cut)
 
@@ -174,7 +176,7 @@ class Encoding(Protocol):
     def encoding_identity(self) -> dict[str, Any]:
         """What else decides the examples, as JSON: another one is another store."""
 
-    def check_source(self, source: Source) -> None:
+    def check_source(self, source: DatasetSplit) -> None:
         """Raise ConfigError for data that the task cannot be trained on."""
 
     def encode(self, row: Any) -> Example | None:
@@ -220,7 +222,7 @@ def checked(example: Example, schema: Schema, *, task: str) -> Example:
         )
     if not example.sequences:
         raise ConfigError(f"task={task}: encode() gave an Example without a sequence.")
-    if not _are_parts(example):
+    if not _are_sequences(example):
         raise ConfigError(
             f"task={task}: a sequence of an Example is a Conversation, a Document or Tokens, not "
             f"{', '.join(type(sequence).__name__ for sequence in example.sequences)}."
@@ -241,7 +243,7 @@ def checked(example: Example, schema: Schema, *, task: str) -> Example:
     return example
 
 
-def _are_parts(example: Example) -> bool:
+def _are_sequences(example: Example) -> bool:
     return all(isinstance(one, (Conversation, Document, Tokens)) for one in example.sequences)
 
 

@@ -260,7 +260,7 @@ def _sample(lengths: Sequence[int], *, seed: int) -> Sample:
     return Sample(
         tokens=draw.integers(5, VOCAB, size=total).astype(np.uint32),
         targets=np.ones(total, dtype=bool),
-        row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+        sequence_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
     )
 
 

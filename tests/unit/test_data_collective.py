@@ -23,8 +23,8 @@ from llmx.data.distributed import units
 from llmx.data.distributed.collective import Host, prepare_together
 from llmx.data.distributed.shards import write_shard
 from llmx.data.source import files as read
-from llmx.data.source.progress import Progress
-from llmx.data.source.split import Source
+from llmx.data.source.progress import PreparationProgress
+from llmx.data.source.split import DatasetSplit
 from llmx.data.store.spec import dataset_spec
 from llmx.tasks import prepare, task_of
 from tests.bound_device import as_under_nccl
@@ -212,12 +212,12 @@ def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
 def test_units_are_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(units, "LEAST_BYTES", 700)
     exp = one_large_file(tmp_path / "source")
-    source = Source.of(exp, "train")
+    source = DatasetSplit.of(exp, "train")
     kind, found = units.units_of(source, hosts=2, whole_documents=False)
     assert kind == units.BY_FILES
     rows = [row for unit in found for row in unit.rows()]
-    assert rows == list(Source.of(exp, "train").rows())
-    assert read.can_be_stretched(source.files[0], text_unit="file")
+    assert rows == list(DatasetSplit.of(exp, "train").rows())
+    assert read.can_be_split(source.files[0], text_unit="file")
     assert [row.where.number for row in rows if row] == sorted(
         {row.where.number for row in rows if row}
     )
@@ -231,8 +231,8 @@ def test_a_killed_share_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def share() -> dict[str, int]:
         """When each file was written."""
-        _, found = units.units_of(spec.source, hosts=2, whole_documents=False)
-        progress = Progress("x", stream=io.StringIO())
+        _, found = units.units_of(spec.split, hosts=2, whole_documents=False)
+        progress = PreparationProgress("x", stream=io.StringIO())
         count = write_shard(spec, found, directory, mine=lambda unit: True, progress=progress)
         assert count == len(list(directory.glob("*.json"))) > 20
         return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}

@@ -37,7 +37,7 @@ from llmx.data import (
 from llmx.data.distributed import units
 from llmx.data.distributed.shards import assemble, write_shard
 from llmx.data.examples import Schema, checked
-from llmx.data.source.progress import Progress
+from llmx.data.source.progress import PreparationProgress
 from llmx.data.store import staging
 from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.store.spec import dataset_spec
@@ -116,7 +116,7 @@ def examples_of(store: SampleStore) -> list[dict[str, Any]]:
     found = []
     for index in range(len(store)):
         sample = store[index]
-        spans = iter(zip(sample.borders(), sample.columns["score"], strict=True))
+        spans = iter(zip(sample.bounds(), sample.columns["score"], strict=True))
         for size, label in zip(sample.example_sizes(), sample.columns["label"], strict=True):
             own = [next(spans) for _ in range(size)]
             found.append(
@@ -288,13 +288,13 @@ def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer, monkeypatch)
     spec = dataset_spec(exp, tokenizer, Pairs(exp, tokenizer), "train")
     shards = tmp_path / "shards"
     for host in range(2):
-        _, found = units.units_of(spec.source, hosts=2, whole_documents=True)
+        _, found = units.units_of(spec.split, hosts=2, whole_documents=True)
         count = write_shard(
             spec,
             found,
             shards,
             mine=lambda unit, host=host: unit.number % 2 == host,
-            progress=Progress("x", stream=io.StringIO()),
+            progress=PreparationProgress("x", stream=io.StringIO()),
         )
     assert count > 5
     facts = {"workers": 2, "hosts": 2, "tokenize_seconds": 0.0, "resumed_at_row": 0}
@@ -319,7 +319,7 @@ def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -
         np.array([len(ids)]) if len(ids) > 1 else None,
         {Column("place", per="token"): np.concatenate(ids).astype(np.float32)},
     )
-    truncation = Truncation(config, counts, begin=[0])
+    truncation = Truncation(config, counts, bos=[0])
     (left, _) = truncation([Example(tuple(sequences), cut=by)], block)
     values = next(iter(left.columns.values()))
     assert values.tolist() == left.tokens.tolist()
@@ -456,7 +456,7 @@ def test_labelled_rows_give_text_and_label(tmp_path: Path, tokenizer):
         (tokenizer.decode(tokens), int(label))
         for index in range(len(store))
         for (tokens, _), label in zip(
-            store[index].rows(), store[index].columns["label"], strict=True
+            store[index].sequences(), store[index].columns["label"], strict=True
         )
     ]
     assert sorted(found) == sorted((f"{row['text']}</s>", row["label"]) for row in rows)
@@ -658,5 +658,5 @@ def test_conversations_and_documents_in_one_example(tmp_path: Path, tokenizer):
     rows = [{"prompt": f"q{i}", "response": f"a{i}"} for i in range(30)]
     store = prepared(experiment(tmp_path, rows, packing="none"), tokenizer, Mixed)
     for i in range(30):
-        found = [tokenizer.decode(tokens) for tokens, _ in store[i].rows()]
+        found = [tokenizer.decode(tokens) for tokens, _ in store[i].sequences()]
         assert found == [f"q{i}</s>", tokenizer.decode([7, 8]), f"Qq{i}<|end|>Aa{i}<|end|>"]

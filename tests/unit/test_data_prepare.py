@@ -73,7 +73,9 @@ def numbered(count: int) -> list[tuple[str, str]]:
 
 def texts(store, tokenizer) -> list[str]:
     """Every row of a store as text, in the order of the store."""
-    return [tokenizer.decode(tokens) for i in range(len(store)) for tokens, _ in store[i].rows()]
+    return [
+        tokenizer.decode(tokens) for i in range(len(store)) for tokens, _ in store[i].sequences()
+    ]
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
@@ -87,7 +89,7 @@ def test_every_row_is_in_the_store_once(tmp_path: Path, tokenizer, packing: str)
     learned = [
         tokenizer.decode(tokens[targets])
         for i in range(len(store))
-        for tokens, targets in store[i].rows()
+        for tokens, targets in store[i].sequences()
     ]
     assert Counter(learned) == Counter(f"{a}<|end|>" for _, a in rows)
     assert max(len(store[i].tokens) for i in range(len(store))) <= 32
@@ -114,7 +116,7 @@ def test_documents_are_isolated(tmp_path: Path, tokenizer):
     path.write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in (3, 20, 1)))
     exp.data.path = str(path)
     store = prepare(exp, tokenizer)
-    assert [store[i].row_starts.tolist() for i in range(len(store))] == [[0, 7], [0, 16]]
+    assert [store[i].sequence_starts.tolist() for i in range(len(store))] == [[0, 7], [0, 16]]
     assert texts(store, tokenizer) == [
         "ababab</s>",
         "ab" * 12 + "a",

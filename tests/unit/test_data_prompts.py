@@ -134,7 +134,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from llmx.data.source.split import Source
+    from llmx.data.source.split import DatasetSplit
 
     folder = real_data / "gpt2_bpe"
     backend = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -144,7 +144,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     exp.data.max_rows, exp.data.seq_len = 400, 96
     exp.data.label_names = {"0": "差评", "1": "好评"}
     store = prepare(exp, tokenizer)
-    labels = [row.messages[-1].content for row in Source.of(exp, "train").rows()]
+    labels = [row.messages[-1].content for row in DatasetSplit.of(exp, "train").rows()]
     assert store.num_sequences == 400
     assert store.meta["dropped"] == {}
     assert store.meta["truncated"] > 100

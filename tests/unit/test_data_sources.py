@@ -20,7 +20,7 @@ from llmx.data.format.formats import Conversation, Document
 from llmx.data.source import json_array
 from llmx.data.source.files import Record, read_file, source_files
 from llmx.data.source.hub import hub_id, hub_rows, revision_of
-from llmx.data.source.split import Source
+from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError, DataError
 
 CHAT = [{"role": "user", "content": "Q ü"}, {"role": "assistant", "content": "A"}]
@@ -140,7 +140,7 @@ def test_an_unreachable_hub_names_the_way_out(tmp_path: Path, monkeypatch):
     exp = Experiment()
     exp.data.path = "owner/name"
     with pytest.raises(DataError, match=r"--repo-type dataset --local-dir DIR"):
-        Source.of(exp, "train").digests(cache=tmp_path)
+        DatasetSplit.of(exp, "train").digests(cache=tmp_path)
 
 
 # Arrays
@@ -216,16 +216,16 @@ def test_an_array_is_not_held_in_memory(tmp_path: Path):
 # Several sources
 
 
-def source(tmp_path: Path, split: str = "train", seed: int = 0, **data) -> Source:
+def source(tmp_path: Path, split: str = "train", seed: int = 0, **data) -> DatasetSplit:
     exp = Experiment()
     exp.seed = seed
     exp.data.cache_dir = str(tmp_path / "cache")
     for name, value in data.items():
         setattr(exp.data, name, value)
-    return Source.of(exp, split)
+    return DatasetSplit.of(exp, split)
 
 
-def questions(found: Source) -> list[str]:
+def questions(found: DatasetSplit) -> list[str]:
     rows = list(found.rows())
     assert all(isinstance(row, Conversation) for row in rows)
     return [row.messages[0].content for row in rows]

@@ -35,7 +35,7 @@ def write(path: Path, samples: list[Sample] | None = None) -> SampleStore:
 def same(store: SampleStore, samples: list[Sample]) -> None:
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
-        for name in ("tokens", "targets", "row_starts"):
+        for name in ("tokens", "targets", "sequence_starts"):
             ours, theirs = getattr(store[index], name), getattr(sample, name)
             assert ours.tolist() == theirs.tolist()
         assert store[index].targets.dtype == np.bool_
@@ -51,7 +51,7 @@ def test_round_trip(tmp_path: Path):
     assert (store.meta["num_tokens"], store.meta["num_target_tokens"]) == (7, 4)
     assert store.num_target_tokens(np.array([0, 1, 1])) == 6
     assert store.num_tokens(np.array([0, 1, 1])) == 11
-    assert [tokens.tolist() for tokens, _ in store[1].rows()] == [[4_294_967_295, 5], [6, 7]]
+    assert [tokens.tolist() for tokens, _ in store[1].sequences()] == [[4_294_967_295, 5], [6, 7]]
     store.verify()
     with pytest.raises(IndexError, match="sample 2"):
         store[2]

@@ -46,7 +46,7 @@ def test_it_loads_and_gives_text_back(tmp_path: Path, kind: str):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
     assert None not in (tokenizer.pad_token_id, tokenizer.eos_token_id)
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    # A chat is rendered with its control tokens, of which the end is learned.
+    # A chat is rendered with its special tokens, of which the end is learned.
     chat = Conversation((Message("user", "Who?"), Message("assistant", "Anna.")), WHERE)
     (row,) = Renderer(tokenizer).conversations([chat])
     assert tokenizer.decode(row.tokens) == (

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmx.data.tokenize import byte_level as words_module
 from llmx.data.tokenize import documents as encode
-from llmx.data.tokenize.byte_level import LONGEST, PATTERNS, BytePairs, Words, is_cut_off
+from llmx.data.tokenize.byte_level import LONGEST, PATTERNS, BytePairs, PretokenCache, is_cut_off
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.data.tokenize.wordwise import MARK, NotWordwise, Wordwise
 
@@ -215,7 +215,7 @@ def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @settings(deadline=None, max_examples=300)
 @given(texts=st.lists(st.binary(max_size=60), max_size=6), lone=st.booleans())
 def test_words_put_together_are_the_text(texts: list[bytes], lone: bool):
-    words = Words(counted, lone=lone)
+    words = PretokenCache(counted, lone=lone)
     for _ in range(2):  # from the encoder, from the table
         ids, counts = words.encode(texts)
         assert ids.astype(np.uint8).tobytes() == b"".join(texts)
@@ -230,7 +230,7 @@ def test_a_word_is_encoded_once_and_forgotten_when_the_texts_change(monkeypatch)
         asked.extend(pieces)
         return counted(pieces)
 
-    words = Words(encode)
+    words = PretokenCache(encode)
     long = b" " + b"x" * LONGEST
     words.encode([b"a b b b", b"b" + long])
     assert asked == [b"a", b" b", b"b", long]
@@ -255,6 +255,6 @@ def test_where_words_begin():
 def test_the_lengths_of_tokens_tell_whose_they_are():
     fast = BytePairs.of(tokenizer_of("gpt2"))
     pieces = [b"The", b" dog's", b"  ", b" incomprehensibilities"]
-    ids, begins, counts = fast.encode_words(pieces)
+    ids, begins, counts = fast.encode_pretokens(pieces)
     for piece, begin, count in zip(pieces, begins, counts, strict=True):
         assert ids[begin : begin + count].tolist() == fast.encode(piece.decode()).tolist()

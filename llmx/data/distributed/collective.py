@@ -26,7 +26,7 @@ from llmx.data.distributed.shards import assemble, write_shard
 from llmx.data.distributed.transfer import Board, Channel, storage_groups
 from llmx.data.distributed.units import BY_FILES, Owners, Unit, units_of
 from llmx.data.examples import Encoding
-from llmx.data.source.progress import Progress
+from llmx.data.source.progress import PreparationProgress
 from llmx.data.store.build import found, note_old_stores, prepare, progress_of
 from llmx.data.store.samples import SampleStore, locked
 from llmx.data.store.spec import DatasetSpec, dataset_spec
@@ -173,7 +173,7 @@ def _agree(spec: DatasetSpec, split: str, board: Board, place: _Place) -> None:
         "from": group[have[0]] if have else 0,
     }
     least = spec.data.share_from_mib
-    large = least is not None and spec.source.source_bytes >= least * 2**20
+    large = least is not None and spec.split.source_bytes >= least * 2**20
     if len(have) == len(facts):
         how["kind"] = "each"
     elif have:
@@ -188,7 +188,7 @@ def _refuse(facts: list[dict[str, Any]], number: int, spec: DatasetSpec, place: 
     different = ", ".join(key for key in here if here[key] != there.get(key))
     raise DataError(
         f"{place.hosts[number].name} would train on other data than {place.hosts[0].name}: "
-        f"different there: {different} (sources are the bytes of {spec.source.path}). Give both "
+        f"different there: {different} (sources are the bytes of {spec.split.path}). Give both "
         "the same files, e.g. by launch.sync=rsync with launch.sync_extra, and the same llmx."
     )
 
@@ -197,7 +197,7 @@ def _make_shard(spec: DatasetSpec, how: dict[str, Any], place: _Place) -> tuple[
     """This host's units; returns how many units there are in all, and where they lie."""
     hosts = len(place.hosts)
     whole = spec.data.packing != "concat"
-    kind, units = units_of(spec.source, hosts=hosts, whole_documents=whole)
+    kind, units = units_of(spec.split, hosts=hosts, whole_documents=whole)
     owners = Owners(how["cores"])
     note_old_stores(spec)
     directory = _shards(spec) / kind
@@ -207,8 +207,8 @@ def _make_shard(spec: DatasetSpec, how: dict[str, Any], place: _Place) -> tuple[
     if kind == BY_FILES:
         listed = list(units)
         owned = {unit.number for unit in listed if owners.take(unit.size) == place.host}
-        meter, total = spec.source.meter, sum(u.size for u in listed if u.number in owned)
-        progress = Progress(title, total_bytes=total, read=lambda: meter.bytes)
+        meter, total = spec.split.meter, sum(u.size for u in listed if u.number in owned)
+        progress = PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes)
         units = iter(listed)
 
     def mine(unit: Unit) -> bool:

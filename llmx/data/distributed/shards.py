@@ -20,15 +20,15 @@ import numpy as np
 
 from llmx.data.distributed.units import Unit
 from llmx.data.examples import WEIGHT
-from llmx.data.source.progress import Progress
-from llmx.data.source.rejected import Rejects
+from llmx.data.source.progress import PreparationProgress
+from llmx.data.source.rejected import RejectedRecords
 from llmx.data.store.build import Counts, finalize
 from llmx.data.store.samples import SampleStore
 from llmx.data.store.spec import DatasetSpec
 from llmx.data.store.staging import Staging
 from llmx.data.store.truncation import Truncation
 from llmx.data.tokenize.documents import TokenBlock
-from llmx.data.tokenize.encoder import RowEncoder
+from llmx.data.tokenize.encoder import ExampleEncoder
 from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
 from llmx.rundir import write_json
 
@@ -44,14 +44,14 @@ def write_shard(
     directory: Path,
     *,
     mine: Callable[[Unit], bool],
-    progress: Progress,
+    progress: PreparationProgress,
 ) -> int:
     """Make those units that are ``mine`` and not there yet; returns how many units there are."""
     directory.mkdir(parents=True, exist_ok=True)
-    source = spec.source
+    source = spec.split
     workers = worker_count(spec.data.num_workers)
     # There is much text in all, if not in one unit.
-    encoder = RowEncoder(
+    encoder = ExampleEncoder(
         source, spec.renderer, spec.encoding, workers=workers, fast_from_bytes=PROOF_BYTES
     )
     count = 0
@@ -80,9 +80,9 @@ def note_of(directory: Path, number: int) -> dict[str, Any] | None:
 
 def assemble(spec: DatasetSpec, directory: Path, *, units: int, how: dict[str, Any]) -> SampleStore:
     """The store of all units, which are all done and in ``directory``."""
-    refused = Rejects()
-    counts = Counts(rejects=(spec.source.rejects, refused))
-    spec.source.rejects.clear()
+    refused = RejectedRecords()
+    counts = Counts(rejects=(spec.split.rejects, refused))
+    spec.split.rejects.clear()
     columns = spec.encoding.columns
     text = 0
     ignored: set[str] = set()
@@ -113,7 +113,7 @@ def assemble(spec: DatasetSpec, directory: Path, *, units: int, how: dict[str, A
             encoders.append(note["encoder"])
         nothing = not (counts.rows["rows"] or counts.left_out)
         if nothing and not any(group.counts for group in counts.rejects):
-            raise spec.source.empty()
+            raise spec.split.empty()
         # Each host proved its encoder on other texts: the kind is what counts.
         kinds = ", ".join(sorted({re.split(r", equal| \(", encoder)[0] for encoder in encoders}))
         counts.ignored_columns = sorted(ignored)
@@ -124,13 +124,17 @@ def assemble(spec: DatasetSpec, directory: Path, *, units: int, how: dict[str, A
 
 
 def _write_unit(
-    spec: DatasetSpec, unit: Unit, directory: Path, encoder: RowEncoder, progress: Progress
+    spec: DatasetSpec,
+    unit: Unit,
+    directory: Path,
+    encoder: ExampleEncoder,
+    progress: PreparationProgress,
 ) -> None:
     counts: Counter[str] = Counter()
     truncation = Truncation(
         spec.data,
         counts,
-        begin=spec.renderer.begin,
+        bos=spec.renderer.bos,
         state=(int(not unit.begins), spec.data.seq_len),
     )
     writer = _Segments(directory, unit.number)
@@ -141,7 +145,7 @@ def _write_unit(
         writer.add(block, joins=joins)
         progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
         text += encoded.size
-    source = spec.source
+    source = spec.split
     note = {
         "files": writer.close(),
         "counts": dict(counts),

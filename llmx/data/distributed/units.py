@@ -16,10 +16,10 @@ from pathlib import Path
 
 from llmx.data.examples import Row
 from llmx.data.format.formats import Document
-from llmx.data.source.files import can_be_stretched
-from llmx.data.source.part import Part
-from llmx.data.source.records import Stretch
-from llmx.data.source.split import Source
+from llmx.data.source.files import can_be_split
+from llmx.data.source.records import ByteRange
+from llmx.data.source.source import Source
+from llmx.data.source.split import DatasetSplit
 from llmx.data.tokenize.encoder import text_bytes
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 128 << 20
@@ -29,7 +29,7 @@ UNITS = 256
 UNITS_A_HOST = 4
 """With fewer, some hosts would wait long for others."""
 BY_FILES, BY_ROWS = "files", "rows"
-WHOLE_FILE = Stretch(0, None, 1)
+WHOLE_FILE = ByteRange(0, None, 1)
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class _Stretch:
-    part: Part
+    part: Source
     copy: int
     file: Path
-    stretch: Stretch
+    stretch: ByteRange
     size: int
 
 
-def units_of(source: Source, *, hosts: int, whole_documents: bool) -> tuple[str, Iterator[Unit]]:
+def units_of(
+    source: DatasetSplit, *, hosts: int, whole_documents: bool
+) -> tuple[str, Iterator[Unit]]:
     """(``BY_FILES`` or ``BY_ROWS``, the units in order). ``whole_documents``: no unit begins
     with the rest of a document."""
     size = min(max(source.source_bytes // UNITS, LEAST_BYTES), MOST_BYTES)
@@ -82,7 +84,7 @@ class Owners:
         return host
 
 
-def _by_files(source: Source, unit_bytes: int) -> Iterator[Unit]:
+def _by_files(source: DatasetSplit, unit_bytes: int) -> Iterator[Unit]:
     number = size = 0
     found: list[_Stretch] = []
     for piece in _stretches(source, unit_bytes):
@@ -95,24 +97,24 @@ def _by_files(source: Source, unit_bytes: int) -> Iterator[Unit]:
         yield _unit_of(source, number, size, found)
 
 
-def _unit_of(source: Source, number: int, size: int, pieces: list[_Stretch]) -> Unit:
+def _unit_of(source: DatasetSplit, number: int, size: int, pieces: list[_Stretch]) -> Unit:
     return Unit(number, size, True, partial(_rows_of, source, pieces))
 
 
-def _rows_of(source: Source, pieces: list[_Stretch]) -> Iterator[Row | None]:
+def _rows_of(source: DatasetSplit, pieces: list[_Stretch]) -> Iterator[Row | None]:
     return chain.from_iterable(
         source.rows_of(piece.part, piece.file, piece.stretch, first=piece.copy == 0)
         for piece in pieces
     )
 
 
-def _stretches(source: Source, unit_bytes: int) -> Iterator[_Stretch]:
-    for part in source.parts:
+def _stretches(source: DatasetSplit, unit_bytes: int) -> Iterator[_Stretch]:
+    for part in source.sources:
         for copy in range(source.copies(part)):
             for file in part.files:
                 size = file.stat().st_size
                 long = size > 2 * unit_bytes
-                if long and can_be_stretched(file, text_unit=part.text_unit):
+                if long and can_be_split(file, text_unit=part.text_unit):
                     for stretch in _cut(file, size, unit_bytes):
                         yield _Stretch(
                             part, copy, file, stretch, (stretch.stop or size) - stretch.start
@@ -121,7 +123,7 @@ def _stretches(source: Source, unit_bytes: int) -> Iterator[_Stretch]:
                     yield _Stretch(part, copy, file, WHOLE_FILE, size)
 
 
-def _cut(file: Path, size: int, unit_bytes: int) -> Iterator[Stretch]:
+def _cut(file: Path, size: int, unit_bytes: int) -> Iterator[ByteRange]:
     """A file in stretches of whole lines of about ``unit_bytes``."""
     start, first_line = 0, 1
     with file.open("rb") as stream:
@@ -138,11 +140,11 @@ def _cut(file: Path, size: int, unit_bytes: int) -> Iterator[Stretch]:
                 rest = stream.readline()
                 stop += len(rest)
                 lines += rest.endswith(b"\n")
-            yield Stretch(start, stop, first_line)
+            yield ByteRange(start, stop, first_line)
             start, first_line = stop, first_line + lines
 
 
-def _by_rows(source: Source, unit_bytes: int, *, whole_documents: bool) -> Iterator[Unit]:
+def _by_rows(source: DatasetSplit, unit_bytes: int, *, whole_documents: bool) -> Iterator[Unit]:
     number = size = 0
     begins = True
     rows: list[Row | None] = []

@@ -217,7 +217,7 @@ class ColumnCheck:
         self._layouts: dict[tuple[str, ...], list[tuple[str, list[Rule]]]] = {}
 
     def __call__(self, record: Record) -> None:
-        """Raise RowError for a column that changes what the record means."""
+        """Raise RecordError for a column that changes what the record means."""
         value = record.value
         layout = tuple(value)
         if layout not in self._layouts:

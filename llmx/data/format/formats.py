@@ -130,7 +130,7 @@ def to_conversation(
     assistant. ``system`` is used where the record has no system message of its own. (Pairs
     have a reader of their own, ``llmx.data.format.formats``.)
 
-    Turns after the last of the assistant are left out, and counted. Raises RowError for a key
+    Turns after the last of the assistant are left out, and counted. Raises RecordError for a key
     that is missing or has a wrong type, an unknown role, or turns that make no conversation.
     """
 
@@ -239,7 +239,7 @@ def _text(record: Record, key: str) -> str:
 
 
 def check_characters(record: Record, text: str) -> None:
-    """Raise RowError for half of a surrogate pair, which JSON can write and no encoder takes."""
+    """Raise RecordError for half of a surrogate pair, which JSON can write and no encoder takes."""
     if text.isascii():
         return
     try:
@@ -325,7 +325,7 @@ def to_preference(record: Record, *, columns: dict[str, str], system: str | None
     conversations (messages or text, with or without a ``prompt``), or ``conversations`` up to
     the answer with ``chosen`` and ``rejected`` as the answers to it.
 
-    Raises RowError where the two do not have the same turns before the answer, or are the same.
+    Raises RecordError where the two do not have the same turns before the answer, or are the same.
     """
 
     def column(name: str) -> str:

@@ -28,7 +28,7 @@ Span = tuple[int, int]
 class Rendering:
     """A conversation as text: what is learned (a span an assistant turn), and where data lies.
 
-    ``end_missing``: the template closes the last turn with no control token, so the end token
+    ``end_missing``: the template closes the last turn with no special token, so the EOS token
     is appended.
     """
 
@@ -80,12 +80,12 @@ def filled(skeleton: Skeleton, messages: tuple[Message, ...], text: str) -> Rend
     return Rendering(text, answers, contents, end_missing=skeleton.tail[turns[-1]] < 0)
 
 
-def shapes_of(conversation: Conversation, control: dict[str, int]) -> list[Conversation]:
+def shapes_of(conversation: Conversation, special: dict[str, int]) -> list[Conversation]:
     """The conversation as it is, and then as a template that knows less can take it: tools
     in the system message, tool results as words of the user, the system in the first turn."""
     messages = conversation.messages
     shapes = [conversation]
-    plain_tools = any(token in conversation.tools for token in control)
+    plain_tools = any(token in conversation.tools for token in special)
     if conversation.tools:
         note = f"Tools that you may call, as JSON:\n{conversation.tools}"
         system = messages[0].content + "\n\n" + note if messages[0].role == "system" else note
@@ -110,15 +110,15 @@ _MARKS = re.compile("\ue000(\\d+)\ue001")
 
 
 class TemplateSpans:
-    """Renders conversations with one chat template. ``control``: the tokenizer's control tokens."""
+    """Renders conversations with one chat template. ``special``: the tokenizer's special tokens."""
 
-    def __init__(self, tokenizer: Any, *, name: str, template: str, control: dict[str, int]):
+    def __init__(self, tokenizer: Any, *, name: str, template: str, special: dict[str, int]):
         self._tokenizer = tokenizer
         self._name = name
         self._template = template
-        self._control = control
-        longest_first = sorted(control, key=len, reverse=True)
-        self.control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = special
+        longest_first = sorted(special, key=len, reverse=True)
+        self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._skeletons: dict[tuple[tuple[str, ...], str], Skeleton | None] = {}
 
     def render(self, conversation: Conversation) -> Rendering:
@@ -128,7 +128,7 @@ class TemplateSpans:
         if own is not None:
             return own
         problem = ""
-        for shaped in shapes_of(conversation, self._control):
+        for shaped in shapes_of(conversation, self._special):
             key = (tuple(message.role for message in shaped.messages), shaped.tools)
             try:
                 if key not in self._skeletons:
@@ -171,13 +171,13 @@ class TemplateSpans:
     def _with_own_calls(self, conversation: Conversation) -> Rendering | None:
         """Calls of tools as the template itself writes them; None where it has no way to, or
         where it cannot be told exactly what is learned, for which every answer has to begin
-        after the generation prompt and to end with the last control token of its turn."""
+        after the generation prompt and to end with the last special token of its turn."""
         messages, tools = conversation.messages, conversation.tools
         if not any(message.calls for message in messages) or not self._writes_calls:
             return None
         said = [message.said if message.calls else message.content for message in messages]
         data = [*said, *(message.calls for message in messages), tools]
-        if any(self.control_pattern.search(part) for part in data):
+        if any(self.special_pattern.search(part) for part in data):
             return None
         answers: list[Span] = []
         try:
@@ -187,7 +187,7 @@ class TemplateSpans:
                     continue
                 prompt = self._apply(messages[:i], tools=tools, generation_prompt=True, calls=True)
                 turn = self._apply(messages[: i + 1], tools=tools, calls=True)
-                ends = [found.end() for found in self.control_pattern.finditer(turn, len(prompt))]
+                ends = [found.end() for found in self.special_pattern.finditer(turn, len(prompt))]
                 if (
                     not ends
                     or not text.startswith(turn[: ends[-1]])
@@ -242,7 +242,7 @@ class TemplateSpans:
             )
             # What follows the content when the conversation ends here closes this turn.
             closing = self._apply(marked[: i + 1], tools=tools).partition(message.content)[2]
-            end = self.control_pattern.search(closing)
+            end = self.special_pattern.search(closing)
             after = pieces[order.index(i) + 1]
             closes = end is not None and after.startswith(closing[: end.end()])
             tail[i] = end.end() if end is not None and closes else -1
@@ -250,11 +250,11 @@ class TemplateSpans:
 
     def _turn_by_turn(self, conversation: Conversation, text: str) -> Rendering:
         """For templates that rewrite contents (Qwen3 drops earlier thoughts): an answer begins
-        where the prompt before it ends, and stops with the next control token. That is exact
-        only if no content holds a control token, so then the row is refused."""
+        where the prompt before it ends, and stops with the next special token. That is exact
+        only if no content holds a special token, so then the row is refused."""
         messages = conversation.messages
         for message in messages:
-            found = self.control_pattern.search(message.content)
+            found = self.special_pattern.search(message.content)
             if found:
                 raise DataError(
                     f"{conversation.where}: the chat template rewrites the contents, and one "
@@ -273,7 +273,7 @@ class TemplateSpans:
                     "when more turns follow, so what is learned cannot be told. Choose another "
                     "data.template."
                 )
-            end = self.control_pattern.search(text, len(prompt))
+            end = self.special_pattern.search(text, len(prompt))
             answers.append((len(prompt), end.end() if end else len(text)))
             end_missing = end is None
         return Rendering(text, tuple(answers), (), end_missing)

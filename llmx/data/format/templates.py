@@ -2,7 +2,7 @@
 
 All are Jinja, so that one code renders them and an exported tokenizer carries what it was
 trained with. In the named ones END closes an assistant's turn: the marker of the family where
-the tokenizer knows it as a control token, else the tokenizer's end token, so that the turn's
+the tokenizer knows it as a special token, else the tokenizer's EOS token, so that the turn's
 end is always one token that the model learns.
 """
 
@@ -83,7 +83,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
 
 def choose_template(tokenizer: Any, name: str) -> tuple[str, str]:
     """(name, Jinja) of the template for ``data.template``; ``auto`` is the tokenizer's own,
-    else chatml. Raises ConfigError for a tokenizer without an end token."""
+    else chatml. Raises ConfigError for a tokenizer without an EOS token."""
     if name == "auto":
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, dict):  # several, by name
@@ -106,23 +106,23 @@ def choose_template(tokenizer: Any, name: str) -> tuple[str, str]:
 def _resolved(tokenizer: Any, name: str) -> str | None:
     """A named template for this tokenizer; None if there is nothing to close a turn with."""
     marker, template = TEMPLATES[name]
-    end = marker if marker in control_tokens(tokenizer) else tokenizer.eos_token
+    end = marker if marker in special_tokens(tokenizer) else tokenizer.eos_token
     if not end:
         return None
-    start = "{{ bos_token }}" if adds_begin_token(tokenizer) else ""
+    start = "{{ bos_token }}" if adds_bos_token(tokenizer) else ""
     return start + template.replace(" END ", f" {json.dumps(end)} ")
 
 
-def control_tokens(tokenizer: Any) -> dict[str, int]:
+def special_tokens(tokenizer: Any) -> dict[str, int]:
     """The tokens that steer a model and that no text may produce, with their ids: those that
     the tokenizer marks as special. (``<think>`` or ``<tool_call>`` are often not.)"""
     added = tokenizer.added_tokens_decoder
-    control = {token.content: index for index, token in added.items() if token.special}
+    special = {token.content: index for index, token in added.items() if token.special}
     pairs = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    return control | {token: index for token, index in pairs if index is not None}
+    return special | {token: index for token, index in pairs if index is not None}
 
 
-def adds_begin_token(tokenizer: Any) -> bool:
-    """Whether the tokenizer by itself begins a text with its begin token."""
-    begin = tokenizer.bos_token_id
-    return begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
+def adds_bos_token(tokenizer: Any) -> bool:
+    """Whether the tokenizer by itself begins a text with its BOS token."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.data.source.records import RowError, Where, excerpt
+from llmx.data.source.records import RecordError, Where, excerpt
 from llmx.text import plural
 
 ROLES = {
@@ -54,7 +54,7 @@ def turns(
 ) -> list[Message]:
     """The messages under ``key``, after those of ``before``.
 
-    Raises RowError for what is no list of turns, and for turns out of order.
+    Raises RecordError for what is no list of turns, and for turns out of order.
     """
     value = by_rows(value)
     if not isinstance(value, list) or not value:
@@ -318,7 +318,7 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
 
 
-def _wrong_calls(calls: Any, error: Exception, where: Where, place: str) -> RowError:
+def _wrong_calls(calls: Any, error: Exception, where: Where, place: str) -> RecordError:
     problem = str(error)
     if isinstance(error, KeyError):
         problem = f"no {error}"
@@ -333,6 +333,6 @@ def _wrong_calls(calls: Any, error: Exception, where: Where, place: str) -> RowE
     )
 
 
-def _wrong(where: Where, reason: str, problem: str, value: Any) -> RowError:
+def _wrong(where: Where, reason: str, problem: str, value: Any) -> RecordError:
     content = json.dumps(value, ensure_ascii=False, default=str)
-    return RowError(f"{where}: {problem}", where=where, reason=reason, content=content)
+    return RecordError(f"{where}: {problem}", where=where, reason=reason, content=content)

@@ -27,11 +27,11 @@ from llmx.data.source.lines import (
     whole_text,
 )
 from llmx.data.source.records import (
+    ByteRange,
     Meter,
     OnBad,
     Record,
-    RowError,
-    Stretch,
+    RecordError,
     TextPiece,
     Where,
     excerpt,
@@ -88,14 +88,14 @@ def read_file(
     *,
     bad: OnBad = refuse,
     text_unit: str = "file",
-    stretch: Stretch = WHOLE,
+    stretch: ByteRange = WHOLE,
     meter: Meter | None = None,
 ) -> Iterator[Record | TextPiece]:
     """Records of one file (or the pieces of one text), in order.
 
     ``bad`` is called with every row that is wrong; by default it raises. A file that is damaged
     or cut off is such a row too, its last: what follows it cannot be read. ``stretch``: only
-    these lines, of a file that ``can_be_stretched``. ``meter`` is kept up to date.
+    these lines, of a file that ``can_be_split``. ``meter`` is kept up to date.
     """
     meter = meter or Meter()
     if kind_of(file) in COLUMNAR_SUFFIXES:
@@ -114,7 +114,7 @@ def read_file(
         raise DataError(f"{file}: cannot be read ({error}).") from error
 
 
-def can_be_stretched(file: Path, *, text_unit: str) -> bool:
+def can_be_split(file: Path, *, text_unit: str) -> bool:
     """Whether each line is a row that can be read without those before it."""
     if file.suffix.lower() in COMPRESSED:
         return False
@@ -127,7 +127,7 @@ def can_be_stretched(file: Path, *, text_unit: str) -> bool:
 
 
 def _records(
-    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str, stretch: Stretch
+    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str, stretch: ByteRange
 ) -> Iterator[Record | TextPiece]:
     kind = kind_of(file)
     lines = lines_of(file, stream, bad, stretch)
@@ -142,8 +142,8 @@ def _records(
     return json_lines(lines, bad)
 
 
-def _damaged(file: Path, error: Exception) -> RowError:
-    return RowError(
+def _damaged(file: Path, error: Exception) -> RecordError:
+    return RecordError(
         f"{file}: the compressed file is damaged or cut off ({error}). Fetch it again.",
         where=Where(file, 0, "end"),
         reason="damaged or cut off; the file ends here",
@@ -162,5 +162,5 @@ def _json_array(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record]:
                 yield Record(value, where)
             else:
                 bad(no_object(value, where))
-    except RowError as error:
+    except RecordError as error:
         bad(error)

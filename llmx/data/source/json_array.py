@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.data.source.records import OnBad, RowDecoder, RowError, Where, excerpt, key_twice, refuse
+from llmx.data.source.records import (
+    OnBad,
+    RecordDecoder,
+    RecordError,
+    Where,
+    excerpt,
+    key_twice,
+    refuse,
+)
 
 CHUNK_BYTES = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -24,7 +32,7 @@ _CUT = 16
 def array_elements(
     file: Path, stream: IO[bytes], bad: OnBad = refuse
 ) -> Iterator[tuple[Any, Where]]:
-    """(element, its place) in order. ``bad`` gets those that have a key twice. Raises RowError
+    """(element, its place) in order. ``bad`` gets those that have a key twice. Raises RecordError
     where it is not JSON: an array cannot be read beyond that."""
     return _Elements(file, stream, bad).each()
 
@@ -32,7 +40,7 @@ def array_elements(
 class _Elements:
     def __init__(self, file: Path, stream: IO[bytes], bad: OnBad) -> None:
         self._bad = bad
-        self._rows = RowDecoder()
+        self._rows = RecordDecoder()
         self._file = file
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -121,7 +129,7 @@ class _Elements:
             self._text += good
             line, column = self._position(len(self._text))
             bad = error.object[max(0, error.start - 20) : error.start + 20]
-            raise RowError(
+            raise RecordError(
                 f"{self._file}, line {line}, column {column}: not UTF-8: {bad!r}. Convert the "
                 "file, e.g. `iconv -f GB18030 -t UTF-8`.",
                 where=Where(self._file, line, "line"),
@@ -137,10 +145,10 @@ class _Elements:
             return self._lines, self._column + at
         return self._lines + before, at - self._text.rfind("\n", 0, at)
 
-    def _wrong(self, problem: str, at: int) -> RowError:
+    def _wrong(self, problem: str, at: int) -> RecordError:
         line, column = self._position(at)
         around = excerpt(self._text[max(0, at - 40) : at + 40])
-        return RowError(
+        return RecordError(
             f"{self._file}, line {line}, column {column}: not JSON ({problem}): {around}. Correct "
             "it; a file cut off in the middle must be fetched again.",
             where=Where(self._file, line, "line"),

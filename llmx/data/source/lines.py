@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmx.data.source.records import (
+    ByteRange,
     OnBad,
     Record,
-    RowDecoder,
-    RowError,
-    Stretch,
+    RecordDecoder,
+    RecordError,
     TextPiece,
     Where,
     excerpt,
@@ -30,11 +30,11 @@ from llmx.text import plural
 
 PIECE_CHARS = 4 << 20
 """A text file is tokenized in pieces of about this many characters."""
-WHOLE = Stretch(0, None, 1)
+WHOLE = ByteRange(0, None, 1)
 
 
 def lines_of(
-    file: Path, stream: IO[bytes], bad: OnBad, stretch: Stretch = WHOLE
+    file: Path, stream: IO[bytes], bad: OnBad, stretch: ByteRange = WHOLE
 ) -> Iterator[tuple[str, Where]]:
     """Decoded lines with their line ends; a bad byte is reported with its line."""
     at = stretch.start
@@ -53,7 +53,7 @@ def lines_of(
         except UnicodeDecodeError as error:
             around = line[max(0, error.start - 20) : error.start + 20]
             bad(
-                RowError(
+                RecordError(
                     f"{where}: byte {error.start + 1} is not UTF-8: {around!r}. Convert the file, "
                     "e.g. `iconv -f GB18030 -t UTF-8`.",
                     where=where,
@@ -105,7 +105,7 @@ def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[TextPiece]:
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:
     """The object on each line that is not empty."""
-    decoder = RowDecoder()
+    decoder = RecordDecoder()
     for line, where in lines:
         if not line.strip():
             continue
@@ -149,7 +149,7 @@ def table_lines(
         except csv.Error as error:
             where = Where(file, line_number, "line")
             problem = f"{error}. A quotation mark inside of a quoted cell is written twice."
-            bad(RowError(f"{where}: {problem}", where=where, reason="not a table's row"))
+            bad(RecordError(f"{where}: {problem}", where=where, reason="not a table's row"))
             continue
         where = Where(file, line_number, "line")
         if columns is None:
@@ -159,7 +159,7 @@ def table_lines(
             yield Record(dict(zip(columns, cells, strict=True)), where)
         elif cells:
             bad(
-                RowError(
+                RecordError(
                     f"{where}: {plural(len(cells), 'cell')}, but the header names "
                     f"{plural(len(columns), 'column')} ({names(columns)}): "
                     f"{excerpt(delimiter.join(cells))}.",
@@ -179,14 +179,14 @@ def _check_header(columns: list[str], where: Where) -> None:
         )
 
 
-def _not_json(line: str, where: Where, error: Exception) -> RowError:
+def _not_json(line: str, where: Where, error: Exception) -> RecordError:
     column, problem = 1, "nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         column, problem = error.colno, error.msg
     elif isinstance(error, ValueError):  # Python refuses to read it
         problem = "a number of more than 4,300 digits"
     around = excerpt(line[max(0, column - 41) : column + 39])
-    return RowError(
+    return RecordError(
         f"{where}, column {column}: not JSON ({problem}): {around}. Correct the line; a file cut "
         "off in the middle must be fetched again.",
         where=where,
@@ -195,9 +195,9 @@ def _not_json(line: str, where: Where, error: Exception) -> RowError:
     )
 
 
-def no_object(value: Any, where: Where) -> RowError:
+def no_object(value: Any, where: Where) -> RecordError:
     """For a row that is JSON, but no object."""
-    return RowError(
+    return RecordError(
         f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
         '{"text": "..."}.',
         where=where,

@@ -15,7 +15,7 @@ EVERY_S = 10.0
 MIB = 1 << 20
 
 
-class Progress:
+class PreparationProgress:
     """Counts what is done and shows it on ``stream`` (default: stderr).
 
     ``total_bytes``: bytes of all sources on disk, of which ``read`` tells how many were read,
@@ -42,7 +42,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> PreparationProgress:
         self._started = self._said = time.monotonic()
         if self._stream.isatty():
             from rich import progress as rich_progress

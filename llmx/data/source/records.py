@@ -44,7 +44,7 @@ class TextPiece:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ByteRange:
     """The lines of a file that begin in bytes [start, stop); both are where a line begins."""
 
     start: int
@@ -62,7 +62,7 @@ class Meter:
     """Of the files as they are on disk."""
 
 
-class RowError(DataError):
+class RecordError(DataError):
     """One row that cannot be used; the rows after it may be good."""
 
     def __init__(self, message: str, *, where: Where, reason: str, content: str = "") -> None:
@@ -74,16 +74,16 @@ class RowError(DataError):
         """What was read, as far as it is known."""
 
 
-OnBad = Callable[[RowError], None]
+OnBad = Callable[[RecordError], None]
 """What is done with a bad row: raise it, or note it and go on."""
 
 
-def refuse(error: RowError) -> None:
+def refuse(error: RecordError) -> None:
     """Stop at the first bad row."""
     raise error
 
 
-class RowDecoder(json.JSONDecoder):
+class RecordDecoder(json.JSONDecoder):
     """Python's decoder, which also tells of a key that an object has twice: it keeps the last
     value, where another reader would keep the first."""
 
@@ -100,9 +100,9 @@ class RowDecoder(json.JSONDecoder):
         return value
 
 
-def key_twice(key: str, value: Any, where: Where) -> RowError:
+def key_twice(key: str, value: Any, where: Where) -> RecordError:
     """For a row that has a key twice."""
-    return RowError(
+    return RecordError(
         f'{where}: the key "{excerpt(key)}" is there twice, and which of the two counts is not '
         "defined. Write it once.",
         where=where,
@@ -126,10 +126,10 @@ def names(found: Iterable[Any], *, limit: int = 12) -> str:
     return ", ".join(shown[:limit]) + more
 
 
-def wrong_record(record: Record, reason: str, problem: str, shown: Any = None) -> RowError:
-    """A RowError with the record's place and content; ``shown`` is added to the message."""
+def wrong_record(record: Record, reason: str, problem: str, shown: Any = None) -> RecordError:
+    """A RecordError with the record's place and content; ``shown`` is added to the message."""
     what = f" {excerpt(shown)}" if shown else ""
-    return RowError(
+    return RecordError(
         f"{record.where}: {problem}{what}",
         where=record.where,
         reason=reason,

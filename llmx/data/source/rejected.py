@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.data.source.records import RowError
+from llmx.data.source.records import RecordError
 from llmx.errors import DataError
 from llmx.text import printable
 
@@ -21,11 +21,11 @@ CONTENT_CHARS = 100_000
 """Of a rejected row so much is kept."""
 
 
-class RejectsUnwritten(DataError):
+class RejectedUnwritten(DataError):
     """The reject file cannot be written; the rows themselves are all prepared."""
 
 
-class Rejects:
+class RejectedRecords:
     """Takes note of bad rows (``data.on_bad_row=skip``). Memory stays flat: beyond a MiB they
     wait in a temporary file, or from the first on in ``file``, where another process can go on."""
 
@@ -48,7 +48,7 @@ class Rejects:
         self._lines.flush()
         return {"counts": dict(self.counts), "size": self._lines.tell()}
 
-    def add(self, error: RowError) -> None:
+    def add(self, error: RecordError) -> None:
         """Note one row."""
         self.counts[error.reason] += 1
         line = {
@@ -102,7 +102,7 @@ def counted(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
 
 
-def write_rejects(path: Path, groups: Sequence[Rejects]) -> Path | None:
+def write_rejected(path: Path, groups: Sequence[RejectedRecords]) -> Path | None:
     """Write one JSON line a rejected row, whole or not at all; None where there is none."""
     if not any(group.counts for group in groups):
         return None
@@ -115,7 +115,7 @@ def write_rejects(path: Path, groups: Sequence[Rejects]) -> Path | None:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise RejectsUnwritten(
+        raise RejectedUnwritten(
             f"Cannot write the rejected rows to {printable(str(path))}: {error}. Free some space, "
             "or set data.cache_dir to another disk."
         ) from error

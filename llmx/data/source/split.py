@@ -22,10 +22,10 @@ import numpy as np
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data.examples import Row
 from llmx.data.format.formats import Conversation, Document, Labelled, Preference
-from llmx.data.source.part import TAKEN, Part, no_rows
-from llmx.data.source.progress import Progress
-from llmx.data.source.records import Meter, OnBad, Record, RowError, Stretch, refuse
-from llmx.data.source.rejected import Rejects
+from llmx.data.source.progress import PreparationProgress
+from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, refuse
+from llmx.data.source.rejected import RejectedRecords
+from llmx.data.source.source import TAKEN, Source, no_rows
 from llmx.errors import ConfigError, DataError
 
 
@@ -86,7 +86,7 @@ def _content(row: Row | None, index: int) -> bytes:
 
 
 def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool] | None:
-    """Whether a row of source ``number`` is in a copy of which only the part ``weight`` is
+    """Whether a row of source ``number`` is in a copy of which only the fraction ``weight`` is
     taken; None where all of it is."""
     if weight >= 1:
         return None
@@ -118,7 +118,7 @@ def _key(*parts: object) -> np.ndarray:
 
 FORMS_VERSION = 3
 """Raised when a text becomes another row than before; for rows with columns it is enough to
-raise ``part.COLUMNS_VERSION``, which leaves prepared text as it is."""
+raise ``source.COLUMNS_VERSION``, which leaves prepared text as it is."""
 
 
 SPLITS = ("train", "eval")
@@ -134,15 +134,16 @@ def has_eval(exp: Experiment) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetSplit:
     """One split of the experiment's data. Nothing is read before it is asked for."""
 
     data: DataConfig
     seed: int
-    split: str
+    name: str
+    """``train`` or ``eval``."""
     takes: tuple[type, ...] = TAKEN
     """The types of rows that are wanted (``Encoding.takes``)."""
-    rejects: Rejects = field(default_factory=Rejects, compare=False)
+    rejects: RejectedRecords = field(default_factory=RejectedRecords, compare=False)
     """Rows that ``rows()`` passed over, when ``data.on_bad_row=skip``."""
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
     """Good rows that ``rows()`` left out, by reason."""
@@ -150,7 +151,7 @@ class Source:
     """How far ``rows()`` has read."""
 
     @classmethod
-    def of(cls, exp: Experiment, split: str, *, takes: tuple[type, ...] = TAKEN) -> Source:
+    def of(cls, exp: Experiment, split: str, *, takes: tuple[type, ...] = TAKEN) -> DatasetSplit:
         """``takes``: the types of rows that are wanted. Raises ConfigError for a split that the
         experiment has not."""
         if split not in SPLITS:
@@ -163,28 +164,28 @@ class Source:
         return cls(exp.data, exp.seed, split, takes=takes)
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def sources(self) -> list[Source]:
         """The sources that are read for this split, in order."""
         data = self.data
-        if self.split == "eval" and data.eval_path:
-            sources = [SourceConfig(path=data.eval_path)]
+        if self.name == "eval" and data.eval_path:
+            configs = [SourceConfig(path=data.eval_path)]
         else:
-            sources = data.sources or [SourceConfig(path=data.path)]
-        for index, source in enumerate(sources):
-            if not source.path:
+            configs = data.sources or [SourceConfig(path=data.path)]
+        for index, config in enumerate(configs):
+            if not config.path:
                 where = f"data.sources[{index}].path" if data.sources else "data.path"
                 raise ConfigError(f"{where} is empty. Name a file, a directory or a Hub id.")
-            if not source.weight > 0:
+            if not config.weight > 0:
                 raise ConfigError(
-                    f"data.sources[{index}].weight={source.weight}: a weight is positive; leave "
+                    f"data.sources[{index}].weight={config.weight}: a weight is positive; leave "
                     "out a source that is not wanted."
                 )
-        return [Part.of(data, source, split=self.split, takes=self.takes) for source in sources]
+        return [Source.of(data, config, split=self.name, takes=self.takes) for config in configs]
 
     @property
     def path(self) -> str:
         """What is read, for messages: one path, or several."""
-        return ", ".join(part.path for part in self.parts)
+        return ", ".join(source.path for source in self.sources)
 
     @property
     def held_out_rows(self) -> int:
@@ -195,17 +196,17 @@ class Source:
     @property
     def ignored_columns(self) -> list[str]:
         """Columns that were read up to now and not used, sorted."""
-        return sorted(set().union(*(part.ignored for part in self.parts)))
+        return sorted(set().union(*(source.ignored for source in self.sources)))
 
     @cached_property
     def files(self) -> list[Path]:
         """All files on this machine, in the order in which they are read."""
-        return [file for part in self.parts for file in part.files]
+        return [file for source in self.sources for file in source.files]
 
     @cached_property
     def form(self) -> str:
         """The form of the rows; where sources differ, their forms joined by ``+``."""
-        forms = list(dict.fromkeys(part.form for part in self.parts))
+        forms = list(dict.fromkeys(source.form for source in self.sources))
         # A task that takes no pairs learns the better answer.
         named = (
             {} if Preference in self.takes else {"preference": "preference (the chosen answers)"}
@@ -215,11 +216,11 @@ class Source:
     @property
     def has_text(self) -> bool:
         """Whether there are documents among the rows."""
-        return any(part.form == "text" for part in self.parts)
+        return any(source.form == "text" for source in self.sources)
 
     @property
     def has_conversations(self) -> bool:
-        return any(part.form != "text" for part in self.parts)
+        return any(source.form != "text" for source in self.sources)
 
     @cached_property
     def source_bytes(self) -> int:
@@ -229,35 +230,37 @@ class Source:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes that ``rows()`` reads from disk, on ``meter``; 0 where nobody knows."""
-        limited = any(part.max_rows is not None or part.hub for part in self.parts)
+        limited = any(source.max_rows is not None or source.hub for source in self.sources)
         if limited or self.data.max_rows is not None:
             return 0
         return sum(
-            file.stat().st_size * self.copies(part) for part in self.parts for file in part.files
+            file.stat().st_size * self.copies(source)
+            for source in self.sources
+            for file in source.files
         )
 
-    def copies(self, part: Part) -> int:
+    def copies(self, source: Source) -> int:
         """How often a source is read for its rows."""
-        return math.ceil(part.weight) if self.split == "train" else 1
+        return math.ceil(source.weight) if self.name == "train" else 1
 
     def digests(self, *, cache: Path) -> list[str]:
         """What names the bytes of each file or Hub data set; see ``digest_of`` for ``cache``."""
-        return [digest for part in self.parts for digest in part.digests(cache=cache)]
+        return [digest for source in self.sources for digest in source.digests(cache=cache)]
 
     def identity(self) -> dict[str, object]:
         """What decides which rows there are, beside the bytes of the files."""
         data = self.data
         identity: dict[str, object] = {
             "forms_version": FORMS_VERSION,
-            "parts": [part.identity() for part in self.parts],
-            "num_files": [len(part.files) for part in self.parts],
+            "parts": [source.identity() for source in self.sources],
+            "num_files": [len(source.files) for source in self.sources],
             "max_rows": data.max_rows,
             "on_bad_row": data.on_bad_row,
             "deduplicate": data.deduplicate,
         }
         if self.held_out_rows:
-            identity["held_out"] = [self.split, self.held_out_rows, self.seed]
-        if any(part.weight != 1 for part in self.parts):
+            identity["held_out"] = [self.name, self.held_out_rows, self.seed]
+        if any(source.weight != 1 for source in self.sources):
             identity["seed"] = self.seed
         return identity
 
@@ -266,7 +269,7 @@ class Source:
         """Whether each row is taken or not whatever its number: then files can be read apart."""
         data = self.data
         return not (
-            any(p.hub or p.max_rows is not None or p.weight % 1 for p in self.parts)
+            any(p.hub or p.max_rows is not None or p.weight % 1 for p in self.sources)
             or self.held_out_rows
             or data.deduplicate
             or data.max_rows is not None
@@ -275,7 +278,7 @@ class Source:
     def rows(self) -> Iterator[Row | None]:
         """Every row of the split, in order; None for a conversation without an answer.
 
-        Raises RowError (a DataError) at the first row that is wrong, or notes it in ``rejects``;
+        Raises RecordError (a DataError) at the first row that is wrong, or notes it in ``rejects``;
         DataError when there is no row at all.
         """
         self.rejects.clear()
@@ -284,12 +287,12 @@ class Source:
         self.meter.bytes = 0
         bad = self.on_bad
         empty = True
-        for index, row, copy in self._every(bad, weighted=self.split == "train"):
+        for index, row, copy in self._every(bad, weighted=self.name == "train"):
             empty = False
             first = copy == 0
             if survey is not None and survey.is_repeated(index):
                 self._leave_out("identical to an earlier row", row, first)
-            elif chosen is not None and (index in chosen) != (self.split == "eval"):
+            elif chosen is not None and (index in chosen) != (self.name == "eval"):
                 continue
             elif self._is_empty(row):
                 self._leave_out("empty", row, first)
@@ -299,13 +302,13 @@ class Source:
             raise self.empty()
 
     def rows_of(
-        self, part: Part, file: Path, stretch: Stretch, *, first: bool
+        self, source: Source, file: Path, stretch: ByteRange, *, first: bool
     ) -> Iterator[Row | None]:
         """Those of ``rows()`` that stand in one file, or in some of its lines; all of them, one
         after the other, are ``rows()`` of a source that is ``divisible``. ``first``: the first
         copy, whose rejects are noted."""
         bad = self.on_bad if first else _pass_over
-        for row in part.rows_of(file, stretch, bad, meter=self.meter):
+        for row in source.rows_of(file, stretch, bad, meter=self.meter):
             if self._is_empty(row):
                 self._leave_out("empty", row, first)
             else:
@@ -328,14 +331,14 @@ class Source:
         """For sources in which there is no row at all."""
         return no_rows(self.path)
 
-    def _numbered(self, part: Part, start: int, bad: OnBad) -> Iterator[tuple[int, Row | None]]:
+    def _numbered(self, source: Source, start: int, bad: OnBad) -> Iterator[tuple[int, Row | None]]:
         """(number, row) of one source; the pieces of one text have one number."""
-        limits = [] if part.max_rows is None else [part.max_rows]
+        limits = [] if source.max_rows is None else [source.max_rows]
         if self.data.max_rows is not None:
             limits.append(max(0, self.data.max_rows - start))
         stop = start + min(limits) if limits else None
         index = start
-        rows = part.rows(bad, meter=self.meter)
+        rows = source.rows(bad, meter=self.meter)
         while stop is None or index < stop:
             try:
                 row = next(rows)
@@ -348,12 +351,12 @@ class Source:
         """(number, row, which copy) over all sources; ``weighted``: each as often as its weight
         says, else once."""
         start = 0
-        for number, part in enumerate(self.parts):
+        for number, source in enumerate(self.sources):
             stop = start
-            for copy in range(self.copies(part) if weighted else 1):
-                weight = part.weight - copy if weighted else 1.0
+            for copy in range(self.copies(source) if weighted else 1):
+                weight = source.weight - copy if weighted else 1.0
                 taken = weight_draws(self.seed, number, weight)
-                for index, row in self._numbered(part, start, bad if copy == 0 else _pass_over):
+                for index, row in self._numbered(source, start, bad if copy == 0 else _pass_over):
                     if taken is None or taken(index - start):
                         yield index, row, copy
                     stop = max(stop, index + _is_whole(row))
@@ -369,7 +372,7 @@ class Source:
         meter, total = self.meter, self.source_bytes
         meter.bytes = 0
         title = f"Counting the rows of {self.path}"
-        with Progress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
+        with PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
             return survey_of(_shown(rows, meter, progress), find_repeated=self.data.deduplicate)
 
     def look_ahead(self) -> None:
@@ -394,7 +397,9 @@ def _is_whole(row: Row | None) -> bool:
     return not isinstance(row, Document) or row.last
 
 
-def _shown(rows: Iterator[Numbered], meter: Meter, progress: Progress) -> Iterator[Numbered]:
+def _shown(
+    rows: Iterator[Numbered], meter: Meter, progress: PreparationProgress
+) -> Iterator[Numbered]:
     """The same rows; progress is told now and then."""
     for number, row in enumerate(rows):
         if number % 1000 == 0:
@@ -402,5 +407,5 @@ def _shown(rows: Iterator[Numbered], meter: Meter, progress: Progress) -> Iterat
         yield row
 
 
-def _pass_over(error: RowError) -> None:
+def _pass_over(error: RecordError) -> None:
     """A bad row that is noted in another reading of the same rows."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmx.data.source.records import OnBad, Record, RowError, Where, refuse
+from llmx.data.source.records import OnBad, Record, RecordError, Where, refuse
 from llmx.errors import DataError
 
 BATCH_ROWS = 1024
@@ -72,9 +72,9 @@ def _value(batch: Any) -> dict[str, Any] | UnicodeDecodeError:
         return error
 
 
-def _not_utf8(error: UnicodeDecodeError, where: Where) -> RowError:
+def _not_utf8(error: UnicodeDecodeError, where: Where) -> RecordError:
     around = error.object[max(0, error.start - 20) : error.start + 20]
-    return RowError(
+    return RecordError(
         f"{where}: a text holds bytes that are not UTF-8: {around!r}. Write the file again from "
         "text in UTF-8.",
         where=where,

@@ -24,16 +24,16 @@ import numpy as np
 from llmx import text as human
 from llmx.config import Experiment
 from llmx.data.examples import Encoding
-from llmx.data.source.progress import Progress
+from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import excerpt
-from llmx.data.source.rejected import Rejects, RejectsUnwritten, counted, write_rejects
+from llmx.data.source.rejected import RejectedRecords, RejectedUnwritten, counted, write_rejected
 from llmx.data.source.split import has_eval
 from llmx.data.store.samples import SampleStore, cannot_write, locked, publish
 from llmx.data.store.spec import DatasetSpec, cache_directory, dataset_spec
 from llmx.data.store.staging import Staging
 from llmx.data.store.summary import summary
 from llmx.data.store.truncation import CUT_OFF, TRUNCATED, Truncation
-from llmx.data.tokenize.encoder import UNANSWERED, RowEncoder
+from llmx.data.tokenize.encoder import UNANSWERED, ExampleEncoder
 from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
 from llmx.errors import DataError, LlmxError
 from llmx.text import plural, printable
@@ -123,7 +123,7 @@ def build(spec: DatasetSpec) -> SampleStore:
     try:
         store = _built(spec, staging, progress)
     except (LlmxError, OSError) as error:
-        if isinstance(error, RejectsUnwritten):
+        if isinstance(error, RejectedUnwritten):
             raise DataError(f"{error} {_kept(spec, staging)}") from error
         if is_full(error):
             raise _disk_full(spec, staging, progress) from error
@@ -145,22 +145,22 @@ class Counts:
     ones by their reason."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Good rows that were not wanted, by reason."""
-    rejects: Sequence[Rejects] = ()
+    rejects: Sequence[RejectedRecords] = ()
     """Rows that are wrong."""
     ignored_columns: Sequence[str] = ()
     """Columns that were read and not used."""
 
 
-def _built(spec: DatasetSpec, staging: Staging, progress: Progress) -> SampleStore:
+def _built(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -> SampleStore:
     started = time.monotonic()
-    note, source = staging.note, spec.source
+    note, split = staging.note, spec.split
     rows: Counter[str] = Counter(note.get("counts", {}))
     resumed_rows = rows["rows"]
-    refused = Rejects(staging.directory / "refused.jsonl", state=note.get("refused"))
+    refused = RejectedRecords(staging.directory / "refused.jsonl", state=note.get("refused"))
     workers = worker_count(spec.data.num_workers)
     with parallel_tokenizers(workers), progress:
         encoder = _encode(spec, staging, progress, rows, refused, workers=workers)
-    counts = Counts(rows, source.left_out, (source.rejects, refused), source.ignored_columns)
+    counts = Counts(rows, split.left_out, (split.rejects, refused), split.ignored_columns)
     how = {
         "encoder": encoder,
         "workers": workers,
@@ -178,9 +178,9 @@ def _built(spec: DatasetSpec, staging: Staging, progress: Progress) -> SampleSto
 def _encode(
     spec: DatasetSpec,
     staging: Staging,
-    progress: Progress,
+    progress: PreparationProgress,
     counts: Counter[str],
-    refused: Rejects,
+    refused: RejectedRecords,
     *,
     workers: int,
 ) -> str:
@@ -188,13 +188,11 @@ def _encode(
 
     A function of its own, so that its tables are gone when samples are put together.
     """
-    source, note = spec.source, staging.note
-    encoder = RowEncoder(source, spec.renderer, spec.encoding, workers=workers, refused=refused)
-    truncation = Truncation(
-        spec.data, counts, begin=spec.renderer.begin, state=note.get("truncation")
-    )
-    source.look_ahead()
-    rows = source.rows()
+    split, note = spec.split, staging.note
+    encoder = ExampleEncoder(split, spec.renderer, spec.encoding, workers=workers, refused=refused)
+    truncation = Truncation(spec.data, counts, bos=spec.renderer.bos, state=note.get("truncation"))
+    split.look_ahead()
+    rows = split.rows()
     if counts["rows"]:
         next(islice(rows, counts["rows"], counts["rows"]), None)
         progress.begin_here()
@@ -209,10 +207,10 @@ def _encode(
     return encoder.description
 
 
-def progress_of(spec: DatasetSpec, title: str) -> Progress:
+def progress_of(spec: DatasetSpec, title: str) -> PreparationProgress:
     """Progress of reading all of a source."""
-    source = spec.source
-    return Progress(title, total_bytes=source.total_bytes, read=lambda: source.meter.bytes)
+    split = spec.split
+    return PreparationProgress(title, total_bytes=split.total_bytes, read=lambda: split.meter.bytes)
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -224,7 +222,7 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def _disk_full(spec: DatasetSpec, staging: Staging, progress: Progress) -> DataError:
+def _disk_full(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -> DataError:
     """Names the path, what is kept and how much is needed. What was noted stays."""
     partial = staging.directory
     # Samples that are put together from anywhere are written beside the staged rows.
@@ -268,7 +266,7 @@ def finalize(
 
     Raises DataError where no row is left, or where it cannot be written.
     """
-    data, source, path = spec.data, spec.source, spec.path
+    data, split, path = spec.data, spec.split, spec.path
     rows = Counter(counts.rows)
     rows_read, truncated = rows.pop("rows", 0), rows.pop(TRUNCATED, 0)
     cut_off, unanswered = rows.pop(CUT_OFF, 0), rows.pop(UNANSWERED, 0)
@@ -277,10 +275,10 @@ def finalize(
     rejected: Counter[str] = Counter()
     for group in counts.rejects:
         rejected.update(group.counts)
-    rejected_file = write_rejects(path.with_name(f"{path.name}.rejected.jsonl"), counts.rejects)
+    rejected_file = write_rejected(path.with_name(f"{path.name}.rejected.jsonl"), counts.rejects)
     if not staging.lengths:
         rows_read += counts.left_out.total() + sum(g.counts.total() for g in counts.rejects[:1])
-        raise nothing_left(printable(source.path), rows_read, dropped, counts.rejects)
+        raise nothing_left(printable(split.path), rows_read, dropped, counts.rejects)
     lengths = staging.example_lengths
     return publish(
         path,
@@ -288,11 +286,11 @@ def finalize(
         fingerprint=spec.fingerprint,
         seq_len=data.seq_len,
         meta={
-            "split": source.split,
+            "split": split.name,
             "columns": [column.to_dict() for column in spec.encoding.columns],
-            "sources": [str(file.absolute()) for file in source.files],
-            "form": source.form,
-            "template": spec.renderer.template_name if source.has_conversations else None,
+            "sources": [str(file.absolute()) for file in split.files],
+            "form": split.form,
+            "template": spec.renderer.template_name if split.has_conversations else None,
             "tokenizer": str(spec.renderer.tokenizer.name_or_path),
             "identity": spec.identity,
             "rows_read": rows_read,
@@ -312,7 +310,7 @@ def finalize(
 
 
 def nothing_left(
-    path: str, rows_read: int, dropped: dict[str, int], rejects: Sequence[Rejects]
+    path: str, rows_read: int, dropped: dict[str, int], rejects: Sequence[RejectedRecords]
 ) -> DataError:
     """For sources of which no row is left to train on: what became of the rows, and why."""
     rejected: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llmx.data.format.templates import control_tokens
+from llmx.data.format.templates import special_tokens
 from llmx.data.store.samples import Sample, SampleStore
 from llmx.text import plural, printable
 
@@ -38,7 +38,7 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
     for index in range(min(count, len(store))):
         sample = store[index]
         held = plural(
-            len(sample.row_starts), "row" if sample.example_starts is None else "sequence"
+            len(sample.sequence_starts), "row" if sample.example_starts is None else "sequence"
         )
         if sample.example_starts is not None:
             held = f"{plural(len(sample.example_starts), 'example')} of {held}"
@@ -61,9 +61,9 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
 def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[tuple[str, str]]]:
     """Lines of (text, style): a line that marks the beginning of each row or sequence, with its
     weights where it has such, then its tokens."""
-    control = set(control_tokens(tokenizer).values())
+    control = set(special_tokens(tokenizer).values())
     lines: list[list[tuple[str, str]]] = []
-    spans = zip(_titles(sample), sample.borders(), sample.rows(), strict=True)
+    spans = zip(_titles(sample), sample.bounds(), sample.sequences(), strict=True)
     for name, (first, last), (tokens, targets) in spans:
         title = f"── {name}, {plural(len(tokens), 'token')}"
         if sample.weights is not None:
@@ -91,7 +91,7 @@ def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[t
 def _titles(sample: Sample) -> list[str]:
     """``row 2``; of an example with several sequences, ``example 2, sequence 1 of 2``."""
     if sample.example_starts is None:
-        return [f"row {number}" for number in range(1, len(sample.row_starts) + 1)]
+        return [f"row {number}" for number in range(1, len(sample.sequence_starts) + 1)]
     return [
         f"example {number}, sequence {place} of {size}"
         for number, size in enumerate(sample.example_sizes(), start=1)

@@ -53,8 +53,8 @@ class Sample:
     targets: np.ndarray
     """bool [n]: True where that token is to be predicted from those before it in its sequence.
     Never True at a sequence's first token, which has nothing before it."""
-    row_starts: np.ndarray
-    """int64 [k]: where each sequence begins; ``row_starts[0] == 0``."""
+    sequence_starts: np.ndarray
+    """int64 [k]: where each sequence begins; ``sequence_starts[0] == 0``."""
     weights: np.ndarray | None = None
     """float32 [n]: of each target, 0 elsewhere; None where every target counts 1."""
     example_starts: np.ndarray | None = None
@@ -62,20 +62,20 @@ class Sample:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Of the task: [n, ...], [k, ...] or [examples, ...]."""
 
-    def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, targets) of each sequence."""
-        for start, stop in self.borders():
+        for start, stop in self.bounds():
             yield self.tokens[start:stop], self.targets[start:stop]
 
-    def borders(self) -> Iterator[tuple[int, int]]:
+    def bounds(self) -> Iterator[tuple[int, int]]:
         """Where each sequence begins and ends."""
-        return itertools.pairwise([*self.row_starts.tolist(), len(self.tokens)])
+        return itertools.pairwise([*self.sequence_starts.tolist(), len(self.tokens)])
 
     def example_sizes(self) -> list[int]:
         """How many sequences each example has."""
         if self.example_starts is None:
-            return [1] * len(self.row_starts)
-        sizes: list[int] = np.diff(self.example_starts, append=len(self.row_starts)).tolist()
+            return [1] * len(self.sequence_starts)
+        sizes: list[int] = np.diff(self.example_starts, append=len(self.sequence_starts)).tolist()
         return sizes
 
 
@@ -177,7 +177,7 @@ class SampleStore:
         return Sample(
             tokens=self._tokens[start:stop],
             targets=found != 0 if weighted else found.view(np.bool_),
-            row_starts=self._sequences[first:last] - start,
+            sequence_starts=self._sequences[first:last] - start,
             weights=found if weighted else None,
             example_starts=self._examples[examples] - first if grouped else None,
             columns={
@@ -375,7 +375,7 @@ def _write_arrays(
                 weights.append(float(np.sum(values[WEIGHT], dtype=np.float64)))
             for name, dtype in types.items():
                 streams[name].write(np.ascontiguousarray(values[name], dtype=dtype).tobytes())
-            for start, stop in sample.borders():
+            for start, stop in sample.bounds():
                 sequence_starts.append(sequence_starts[-1] + stop - start)
             for size in sample.example_sizes():
                 example_starts.append(example_starts[-1] + size)

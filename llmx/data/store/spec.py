@@ -19,9 +19,9 @@ from typing import Any
 from llmx.config import DataConfig, Experiment
 from llmx.data.examples import Encoding, Schema
 from llmx.data.format.formats import Conversation, Document, Labelled, Preference
-from llmx.data.source.part import COLUMNS_VERSION
 from llmx.data.source.records import Record
-from llmx.data.source.split import FORMS_VERSION, Source
+from llmx.data.source.source import COLUMNS_VERSION
+from llmx.data.source.split import FORMS_VERSION, DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
@@ -48,7 +48,7 @@ class DatasetSpec:
     """One split of an experiment's data, before anything is prepared."""
 
     data: DataConfig
-    source: Source
+    split: DatasetSplit
     renderer: Renderer
     encoding: Encoding
     """What the task makes of a row."""
@@ -82,7 +82,7 @@ class DatasetSpec:
 def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
-    source = Source.of(exp, split, takes=encoding.takes)
+    source = DatasetSplit.of(exp, split, takes=encoding.takes)
     data = exp.data
     encoding.check_source(source)
     _check(encoding, source)
@@ -105,14 +105,14 @@ def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str
     return DatasetSpec(data, source, renderer, encoding, identity, path)
 
 
-def _check(encoding: Encoding, source: Source) -> None:
+def _check(encoding: Encoding, source: DatasetSplit) -> None:
     """What holds for every task."""
     schema = Schema(encoding.columns)
-    for part in source.parts:
-        if part.row_type is None:
+    for one in source.sources:
+        if one.row_type is None:
             taken = ", ".join(NAMES[kind] for kind in encoding.takes)
             raise ConfigError(
-                f"task={encoding.name} takes {taken}; {part.path} is in the format {part.form}. "
+                f"task={encoding.name} takes {taken}; {one.path} is in the format {one.form}. "
                 "Map the columns with data.form and data.columns, or choose another task."
             )
     own = schema.per("sequence") + schema.per("example")

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmx.config import DataConfig
-from llmx.data.examples import Example, Part
+from llmx.data.examples import Example, ExampleSequence
 from llmx.data.format.formats import Conversation, Document
-from llmx.data.tokenize.conversations import Renderer, TokenRow, own_backend
+from llmx.data.tokenize.conversations import Renderer, TokenSequence, own_backend
 from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
 
@@ -57,13 +57,13 @@ class Truncation:
         data: DataConfig,
         counts: Counter[str],
         *,
-        begin: Sequence[int] = (),
+        bos: Sequence[int] = (),
         state: Sequence[int] | None = None,
     ) -> None:
-        """``begin``: the tokens that begin every text, which a cut prompt keeps."""
+        """``bos``: the tokens that begin every text, which a cut prompt keeps."""
         self._data = data
         self._counts = counts
-        self._begin = list(begin)
+        self._bos = list(bos)
         self._open, self._room = state or (0, 0)
 
     @property
@@ -183,10 +183,10 @@ class Truncation:
     def _prompt(self, block: TokenBlock, start: int, stop: int) -> tuple[int, int]:
         """(first token of a sequence's prompt that may go, how many may)."""
         targets = np.flatnonzero(block.targets[start + 1 : stop])
-        begin = self._begin
-        has_begin = block.tokens[start : start + len(begin)].tolist() == begin
+        bos = self._bos
+        has_bos = block.tokens[start : start + len(bos)].tolist() == bos
         # One token must stand before the first target.
-        low = max(1, len(begin) if has_begin else 0)
+        low = max(1, len(bos) if has_bos else 0)
         stop_of_prompt = int(targets[0]) + 1 if len(targets) else stop - start
         return low, max(0, stop_of_prompt - low)
 
@@ -328,7 +328,7 @@ class Shortened:
     """Conversations with a shorter prompt, and their tokens."""
 
     conversations: tuple[Conversation, ...]
-    rows: list[TokenRow]
+    rows: list[TokenSequence]
 
 
 class PromptCutter:
@@ -347,7 +347,7 @@ class PromptCutter:
         self._from_left = side == "left"
         self._backend = own_backend(renderer.tokenizer, plain=True)
 
-    def shortened(self, *conversations: Conversation) -> list[TokenRow] | None:
+    def shortened(self, *conversations: Conversation) -> list[TokenSequence] | None:
         """The tokens of each, with a prompt that fits; None where the answers alone are too
         long."""
         fitting = self._fitting(conversations)
@@ -378,7 +378,7 @@ class PromptCutter:
             rows = self._renderer.conversations([*found])
         return Shortened(found, rows)
 
-    def _over(self, rows: list[TokenRow]) -> int:
+    def _over(self, rows: list[TokenSequence]) -> int:
         """Tokens that the rows are too long by."""
         return sum(len(row.tokens) for row in rows) - self._limit
 
@@ -399,7 +399,7 @@ class PromptCutter:
         return text[:at]
 
 
-def sharing_their_prompt(sequences: Sequence[Part]) -> list[Conversation]:
+def sharing_their_prompt(sequences: Sequence[ExampleSequence]) -> list[Conversation]:
     """The sequences, if they are conversations that are the same but for the last answer."""
     chats = [one for one in sequences if isinstance(one, Conversation)]
     if len(chats) < len(sequences) or len(chats[0].messages) < 2:

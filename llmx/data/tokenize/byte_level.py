@@ -42,7 +42,7 @@ PROBES = 8
 WORTH = 1 / 16
 """Part of the words that may be new before a full table is emptied: the texts have changed."""
 
-EncodeWords = Callable[[list[bytes]], tuple[np.ndarray, np.ndarray, np.ndarray]]
+EncodePretokens = Callable[[list[bytes]], tuple[np.ndarray, np.ndarray, np.ndarray]]
 """Different words to (uint32 ids, int64 place of each word's first id, int64 number of its ids)."""
 
 _SPACE, _DELETE = 32, 127
@@ -63,15 +63,15 @@ def is_cut_off(word: bytes) -> bool:
     return word[:1] == b" " and len(word) > 1 and bool(_OPENS[word[1]])
 
 
-class Words:
+class PretokenCache:
     """The words of one thread and their ids.
 
     ``lone``: cut only at a space that stands alone, for tokenizers to which a run of spaces is
     one thing.
     """
 
-    def __init__(self, encode_words: EncodeWords, *, lone: bool = False) -> None:
-        self._encode_words = encode_words
+    def __init__(self, encode_pretokens: EncodePretokens, *, lone: bool = False) -> None:
+        self._encode_words = encode_pretokens
         self._lone = lone
         self._pool = np.zeros(1 << 16, np.uint32)
         self.clear()
@@ -305,7 +305,7 @@ class BytePairs:
         encoding = tiktoken.Encoding(
             "llmx", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
         )
-        # Added tokens that are no control tokens are found in any text.
+        # Added tokens that are no special tokens are found in any text.
         words = [token["content"] for token in state["added_tokens"] if not token["special"]]
         parts = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
         parts += [_LONG_SPACE.pattern] + ([_FOLDS.pattern] if pattern != _GPT2 else [])
@@ -314,7 +314,7 @@ class BytePairs:
         return cls(encoding, np.array(ids, np.uint32), sizes, composes, spaces, unsafe)
 
     lone = False
-    """Words may begin behind any space."""
+    """Pre-tokens may begin behind any space."""
 
     def prepared(self, text: str) -> bytes:
         """The text whose words, each for itself, have the ids of the text."""
@@ -327,13 +327,13 @@ class BytePairs:
         return self.unsafe.search(text) is None
 
     def encode(self, text: str) -> np.ndarray:
-        """uint32 [number of tokens]; control tokens in the text are plain text."""
+        """uint32 [number of tokens]; special tokens in the text are plain text."""
         return self.ids_of_ranks[self._ranks(self.prepared(text))]
 
     def _ranks(self, text: bytes) -> np.ndarray:
         return self.encoding.encode_to_numpy(text.decode(), disallowed_special=())
 
-    def encode_words(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def encode_pretokens(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Words of ``words``: (ids, place of each word's first id, number of its ids).
 
         Those that begin at a cut are encoded in one call, one behind the other: the cuts are

@@ -25,14 +25,14 @@ import numpy as np
 from llmx.data.examples import Column
 from llmx.data.format.formats import Conversation, Document, Message
 from llmx.data.format.rendering import Rendering, Span, TemplateSpans
-from llmx.data.format.templates import adds_begin_token, choose_template, control_tokens
+from llmx.data.format.templates import adds_bos_token, choose_template, special_tokens
 from llmx.data.source.files import Where
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class TokenRow:
+class TokenSequence:
     """Tokens of one sequence. ``targets`` is True where the token is to be predicted; or float32,
     its weight."""
 
@@ -55,20 +55,20 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template_name, self.template = choose_template(tokenizer, template)
         self.loss_on = loss_on
-        self.control = control_tokens(tokenizer)
-        self._control_ids = np.array(sorted(set(self.control.values())), dtype=np.int64)
-        self.begin = [tokenizer.bos_token_id] if adds_begin_token(tokenizer) else []
-        """The tokens that begin every text: the begin token where the tokenizer uses one."""
+        self.special = special_tokens(tokenizer)
+        self._special_ids = np.array(sorted(set(self.special.values())), dtype=np.int64)
+        self.bos = [tokenizer.bos_token_id] if adds_bos_token(tokenizer) else []
+        """The tokens that begin every text: the BOS token where the tokenizer uses one."""
         self._spans = TemplateSpans(
-            tokenizer, name=self.template_name, template=self.template, control=self.control
+            tokenizer, name=self.template_name, template=self.template, special=self.special
         )
-        self.control_pattern = self._spans.control_pattern
-        """Finds control tokens in a text, the longest first."""
+        self.special_pattern = self._spans.special_pattern
+        """Finds special tokens in a text, the longest first."""
         self._backends: dict[bool, Any] = {}
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The tokens at which an answer ends: the end token, and the one that closes an
+        """The tokens at which an answer ends: the EOS token, and the one that closes an
         assistant's turn in this template where that is another. Sorted."""
         question = Conversation(
             (Message("user", "a"), Message("assistant", "b")), Where(Path("probe"), 1, "row")
@@ -79,9 +79,9 @@ class Renderer:
 
     # Conversations
 
-    def conversations(self, conversations: list[Conversation]) -> list[TokenRow]:
+    def conversations(self, conversations: list[Conversation]) -> list[TokenSequence]:
         """Rows of conversations, in order."""
-        return self.rows_of(self.render(conversations))
+        return self.sequences_of(self.render(conversations))
 
     def render(self, conversations: list[Conversation]) -> list[Rendering]:
         """Conversations as texts; raises DataError for one that the template refuses."""
@@ -89,12 +89,14 @@ class Renderer:
 
     def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:
         """(tokens before the last answer, the last answer): a question as it is trained."""
-        (row,) = self.rows_of(self.render([conversation]), loss_on="last")
+        (row,) = self.sequences_of(self.render([conversation]), loss_on="last")
         return row.tokens[: int(np.argmax(row.targets))], conversation.messages[-1].content
 
     # Tokens
 
-    def rows_of(self, renderings: list[Rendering], *, loss_on: str | None = None) -> list[TokenRow]:
+    def sequences_of(
+        self, renderings: list[Rendering], *, loss_on: str | None = None
+    ) -> list[TokenSequence]:
         """Rows of rendered conversations, by the tokenizer's own offsets."""
         encodings = self._encode([rendering.text for rendering in renderings])
         return [
@@ -102,14 +104,14 @@ class Renderer:
             for rendering, encoding in zip(renderings, encodings, strict=True)
         ]
 
-    def row_of(
+    def sequence_of(
         self,
         tokens: np.ndarray,
         answers: list[Span],
         *,
         end_missing: bool,
         loss_on: str | None = None,
-    ) -> TokenRow:
+    ) -> TokenSequence:
         """A row of these tokens, in which each answer is tokens [first, last)."""
         loss_on = loss_on or self.loss_on
         targets = np.zeros(len(tokens), np.bool_)
@@ -122,32 +124,32 @@ class Renderer:
             targets = np.append(targets, True)
         # Nothing is learned from what follows the last target (say, a line break).
         used = len(targets) - int(np.argmax(targets[::-1]))
-        return TokenRow(tokens[:used], targets[:used])
+        return TokenSequence(tokens[:used], targets[:used])
 
     def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
-        """``plain``: control tokens are the text that they are."""
+        """``plain``: special tokens are the text that they are."""
         if plain not in self._backends:
             self._backends[plain] = own_backend(self.tokenizer, plain=plain)
         return list(self._backends[plain].encode_batch(texts, add_special_tokens=False))
 
-    def _row(self, rendering: Rendering, encoding: Any, *, loss_on: str | None) -> TokenRow:
+    def _row(self, rendering: Rendering, encoding: Any, *, loss_on: str | None) -> TokenSequence:
         ids, offsets = list(encoding.ids), list(encoding.offsets)
         injected = self._injected(ids, offsets, rendering.contents)
         if injected:
-            ids, offsets = self._without_control(rendering.text, injected)
+            ids, offsets = self._without_special(rendering.text, injected)
         starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
         answers: list[Span] = []
         for start, stop in rendering.answers:
             first = bisect.bisect_right(stops, start)
             answers.append((first, bisect.bisect_left(starts, stop, lo=first)))
         tokens = np.array(ids, np.uint32)
-        return self.row_of(tokens, answers, end_missing=rendering.end_missing, loss_on=loss_on)
+        return self.sequence_of(tokens, answers, end_missing=rendering.end_missing, loss_on=loss_on)
 
     def _injected(
         self, ids: list[int], offsets: list[Span], contents: tuple[Span, ...]
     ) -> list[Span]:
-        """Where control tokens came out of data."""
-        places = np.flatnonzero(np.isin(np.array(ids, np.int64), self._control_ids))
+        """Where special tokens came out of data."""
+        places = np.flatnonzero(np.isin(np.array(ids, np.int64), self._special_ids))
         content_starts = [start for start, _ in contents]
         injected = []
         for place in places.tolist():
@@ -157,7 +159,7 @@ class Renderer:
                 injected.append((start, stop))
         return injected
 
-    def _without_control(self, text: str, injected: list[Span]) -> tuple[list[int], list[Span]]:
+    def _without_special(self, text: str, injected: list[Span]) -> tuple[list[int], list[Span]]:
         ids: list[int] = []
         offsets: list[Span] = []
         position = 0
@@ -193,7 +195,7 @@ PROOF_CHARS = 200_000
 """Characters of the user's own rows on which both ways must agree."""
 
 
-class ChatEncoder:
+class ConversationEncoder:
     """Tokens of conversations. Threads may use it at the same time once ``choose`` was called."""
 
     def __init__(self, renderer: Renderer, *, workers: int) -> None:
@@ -215,7 +217,7 @@ class ChatEncoder:
             chars += sum(len(message.content) for message in conversation.messages)
             if chars >= PROOF_CHARS:
                 break
-        documents = DocumentEncoder(renderer.tokenizer, begin=[], workers=self._workers)
+        documents = DocumentEncoder(renderer.tokenizer, bos=[], workers=self._workers)
         # It is proven on the rows as a whole: this only decides for which encoder.
         few = sample[: 1 + len(sample) // 10]
         documents.choose(message.content for chat in few for message in chat.messages)
@@ -224,7 +226,7 @@ class ChatEncoder:
             return
         renderings = renderer.render(sample)
         self._documents = documents
-        fast, slow = self._fast_rows(renderings), renderer.rows_of(renderings)
+        fast, slow = self._fast(renderings), renderer.sequences_of(renderings)
         tokens = 0
         for mine, proven in zip(fast, slow, strict=True):
             if mine is None:
@@ -242,20 +244,20 @@ class ChatEncoder:
         kind = documents.description.partition(",")[0].partition(" (")[0]
         self.description = f"{kind}, equal to tokenizers on {tokens:,} tokens of these rows"
 
-    def rows(self, conversations: list[Conversation]) -> list[TokenRow]:
+    def sequences(self, conversations: list[Conversation]) -> list[TokenSequence]:
         """Rows of conversations, in order; raises DataError for one that the template refuses."""
         renderings = self._renderer.render(conversations)
         if self._documents is None:
-            return self._renderer.rows_of(renderings)
-        found = self._fast_rows(renderings)
+            return self._renderer.sequences_of(renderings)
+        found = self._fast(renderings)
         rest = iter(
-            self._renderer.rows_of(
+            self._renderer.sequences_of(
                 [r for r, row in zip(renderings, found, strict=True) if row is None]
             )
         )
         return [next(rest) if row is None else row for row in found]
 
-    def _fast_rows(self, renderings: list[Rendering]) -> list[TokenRow | None]:
+    def _fast(self, renderings: list[Rendering]) -> list[TokenSequence | None]:
         """Rows, and None for those in which bytes and tokens do not add up."""
         assert self._documents is not None
         assert self._token_bytes is not None
@@ -263,16 +265,16 @@ class ChatEncoder:
         texts: list[Document] = []
         for rendering in renderings:
             plan: list[int] = []
-            for text, control in self._parts(rendering):
-                if control is None:
+            for text, special in self._parts(rendering):
+                if special is None:
                     plan.append(len(texts))
                     texts.append(Document(text, _NOWHERE, last=False))
                 else:
-                    plan.append(-1 - control)
+                    plan.append(-1 - special)
             plans.append(plan)
         block = self._documents.encode(texts, [False] * len(texts))
         edges = np.concatenate([[0], np.cumsum(block.lengths)]).tolist()
-        rows: list[TokenRow | None] = []
+        rows: list[TokenSequence | None] = []
         for rendering, plan in zip(renderings, plans, strict=True):
             tokens = np.concatenate(
                 [
@@ -291,22 +293,24 @@ class ChatEncoder:
             # A token begins where the one before it stops.
             lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
             answers = list(zip(firsts, lasts, strict=True))
-            rows.append(self._renderer.row_of(tokens, answers, end_missing=rendering.end_missing))
+            rows.append(
+                self._renderer.sequence_of(tokens, answers, end_missing=rendering.end_missing)
+            )
         return rows
 
     def _parts(self, rendering: Rendering) -> Iterator[tuple[str, int | None]]:
-        """(text, None) and (control token, its id) in order; a control token that stands in a
+        """(text, None) and (special token, its id) in order; a special token that stands in a
         content is a text of its own."""
-        text, control = rendering.text, self._renderer.control
+        text, special = rendering.text, self._renderer.special
         starts = [start for start, _ in rendering.contents]
         position = 0
-        for found in self._renderer.control_pattern.finditer(text):
+        for found in self._renderer.special_pattern.finditer(text):
             start, stop = found.span()
             if start > position:
                 yield text[position:start], None
             content = bisect.bisect_right(starts, start) - 1
             injected = content >= 0 and start < rendering.contents[content][1]
-            yield found[0], None if injected else control[found[0]]
+            yield found[0], None if injected else special[found[0]]
             position = stop
         if position < len(text):
             yield text[position:], None
@@ -329,7 +333,7 @@ def _byte_places(rendering: Rendering) -> list[int]:
 
 def _token_bytes(tokenizer: Any) -> np.ndarray | None:
     """int64 [ids]: bytes of each token of a byte-level BPE; None for other tokenizers, and where
-    control tokens take more than themselves."""
+    special tokens take more than themselves."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     cutting = state["pre_tokenizer"] or {}
     steps = cutting.get("pretokenizers", [cutting])

@@ -4,7 +4,7 @@ A word is tokenized once and looked up from then on (``words``); by tiktoken whe
 is a byte-level BPE (``byte_level``), by its own library else (``wordwise``). A tokenizer for
 which neither is proven encodes whole texts.
 
-    encoder = DocumentEncoder(tokenizer, begin=[], workers=2)
+    encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
     encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
     for batch, block in encoder.blocks(batches, begins=True): ...
 
@@ -25,8 +25,8 @@ import numpy as np
 
 from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Document
-from llmx.data.source.records import RowError
-from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, Words
+from llmx.data.source.records import RecordError
+from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
 from llmx.data.tokenize.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
 
@@ -48,7 +48,7 @@ class Batch:
     """In the order of their sequences."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Rows read for it that are no example, by reason."""
-    rejected: list[RowError] = field(default_factory=list)
+    rejected: list[RecordError] = field(default_factory=list)
     """Rows read for it that the task rejected (``data.on_bad_row=skip``)."""
 
 
@@ -69,12 +69,12 @@ class TokenBlock:
 
 
 class DocumentEncoder:
-    """Encodes documents of one tokenizer: begin token, text, end token.
+    """Encodes documents of one tokenizer: BOS token, text, EOS token.
 
-    Control tokens in a text are the plain text that they are.
+    Special tokens in a text are the plain text that they are.
     """
 
-    def __init__(self, tokenizer: Any, *, begin: list[int], workers: int) -> None:
+    def __init__(self, tokenizer: Any, *, bos: list[int], workers: int) -> None:
         from tokenizers import Tokenizer
 
         if tokenizer.eos_token_id is None:
@@ -85,8 +85,8 @@ class DocumentEncoder:
         self.workers = workers
         self.description = "tokenizers"
         self._tokenizer = tokenizer
-        self._begin = np.array(begin, np.uint32)
-        self._end = np.array([tokenizer.eos_token_id], np.uint32)
+        self._bos = np.array(bos, np.uint32)
+        self._eos = np.array([tokenizer.eos_token_id], np.uint32)
         # A copy of its own: settings of the caller's are neither used nor changed.
         self._slow = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._slow.encode_special_tokens = True
@@ -109,7 +109,7 @@ class DocumentEncoder:
                 return
         fast = self._fast
         sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
-        ids, sizes = self._words().encode([fast.prepared(text) for text in sample])
+        ids, sizes = self._cache().encode([fast.prepared(text) for text in sample])
         wanted, wanted_sizes = _concatenated(self._slow_ids(sample))
         if not len(wanted):
             self._fast = None
@@ -152,13 +152,13 @@ class DocumentEncoder:
         """Tokens of whole documents or of pieces; ``firsts``: the first piece of its document.
         Every token is a target."""
         ids, sizes = self.ids([document.text for document in documents])
-        before = np.array(firsts, np.int64) * len(self._begin)
+        before = np.array(firsts, np.int64) * len(self._bos)
         lengths = before + sizes + np.array([document.last for document in documents], np.int64)
         stops = np.cumsum(lengths)
-        tokens = np.full(int(lengths.sum()), self._end[0], np.uint32)
+        tokens = np.full(int(lengths.sum()), self._eos[0], np.uint32)
         shift = stops - lengths + before - (np.cumsum(sizes) - sizes)
         tokens[np.arange(len(ids)) + np.repeat(shift, sizes)] = ids
-        for place, token in enumerate(self._begin):
+        for place, token in enumerate(self._bos):
             tokens[(stops - lengths)[before > 0] + place] = token
         return TokenBlock(tokens, np.ones(len(tokens), np.bool_), lengths)
 
@@ -169,7 +169,7 @@ class DocumentEncoder:
         if fast is None:
             return _concatenated(self._slow_ids(texts))
         taken = [fast.takes(text) for text in texts]
-        ids, sizes = self._words().encode(
+        ids, sizes = self._cache().encode(
             [fast.prepared(text) for text, good in zip(texts, taken, strict=True) if good]
         )
         if all(taken):
@@ -180,14 +180,14 @@ class DocumentEncoder:
         found = iter(np.split(ids, np.cumsum(sizes)[:-1]))
         return _concatenated([next(found) if good else next(others) for good in taken])
 
-    def _words(self) -> Words:
-        """The words of this thread."""
+    def _cache(self) -> PretokenCache:
+        """The cache of this thread."""
         if self._fast is None:
-            raise AssertionError("no encoder of words was chosen")
-        if not hasattr(self._thread, "words"):
-            self._thread.words = Words(self._fast.encode_words, lone=self._fast.lone)
-        words: Words = self._thread.words
-        return words
+            raise AssertionError("no fast encoder was chosen")
+        if not hasattr(self._thread, "cache"):
+            self._thread.cache = PretokenCache(self._fast.encode_pretokens, lone=self._fast.lone)
+        cache: PretokenCache = self._thread.cache
+        return cache
 
     def _slow_ids(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)

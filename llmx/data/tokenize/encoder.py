@@ -1,6 +1,6 @@
 """Rows of a source to blocks of tokens: what a task makes of them, tokenized in batches.
 
-    encoder = RowEncoder(source, renderer, encoding, workers=2)
+    encoder = ExampleEncoder(source, renderer, encoding, workers=2)
     for encoded in encoder.blocks(source.rows()): ...
 
 A row becomes an example (``Encoding.encode``), the sequences of many examples are tokenized
@@ -35,9 +35,9 @@ from llmx.data.examples import (
     values_of,
 )
 from llmx.data.format.formats import Conversation, Document, Labelled, Preference
-from llmx.data.source.records import RowError, excerpt
-from llmx.data.source.rejected import Rejects
-from llmx.data.source.split import Source
+from llmx.data.source.records import RecordError, excerpt
+from llmx.data.source.rejected import RejectedRecords
+from llmx.data.source.split import DatasetSplit
 from llmx.data.store.truncation import (
     CUT_OFF,
     TRUNCATED,
@@ -45,7 +45,7 @@ from llmx.data.store.truncation import (
     sharing_their_prompt,
     too_long_to_cut,
 )
-from llmx.data.tokenize.conversations import ChatEncoder, Renderer, TokenRow
+from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
 from llmx.data.tokenize.documents import Batch, DocumentEncoder, TokenBlock
 from llmx.errors import ConfigError, DataError, LlmxError
 
@@ -66,7 +66,7 @@ class Tokenized:
     """The sequences of each example, None in the place of those that are not used, and how many
     were cut or dropped."""
 
-    examples: list[list[TokenRow] | None]
+    examples: list[list[TokenSequence] | None]
     counts: Counter[str]
 
 
@@ -83,24 +83,24 @@ class Encoded:
     """Bytes of the text that was read, as UTF-8."""
 
 
-class RowEncoder:
+class ExampleEncoder:
     """Encodes the rows of one source; which encoder is decided once, on the first texts."""
 
     def __init__(
         self,
-        source: Source,
+        split: DatasetSplit,
         renderer: Renderer,
         encoding: Encoding,
         *,
         workers: int,
-        refused: Rejects | None = None,
+        refused: RejectedRecords | None = None,
         fast_from_bytes: int = FAST_FROM_BYTES,
     ) -> None:
         """``fast_from_bytes``: of text at the beginning, from which a faster encoder is worth
         its proof."""
-        self.refused = refused or Rejects()
+        self.refused = refused or RejectedRecords()
         """Rows that the task or the template refused (``data.on_bad_row=skip``)."""
-        self._source = source
+        self._split = split
         self._renderer = renderer
         self._encoding = encoding
         self._schema = Schema(encoding.columns)
@@ -108,7 +108,7 @@ class RowEncoder:
         self._fast_from_bytes = fast_from_bytes
         self._in_document = False
         self._documents: DocumentEncoder | None = None
-        self._chats: ChatEncoder | None = None
+        self._chats: ConversationEncoder | None = None
 
     @property
     def description(self) -> str:
@@ -152,7 +152,7 @@ class RowEncoder:
             yield replace(batch, read=read, size=size)
 
     def _example(
-        self, row: Row | None, left_out: Counter[str], rejected: list[RowError]
+        self, row: Row | None, left_out: Counter[str], rejected: list[RecordError]
     ) -> Example | None:
         """What the task makes of a row; None is counted, or noted as rejected."""
         if row is None:
@@ -161,8 +161,8 @@ class RowEncoder:
         try:
             found = self._encoding.encode(row)
         except Rejected as problem:
-            error = RowError(f"{row.where}: {problem}", where=row.where, reason=problem.reason)
-            if self._source.data.on_bad_row != "skip":
+            error = RecordError(f"{row.where}: {problem}", where=row.where, reason=problem.reason)
+            if self._split.data.on_bad_row != "skip":
                 raise error from problem
             rejected.append(error)
             return None
@@ -243,7 +243,7 @@ class RowEncoder:
         """The same batches, after the encoder was chosen on the first of them. A little text is
         sooner tokenized than a faster way is proven."""
         renderer = self._renderer
-        documents = DocumentEncoder(renderer.tokenizer, begin=renderer.begin, workers=self._workers)
+        documents = DocumentEncoder(renderer.tokenizer, bos=renderer.bos, workers=self._workers)
         head, batches = _head(batches, self._fast_from_bytes)
         if sum(batch.size for batch in head) >= self._fast_from_bytes:
             documents.choose(text.text for text in _of_type(head, Document))
@@ -254,7 +254,7 @@ class RowEncoder:
         """The same batches, with an encoder for each kind of sequence that is in them."""
         while (batch := next(batches, None)) is not None:
             if self._chats is None and any(isinstance(s, Conversation) for s in batch.sequences):
-                self._chats = chats = ChatEncoder(self._renderer, workers=self._workers)
+                self._chats = chats = ConversationEncoder(self._renderer, workers=self._workers)
                 head, batches = _head(chain([batch], batches), self._fast_from_bytes)
                 if sum(one.size for one in head) >= self._fast_from_bytes:
                     # What the template refuses is said when its turn comes.
@@ -269,14 +269,14 @@ class RowEncoder:
     def _tokenized(self, examples: list[Example]) -> Tokenized:
         """The sequences of examples; where an example is too long and its completions must not be
         cut, with a shorter prompt. For several threads."""
-        data = self._source.data
+        data = self._split.data
         parts = [sequence for example in examples for sequence in example.sequences]
         rows = iter(self._rows_of(parts))
         found = [[next(rows) for _ in example.sequences] for example in examples]
         counts = Counter[str]()
         if data.over_long != "truncate" or data.packing == "concat":
             return Tokenized([*found], counts)
-        fitted: list[list[TokenRow] | None] = []
+        fitted: list[list[TokenSequence] | None] = []
         for example, own in zip(examples, found, strict=True):
             over = sum(len(row.tokens) for row in own) - data.seq_len
             if over <= 0 or set(example.cuts) != {"prompt"}:
@@ -296,20 +296,20 @@ class RowEncoder:
             fitted.append(short)
         return Tokenized(fitted, counts)
 
-    def _rows_of(self, parts: list[Any]) -> list[TokenRow]:
+    def _rows_of(self, parts: list[Any]) -> list[TokenSequence]:
         """The tokens of sequences of any kind, in order."""
         chats = [part for part in parts if isinstance(part, Conversation)]
         texts = [part for part in parts if isinstance(part, Document)]
-        found: dict[type, Iterator[TokenRow]] = {}
+        found: dict[type, Iterator[TokenSequence]] = {}
         if chats:
             assert self._chats is not None
-            found[Conversation] = iter(self._chats.rows(chats))
+            found[Conversation] = iter(self._chats.sequences(chats))
         if texts:
             assert self._documents is not None
             block = self._documents.encode(texts, [True] * len(texts))
             edges = np.cumsum(block.lengths)[:-1]
             cut = (np.split(block.tokens, edges), np.split(block.targets, edges))
-            found[Document] = map(TokenRow, *cut)
+            found[Document] = map(TokenSequence, *cut)
         return [
             self._ready(part)
             if isinstance(part, Tokens)
@@ -317,7 +317,7 @@ class RowEncoder:
             for part in parts
         ]
 
-    def _weighted(self, row: TokenRow) -> TokenRow:
+    def _weighted(self, row: TokenSequence) -> TokenSequence:
         """Weights in the place of targets, and zeros in the task's columns by token, where there
         are such: only a task that gives tokens knows their values."""
         schema = self._schema
@@ -328,9 +328,9 @@ class RowEncoder:
             column: np.zeros((len(row.tokens), *column.shape), column.numpy_dtype)
             for column in schema.per("token")
         }
-        return TokenRow(row.tokens, targets, columns)
+        return TokenSequence(row.tokens, targets, columns)
 
-    def _ready(self, part: Tokens) -> TokenRow:
+    def _ready(self, part: Tokens) -> TokenSequence:
         """Tokens that a task gave."""
         schema, task = self._schema, self._encoding.name
         ids, known = np.asarray(part.ids), len(self._renderer.tokenizer)
@@ -360,11 +360,11 @@ class RowEncoder:
             column: values_of(part.columns[column.name], column, count=count, task=task)
             for column in wanted
         }
-        return TokenRow(ids.astype(np.uint32), targets, columns)
+        return TokenSequence(ids.astype(np.uint32), targets, columns)
 
     @cached_property
     def _shortener(self) -> PromptCutter:
-        data = self._source.data
+        data = self._split.data
         return PromptCutter(self._renderer, limit=data.seq_len, side=data.truncate_prompt)
 
     # Tokens to blocks
@@ -391,7 +391,7 @@ class RowEncoder:
             examples, self._block(examples, [rows for _, rows in kept]), counts, batch.size
         )
 
-    def _block(self, examples: list[Example], found: list[list[TokenRow]]) -> TokenBlock:
+    def _block(self, examples: list[Example], found: list[list[TokenSequence]]) -> TokenBlock:
         rows = [row for own in found for row in own]
         sizes = np.array([len(own) for own in found], np.int64)
         several = sizes if len(rows) != len(found) else None
@@ -400,7 +400,7 @@ class RowEncoder:
         return replace(block, sizes=several, columns=columns)
 
     def _columns(
-        self, examples: list[Example], rows: list[TokenRow] | None, tokens: int
+        self, examples: list[Example], rows: list[TokenSequence] | None, tokens: int
     ) -> Mapping[Column, np.ndarray]:
         """The task's columns of a block."""
         schema, task = self._schema, self._encoding.name
@@ -433,12 +433,12 @@ class RowEncoder:
         try:
             return self._tokenized(examples)
         except DataError as error:
-            if self._source.data.on_bad_row != "skip":
+            if self._split.data.on_bad_row != "skip":
                 raise
             if len(examples) == 1:
-                if not isinstance(error, RowError):
+                if not isinstance(error, RecordError):
                     where, reason = examples[0].place, "the template refuses it"
-                    error = RowError(str(error), where=where, reason=reason)
+                    error = RecordError(str(error), where=where, reason=reason)
                 self.refused.add(error)
                 return Tokenized([None], Counter())
         middle = len(examples) // 2
@@ -446,7 +446,7 @@ class RowEncoder:
         return Tokenized([*first.examples, *second.examples], first.counts + second.counts)
 
 
-def joined(rows: list[TokenRow], targets: Any = np.bool_) -> TokenBlock:
+def joined(rows: list[TokenSequence], targets: Any = np.bool_) -> TokenBlock:
     """Sequences one after the other."""
     return TokenBlock(
         np.concatenate([np.zeros(0, np.uint32), *(row.tokens for row in rows)]),

@@ -25,8 +25,8 @@ import yaml
 
 from llmx.config import Experiment, TokenizerConfig, experiment_from_dict
 from llmx.data.format.templates import TEMPLATES, choose_template
-from llmx.data.source.progress import Progress
-from llmx.data.source.split import Source
+from llmx.data.source.progress import PreparationProgress
+from llmx.data.source.split import DatasetSplit
 from llmx.data.tokenize.text_sample import TextSample, texts_of
 from llmx.errors import ConfigError, DataError, exit_code
 
@@ -35,12 +35,12 @@ SENTENCE_CHARS = 1000
 PROOF_SENTENCES = 2000
 
 
-def train_sentencepiece(sample: TextSample, config: TokenizerConfig, control: list[str]) -> Any:
+def train_sentencepiece(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
     """A BPE by SentencePiece, as a ``tokenizers`` backend that is proven to give the same ids."""
     import sentencepiece
 
     model = io.BytesIO()
-    begin_and_more = [token for token in control if token != "</s>"]
+    bos_and_more = [token for token in special if token != "</s>"]
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_sentences(sample),
@@ -58,7 +58,7 @@ def train_sentencepiece(sample: TextSample, config: TokenizerConfig, control: li
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            control_symbols=begin_and_more,
+            control_symbols=bos_and_more,
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -73,7 +73,7 @@ def train_sentencepiece(sample: TextSample, config: TokenizerConfig, control: li
     proof = list(islice(_sentences(sample), PROOF_SENTENCES))
     wanted = processor.encode(proof)
     for split in (True, False):
-        backend = _backend_of(processor, split=split, control=control)
+        backend = _backend_of(processor, split=split, special=special)
         found_ids = [item.ids for item in backend.encode_batch(proof, add_special_tokens=False)]
         if found_ids == wanted:
             return backend
@@ -93,7 +93,7 @@ def _sentences(sample: TextSample) -> Iterator[str]:
                     yield line[start : start + SENTENCE_CHARS]
 
 
-def _backend_of(processor: Any, *, split: bool, control: list[str]) -> Any:
+def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
     """The same pieces and merges in ``tokenizers``; ``split``: word by word, which is faster."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -123,7 +123,7 @@ def _backend_of(processor: Any, *, split: bool, control: list[str]) -> Any:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    backend.add_special_tokens(["<unk>", "<s>", *control])
+    backend.add_special_tokens(["<unk>", "<s>", *special])
     return backend
 
 
@@ -184,11 +184,11 @@ def train_tokenizer(exp: Experiment) -> Trained:
     """
     config = exp.tokenizer
     output = _output(exp)
-    control = _control_tokens(exp.data.template, config.kind)
-    smallest = len(control) + 256 + (3 if config.kind == "sentencepiece" else 0)
+    special = _special_tokens(exp.data.template, config.kind)
+    smallest = len(special) + 256 + (3 if config.kind == "sentencepiece" else 0)
     if config.vocab_size <= smallest:
         raise ConfigError(
-            f"tokenizer.vocab_size={config.vocab_size}: {smallest} are taken by bytes and control "
+            f"tokenizer.vocab_size={config.vocab_size}: {smallest} are taken by bytes and special "
             "tokens; words need room too. 32000 to 128000 is usual."
         )
     if config.max_bytes < MIN_BYTES:
@@ -204,10 +204,10 @@ def train_tokenizer(exp: Experiment) -> Trained:
             directory = Path(name)
             sample = _sampled(exp, directory)
             backend = (_bbpe if config.kind == "bbpe" else train_sentencepiece)(
-                sample, config, control
+                sample, config, special
             )
             ready = directory / "tokenizer"
-            tokenizer = _saved(backend, exp, control, ready)
+            tokenizer = _saved(backend, exp, special, ready)
             proof = list(islice(sample, PROOF_TEXTS))
             tokens = _proven(tokenizer, proof)
             sample.close()
@@ -244,11 +244,13 @@ def _output(exp: Experiment) -> Path:
 
 
 def _sampled(exp: Experiment, directory: Path) -> TextSample:
-    source = Source.of(exp, "train")
+    source = DatasetSplit.of(exp, "train")
     sample = TextSample(directory, max_bytes=exp.tokenizer.max_bytes, seed=exp.seed)
     meter = source.meter
     title = f"Reading {exp.data.name or source.path}"
-    with Progress(title, total_bytes=source.total_bytes, read=lambda: meter.bytes) as progress:
+    with PreparationProgress(
+        title, total_bytes=source.total_bytes, read=lambda: meter.bytes
+    ) as progress:
         for text in texts_of(source.rows()):
             sample.add(text)
             progress.add(size=len(text.encode("utf-8", "replace")))
@@ -259,7 +261,7 @@ def _sampled(exp: Experiment, directory: Path) -> TextSample:
     return sample
 
 
-def _control_tokens(template: str, kind: str) -> list[str]:
+def _special_tokens(template: str, kind: str) -> list[str]:
     """The end of a document, padding, and what the chat template is made of."""
     name = "chatml" if template == "auto" else template
     marker, jinja = TEMPLATES[name]
@@ -268,7 +270,7 @@ def _control_tokens(template: str, kind: str) -> list[str]:
     return list(dict.fromkeys([*base, *markers]))
 
 
-def _bbpe(sample: TextSample, config: TokenizerConfig, control: list[str]) -> Any:
+def _bbpe(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
@@ -277,7 +279,7 @@ def _bbpe(sample: TextSample, config: TokenizerConfig, control: list[str]) -> An
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
-        special_tokens=control,
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
@@ -285,16 +287,16 @@ def _bbpe(sample: TextSample, config: TokenizerConfig, control: list[str]) -> An
     return backend
 
 
-def _saved(backend: Any, exp: Experiment, control: list[str], directory: Path) -> Any:
+def _saved(backend: Any, exp: Experiment, special: list[str], directory: Path) -> Any:
     """Written with its chat template, and loaded as everybody will load it."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    named = {"eos_token": control[0], "pad_token": control[1]}
+    named = {"eos_token": special[0], "pad_token": special[1]}
     if exp.tokenizer.kind == "sentencepiece":
         named |= {"unk_token": "<unk>", "bos_token": "<s>"}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        additional_special_tokens=[token for token in control if token not in named.values()],
+        additional_special_tokens=[token for token in special if token not in named.values()],
         clean_up_tokenization_spaces=False,
         **named,
     )

@@ -63,7 +63,7 @@ class Wordwise:
 
     @classmethod
     def of(cls, backend: Any) -> Wordwise:
-        """``backend`` takes control tokens as text, and neither pads nor truncates. Raises
+        """``backend`` takes special tokens as text, and neither pads nor truncates. Raises
         NotWordwise with the reason."""
         state = json.loads(backend.to_str())
         marks, prepends = _normalizer(state["normalizer"])
@@ -87,7 +87,7 @@ class Wordwise:
         """The text whose words, each for itself, have the ids of the text."""
         return (b" " if self.prepends and text else b"") + text.encode()
 
-    def encode_words(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def encode_pretokens(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids, place of each word's first id, number of its ids)"""
         skip = int(self.prepends)  # the tokenizer puts it there again
         texts = [word[skip:].decode() for word in words]

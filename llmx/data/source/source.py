@@ -27,7 +27,7 @@ from llmx.data.format.formats import (
 from llmx.data.source.digests import digest_of
 from llmx.data.source.files import read_file, source_files
 from llmx.data.source.hub import PREFIX, hub_id, hub_rows, revision_of
-from llmx.data.source.records import Meter, OnBad, Record, RowError, Stretch, TextPiece, refuse
+from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, TextPiece, refuse
 from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
 from llmx.errors import DataError
 from llmx.text import plural, printable
@@ -48,7 +48,7 @@ LOOKED_AT = 100
 
 
 @dataclass(frozen=True)
-class Part:
+class Source:
     """One source: a path with its own form and limits. Nothing is read before it is asked for."""
 
     path: str
@@ -79,7 +79,7 @@ class Part:
         *,
         split: str,
         takes: tuple[type, ...] = TAKEN,
-    ) -> Part:
+    ) -> Source:
         """``source`` with what it leaves open taken from ``data``; ``split`` is for the demo."""
         name = source.path
         form = source.form if source.form != "auto" else data.form
@@ -120,7 +120,7 @@ class Part:
             return self.form_wanted
         if self.takes == (Record,):
             return "record"
-        rejected: list[RowError] = []
+        rejected: list[RecordError] = []
         rows = self.raw(rejected.append if self.skips_bad else refuse)
         first = next(rows, None)
         if first is None:
@@ -205,7 +205,7 @@ class Part:
             "weight": self.weight,
         }
 
-    def empty(self, rejected: Sequence[RowError] = ()) -> DataError:
+    def empty(self, rejected: Sequence[RecordError] = ()) -> DataError:
         """For a source without a row that can be used."""
         return no_rows(self.path, rejected)
 
@@ -223,7 +223,7 @@ class Part:
         return self._rows(self.raw(bad, meter=meter), bad)
 
     def rows_of(
-        self, file: Path, stretch: Stretch, bad: OnBad, *, meter: Meter
+        self, file: Path, stretch: ByteRange, bad: OnBad, *, meter: Meter
     ) -> Iterator[Row | None]:
         """The rows of one of the files, or of some of its lines."""
         unit = self.text_unit
@@ -234,7 +234,7 @@ class Part:
         for raw in raws:
             try:
                 row = self._row(raw)
-            except RowError as error:
+            except RecordError as error:
                 bad(error)
                 continue
             yield row
@@ -272,7 +272,7 @@ class Part:
         )
 
 
-def no_rows(path: str, rejected: Sequence[RowError] = ()) -> DataError:
+def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
     """For sources in which no row can be used, with what is wrong with the first."""
     if not rejected:
         return DataError(f"{printable(path)}: there is no row in it. Check data.path.")
