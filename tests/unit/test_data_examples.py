@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import multiprocessing
@@ -34,10 +33,8 @@ from llmx.data import (
     Tokens,
     collate,
 )
-from llmx.data.distributed import units
-from llmx.data.distributed.shards import assemble, write_shard
+from llmx.data.distributed.shards import assemble, shard_of, stage_shard
 from llmx.data.examples import Schema, checked
-from llmx.data.source.progress import PreparationProgress
 from llmx.data.store import staging
 from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.store.spec import dataset_spec
@@ -280,25 +277,18 @@ def test_a_killed_preparation_resumes(tmp_path: Path, tokenizer, monkeypatch):
     assert files[0] == files[1]
 
 
-def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer, monkeypatch):
-    monkeypatch.setattr(units, "LEAST_BYTES", 700)
+def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, [pair_row(i) for i in range(1, 150)])
     alone = prepared(exp, tokenizer)
     exp.data.cache_dir = str(tmp_path / "hosts")
     spec = dataset_spec(exp, tokenizer, Pairs(exp, tokenizer), "train")
-    shards = tmp_path / "shards"
+    shards = []
     for host in range(2):
-        _, found = units.units_of(spec.split, hosts=2, whole_documents=True)
-        count = write_shard(
-            spec,
-            found,
-            shards,
-            mine=lambda unit, host=host: unit.number % 2 == host,
-            progress=PreparationProgress("x", stream=io.StringIO()),
-        )
-    assert count > 5
+        pieces = shard_of(spec.split, [1, 1], host)
+        name = stage_shard(spec, pieces, tmp_path / "shards", number=host, title="x")
+        shards.append(tmp_path / "shards" / name)
     facts = {"workers": 2, "hosts": 2, "tokenize_seconds": 0.0, "resumed_at_row": 0}
-    store = assemble(spec, shards, units=count, how=facts)
+    store = assemble(spec, shards, how=facts)
     assert store.meta["sha256"] == alone.meta["sha256"]
     same = ("rows_read", "truncated", "truncated_tokens", "dropped", "rejected", "fingerprint")
     assert [store.meta[key] for key in same] == [alone.meta[key] for key in same]

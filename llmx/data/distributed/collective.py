@@ -1,10 +1,10 @@
-"""All ranks of a run come to the same data: found, made by one rank of each host, or in shards.
+"""All ranks of a run come to the same data: found, prepared by one host or by each, or in shards.
 
     stores = prepare_together(exp, tokenizer, task, ["train", "eval"], hosts=plan_hosts, host=0)
 
-On several hosts each prepares a part, where there is enough work; what comes out is the same
-bytes as on one. Hosts that share the disk of the cache put their parts there; from others they
-are sent, and the finished store is sent back. A host that has no store gets that of another.
+One rank of each host, its leader, prepares. What comes out is the same bytes as on one host. Hosts
+that share the disk of the cache put their shards there; from others they are sent, and the
+finished store is sent back. A host that has no store gets that of another.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ import json
 import os
 import shutil
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmx import text as human
 from llmx.config import Experiment
-from llmx.data.distributed.shards import assemble, write_shard
-from llmx.data.distributed.transfer import Board, Channel, storage_groups
-from llmx.data.distributed.units import BY_FILES, Owners, Unit, units_of
+from llmx.data.distributed.shards import assemble, shard_of, stage_shard
+from llmx.data.distributed.transfer import FileTransfer, RankStore, storage_topology
 from llmx.data.examples import Encoding
-from llmx.data.source.progress import PreparationProgress
-from llmx.data.store.build import found, note_old_stores, prepare, progress_of
+from llmx.data.store.build import found, note_old_stores, prepare, prepare_spec
 from llmx.data.store.samples import SampleStore, locked
 from llmx.data.store.spec import DatasetSpec, dataset_spec
 from llmx.data.store.summary import summary
@@ -47,8 +44,8 @@ class Host:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where this process is in the run."""
+class _Ranks:
+    """The hosts of the run, and which host and rank this process is."""
 
     hosts: list[Host]
     host: int
@@ -70,181 +67,150 @@ def prepare_together(
 ) -> list[SampleStore]:
     """The stores of these splits on every rank. Collective; ``encoding`` is the task, ``host`` this
     rank's place in ``hosts``. Waiting has no time-out. Rank 0 prints what became of the rows."""
-    rank = int(os.environ["RANK"])
-    place = _Place(hosts, host, rank)
-    board = Board(f"data/{next(_CALLS)}")
+    ranks = _Ranks(hosts, host, int(os.environ["RANK"]))
+    call = next(_CALLS)
     stores: list[SampleStore] = []
     for split in splits:
+        store = RankStore(f"data/{call}/{split}")
         if len(hosts) > 1:
-            _among_hosts(exp, tokenizer, encoding, split, board, place)
-        elif place.leads:
+            spec = dataset_spec(exp, tokenizer, encoding, split) if ranks.leads else None
+            plan = _agreed(spec, store, ranks)
+            if plan["kind"] != "each":
+                _bring(spec, plan, store, ranks)
+        if ranks.leads:
             prepare(exp, tokenizer, encoding, split=split)
-            board.post(f"{split}/ready/0")
-        board.read(f"{split}/ready/{host}")
+            store.set(f"ready/{host}")
+        store.get(f"ready/{host}")
         stores.append(prepare(exp, tokenizer, encoding, split=split))
-        if rank == 0:
+        if ranks.rank == 0:
             print(f"Data ({split}): {summary(stores[-1])}", flush=True)
     return stores
 
 
-def _among_hosts(
-    exp: Experiment, tokenizer: Any, encoding: Encoding, split: str, board: Board, place: _Place
-) -> None:
-    """Bring the store to every host. Called by every rank."""
-    spec = dataset_spec(exp, tokenizer, encoding, split) if place.leads else None
-    if spec is not None:
-        _agree(spec, split, board, place)
-    how = board.read(f"{split}/how")
-    if how["kind"] == "each":
-        if spec is not None:
-            prepare(exp, tokenizer, encoding, split=split)
-            board.post(f"{split}/ready/{place.host}")
-        return
-    leaders = [place.hosts[h].leader for h in how["firsts"]]
-    started = time.monotonic()
-    units, shares = 0, Path()
-    if how["kind"] == "share":
-        if spec is not None:
-            units, shares = _make_shard(spec, how, place)
-            board.post(f"{split}/share/{place.host}", units)
-        for number in range(len(place.hosts)):
-            board.read(f"{split}/share/{number}")
-    # All make it at once, for it is collective.
-    channel = Channel() if len(leaders) > 1 else None
-    first = place.hosts[how["from"]].leader
-    if spec is not None and channel is not None and how["kind"] == "share":
-        _gather(shares, channel, leaders, first, place.rank)
-    if place.rank == first and how["kind"] == "share":
-        assert spec is not None
-        with locked(spec.path):
-            if found(spec) is None:
-                facts = {
-                    "workers": sum(how["cores"]),
-                    "hosts": len(place.hosts),
-                    "tokenize_seconds": round(time.monotonic() - started, 3),
-                    "resumed_at_row": 0,
-                }
-                assemble(spec, shares, units=units, how=facts)
-    if place.rank == first:
-        board.post(f"{split}/whole")
-    board.read(f"{split}/whole")
-    if spec is not None and channel is not None and place.rank in leaders:
-        chain = [first, *(leader for leader in leaders if leader != first)]
-        _spread(spec, channel, chain, place.rank)
-    if channel is not None:
-        channel.close()
-    if spec is not None:
-        if place.host in how["firsts"]:
-            shutil.rmtree(_shards(spec), ignore_errors=True)
-            board.post(f"{split}/there/{place.host}")
-        board.read(f"{split}/there/{how['group'][place.host]}")
-        board.post(f"{split}/ready/{place.host}")
-
-
-def _agree(spec: DatasetSpec, split: str, board: Board, place: _Place) -> None:
-    """The first ranks of all hosts tell what they have; that of the first host decides."""
-    everybody = range(len(place.hosts))
-    directory = spec.path.parent
-    if place.host == 0:
-        board.post(f"{split}/token", uuid.uuid4().hex)
-    token = board.read(f"{split}/token")
-    groups = storage_groups(board, directory, host=place.host, hosts=len(place.hosts), token=token)
-    board.post(
-        f"{split}/has/{place.host}",
-        {
-            "identity": {key: _digest(value) for key, value in spec.identity.items()},
-            "store": found(spec) is not None,
-            "cores": worker_count(spec.data.num_workers),
-        },
-    )
-    facts = [board.read(f"{split}/has/{number}") for number in everybody]
-    for number in everybody:
-        if facts[number]["identity"] != facts[0]["identity"]:
-            _refuse(facts, number, spec, place)
-    group = groups()
-    if place.host != 0:
-        return
-    have = [number for number in everybody if facts[number]["store"]]
-    firsts = sorted(set(group))
-    how: dict[str, Any] = {
-        "group": group,
-        "firsts": firsts,
-        "cores": [fact["cores"] for fact in facts],
-        "from": group[have[0]] if have else 0,
+def _agreed(spec: DatasetSpec | None, store: RankStore, ranks: _Ranks) -> dict[str, Any]:
+    """How the store comes to every host: ``each`` host prepares it or has it, each prepares a
+    ``shard``, or one prepares it or has it and ``sends`` it."""
+    if spec is None:
+        found_plan: dict[str, Any] = store.get("plan")
+        return found_plan
+    host, hosts = ranks.host, len(ranks.hosts)
+    disks = storage_topology(store, spec.path.parent, host=host, hosts=hosts)
+    own = {
+        "identity": {key: _digest(value) for key, value in spec.identity.items()},
+        "store": found(spec) is not None,
+        "cores": worker_count(spec.data.num_workers),
     }
+    facts = store.all_gather("has", own, host=host, hosts=hosts)
+    for number, fact in enumerate(facts):
+        if fact["identity"] != facts[0]["identity"]:
+            raise _other_data(facts[0]["identity"], fact["identity"], number, spec, ranks)
+    have = [number for number in range(hosts) if facts[number]["store"]]
     least = spec.data.share_from_mib
     large = least is not None and spec.split.source_bytes >= least * 2**20
-    if len(have) == len(facts):
-        how["kind"] = "each"
-    elif have:
-        how["kind"] = "send"
+    if len(have) == hosts or not (have or large):
+        kind = "each"
     else:
-        how["kind"] = "share" if large else "each"
-    board.post(f"{split}/how", how)
+        kind = "shard" if not have and spec.split.divisible else "send"
+    plan = {
+        "kind": kind,
+        "disks": disks,
+        "from": disks[have[0]] if have else 0,
+        "cores": [fact["cores"] for fact in facts],
+    }
+    if host == 0:
+        store.set("plan", plan)
+    agreed: dict[str, Any] = store.get("plan")
+    return agreed
 
 
-def _refuse(facts: list[dict[str, Any]], number: int, spec: DatasetSpec, place: _Place) -> None:
-    here, there = facts[0]["identity"], facts[number]["identity"]
+def _other_data(
+    here: dict[str, str], there: dict[str, str], number: int, spec: DatasetSpec, ranks: _Ranks
+) -> DataError:
     different = ", ".join(key for key in here if here[key] != there.get(key))
-    raise DataError(
-        f"{place.hosts[number].name} would train on other data than {place.hosts[0].name}: "
+    return DataError(
+        f"{ranks.hosts[number].name} would train on other data than {ranks.hosts[0].name}: "
         f"different there: {different} (sources are the bytes of {spec.split.path}). Give both "
         "the same files, e.g. by launch.sync=rsync with launch.sync_extra, and the same llmx."
     )
 
 
-def _make_shard(spec: DatasetSpec, how: dict[str, Any], place: _Place) -> tuple[int, Path]:
-    """This host's units; returns how many units there are in all, and where they lie."""
-    hosts = len(place.hosts)
-    whole = spec.data.packing != "concat"
-    kind, units = units_of(spec.split, hosts=hosts, whole_documents=whole)
-    owners = Owners(how["cores"])
+def _bring(spec: DatasetSpec | None, plan: dict[str, Any], store: RankStore, ranks: _Ranks) -> None:
+    """Bring the store to every disk. Called by every rank; ``spec`` is that of the leaders."""
+    hosts, disks, started = len(ranks.hosts), plan["disks"], time.monotonic()
+    first = ranks.hosts[plan["from"]].leader
+    leaders = [ranks.hosts[number].leader for number in sorted(set(disks))]
+    if spec is not None:
+        name = ""
+        if plan["kind"] == "shard":
+            name = _staged(spec, plan["cores"], ranks)
+        elif ranks.rank == first:
+            prepare_spec(spec)
+        store.set(f"shard/{ranks.host}", name)
+    names = [store.get(f"shard/{number}") for number in range(hosts)]
+    # All ranks make it at once, for it is collective.
+    transfer = FileTransfer() if len(leaders) > 1 else None
+    if spec is not None and plan["kind"] == "shard":
+        shards = [_shards(spec) / name for name in names]
+        for number, shard in enumerate(shards):
+            sender = ranks.hosts[disks[number]].leader
+            if transfer is not None and sender != first:
+                _send_shard(shard, transfer, sender, first, ranks.rank)
+        if ranks.rank == first:
+            facts = {
+                "workers": sum(plan["cores"]),
+                "hosts": hosts,
+                "tokenize_seconds": round(time.monotonic() - started, 3),
+                "resumed_at_row": 0,
+            }
+            with locked(spec.path):
+                if found(spec) is None:
+                    assemble(spec, shards, how=facts)
+    if ranks.rank == first:
+        store.set("whole")
+    store.get("whole")
+    if transfer is not None:
+        if spec is not None and ranks.rank in leaders:
+            chain = [first, *(leader for leader in leaders if leader != first)]
+            _send_store(spec, transfer, chain, ranks.rank)
+        transfer.close()
+    if spec is not None:
+        if disks[ranks.host] == ranks.host:
+            shutil.rmtree(_shards(spec), ignore_errors=True)
+            store.set(f"there/{ranks.host}")
+        store.get(f"there/{disks[ranks.host]}")
+
+
+def _staged(spec: DatasetSpec, cores: list[int], ranks: _Ranks) -> str:
+    """Stage this host's shard; returns the name of its folder."""
     note_old_stores(spec)
-    directory = _shards(spec) / kind
-    title = f"Preparing {spec.path.name}, part {place.host + 1} of {hosts}"
-    print(f"{title} (the rows are divided by {kind})", flush=True)
-    progress = progress_of(spec, title)
-    if kind == BY_FILES:
-        listed = list(units)
-        owned = {unit.number for unit in listed if owners.take(unit.size) == place.host}
-        meter, total = spec.split.meter, sum(u.size for u in listed if u.number in owned)
-        progress = PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes)
-        units = iter(listed)
-
-    def mine(unit: Unit) -> bool:
-        if kind == BY_FILES:
-            return unit.number in owned
-        return owners.take(unit.size) == place.host
-
-    return write_shard(spec, units, directory, mine=mine, progress=progress), directory
+    title = f"Preparing {spec.path.name}, shard {ranks.host + 1} of {len(ranks.hosts)}"
+    print(title, flush=True)
+    pieces = shard_of(spec.split, cores, ranks.host)
+    return stage_shard(spec, pieces, _shards(spec), number=ranks.host, title=title)
 
 
-def _gather(shares: Path, channel: Channel, leaders: list[int], first: int, rank: int) -> None:
-    """The units of hosts with another disk come to the host that puts the store together."""
-    if rank == first:
-        for leader in leaders:
-            if leader != first:
-                size = channel.receive(shares, source=leader)
-                print(
-                    f"Received {human.size(size)} of prepared data from rank {leader}", flush=True
-                )
-    elif rank in leaders:
-        channel.send(shares, to=first)
+def _send_shard(shard: Path, transfer: FileTransfer, sender: int, first: int, rank: int) -> None:
+    """A shard of a host with another disk comes to the one that puts the store together."""
+    if rank == sender:
+        transfer.send(shard, to=first)
+    elif rank == first:
+        size = human.size(transfer.receive(shard, source=sender))
+        print(f"Received {size} of prepared data from rank {sender}", flush=True)
 
 
-def _spread(spec: DatasetSpec, channel: Channel, chain: list[int], rank: int) -> None:
-    """The finished store goes to all hosts with another disk: from each rank of ``chain``, which
-    begins with the one that has it, to the next."""
+def _send_store(spec: DatasetSpec, transfer: FileTransfer, chain: list[int], rank: int) -> None:
+    """The finished store goes to all other disks: from each rank of ``chain``, which begins with
+    the one that has it, to the next."""
     place = chain.index(rank)
     following = chain[place + 1] if place + 1 < len(chain) else None
     if place == 0:
         assert following is not None
-        size = channel.send(spec.path, to=following)
+        size = transfer.send(spec.path, to=following)
         print(f"Sent {spec.path.name} ({human.size(size)}) to the other hosts", flush=True)
         return
     with locked(spec.path):
         temporary = spec.path.with_name(f"{spec.path.name}.tmp-received")
-        channel.receive(temporary, source=chain[place - 1], forward=following)
+        transfer.receive(temporary, source=chain[place - 1], forward=following)
         SampleStore.open(temporary).verify()
         if found(spec) is None:
             temporary.rename(spec.path)

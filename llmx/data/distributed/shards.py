@@ -1,224 +1,177 @@
-"""One host's shard of a preparation: units as files, and all units put together to a store.
+"""One host's shard of a preparation: a run of the sources' bytes, staged as examples.
 
-    shards/000007.000.npz ...   tokens, targets, lengths and columns of the examples of unit 7
-    shards/000007.json          what became of its rows; written last: then the unit is done
-
-A unit's files are the same whoever makes them, so any host resumes a shard of a killed one.
+The shards of all hosts, in order, are the records of the split; so their staged files, one after
+the other, are those of a single host. A shard that was killed resumes as any staging does, as long
+as the hosts and their cores are the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from llmx.data.distributed.units import Unit
-from llmx.data.examples import WEIGHT
+from llmx.data.examples import Row
+from llmx.data.source.files import can_be_split
 from llmx.data.source.progress import PreparationProgress
+from llmx.data.source.records import ByteRange
 from llmx.data.source.rejected import RejectedRecords
-from llmx.data.store.build import Counts, finalize
+from llmx.data.source.source import Source
+from llmx.data.source.split import DatasetSplit
+from llmx.data.store.build import Counts, finalize, stage, staging_in
 from llmx.data.store.samples import SampleStore
 from llmx.data.store.spec import DatasetSpec
 from llmx.data.store.staging import Staging
-from llmx.data.store.truncation import Truncation
-from llmx.data.tokenize.documents import TokenBlock
-from llmx.data.tokenize.encoder import ExampleEncoder
-from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
-from llmx.rundir import write_json
-
-PROOF_BYTES = 1 << 19
-"""Of the first unit, on which a faster encoder is proven."""
-SEGMENT_TOKENS = 8 << 20
-"""Tokens of one file."""
+from llmx.data.tokenize.workers import worker_count
 
 
-def write_shard(
-    spec: DatasetSpec,
-    units: Iterator[Unit],
-    directory: Path,
-    *,
-    mine: Callable[[Unit], bool],
-    progress: PreparationProgress,
-) -> int:
-    """Make those units that are ``mine`` and not there yet; returns how many units there are."""
-    directory.mkdir(parents=True, exist_ok=True)
-    source = spec.split
-    workers = worker_count(spec.data.num_workers)
-    # There is much text in all, if not in one unit.
-    encoder = ExampleEncoder(
-        source, spec.renderer, spec.encoding, workers=workers, fast_from_bytes=PROOF_BYTES
+@dataclass(frozen=True)
+class Piece:
+    """A file of a source, or some of its lines; ``copy``: which reading of it, from 0."""
+
+    source: Source
+    copy: int
+    file: Path
+    byte_range: ByteRange
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        stop = self.byte_range.stop
+        return (self.file.stat().st_size if stop is None else stop) - self.byte_range.start
+
+
+def shard_of(split: DatasetSplit, cores: Sequence[int], host: int) -> list[Piece]:
+    """What ``host`` (from 0) prepares, in proportion to its ``cores``. The pieces of all hosts, in
+    order, are the records of a split that is ``divisible``. A file whose lines are no records of
+    their own (compressed, a JSON array, a table) is never divided, so a host may get nothing."""
+    files = [
+        (source, copy, file)
+        for source in split.sources
+        for copy in range(split.copies(source))
+        for file in source.files
+    ]
+    ends = list(accumulate(file.stat().st_size for _, _, file in files))
+
+    def boundary(hosts: int) -> tuple[int, int]:
+        """(number of the file, byte in it) where the shard of the first ``hosts`` hosts ends."""
+        if not hosts:
+            return 0, 0
+        at, start = ends[-1] * sum(cores[:hosts]) // sum(cores), 0
+        for number, (stop, (source, _, file)) in enumerate(zip(ends, files, strict=True)):
+            if at < stop:
+                if not can_be_split(file, text_unit=source.text_unit):
+                    return (number, 0) if at - start < stop - at else (number + 1, 0)
+                byte = _line_start(file, at - start)
+                return (number + 1, 0) if byte >= stop - start else (number, byte)
+            start = stop
+        return len(files), 0
+
+    (first, low), (last, high) = boundary(host), boundary(host + 1)
+    pieces = []
+    for number in range(first, min(last + 1, len(files))):
+        start, stop = low if number == first else 0, high if number == last else None
+        if start != stop:
+            source, copy, file = files[number]
+            line = 1 + _lines_before(file, start)
+            pieces.append(Piece(source, copy, file, ByteRange(start, stop, line)))
+    return pieces
+
+
+def rows_of(split: DatasetSplit, pieces: Sequence[Piece]) -> Iterator[Row | None]:
+    """The records of pieces, in their dataset format."""
+    return chain.from_iterable(
+        split.rows_of(piece.source, piece.file, piece.byte_range, first=piece.copy == 0)
+        for piece in pieces
     )
-    count = 0
-    source.look_ahead()
-    with parallel_tokenizers(workers), progress:
-        for unit in units:
-            count += 1
-            if mine(unit) and note_of(directory, unit.number) is None:
-                _write_unit(spec, unit, directory, encoder, progress)
-            for group in (source.rejects, source.left_out, encoder.refused):
-                group.clear()
-    return count
 
 
-def note_of(directory: Path, number: int) -> dict[str, Any] | None:
-    """What is noted of a unit that is done; None for one that is not, or not whole."""
-    try:
-        note: dict[str, Any] = json.loads((directory / f"{number:06d}.json").read_text("utf-8"))
-        whole = all(
-            (directory / name).stat().st_size == size for name, size in note["files"].items()
-        )
-    except (OSError, ValueError, KeyError):
-        return None
-    return note if whole else None
+def stage_shard(
+    spec: DatasetSpec, pieces: Sequence[Piece], directory: Path, *, number: int, title: str
+) -> str:
+    """Stage the examples of shard ``number`` in a folder of ``directory``; returns its name, which
+    tells shards of other pieces apart."""
+    identity = [[str(p.file), p.copy, p.byte_range.start, p.byte_range.stop] for p in pieces]
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    name = f"{number:04d}-{digest[:16]}"
+    split, place = spec.split, directory / name
+    split.rejects.clear()
+    split.left_out.clear()
+    size = sum(piece.size for piece in pieces)
+    progress = PreparationProgress(title, total_bytes=size, read=lambda: split.meter.bytes)
+    with staging_in(spec, place, progress) as staging:
+        if "encoder" not in staging.state:
+            workers = worker_count(spec.data.num_workers)
+            rows = rows_of(split, pieces)
+            counts, encoder = stage(spec, staging, rows, progress, workers=workers)
+            refused = counts.rejects[1]
+            with (place / "rejected.jsonl").open("wb") as stream:
+                split.rejects.copy_to(stream)
+            done = {
+                "counts": dict(counts.rows),
+                "refused": refused.state,
+                "left_out": dict(split.left_out),
+                "rejected": dict(split.rejects.counts),
+                "ignored_columns": list(counts.ignored_columns),
+                "text_bytes": progress.bytes,
+                "encoder": encoder,
+            }
+            staging.record(done, now=True)
+            refused.close()
+        staging.close()
+    return name
 
 
-def assemble(spec: DatasetSpec, directory: Path, *, units: int, how: dict[str, Any]) -> SampleStore:
-    """The store of all units, which are all done and in ``directory``."""
-    refused = RejectedRecords()
-    counts = Counts(rejects=(spec.split.rejects, refused))
-    spec.split.rejects.clear()
-    columns = spec.encoding.columns
-    text = 0
+def assemble(spec: DatasetSpec, directories: Sequence[Path], *, how: dict[str, Any]) -> SampleStore:
+    """The store of all shards, which are complete. ``how``: for its meta.json."""
+    split, refused = spec.split, RejectedRecords()
+    split.rejects.clear()
+    counts = Counts(rejects=(split.rejects, refused))
     ignored: set[str] = set()
     encoders: list[str] = []
-    staging = Staging(spec.path.with_name(f"{spec.path.name}.assembled"), columns)
+    text_bytes = 0
+    staging = Staging(spec.path.with_name(f"{spec.path.name}.assembled"), spec.encoding.columns)
     try:
-        for number in range(units):
-            note = note_of(directory, number)
-            if note is None:
-                raise AssertionError(f"unit {number} of {directory} is not there")
-            for name in note["files"]:
-                with np.load(directory / name) as arrays:
-                    block = TokenBlock(
-                        arrays["tokens"],
-                        arrays["targets"],
-                        arrays["lengths"],
-                        arrays.get("sizes"),
-                        {column: arrays[f"column.{column.name}"] for column in columns
-                         if column.name != WEIGHT},
-                    )  # fmt: skip
-                    staging.append(block, joins=bool(arrays["joins"]))
-            counts.rows.update(note["counts"])
-            counts.left_out.update(note["left_out"])
-            for group, noted in zip(counts.rejects, note["rejects"], strict=True):
-                group.extend(noted["counts"], noted["lines"].encode("latin-1"))
-            text += note["text_bytes"]
-            ignored.update(note.get("ignored_columns", ()))
-            encoders.append(note["encoder"])
-        nothing = not (counts.rows["rows"] or counts.left_out)
-        if nothing and not any(group.counts for group in counts.rejects):
-            raise spec.split.empty()
-        # Each host proved its encoder on other texts: the kind is what counts.
-        kinds = ", ".join(sorted({re.split(r", equal| \(", encoder)[0] for encoder in encoders}))
+        for directory in directories:
+            shard = staging.extend(directory)
+            counts.rows.update(shard["counts"])
+            counts.left_out.update(shard["left_out"])
+            rejected = (directory / "rejected.jsonl").read_bytes()
+            split.rejects.extend(shard["rejected"], rejected)
+            refused.extend(shard["refused"]["counts"], (directory / "refused.jsonl").read_bytes())
+            ignored.update(shard["ignored_columns"])
+            text_bytes += shard["text_bytes"]
+            if shard["text_bytes"]:
+                encoders.append(shard["encoder"])
         counts.ignored_columns = sorted(ignored)
-        how = {"encoder": encoders[0] if len(set(encoders)) == 1 else kinds, **how}
-        return finalize(spec, staging, counts, how={**how, "text_bytes": text})
+        # Each host proved its encoder on other texts: the kind is what counts.
+        kinds = sorted({re.split(r", equal| \(", encoder)[0] for encoder in encoders})
+        encoder = encoders[0] if len(set(encoders)) == 1 else ", ".join(kinds)
+        how = {"encoder": encoder, **how, "text_bytes": text_bytes}
+        return finalize(spec, staging, counts, how=how)
     finally:
         staging.remove()
+        refused.close()
 
 
-def _write_unit(
-    spec: DatasetSpec,
-    unit: Unit,
-    directory: Path,
-    encoder: ExampleEncoder,
-    progress: PreparationProgress,
-) -> None:
-    counts: Counter[str] = Counter()
-    truncation = Truncation(
-        spec.data,
-        counts,
-        bos=spec.renderer.bos,
-        state=(int(not unit.begins), spec.data.seq_len),
-    )
-    writer = _Segments(directory, unit.number)
-    text = 0
-    for encoded in encoder.blocks(unit.rows(), begins=unit.begins):
-        counts.update(encoded.counts)
-        block, joins = truncation(encoded.examples, encoded.block)
-        writer.add(block, joins=joins)
-        progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
-        text += encoded.size
-    source = spec.split
-    note = {
-        "files": writer.close(),
-        "counts": dict(counts),
-        "left_out": dict(source.left_out),
-        "ignored_columns": source.ignored_columns,
-        "rejects": [
-            {"counts": dict(group.counts), "lines": group.lines().decode("latin-1")}
-            for group in (source.rejects, encoder.refused)
-        ],
-        "text_bytes": text,
-        "encoder": encoder.description,
-    }
-    write_json(directory / f"{unit.number:06d}.json", note)
+def _line_start(file: Path, at: int) -> int:
+    """The first byte at or behind ``at`` where a line begins, or the end of the file."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, at - 1))
+        if at:
+            stream.readline()
+        return stream.tell()
 
 
-class _Segments:
-    """The rows of one unit in files of bounded size."""
-
-    def __init__(self, directory: Path, number: int) -> None:
-        self._directory = directory
-        self._number = number
-        self._blocks: list[tuple[TokenBlock, bool]] = []
-        self._tokens = 0
-        self._files: dict[str, int] = {}
-
-    def add(self, block: TokenBlock, *, joins: bool) -> None:
-        if not len(block.lengths):
-            return
-        self._blocks.append((block, joins))
-        self._tokens += len(block.tokens)
-        if self._tokens >= SEGMENT_TOKENS:
-            self._write()
-
-    def close(self) -> dict[str, int]:
-        """Sizes of the files by name, in order."""
-        if self._blocks:
-            self._write()
-        return self._files
-
-    def _write(self) -> None:
-        lengths: list[np.ndarray] = []
-        for block, joins in self._blocks:
-            own = np.array(block.lengths, np.int64)
-            if joins and lengths:
-                lengths[-1][-1] += own[0]
-                own = own[1:]
-            if len(own):
-                lengths.append(own)
-        blocks = [block for block, _ in self._blocks]
-        arrays = {
-            f"column.{column.name}": np.concatenate([block.columns[column] for block in blocks])
-            for column in blocks[0].columns
-        }
-        if any(block.sizes is not None for block in blocks):
-            arrays["sizes"] = np.concatenate(
-                [
-                    np.ones(len(block.lengths), np.int64) if block.sizes is None else block.sizes
-                    for block in blocks
-                ]
-            )
-        name = f"{self._number:06d}.{len(self._files):03d}.npz"
-        temporary = self._directory / f".{name}.{os.getpid()}.tmp"
-        with temporary.open("wb") as stream:
-            np.savez(
-                stream,
-                tokens=np.concatenate([block.tokens for block in blocks]),
-                targets=np.concatenate([block.targets for block in blocks]),
-                lengths=np.concatenate(lengths),
-                joins=np.array(self._blocks[0][1]),
-                **arrays,  # type: ignore[arg-type]
-            )
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, self._directory / name)
-        self._files[name] = (self._directory / name).stat().st_size
-        self._blocks, self._tokens = [], 0
+def _lines_before(file: Path, at: int) -> int:
+    lines = 0
+    with file.open("rb") as stream:
+        while at and (block := stream.read(min(1 << 20, at))):
+            lines += block.count(b"\n")
+            at -= len(block)
+    return lines

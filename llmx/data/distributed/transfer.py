@@ -1,6 +1,6 @@
-"""What ranks say to each other while data is prepared: small facts, waiting, and whole files.
+"""What ranks tell each other while data is prepared: small values, waiting, and whole files.
 
-Facts go through the key-value store of the ranks' rendezvous, in which a rank may wait for hours;
+Values go through the key-value store of the ranks' rendezvous, in which a rank may wait for hours;
 a collective would be ended after half an hour by the time-out of its process group. Files go
 through a gloo group of all ranks, made when they are sent.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from llmx.data.store.samples import cannot_write
 from llmx.errors import DataError
 
 FOREVER = timedelta(days=365)
-"""Whoever prepares may take as long as it takes; if it dies, the run is ended from outside."""
+"""A preparation may take as long as it takes; if a rank dies, the run is ended from outside."""
 CHUNK_BYTES = 16 << 20
 
 
-class Board:
-    """Facts that every rank can read; each is written once."""
+class RankStore:
+    """Values that every rank can read; each is written once."""
 
     def __init__(self, name: str) -> None:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -36,16 +37,22 @@ class Board:
         )
         self._store = PrefixStore(f"llmx/{name}", store)
 
-    def post(self, key: str, value: Any = None) -> None:
+    def set(self, key: str, value: Any = None) -> None:
+        """Write a value, as JSON."""
         self._store.set(key, json.dumps(value))
 
-    def read(self, key: str) -> Any:
-        """The fact, as soon as it is posted, however long that takes."""
+    def get(self, key: str) -> Any:
+        """The value, as soon as it is written, however long that takes."""
         self._store.wait([key], FOREVER)
         return json.loads(self._store.get(key))
 
+    def all_gather(self, key: str, value: Any, *, host: int, hosts: int) -> list[Any]:
+        """The values of all hosts, in order; called by one rank of each."""
+        self.set(f"{key}/{host}", value)
+        return [self.get(f"{key}/{number}") for number in range(hosts)]
 
-class Channel:
+
+class FileTransfer:
     """Sends files from rank to rank. Every rank of the run makes it, whether it sends or not.
 
     The group has all ranks, although only some of them send: DeepSpeed binds each rank to its GPU
@@ -77,7 +84,7 @@ class Channel:
         self._send(torch.frombuffer(bytearray(head), dtype=torch.uint8), to)
         for path in files:
             with path.open("rb") as stream:
-                for length in _pieces(sizes[path.name]):
+                for length in _chunks(sizes[path.name]):
                     chunk = bytearray(stream.read(length))
                     if len(chunk) != length:
                         raise DataError(f"{path} has changed while it was sent.")
@@ -99,10 +106,10 @@ class Channel:
         sizes: dict[str, int] = json.loads(head.numpy().tobytes())
         directory.mkdir(parents=True, exist_ok=True)
         for name, size in sizes.items():
-            # Whole or not at all: a note must not be found beside half a file.
+            # Whole or not at all: a journal must not be found beside half a file.
             temporary = directory / f".{name}.received"
             with temporary.open("wb") as stream:
-                for piece in _pieces(size):
+                for piece in _chunks(size):
                     chunk = torch.empty(piece, dtype=torch.uint8)
                     self._receive(chunk, source, forward)
                     stream.write(chunk.numpy().data)
@@ -124,28 +131,23 @@ class Channel:
             dist.send(tensor, dst=forward, group=self._group)
 
 
-def storage_groups(
-    board: Board, directory: Path, *, host: int, hosts: int, token: str
-) -> Callable[[], list[int]]:
-    """Leave a mark in ``directory``; the result, called when all have, gives the first host that
-    shares the directory, for each host (collective over the first ranks of all hosts)."""
-    mark = directory / f".host-{token}-{host}"
+def storage_topology(store: RankStore, directory: Path, *, host: int, hosts: int) -> list[int]:
+    """For each host, the first host that shares ``directory`` with it. Called by one rank of each
+    host: every one leaves a mark there and looks whose marks it sees."""
+    token = store.all_gather("token", uuid.uuid4().hex, host=host, hosts=hosts)[0]
+    marks = [directory / f".host-{token}-{number}" for number in range(hosts)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        marks[host].touch()
     except OSError as error:
         raise cannot_write(directory, error) from error
-
-    def groups() -> list[int]:
-        seen = [h for h in range(hosts) if (directory / f".host-{token}-{h}").exists()]
-        board.post(f"sees/{token}/{host}", min(seen))
-        firsts = [int(board.read(f"sees/{token}/{h}")) for h in range(hosts)]
-        mark.unlink(missing_ok=True)
-        return firsts
-
-    return groups
+    store.all_gather("marked", None, host=host, hosts=hosts)
+    seen = next(number for number, mark in enumerate(marks) if mark.exists())
+    topology = store.all_gather("sees", seen, host=host, hosts=hosts)
+    marks[host].unlink(missing_ok=True)
+    return topology
 
 
-def _pieces(size: int) -> Iterator[int]:
+def _chunks(size: int) -> Iterator[int]:
     for start in range(0, size, CHUNK_BYTES):
         yield min(CHUNK_BYTES, size - start)

@@ -26,7 +26,7 @@ from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, refuse
 from llmx.data.source.rejected import RejectedRecords
 from llmx.data.source.source import TAKEN, Source, no_rows
-from llmx.errors import ConfigError, DataError
+from llmx.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class DatasetSplit:
             else:
                 yield row
         if empty and not self.rejects.counts:
-            raise self.empty()
+            raise no_rows(self.path)
 
     def rows_of(
         self, source: Source, file: Path, stretch: ByteRange, *, first: bool
@@ -326,10 +326,6 @@ class DatasetSplit:
     def _leave_out(self, reason: str, row: Row | None, first: bool) -> None:
         if first and _is_whole(row):
             self.left_out[reason] += 1
-
-    def empty(self) -> DataError:
-        """For sources in which there is no row at all."""
-        return no_rows(self.path)
 
     def _numbered(self, source: Source, start: int, bad: OnBad) -> Iterator[tuple[int, Row | None]]:
         """(number, row) of one source; the pieces of one text have one number."""

@@ -9,11 +9,12 @@ killed resumes where its state was noted last; a disk that fills up loses nothin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 from llmx import text as human
 from llmx.config import Experiment
-from llmx.data.examples import Encoding
+from llmx.data.examples import Encoding, Row
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import excerpt
 from llmx.data.source.rejected import RejectedRecords, RejectedUnwritten, counted, write_rejected
@@ -47,7 +48,6 @@ __all__ = [
     "has_eval",
     "note_old_stores",
     "prepare",
-    "progress_of",
     "store_path",
     "summary",
 ]
@@ -62,7 +62,11 @@ def prepare(
     ``split`` is ``train`` or ``eval``. Raises ConfigError for options that do not go together,
     DataError (with file and line) for a source that cannot be read or a row that is wrong.
     """
-    spec = dataset_spec(exp, tokenizer, encoding, split)
+    return prepare_spec(dataset_spec(exp, tokenizer, encoding, split))
+
+
+def prepare_spec(spec: DatasetSpec) -> SampleStore:
+    """The store of ``spec``; built now, or found from before."""
     store = found(spec)
     if store is not None:
         return store
@@ -114,26 +118,40 @@ def note_old_stores(spec: DatasetSpec) -> None:
 def build(spec: DatasetSpec) -> SampleStore:
     """Prepare ``spec`` on this host; the caller holds its lock."""
     note_old_stores(spec)
-    partial = spec.path.with_name(f"{spec.path.name}.partial")
-    try:
-        staging = Staging(partial, spec.encoding.columns)
-    except OSError as error:
-        raise cannot_write(partial.parent, error) from error
-    progress = progress_of(spec, f"Preparing {spec.path.name}")
-    try:
+    split = spec.split
+    progress = PreparationProgress(
+        f"Preparing {spec.path.name}",
+        total_bytes=split.total_bytes,
+        read=lambda: split.meter.bytes,
+    )
+    with staging_in(spec, spec.path.with_name(f"{spec.path.name}.partial"), progress) as staging:
         store = _built(spec, staging, progress)
+    staging.remove()
+    return store
+
+
+@contextlib.contextmanager
+def staging_in(
+    spec: DatasetSpec, directory: Path, progress: PreparationProgress
+) -> Iterator[Staging]:
+    """A staging for the examples of ``spec``. An error leaves what the next preparation resumes
+    from where the disk is full, and nothing where the data is wrong."""
+    try:
+        staging = Staging(directory, spec.encoding.columns)
+    except OSError as error:
+        raise cannot_write(directory.parent, error) from error
+    try:
+        yield staging
     except (LlmxError, OSError) as error:
         if isinstance(error, RejectedUnwritten):
             raise DataError(f"{error} {_kept(spec, staging)}") from error
         if is_full(error):
             raise _disk_full(spec, staging, progress) from error
-        # A row that is wrong: nothing to resume from. After a kill there is.
+        # A record that is wrong: nothing to resume from. After a kill there is.
         staging.remove()
         if isinstance(error, OSError):
-            raise cannot_write(partial.parent, error) from error
+            raise cannot_write(directory.parent, error) from error
         raise
-    staging.remove()
-    return store
 
 
 @dataclass
@@ -153,14 +171,9 @@ class Counts:
 
 def _built(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -> SampleStore:
     started = time.monotonic()
-    note, split = staging.note, spec.split
-    rows: Counter[str] = Counter(note.get("counts", {}))
-    resumed_rows = rows["rows"]
-    refused = RejectedRecords(staging.directory / "refused.jsonl", state=note.get("refused"))
+    resumed_rows = staging.state.get("counts", {}).get("rows", 0)
     workers = worker_count(spec.data.num_workers)
-    with parallel_tokenizers(workers), progress:
-        encoder = _encode(spec, staging, progress, rows, refused, workers=workers)
-    counts = Counts(rows, split.left_out, (split.rejects, refused), split.ignored_columns)
+    counts, encoder = stage(spec, staging, spec.split.rows(), progress, workers=workers)
     how = {
         "encoder": encoder,
         "workers": workers,
@@ -172,45 +185,46 @@ def _built(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -
     try:
         return finalize(spec, staging, counts, how=how)
     finally:
-        refused.close()
+        counts.rejects[1].close()
 
 
-def _encode(
+def stage(
     spec: DatasetSpec,
     staging: Staging,
+    rows: Iterator[Row | None],
     progress: PreparationProgress,
-    counts: Counter[str],
-    refused: RejectedRecords,
     *,
     workers: int,
-) -> str:
-    """Stage all rows, from where it was left; returns what they were encoded with.
+) -> tuple[Counts, str]:
+    """Stage the examples of these records, from where it was left; returns what became of the
+    records, and what they were encoded with.
 
     A function of its own, so that its tables are gone when samples are put together.
     """
-    split, note = spec.split, staging.note
-    encoder = ExampleEncoder(split, spec.renderer, spec.encoding, workers=workers, refused=refused)
-    truncation = Truncation(spec.data, counts, bos=spec.renderer.bos, state=note.get("truncation"))
+    split, state = spec.split, staging.state
+    counts: Counter[str] = Counter(state.get("counts", {}))
+    refused = RejectedRecords(staging.directory / "refused.jsonl", state=state.get("refused"))
     split.look_ahead()
-    rows = split.rows()
-    if counts["rows"]:
-        next(islice(rows, counts["rows"], counts["rows"]), None)
-        progress.begin_here()
-    for encoded in encoder.blocks(rows, begins=not truncation.state[0]):
-        counts.update(encoded.counts)
-        block, joins = truncation(encoded.examples, encoded.block)
-        staging.append(block, joins=joins)
-        progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
-        staging.keep(
-            {"counts": dict(counts), "truncation": truncation.state, "refused": refused.state}
+    with parallel_tokenizers(workers), progress:
+        encoder = ExampleEncoder(
+            split, spec.renderer, spec.encoding, workers=workers, refused=refused
         )
-    return encoder.description
-
-
-def progress_of(spec: DatasetSpec, title: str) -> PreparationProgress:
-    """Progress of reading all of a source."""
-    split = spec.split
-    return PreparationProgress(title, total_bytes=split.total_bytes, read=lambda: split.meter.bytes)
+        truncation = Truncation(
+            spec.data, counts, bos=spec.renderer.bos, state=state.get("truncation")
+        )
+        if counts["rows"]:
+            next(islice(rows, counts["rows"], counts["rows"]), None)
+            progress.begin_here()
+        for encoded in encoder.blocks(rows, begins=not truncation.state[0]):
+            counts.update(encoded.counts)
+            block, joins = truncation(encoded.examples, encoded.block)
+            staging.append(block, joins=joins)
+            progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
+            staging.record(
+                {"counts": dict(counts), "truncation": truncation.state, "refused": refused.state}
+            )
+    rejects = (split.rejects, refused)
+    return Counts(counts, split.left_out, rejects, split.ignored_columns), encoder.description
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -245,7 +259,7 @@ def _kept(spec: DatasetSpec, staging: Staging) -> str:
     partial = staging.directory
     staging.abandon()
     staging = Staging(partial, spec.encoding.columns)  # cuts off what was not noted
-    rows = staging.note.get("counts", {}).get("rows", 0)
+    rows = staging.state.get("counts", {}).get("rows", 0)
     if rows:
         staging.close()
         return (

@@ -65,9 +65,9 @@ class Staging:
         self._files["sizes"] = 4
         self._files |= {column.name: column.value_bytes for column in columns}
         directory.mkdir(parents=True, exist_ok=True)
-        self.note: dict[str, Any] = self._recorded()
-        """What the caller noted last; empty at a new start."""
-        noted = self.note.get("files", dict.fromkeys(self._files, 0))
+        self.state: dict[str, Any] = self._recorded()
+        """What the caller recorded last; empty at a new start."""
+        noted = self.state.get("files", dict.fromkeys(self._files, 0))
         for name in self._files:
             with self._path(name).open("ab") as stream:
                 stream.truncate(noted[name])
@@ -119,9 +119,10 @@ class Staging:
         lengths = np.ascontiguousarray(block.lengths[int(joins) :], np.int64)
         self.lengths.frombytes(lengths.tobytes())
 
-    def keep(self, note: dict[str, Any]) -> None:
-        """Note the state, if much was written since the last time: from here it resumes."""
-        if self._streams["tokens"].tell() - self._journalled < JOURNAL_BYTES:
+    def record(self, state: dict[str, Any], *, now: bool = False) -> None:
+        """Record the state, if much was written since the last time, or ``now``: from here it
+        resumes."""
+        if not now and self._streams["tokens"].tell() - self._journalled < JOURNAL_BYTES:
             return
         for stream in self._streams.values():
             _to_disk(stream)
@@ -134,8 +135,31 @@ class Staging:
         self._written = {"lengths": max(0, len(self.lengths) - 1), "sizes": len(self.sizes)}
         sizes = {name: self._path(name).stat().st_size for name in self._files}
         sizes["lengths"] = 8 * len(self.lengths)
-        write_json(self._journal, {**note, "files": sizes})
+        write_json(self._journal, {**state, "files": sizes})
         self._journalled = sizes["tokens"]
+
+    def extend(self, directory: Path) -> dict[str, Any]:
+        """Add the examples of another staging of the same columns, which was recorded as complete
+        and closed; returns the state that was recorded with them."""
+        state: dict[str, Any] = json.loads((directory / "journal.json").read_text("utf-8"))
+        sizes = {name: size for name, size in state["files"].items() if name != "lengths"}
+        for name, stream in self._streams.items():
+            with (directory / f"staged.{name}").open("rb") as staged:
+                left = sizes[name]
+                while block := staged.read(min(1 << 20, left)):
+                    stream.write(block)
+                    left -= len(block)
+                    if name == "tokens":
+                        self._digest.update(block)
+        lengths, counts = array("q"), array("i")
+        lengths.frombytes((directory / "staged.lengths").read_bytes())
+        counts.frombytes((directory / "staged.sizes").read_bytes())
+        if counts and not self.sizes:
+            self.sizes = array("i", np.ones(len(self.lengths), np.int32).tobytes())
+        if self.sizes:
+            self.sizes.extend(counts or array("i", np.ones(len(lengths), np.int32).tobytes()))
+        self.lengths.extend(lengths)
+        return state
 
     def gather(self, directory: Path, *, packing: str, seq_len: int) -> dict[str, Any]:
         """Pack the examples, and write the arrays of a store into ``directory``; returns its counts

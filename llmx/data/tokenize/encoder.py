@@ -94,10 +94,7 @@ class ExampleEncoder:
         *,
         workers: int,
         refused: RejectedRecords | None = None,
-        fast_from_bytes: int = FAST_FROM_BYTES,
     ) -> None:
-        """``fast_from_bytes``: of text at the beginning, from which a faster encoder is worth
-        its proof."""
         self.refused = refused or RejectedRecords()
         """Rows that the task or the template refused (``data.on_bad_row=skip``)."""
         self._split = split
@@ -105,7 +102,6 @@ class ExampleEncoder:
         self._encoding = encoding
         self._schema = Schema(encoding.columns)
         self._workers = workers
-        self._fast_from_bytes = fast_from_bytes
         self._in_document = False
         self._documents: DocumentEncoder | None = None
         self._chats: ConversationEncoder | None = None
@@ -244,8 +240,8 @@ class ExampleEncoder:
         sooner tokenized than a faster way is proven."""
         renderer = self._renderer
         documents = DocumentEncoder(renderer.tokenizer, bos=renderer.bos, workers=self._workers)
-        head, batches = _head(batches, self._fast_from_bytes)
-        if sum(batch.size for batch in head) >= self._fast_from_bytes:
+        head, batches = _head(batches, FAST_FROM_BYTES)
+        if sum(batch.size for batch in head) >= FAST_FROM_BYTES:
             documents.choose(text.text for text in _of_type(head, Document))
         self._documents = documents
         return batches
@@ -255,8 +251,8 @@ class ExampleEncoder:
         while (batch := next(batches, None)) is not None:
             if self._chats is None and any(isinstance(s, Conversation) for s in batch.sequences):
                 self._chats = chats = ConversationEncoder(self._renderer, workers=self._workers)
-                head, batches = _head(chain([batch], batches), self._fast_from_bytes)
-                if sum(one.size for one in head) >= self._fast_from_bytes:
+                head, batches = _head(chain([batch], batches), FAST_FROM_BYTES)
+                if sum(one.size for one in head) >= FAST_FROM_BYTES:
                     # What the template refuses is said when its turn comes.
                     with contextlib.suppress(DataError):
                         chats.choose(list(_of_type(head, Conversation)))
