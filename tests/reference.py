@@ -16,10 +16,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from llmx.config import Experiment
 from llmx.data.order import samples_of_step
-from llmx.data.store.samples import Sample, SampleStore, write_store
+from llmx.data.store.samples import Sample, SampleStore
 from llmx.models.factory import build_model, model_config
 from llmx.models.parameters import persistent_buffers, whole
 from llmx.train.schedule import lr_at
+from tests.small_stores import write_store
 
 VOCABULARY = 90
 SEQ_LEN = 48

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.data import Sample, SampleStore
-from llmx.data.store.samples import locked, write_store
+from llmx.data.store.samples import locked
 from llmx.errors import DataError
+from tests.small_stores import write_store
 
 
 def some_samples() -> list[Sample]:
