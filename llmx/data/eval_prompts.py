@@ -42,7 +42,7 @@ def held_out_prompts(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Eva
     renderer = Renderer(tokenizer, template=exp.data.template)
     cutter = PromptCutter(renderer, limit=exp.data.seq_len, side=exp.data.truncate_prompt)
     prompts: list[EvalPrompt] = []
-    rows = source.rows()
+    rows = source.records()
     while len(prompts) < limit:
         row = next(rows, False)
         if row is False:

@@ -33,7 +33,7 @@ RESERVED = frozenset(
     "segment_ids weights sequence_ids example_ids".split()
 )
 
-Row = Conversation | Document | Preference | Labelled | Record
+TypedRecord = Conversation | Document | Preference | Labelled | Record
 """What ``encode`` gets: a record in its dataset format, or the record itself."""
 
 

@@ -287,7 +287,7 @@ def _alone(
     total = 0.0
     with without_dropout(model):
         for sample in (sample for batch in batches for sample in batch):
-            for tokens, _ in sample.rows():
+            for tokens, _ in sample.sequences():
                 ids = _tokens(tokens, device)
                 logits = model(input_ids=ids).logits[0, :-1].float()
                 loss = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")

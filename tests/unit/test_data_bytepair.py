@@ -205,6 +205,6 @@ def test_blocks_come_in_order_whatever_the_threads():
         encode.Batch([Document(f"{i} " * (50 - i), where)], read=1, size=1) for i in range(50)
     ]
     found = [block.tokens for _, block in encoder.blocks(iter(batches), begins=True)]
-    wanted = [encoder.encode(batch.rows, [True]).tokens for batch in batches]
+    wanted = [encoder.encode(batch.sequences, [True]).tokens for batch in batches]
     assert len(found) == 50
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -19,7 +19,7 @@ import pytest
 
 from llmx.config import Experiment, SourceConfig
 from llmx.data.distributed.collective import Host, prepare_together
-from llmx.data.distributed.shards import assemble, rows_of, shard_of, stage_shard
+from llmx.data.distributed.shards import assemble, records_of, shard_of, stage_shard
 from llmx.data.source.files import can_be_split
 from llmx.data.source.split import DatasetSplit
 from llmx.data.store import staging
@@ -210,9 +210,9 @@ def test_shards_are_the_split(source: Any, cores: list[int], tmp_path: Path):
     split = DatasetSplit.of(source(tmp_path / "source"), "train")
     assert split.divisible
     shards = [shard_of(split, cores, host) for host in range(len(cores))]
-    rows = [row for pieces in shards for row in rows_of(split, pieces)]
+    rows = [row for pieces in shards for row in records_of(split, pieces)]
     rejected = dict(split.rejects.counts)
-    assert rows == list(split.rows())
+    assert rows == list(split.records())
     assert rejected == dict(split.rejects.counts)
     sizes = [sum(piece.size for piece in pieces) for pieces in shards]
     assert sum(sizes) == split.source_bytes
@@ -229,8 +229,8 @@ def test_a_copy_of_a_source_is_read_again(tmp_path: Path):
         SourceConfig(path=str(tmp_path / "source/2.jsonl")),
     ]
     split = DatasetSplit.of(exp, "train")
-    rows = [row for host in range(3) for row in rows_of(split, shard_of(split, [1, 1, 1], host))]
-    assert rows == list(split.rows())
+    rows = [row for host in range(3) for row in records_of(split, shard_of(split, [1, 1, 1], host))]
+    assert rows == list(split.records())
 
 
 def test_a_killed_shard_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

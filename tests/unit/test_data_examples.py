@@ -242,17 +242,17 @@ def test_a_rank_without_samples_has_no_examples(layout: str):
 
 def _prepare_until_killed(exp: Experiment, rows: int) -> None:
     staging.JOURNAL_BYTES = 1
-    keep = staging.Staging.keep
+    record = staging.Staging.record
 
-    def keep_and_die(self, note):
-        keep(self, note)
-        if note["counts"]["rows"] >= rows:
+    def record_and_die(self, state):
+        record(self, state)
+        if state["counts"]["rows"] >= rows:
             for stream in self._streams.values():  # written, and not noted
                 stream.write(b"half")
                 stream.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    staging.Staging.keep = keep_and_die
+    staging.Staging.record = record_and_die
     prepared(exp, byte_tokenizer("<|end|>", chat_template=TEMPLATE))
 
 
@@ -412,13 +412,13 @@ def test_whole_examples_are_placed_once(examples: list[list[int]], packs: bool):
     totals = np.array([sum(one) for one in examples], np.int64)
     placed = (best_fit if packs else one_each)(totals, capacity=36)
     found = of_sequences(placed, lengths, sizes)
-    assert sorted(found.rows.tolist()) == list(range(len(lengths)))
+    assert sorted(found.items.tolist()) == list(range(len(lengths)))
     firsts = np.cumsum(sizes) - sizes
     assert found.examples is not None
     for number, (start, stop) in enumerate(itertools.pairwise(found.examples.tolist())):
-        example = int(placed.rows[number])
+        example = int(placed.items[number])
         first = int(firsts[example])
-        assert found.rows[start:stop].tolist() == list(range(first, first + int(sizes[example])))
+        assert found.items[start:stop].tolist() == list(range(first, first + int(sizes[example])))
     for start, stop in itertools.pairwise(found.samples.tolist()):
         span = slice(int(found.examples[start]), int(found.examples[stop]))
         assert found.stops[span].sum() <= 36

@@ -154,7 +154,7 @@ def test_mutated_rows(tmp_path: Path, seed: int) -> None:
         path.write_text(json.dumps(row) + "\n")
         source = Source.of(DataConfig(), SourceConfig(path=str(path)), split="train")
         try:
-            (found,) = source.rows(refuse)
+            (found,) = source.records(refuse)
             if isinstance(found, Conversation):
                 for renderer in renderers:
                     renderer.conversations([found])

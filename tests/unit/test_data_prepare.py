@@ -200,17 +200,17 @@ def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypat
 def _prepare_until_killed(exp: Experiment, rows: int) -> None:
     """Dies without a word when so many rows were tokenized."""
     blocks.BATCH_ROWS, staging.JOURNAL_BYTES = 10, 1
-    keep = staging.Staging.keep
+    record = staging.Staging.record
 
-    def keep_and_die(self, note):
-        keep(self, note)
-        if note["counts"]["rows"] >= rows:
+    def record_and_die(self, state):
+        record(self, state)
+        if state["counts"]["rows"] >= rows:
             # Written, and not noted: what a kill leaves.
             self._streams["tokens"].write(b"half")
             self._streams["tokens"].flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    staging.Staging.keep = keep_and_die
+    staging.Staging.record = record_and_die
     prepare(exp, byte_tokenizer("<|end|>", chat_template=REFUSING))
 
 
@@ -398,7 +398,7 @@ def test_cache_directory(tmp_path: Path, monkeypatch):
 def pieces(packing: Packing) -> list[list[tuple[int, int, int]]]:
     """(row, start, stop) of every piece of every sample."""
     every = list(
-        zip(*(a.tolist() for a in (packing.rows, packing.starts, packing.stops)), strict=True)
+        zip(*(a.tolist() for a in (packing.items, packing.starts, packing.stops)), strict=True)
     )
     return [every[a:b] for a, b in itertools.pairwise(packing.samples.tolist())]
 

@@ -114,7 +114,7 @@ def _rows(sample):
         def __init__(self, tokens, targets):
             self.tokens, self.targets = tokens, targets
 
-    return [Row(*pair) for pair in sample.rows()]
+    return [Row(*pair) for pair in sample.sequences()]
 
 
 def test_an_eval_prompt_is_cut_as_it_is_trained(tmp_path: Path):
@@ -144,7 +144,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     exp.data.max_rows, exp.data.seq_len = 400, 96
     exp.data.label_names = {"0": "差评", "1": "好评"}
     store = prepare(exp, tokenizer)
-    labels = [row.messages[-1].content for row in DatasetSplit.of(exp, "train").rows()]
+    labels = [row.messages[-1].content for row in DatasetSplit.of(exp, "train").records()]
     assert store.num_sequences == 400
     assert store.meta["dropped"] == {}
     assert store.meta["truncated"] > 100

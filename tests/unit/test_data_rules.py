@@ -44,7 +44,7 @@ def test_the_text_column_may_be_mapped_like_the_others(tmp_path: Path):
     path.write_text('{"body": "words"}\n')
     exp = Experiment()
     exp.data.path, exp.data.columns = str(path), {"text": "body"}
-    (row,) = DatasetSplit.of(exp, "train").rows()
+    (row,) = DatasetSplit.of(exp, "train").records()
     assert row is not None
     assert row.text == "words"  # type: ignore[union-attr]
 

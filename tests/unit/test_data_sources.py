@@ -226,7 +226,7 @@ def source(tmp_path: Path, split: str = "train", seed: int = 0, **data) -> Datas
 
 
 def questions(found: DatasetSplit) -> list[str]:
-    rows = list(found.rows())
+    rows = list(found.records())
     assert all(isinstance(row, Conversation) for row in rows)
     return [row.messages[0].content for row in rows]
 
@@ -267,7 +267,7 @@ def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
     (tmp_path / "a.txt").write_text("first\nsecond\nthird\n")
     (tmp_path / "b.txt").write_text("fourth\nfifth\n")
     found = source(tmp_path, sources=[SourceConfig(path=str(tmp_path), weight=2)], max_rows=1)
-    rows = list(found.rows())
+    rows = list(found.records())
     assert all(isinstance(row, Document) for row in rows)
     assert "".join(row.text for row in rows) == "first\nsecond\nthird\n" * 2
     assert [row.last for row in rows] == [False, False, True] * 2
@@ -276,9 +276,9 @@ def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
 def test_sources_that_cannot_be(tmp_path: Path):
     a = pairs(tmp_path, "a", 2)
     with pytest.raises(ConfigError, match=r"sources\[1\]\.weight=0"):
-        list(source(tmp_path, sources=[SourceConfig(a), SourceConfig(a, weight=0)]).rows())
+        list(source(tmp_path, sources=[SourceConfig(a), SourceConfig(a, weight=0)]).records())
     with pytest.raises(ConfigError, match=r"sources\[0\]\.path is empty"):
-        list(source(tmp_path, sources=[SourceConfig()]).rows())
+        list(source(tmp_path, sources=[SourceConfig()]).records())
 
 
 def test_identical_rows_are_taken_once_and_never_held_out(tmp_path: Path):

@@ -176,7 +176,7 @@ def test_real_pairs(real_data: Path):
     source = SourceConfig(path=str(real_data / "dpo_en_demo.json"))
     part = Source.of(data, source, split="train", takes=(Preference,))
     assert part.form == "preference"
-    pairs = [row for row in part.rows(refuse) if isinstance(row, Preference)]
+    pairs = [row for row in part.records(refuse) if isinstance(row, Preference)]
     assert len(pairs) == 300
     tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
     for side in ("chosen", "rejected"):
@@ -220,7 +220,7 @@ def test_real_labels(real_data: Path):
     path = str(real_data / "book_review" / "dev.tsv")
     part = Source.of(data, SourceConfig(path=path), split="train")
     assert part.form == "labelled"
-    rows = list(part.rows(refuse))
+    rows = list(part.records(refuse))
     assert len(rows) == 8000
     assert {row.messages[-1].content for row in rows} == {"差评", "好评"}
 

@@ -53,7 +53,7 @@ def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) 
     packed = model(**inputs, use_cache=False).logits
     for line, one in enumerate(samples):
         start = 0
-        for tokens, _ in one.rows():
+        for tokens, _ in one.sequences():
             ids = torch.from_numpy(tokens.astype(np.int64))
             alone = model(input_ids=ids[None], use_cache=False).logits[0]
             found = packed[line, start : start + len(ids)]

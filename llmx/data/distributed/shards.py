@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-from llmx.data.examples import Row
+from llmx.data.examples import TypedRecord
 from llmx.data.source.files import can_be_split
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import ByteRange
@@ -83,10 +83,10 @@ def shard_of(split: DatasetSplit, cores: Sequence[int], host: int) -> list[Piece
     return pieces
 
 
-def rows_of(split: DatasetSplit, pieces: Sequence[Piece]) -> Iterator[Row | None]:
+def records_of(split: DatasetSplit, pieces: Sequence[Piece]) -> Iterator[TypedRecord | None]:
     """The records of pieces, in their dataset format."""
     return chain.from_iterable(
-        split.rows_of(piece.source, piece.file, piece.byte_range, first=piece.copy == 0)
+        split.records_of(piece.source, piece.file, piece.byte_range, first=piece.copy == 0)
         for piece in pieces
     )
 
@@ -107,7 +107,7 @@ def stage_shard(
     with staging_in(spec, place, progress) as staging:
         if "encoder" not in staging.state:
             workers = worker_count(spec.data.num_workers)
-            rows = rows_of(split, pieces)
+            rows = records_of(split, pieces)
             counts, encoder = stage(spec, staging, rows, progress, workers=workers)
             refused = counts.rejects[1]
             with (place / "rejected.jsonl").open("wb") as stream:

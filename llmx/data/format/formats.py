@@ -43,7 +43,7 @@ class Conversation:
     """Turns that end with an assistant's. ``tools`` is the JSON text of a list of tool
     definitions, empty where there are none.
 
-    ``keeps_answer``: of a row that is too long the prompt is cut, never the answer (a label).
+    ``keeps_answer``: of a record that is too long the prompt is cut, never the answer (a label).
     ``unanswered``: turns after the last answer, which were left out.
     """
 

@@ -132,7 +132,7 @@ class TemplateSpans:
             key = (tuple(message.role for message in shaped.messages), shaped.tools)
             try:
                 if key not in self._skeletons:
-                    if len(self._skeletons) > 1000:  # tools may differ in every row
+                    if len(self._skeletons) > 1000:  # tools may differ in every record
                         self._skeletons.clear()
                     self._skeletons[key] = self._skeleton(shaped)
                 text = self._apply(shaped.messages, tools=shaped.tools)
@@ -251,7 +251,7 @@ class TemplateSpans:
     def _turn_by_turn(self, conversation: Conversation, text: str) -> Rendering:
         """For templates that rewrite contents (Qwen3 drops earlier thoughts): an answer begins
         where the prompt before it ends, and stops with the next special token. That is exact
-        only if no content holds a special token, so then the row is refused."""
+        only if no content holds a special token, so then the record is refused."""
         messages = conversation.messages
         for message in messages:
             found = self.special_pattern.search(message.content)

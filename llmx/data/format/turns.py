@@ -210,7 +210,7 @@ def _role_name(turn: Any) -> str:
 def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
     """What a turn holds; the text of a list of parts."""
     content, value = turn.get("content"), turn.get("value")
-    if content in (None, "", []) and value is not None:  # a table has both, for all its rows
+    if content in (None, "", []) and value is not None:  # a table has both, for all its records
         content = value
     elif value not in (None, "", []) and value != content:
         raise _wrong(

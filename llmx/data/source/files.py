@@ -2,8 +2,8 @@
 
 Text, JSON arrays, JSON Lines, TSV and CSV, each also compressed (.gz, .zst, .bz2, .xz); Parquet,
 Arrow, ``save_to_disk`` directories; a file, a directory or a glob. What is wrong with a file is
-said with its name, its line or row and an excerpt; a wrong row goes to ``bad``, which raises it
-or takes note, and the rows after it are read.
+said with its name, its line or row and an excerpt; a wrong record goes to ``bad``, which raises it
+or takes note, and the records after it are read.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def read_file(
     *,
     bad: OnBad = refuse,
     text_unit: str = "file",
-    stretch: ByteRange = WHOLE,
+    byte_range: ByteRange = WHOLE,
     meter: Meter | None = None,
 ) -> Iterator[Record | TextPiece]:
     """Records of one file (or the pieces of one text), in order.
 
-    ``bad`` is called with every row that is wrong; by default it raises. A file that is damaged
-    or cut off is such a row too, its last: what follows it cannot be read. ``stretch``: only
+    ``bad`` is called with every record that is wrong; by default it raises. A file that is damaged
+    or cut off is such a record too, its last: what follows it cannot be read. ``byte_range``: only
     these lines, of a file that ``can_be_split``. ``meter`` is kept up to date.
     """
     meter = meter or Meter()
@@ -104,7 +104,7 @@ def read_file(
         return
     try:
         with opened(file, meter) as stream:
-            yield from _records(file, stream, bad, text_unit, stretch)
+            yield from _records(file, stream, bad, text_unit, byte_range)
     except DAMAGED as error:
         bad(_damaged(file, error))
     except OSError as error:
@@ -115,7 +115,7 @@ def read_file(
 
 
 def can_be_split(file: Path, *, text_unit: str) -> bool:
-    """Whether each line is a row that can be read without those before it."""
+    """Whether each line is a record that can be read without those before it."""
     if file.suffix.lower() in COMPRESSED:
         return False
     if kind_of(file) in TEXT_SUFFIXES:
@@ -127,10 +127,10 @@ def can_be_split(file: Path, *, text_unit: str) -> bool:
 
 
 def _records(
-    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str, stretch: ByteRange
+    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str, byte_range: ByteRange
 ) -> Iterator[Record | TextPiece]:
     kind = kind_of(file)
-    lines = lines_of(file, stream, bad, stretch)
+    lines = lines_of(file, stream, bad, byte_range)
     if kind in TEXT_SUFFIXES:
         if text_unit == "file":
             return whole_text(lines, file)

@@ -37,7 +37,7 @@ def revision_of(name: str) -> str:
 def hub_rows(
     name: str, *, subset: str | None, split: str | None, revision: str | None = None
 ) -> Iterator[Record]:
-    """The rows of one split, streamed by ``datasets``: nothing is downloaded whole.
+    """The records of one split, streamed by ``datasets``: nothing is downloaded whole.
 
     ``name`` may also be a directory laid out as on the Hub. Raises DataError with what to do
     when it cannot be reached, or when it has no such subset or split.

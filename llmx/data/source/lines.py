@@ -1,7 +1,7 @@
 """Records and texts of files that are made of lines: JSON Lines, TSV and CSV, plain text.
 
-Each knows its line. A stretch of a file, which is all that one of several hosts reads of it, says
-the lines of the whole file.
+Each knows its line; in a byte range of a file, which is all that one of several hosts reads of it,
+too.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ WHOLE = ByteRange(0, None, 1)
 
 
 def lines_of(
-    file: Path, stream: IO[bytes], bad: OnBad, stretch: ByteRange = WHOLE
+    file: Path, stream: IO[bytes], bad: OnBad, byte_range: ByteRange = WHOLE
 ) -> Iterator[tuple[str, Where]]:
     """Decoded lines with their line ends; a bad byte is reported with its line."""
-    at = stretch.start
+    at = byte_range.start
     if at:
         stream.seek(at)
-    for number, line in enumerate(stream, start=stretch.first_line):
-        if stretch.stop is not None:
-            if at >= stretch.stop:
+    for number, line in enumerate(stream, start=byte_range.first_line):
+        if byte_range.stop is not None:
+            if at >= byte_range.stop:
                 return
             at += len(line)
         where = Where(file, number, "line")
@@ -126,7 +126,7 @@ def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Recor
 def table_lines(
     lines: Iterator[tuple[str, Where]], file: Path, *, delimiter: str, bad: OnBad
 ) -> Iterator[Record]:
-    """The rows of a TSV or CSV, of which the first names the columns."""
+    """The records of a TSV or CSV, of which the first names the columns."""
     # A TSV is written without quoting, in which a quotation mark is only itself.
     quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     csv.field_size_limit(sys.maxsize)  # a cell may hold a whole document
@@ -196,7 +196,7 @@ def _not_json(line: str, where: Where, error: Exception) -> RecordError:
 
 
 def no_object(value: Any, where: Where) -> RecordError:
-    """For a row that is JSON, but no object."""
+    """For a record that is JSON, but no object."""
     return RecordError(
         f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
         '{"text": "..."}.',

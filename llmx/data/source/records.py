@@ -1,4 +1,4 @@
-"""One row of a source on its way in: its keys and values, its place, and what is wrong with it."""
+"""A record of a source on its way in: keys and values, its place, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Record:
-    """One row: the keys and values of a JSON object or of a table's line."""
+    """One record: the keys and values of a JSON object or of a table's line."""
 
     value: dict[str, Any]
     where: Where
@@ -63,23 +63,23 @@ class Meter:
 
 
 class RecordError(DataError):
-    """One row that cannot be used; the rows after it may be good."""
+    """One record that cannot be used; the records after it may be good."""
 
     def __init__(self, message: str, *, where: Where, reason: str, content: str = "") -> None:
         super().__init__(message)
         self.where = where
         self.reason = reason
-        """A few words, the same for every row with this fault: what is counted by."""
+        """A few words, the same for every record with this fault: what is counted by."""
         self.content = content
         """What was read, as far as it is known."""
 
 
 OnBad = Callable[[RecordError], None]
-"""What is done with a bad row: raise it, or note it and go on."""
+"""What is done with a bad record: raise it, or note it and go on."""
 
 
 def refuse(error: RecordError) -> None:
-    """Stop at the first bad row."""
+    """Stop at the first bad record."""
     raise error
 
 
@@ -101,7 +101,7 @@ class RecordDecoder(json.JSONDecoder):
 
 
 def key_twice(key: str, value: Any, where: Where) -> RecordError:
-    """For a row that has a key twice."""
+    """For a record that has a key twice."""
     return RecordError(
         f'{where}: the key "{excerpt(key)}" is there twice, and which of the two counts is not '
         "defined. Write it once.",

@@ -18,21 +18,21 @@ from llmx.text import printable
 
 MEMORY_BYTES = 1 << 20
 CONTENT_CHARS = 100_000
-"""Of a rejected row so much is kept."""
+"""Of a rejected record so much is kept."""
 
 
 class RejectedUnwritten(DataError):
-    """The reject file cannot be written; the rows themselves are all prepared."""
+    """The reject file cannot be written; the records themselves are all prepared."""
 
 
 class RejectedRecords:
-    """Takes note of bad rows (``data.on_bad_row=skip``). Memory stays flat: beyond a MiB they
+    """Takes note of bad records (``data.on_bad_row=skip``). Memory stays flat: beyond a MiB they
     wait in a temporary file, or from the first on in ``file``, where another process can go on."""
 
     def __init__(self, file: Path | None = None, *, state: dict[str, Any] | None = None) -> None:
         """``state``: go on from there (see ``state``); what ``file`` has beyond it is cut off."""
         self.counts: Counter[str] = Counter((state or {}).get("counts", {}))
-        """How many rows for each reason."""
+        """How many records for each reason."""
         self._lines: IO[bytes]
         if file is None:
             self._lines = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
@@ -49,7 +49,7 @@ class RejectedRecords:
         return {"counts": dict(self.counts), "size": self._lines.tell()}
 
     def add(self, error: RecordError) -> None:
-        """Note one row."""
+        """Note one record."""
         self.counts[error.reason] += 1
         line = {
             "file": str(error.where.file),
@@ -70,13 +70,13 @@ class RejectedRecords:
         self._lines.write(lines)
 
     def clear(self) -> None:
-        """Begin anew, for another reading of the same rows."""
+        """Begin anew, for another reading of the same records."""
         self.counts.clear()
         self._lines.seek(0)
         self._lines.truncate()
 
     def lines(self) -> bytes:
-        """One JSON line a rejected row."""
+        """One JSON line a rejected record."""
         self._lines.seek(0)
         return self._lines.read()
 
@@ -98,12 +98,12 @@ class RejectedRecords:
 
 
 def counted(reasons: Mapping[str, int]) -> str:
-    """``no turns (2), not JSON (1,200)``: how many rows by the reason."""
+    """``no turns (2), not JSON (1,200)``: how many records by the reason."""
     return ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
 
 
 def write_rejected(path: Path, groups: Sequence[RejectedRecords]) -> Path | None:
-    """Write one JSON line a rejected row, whole or not at all; None where there is none."""
+    """Write one JSON line a rejected record, whole or not at all; None where there is none."""
     if not any(group.counts for group in groups):
         return None
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""One of the places that an experiment reads rows from: which files, in which form."""
+"""One of the places that an experiment reads records from: which files, in which form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.examples import Row
+from llmx.data.examples import TypedRecord
 from llmx.data.format.columns import ColumnCheck
 from llmx.data.format.formats import (
     Conversation,
@@ -33,18 +33,18 @@ from llmx.errors import DataError
 from llmx.text import plural, printable
 
 TAKEN: tuple[type, ...] = (Conversation, Document)
-"""The rows of a source that is read for no task."""
+"""The records of a source that is read for no task."""
 CHATS: tuple[type, ...] = (Conversation,)
-ROW_TYPES: dict[str, tuple[type, ...]] = {
+RECORD_TYPES: dict[str, tuple[type, ...]] = {
     "text": (Document,),
     "preference": (Preference, Conversation),
     "labelled": (Labelled, Conversation),
 }
-"""What a row of a dataset format can be, the most particular first; any other is a conversation."""
+"""What a record of a format can be, the most particular first; of others, a conversation."""
 COLUMNS_VERSION = 2
-"""Raised when a record with columns, beside plain documents, becomes another row than before."""
+"""Raised when a record with columns, beside plain documents, becomes another record than before."""
 LOOKED_AT = 100
-"""First rows of a source that tell its form where bad ones are skipped."""
+"""First records of a source that tell its form where bad ones are skipped."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Source:
     ignore: tuple[str, ...] = ()
     """Columns that may be ignored whatever they hold (``data.ignore_columns``)."""
     takes: tuple[type, ...] = TAKEN
-    """The types of rows that are wanted (``Encoding.takes``)."""
+    """The types of records that are wanted (``Encoding.takes``)."""
     ignored: set[str] = field(default_factory=set, compare=False)
     """Names of the columns that were read and not used."""
 
@@ -114,15 +114,15 @@ class Source:
 
     @cached_property
     def form(self) -> str:
-        """The wanted form, or what the first row shows. Where bad rows are skipped, the first of
-        them decides nothing: it is the form of most of the first rows."""
+        """The wanted form, or what the first record shows. Where bad records are skipped, the
+        first of them decides nothing: it is the form of most of the first records."""
         if self.form_wanted != "auto":
             return self.form_wanted
         if self.takes == (Record,):
             return "record"
         rejected: list[RecordError] = []
-        rows = self.raw(rejected.append if self.skips_bad else refuse)
-        first = next(rows, None)
+        records = self.raw(rejected.append if self.skips_bad else refuse)
+        first = next(records, None)
         if first is None:
             raise self.empty(rejected)
         if isinstance(first, TextPiece):
@@ -131,9 +131,9 @@ class Source:
             return self._detected(first)
         found: Counter[str] = Counter()
         problem: DataError | None = None
-        for row in chain([first], islice(rows, LOOKED_AT - 1)):
+        for record in chain([first], islice(records, LOOKED_AT - 1)):
             try:
-                found[self._detected(row)] += 1
+                found[self._detected(record)] += 1
             except DataError as error:
                 problem = problem or error
         if not found:
@@ -141,16 +141,18 @@ class Source:
             raise problem
         return found.most_common(1)[0][0]
 
-    def _detected(self, row: Record | TextPiece) -> str:
-        if isinstance(row, TextPiece):
+    def _detected(self, record: Record | TextPiece) -> str:
+        if isinstance(record, TextPiece):
             return "text"
-        return detect_form(row, text_key=self.text_key, columns=self.columns)
+        return detect_form(record, text_key=self.text_key, columns=self.columns)
 
     @cached_property
-    def row_type(self) -> type | None:
-        """The type of the rows: of those that the dataset format can be, the first that is
+    def record_type(self) -> type | None:
+        """The type of the records: of those that the dataset format can be, the first that is
         wanted; None where none is."""
-        found = (Record,) if self.form == "record" else (*ROW_TYPES.get(self.form, CHATS), Record)
+        found = (
+            (Record,) if self.form == "record" else (*RECORD_TYPES.get(self.form, CHATS), Record)
+        )
         return next((kind for kind in found if kind in self.takes), None)
 
     @cached_property
@@ -181,7 +183,7 @@ class Source:
             raise DataError(f"{file}: cannot be read ({error.strerror or error}).") from error
 
     def identity(self) -> dict[str, object]:
-        """What decides which rows there are, beside the bytes."""
+        """What decides which records there are, beside the bytes."""
         also: dict[str, object] = {}
         if self.text_unit != "file":
             also["text_unit"] = self.text_unit
@@ -191,8 +193,8 @@ class Source:
             also["truncate_prompt"] = self.truncate_prompt
         if self.ignore:
             also["ignore_columns"] = sorted(self.ignore)
-        if self.row_type is not None and self.row_type not in TAKEN:
-            also["row_type"] = self.row_type.__name__
+        if self.record_type is not None and self.record_type not in TAKEN:
+            also["row_type"] = self.record_type.__name__
         return {
             **also,
             "form": self.form,
@@ -206,7 +208,7 @@ class Source:
         }
 
     def empty(self, rejected: Sequence[RecordError] = ()) -> DataError:
-        """For a source without a row that can be used."""
+        """For a source without a record that can be used."""
         return no_rows(self.path, rejected)
 
     def raw(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Record | TextPiece]:
@@ -218,33 +220,35 @@ class Source:
             read_file(file, bad=bad, text_unit=unit, meter=meter) for file in self.files
         )
 
-    def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
-        """Every row in its format; None for a conversation without an answer."""
-        return self._rows(self.raw(bad, meter=meter), bad)
+    def records(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[TypedRecord | None]:
+        """Every record in its format; None for a conversation without an answer."""
+        return self._records(self.raw(bad, meter=meter), bad)
 
-    def rows_of(
-        self, file: Path, stretch: ByteRange, bad: OnBad, *, meter: Meter
-    ) -> Iterator[Row | None]:
-        """The rows of one of the files, or of some of its lines."""
+    def records_of(
+        self, file: Path, byte_range: ByteRange, bad: OnBad, *, meter: Meter
+    ) -> Iterator[TypedRecord | None]:
+        """The records of one of the files, or of some of its lines."""
         unit = self.text_unit
-        raws = read_file(file, bad=bad, text_unit=unit, stretch=stretch, meter=meter)
-        return self._rows(raws, bad)
+        raws = read_file(file, bad=bad, text_unit=unit, byte_range=byte_range, meter=meter)
+        return self._records(raws, bad)
 
-    def _rows(self, raws: Iterator[Record | TextPiece], bad: OnBad) -> Iterator[Row | None]:
+    def _records(
+        self, raws: Iterator[Record | TextPiece], bad: OnBad
+    ) -> Iterator[TypedRecord | None]:
         for raw in raws:
             try:
-                row = self._row(raw)
+                record = self._record(raw)
             except RecordError as error:
                 bad(error)
                 continue
-            yield row
+            yield record
 
-    def _row(self, raw: Record | TextPiece) -> Row | None:
+    def _record(self, raw: Record | TextPiece) -> TypedRecord | None:
         if isinstance(raw, TextPiece):
             if self.form != "text":
                 raise self._no_columns(raw)
             return Document(raw.text, raw.where, raw.last)
-        if self.row_type is Record:
+        if self.record_type is Record:
             for value in raw.value.values():
                 if isinstance(value, str):
                     check_characters(raw, value)
@@ -254,8 +258,8 @@ class Source:
             return to_document(raw, text_key=self.text_key, columns=self.columns)
         if self.form == "preference":
             pair = to_preference(raw, columns=self.columns, system=self.system)
-            return pair if self.row_type is Preference else pair.chosen
-        if self.row_type is Labelled:
+            return pair if self.record_type is Preference else pair.chosen
+        if self.record_type is Labelled:
             return to_labelled(raw, columns=self.columns, label_names=self.label_names)
         return to_conversation(
             raw,
@@ -273,7 +277,7 @@ class Source:
 
 
 def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
-    """For sources in which no row can be used, with what is wrong with the first."""
+    """For sources in which no record can be used, with what is wrong with the first."""
     if not rejected:
         return DataError(f"{printable(path)}: there is no row in it. Check data.path.")
     return DataError(

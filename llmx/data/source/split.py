@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from llmx.config import DataConfig, Experiment, SourceConfig
-from llmx.data.examples import Row
+from llmx.data.examples import TypedRecord
 from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, refuse
@@ -31,7 +31,7 @@ from llmx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Survey:
-    """``repeated``: bool [num_rows], True for a row that is identical to an earlier one; None
+    """``repeated``: bool [num_rows], True for a record that is identical to an earlier one; None
     where it was not asked for."""
 
     num_rows: int
@@ -45,17 +45,19 @@ class Survey:
         return self.repeated is not None and bool(self.repeated[index])
 
 
-def survey_of(rows: Iterable[tuple[int, Row | None, int]], *, find_repeated: bool) -> Survey:
-    """Count numbered rows and compare them by a digest of what is trained. 16 bytes a row."""
+def survey_of(
+    records: Iterable[tuple[int, TypedRecord | None, int]], *, find_repeated: bool
+) -> Survey:
+    """Count numbered records and compare them by a digest of what is trained. 16 bytes a record."""
     digests = array("Q")
     count = 0
     text = hashlib.blake2b(digest_size=16)
-    for index, row, _ in rows:
+    for index, record, _ in records:
         count = index + 1
         if not find_repeated:
             continue
-        text.update(_content(row, index))
-        if not isinstance(row, Document) or row.last:
+        text.update(_content(record, index))
+        if not isinstance(record, Document) or record.last:
             digests.frombytes(text.digest())
             text = hashlib.blake2b(digest_size=16)
     if not find_repeated:
@@ -69,24 +71,24 @@ def survey_of(rows: Iterable[tuple[int, Row | None, int]], *, find_repeated: boo
     return Survey(count, repeated)
 
 
-def _content(row: Row | None, index: int) -> bytes:
-    if isinstance(row, Document):
-        return row.text.encode("utf-8", "surrogatepass")
-    if isinstance(row, Conversation):
-        turns = [[message.role, message.content] for message in row.messages]
-        return json.dumps([turns, row.tools]).encode()
-    if isinstance(row, Preference):
-        return b"".join(_content(answer, index) for answer in (row.chosen, row.rejected))
-    if isinstance(row, Labelled):
-        turns = [[message.role, message.content] for message in row.history]
-        return json.dumps([turns, row.text, row.label]).encode()
-    if isinstance(row, Record):
-        return json.dumps(row.value, default=str).encode()
+def _content(record: TypedRecord | None, index: int) -> bytes:
+    if isinstance(record, Document):
+        return record.text.encode("utf-8", "surrogatepass")
+    if isinstance(record, Conversation):
+        turns = [[message.role, message.content] for message in record.messages]
+        return json.dumps([turns, record.tools]).encode()
+    if isinstance(record, Preference):
+        return b"".join(_content(answer, index) for answer in (record.chosen, record.rejected))
+    if isinstance(record, Labelled):
+        turns = [[message.role, message.content] for message in record.history]
+        return json.dumps([turns, record.text, record.label]).encode()
+    if isinstance(record, Record):
+        return json.dumps(record.value, default=str).encode()
     return f"\0nothing to learn {index}".encode()  # counted as such, not as repeated
 
 
 def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool] | None:
-    """Whether a row of source ``number`` is in a copy of which only the fraction ``weight`` is
+    """Whether a record of source ``number`` is in a copy of which only the fraction ``weight`` is
     taken; None where all of it is."""
     if weight >= 1:
         return None
@@ -102,8 +104,8 @@ def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool]
 
 
 def held_out(survey: Survey, wanted: int, *, seed: int) -> set[int]:
-    """The rows of the evaluation: those with the smallest of one random draw a row, so that
-    they are a function of (seed, number of rows) alone. A repeated row is never one."""
+    """The records of the evaluation: those with the smallest of one random draw a record, so that
+    they are a function of (seed, number of records) alone. A repeated record is never one."""
     draws = np.random.Philox(key=_key("held out", seed)).random_raw(survey.num_rows)
     order = np.argsort(draws, kind="stable")
     if survey.repeated is not None:
@@ -117,17 +119,17 @@ def _key(*parts: object) -> np.ndarray:
 
 
 FORMS_VERSION = 3
-"""Raised when a text becomes another row than before; for rows with columns it is enough to
+"""Raised when a text becomes another record than before; for records with columns it is enough to
 raise ``source.COLUMNS_VERSION``, which leaves prepared text as it is."""
 
 
 SPLITS = ("train", "eval")
-Numbered = tuple[int, Row | None, int]
-"""A row with its number before it, and which copy it is."""
+Numbered = tuple[int, TypedRecord | None, int]
+"""A record with its number before it, and which copy it is."""
 
 
 def has_eval(exp: Experiment) -> bool:
-    """Whether there is anything to evaluate on: a source, held-out rows, or the demo's."""
+    """Whether there is anything to evaluate on: a source, held-out records, or the demo's."""
     data = exp.data
     own = data.path == "demo" and not data.sources
     return bool(data.eval_path or data.eval_samples > 0 or own)
@@ -142,17 +144,17 @@ class DatasetSplit:
     name: str
     """``train`` or ``eval``."""
     takes: tuple[type, ...] = TAKEN
-    """The types of rows that are wanted (``Encoding.takes``)."""
+    """The types of records that are wanted (``Encoding.takes``)."""
     rejects: RejectedRecords = field(default_factory=RejectedRecords, compare=False)
-    """Rows that ``rows()`` passed over, when ``data.on_bad_row=skip``."""
+    """Records that ``records()`` passed over, when ``data.on_bad_row=skip``."""
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
-    """Good rows that ``rows()`` left out, by reason."""
+    """Good records that ``records()`` left out, by reason."""
     meter: Meter = field(default_factory=Meter, compare=False)
-    """How far ``rows()`` has read."""
+    """How far ``records()`` has read."""
 
     @classmethod
     def of(cls, exp: Experiment, split: str, *, takes: tuple[type, ...] = TAKEN) -> DatasetSplit:
-        """``takes``: the types of rows that are wanted. Raises ConfigError for a split that the
+        """``takes``: the types of records that are wanted. Raises ConfigError for a split that the
         experiment has not."""
         if split not in SPLITS:
             raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
@@ -189,7 +191,7 @@ class DatasetSplit:
 
     @property
     def held_out_rows(self) -> int:
-        """Rows of these sources that belong to the evaluation; 0 where it has its own."""
+        """Records of these sources that belong to the evaluation; 0 where it has its own."""
         own = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
         return 0 if own else self.data.eval_samples
 
@@ -205,7 +207,7 @@ class DatasetSplit:
 
     @cached_property
     def form(self) -> str:
-        """The form of the rows; where sources differ, their forms joined by ``+``."""
+        """The form of the records; where sources differ, their forms joined by ``+``."""
         forms = list(dict.fromkeys(source.form for source in self.sources))
         # A task that takes no pairs learns the better answer.
         named = (
@@ -215,7 +217,7 @@ class DatasetSplit:
 
     @property
     def has_text(self) -> bool:
-        """Whether there are documents among the rows."""
+        """Whether there are documents among the records."""
         return any(source.form == "text" for source in self.sources)
 
     @property
@@ -229,7 +231,7 @@ class DatasetSplit:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes that ``rows()`` reads from disk, on ``meter``; 0 where nobody knows."""
+        """Bytes that ``records()`` reads from disk, on ``meter``; 0 where nobody knows."""
         limited = any(source.max_rows is not None or source.hub for source in self.sources)
         if limited or self.data.max_rows is not None:
             return 0
@@ -240,7 +242,7 @@ class DatasetSplit:
         )
 
     def copies(self, source: Source) -> int:
-        """How often a source is read for its rows."""
+        """How often a source is read for its records."""
         return math.ceil(source.weight) if self.name == "train" else 1
 
     def digests(self, *, cache: Path) -> list[str]:
@@ -248,7 +250,7 @@ class DatasetSplit:
         return [digest for source in self.sources for digest in source.digests(cache=cache)]
 
     def identity(self) -> dict[str, object]:
-        """What decides which rows there are, beside the bytes of the files."""
+        """What decides which records there are, beside the bytes of the files."""
         data = self.data
         identity: dict[str, object] = {
             "forms_version": FORMS_VERSION,
@@ -266,7 +268,7 @@ class DatasetSplit:
 
     @property
     def divisible(self) -> bool:
-        """Whether each row is taken or not whatever its number: then files can be read apart."""
+        """Whether each record is taken or not whatever its number: then files can be read apart."""
         data = self.data
         return not (
             any(p.hub or p.max_rows is not None or p.weight % 1 for p in self.sources)
@@ -275,11 +277,11 @@ class DatasetSplit:
             or data.max_rows is not None
         )
 
-    def rows(self) -> Iterator[Row | None]:
-        """Every row of the split, in order; None for a conversation without an answer.
+    def records(self) -> Iterator[TypedRecord | None]:
+        """Every record of the split, in order; None for a conversation without an answer.
 
-        Raises RecordError (a DataError) at the first row that is wrong, or notes it in ``rejects``;
-        DataError when there is no row at all.
+        Raises RecordError (a DataError) at the first record that is wrong, or notes it in
+        ``rejects``; DataError when there is no record at all.
         """
         self.rejects.clear()
         self.left_out.clear()
@@ -287,64 +289,68 @@ class DatasetSplit:
         self.meter.bytes = 0
         bad = self.on_bad
         empty = True
-        for index, row, copy in self._every(bad, weighted=self.name == "train"):
+        for index, record, copy in self._every(bad, weighted=self.name == "train"):
             empty = False
             first = copy == 0
             if survey is not None and survey.is_repeated(index):
-                self._leave_out("identical to an earlier row", row, first)
+                self._leave_out("identical to an earlier row", record, first)
             elif chosen is not None and (index in chosen) != (self.name == "eval"):
                 continue
-            elif self._is_empty(row):
-                self._leave_out("empty", row, first)
+            elif self._is_empty(record):
+                self._leave_out("empty", record, first)
             else:
-                yield row
+                yield record
         if empty and not self.rejects.counts:
             raise no_rows(self.path)
 
-    def rows_of(
-        self, source: Source, file: Path, stretch: ByteRange, *, first: bool
-    ) -> Iterator[Row | None]:
-        """Those of ``rows()`` that stand in one file, or in some of its lines; all of them, one
-        after the other, are ``rows()`` of a source that is ``divisible``. ``first``: the first
+    def records_of(
+        self, source: Source, file: Path, byte_range: ByteRange, *, first: bool
+    ) -> Iterator[TypedRecord | None]:
+        """Those of ``records()`` that stand in one file, or in some of its lines; all of them, one
+        after the other, are ``records()`` of a source that is ``divisible``. ``first``: the first
         copy, whose rejects are noted."""
         bad = self.on_bad if first else _pass_over
-        for row in source.rows_of(file, stretch, bad, meter=self.meter):
-            if self._is_empty(row):
-                self._leave_out("empty", row, first)
+        for record in source.records_of(file, byte_range, bad, meter=self.meter):
+            if self._is_empty(record):
+                self._leave_out("empty", record, first)
             else:
-                yield row
+                yield record
 
     @property
     def on_bad(self) -> OnBad:
-        """What is done with a bad row: ``data.on_bad_row``."""
+        """What is done with a bad record: ``data.on_bad_row``."""
         return self.rejects.add if self.data.on_bad_row == "skip" else refuse
 
     @staticmethod
-    def _is_empty(row: Row | None) -> bool:
-        return isinstance(row, Document) and row.last and not row.text.strip()
+    def _is_empty(record: TypedRecord | None) -> bool:
+        return isinstance(record, Document) and record.last and not record.text.strip()
 
-    def _leave_out(self, reason: str, row: Row | None, first: bool) -> None:
-        if first and _is_whole(row):
+    def _leave_out(self, reason: str, record: TypedRecord | None, first: bool) -> None:
+        if first and _is_whole(record):
             self.left_out[reason] += 1
 
-    def _numbered(self, source: Source, start: int, bad: OnBad) -> Iterator[tuple[int, Row | None]]:
-        """(number, row) of one source; the pieces of one text have one number."""
+    def _numbered(
+        self, source: Source, start: int, bad: OnBad
+    ) -> Iterator[tuple[int, TypedRecord | None]]:
+        """(number, record) of one source; the pieces of one text have one number."""
         limits = [] if source.max_rows is None else [source.max_rows]
         if self.data.max_rows is not None:
             limits.append(max(0, self.data.max_rows - start))
         stop = start + min(limits) if limits else None
         index = start
-        rows = source.rows(bad, meter=self.meter)
+        records = source.records(bad, meter=self.meter)
         while stop is None or index < stop:
             try:
-                row = next(rows)
+                record = next(records)
             except StopIteration:
                 return
-            yield index, row
-            index += _is_whole(row)
+            yield index, record
+            index += _is_whole(record)
 
-    def _every(self, bad: OnBad, *, weighted: bool) -> Iterator[tuple[int, Row | None, int]]:
-        """(number, row, which copy) over all sources; ``weighted``: each as often as its weight
+    def _every(
+        self, bad: OnBad, *, weighted: bool
+    ) -> Iterator[tuple[int, TypedRecord | None, int]]:
+        """(number, record, which copy) over all sources; ``weighted``: each as often as its weight
         says, else once."""
         start = 0
         for number, source in enumerate(self.sources):
@@ -352,27 +358,29 @@ class DatasetSplit:
             for copy in range(self.copies(source) if weighted else 1):
                 weight = source.weight - copy if weighted else 1.0
                 taken = weight_draws(self.seed, number, weight)
-                for index, row in self._numbered(source, start, bad if copy == 0 else _pass_over):
+                for index, record in self._numbered(
+                    source, start, bad if copy == 0 else _pass_over
+                ):
                     if taken is None or taken(index - start):
-                        yield index, row, copy
-                    stop = max(stop, index + _is_whole(row))
+                        yield index, record, copy
+                    stop = max(stop, index + _is_whole(record))
             start = stop
 
     @cached_property
     def _survey(self) -> Survey | None:
-        """A first reading, where it is needed: to know how many rows there are, or which repeat."""
+        """A first reading, where the number of records, or which of them repeat, must be known."""
         if not self.held_out_rows and not self.data.deduplicate:
             return None
         skips = self.data.on_bad_row == "skip"
-        rows = self._every(_pass_over if skips else refuse, weighted=False)
+        records = self._every(_pass_over if skips else refuse, weighted=False)
         meter, total = self.meter, self.source_bytes
         meter.bytes = 0
         title = f"Counting the rows of {self.path}"
         with PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
-            return survey_of(_shown(rows, meter, progress), find_repeated=self.data.deduplicate)
+            return survey_of(_shown(records, meter, progress), find_repeated=self.data.deduplicate)
 
     def look_ahead(self) -> None:
-        """The first reading of ``rows()``, if it needs one: before its own progress is shown."""
+        """The first reading of ``records()``, if it needs one: before its own progress is shown."""
         _ = self._survey
 
     @cached_property
@@ -388,20 +396,20 @@ class DatasetSplit:
         return held_out(survey, wanted, seed=self.seed)
 
 
-def _is_whole(row: Row | None) -> bool:
-    """Whether nothing more of the same row follows."""
-    return not isinstance(row, Document) or row.last
+def _is_whole(record: TypedRecord | None) -> bool:
+    """Whether nothing more of the same record follows."""
+    return not isinstance(record, Document) or record.last
 
 
 def _shown(
-    rows: Iterator[Numbered], meter: Meter, progress: PreparationProgress
+    records: Iterator[Numbered], meter: Meter, progress: PreparationProgress
 ) -> Iterator[Numbered]:
-    """The same rows; progress is told now and then."""
-    for number, row in enumerate(rows):
+    """The same records; progress is told now and then."""
+    for number, record in enumerate(records):
         if number % 1000 == 0:
             progress.add(size=meter.bytes - progress.bytes)
-        yield row
+        yield record
 
 
 def _pass_over(error: RecordError) -> None:
-    """A bad row that is noted in another reading of the same rows."""
+    """A bad record that is noted in another reading of the same records."""

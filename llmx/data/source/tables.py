@@ -14,7 +14,7 @@ BATCH_ROWS = 1024
 
 
 def table_rows(file: Path, bad: OnBad = refuse) -> Iterator[Record]:
-    """The rows of one ``.parquet`` or ``.arrow`` file. Raises DataError where it is damaged."""
+    """The records of one ``.parquet`` or ``.arrow`` file. Raises DataError where it is damaged."""
     import pyarrow as pa
 
     number = 0
@@ -58,7 +58,7 @@ def _batches(file: Path) -> Iterator[Any]:
 
 
 def _values(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
-    """The rows of a batch; Arrow's text may hold bytes that are none."""
+    """The records of a batch; Arrow's text may hold bytes that are none."""
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError:

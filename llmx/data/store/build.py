@@ -24,7 +24,7 @@ import numpy as np
 
 from llmx import text as human
 from llmx.config import Experiment
-from llmx.data.examples import Encoding, Row
+from llmx.data.examples import Encoding, TypedRecord
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import excerpt
 from llmx.data.source.rejected import RejectedRecords, RejectedUnwritten, counted, write_rejected
@@ -173,7 +173,7 @@ def _built(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -
     started = time.monotonic()
     resumed_rows = staging.state.get("counts", {}).get("rows", 0)
     workers = worker_count(spec.data.num_workers)
-    counts, encoder = stage(spec, staging, spec.split.rows(), progress, workers=workers)
+    counts, encoder = stage(spec, staging, spec.split.records(), progress, workers=workers)
     how = {
         "encoder": encoder,
         "workers": workers,
@@ -191,7 +191,7 @@ def _built(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -
 def stage(
     spec: DatasetSpec,
     staging: Staging,
-    rows: Iterator[Row | None],
+    rows: Iterator[TypedRecord | None],
     progress: PreparationProgress,
     *,
     workers: int,

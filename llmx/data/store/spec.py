@@ -109,7 +109,7 @@ def _check(encoding: Encoding, source: DatasetSplit) -> None:
     """What holds for every task."""
     schema = Schema(encoding.columns)
     for one in source.sources:
-        if one.row_type is None:
+        if one.record_type is None:
             taken = ", ".join(NAMES[kind] for kind in encoding.takes)
             raise ConfigError(
                 f"task={encoding.name} takes {taken}; {one.path} is in the format {one.form}. "

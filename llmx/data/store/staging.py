@@ -256,7 +256,7 @@ class Staging:
         if self.sizes:
             sizes = np.frombuffer(self.sizes, np.int32).astype(np.int64)
             packing = of_sequences(packing, lengths, sizes)
-        pieces = np.zeros(len(packing.rows) + 1, np.int64)
+        pieces = np.zeros(len(packing.items) + 1, np.int64)
         np.cumsum(packing.stops - packing.starts, out=pieces[1:])
         samples = packing.samples
         if packing.examples is not None:
@@ -265,7 +265,7 @@ class Staging:
         if not packing.in_order:
             starts = np.zeros(len(lengths) + 1, np.int64)
             np.cumsum(lengths, out=starts[1:])
-            sources = starts[packing.rows]
+            sources = starts[packing.items]
             sources += packing.starts
         return _Layout(packing, pieces, samples, pieces[samples], sources)
 
@@ -286,11 +286,11 @@ class Staging:
     def _write_by_example(self, packing: Packing, directory: Path) -> dict[str, Any]:
         """Write the columns by sequence and by example, in their new order."""
         digests: dict[str, Any] = {}
-        orders = {"example": packing.rows, "sequence": packing.rows}
+        orders = {"example": packing.items, "sequence": packing.items}
         if self.sizes:
             sizes = np.frombuffer(self.sizes, np.int32).astype(np.int64)
             lengths = np.frombuffer(self.lengths, np.int64)
-            orders["sequence"] = of_sequences(packing, lengths, sizes).rows
+            orders["sequence"] = of_sequences(packing, lengths, sizes).items
         for kind, order in orders.items():
             for column in self._schema.per(kind):
                 name = f"{column.name}.bin"

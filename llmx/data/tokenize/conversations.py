@@ -73,14 +73,14 @@ class Renderer:
         question = Conversation(
             (Message("user", "a"), Message("assistant", "b")), Where(Path("probe"), 1, "row")
         )
-        (row,) = self.conversations([question])
-        ends = {int(row.tokens[-1]), self.tokenizer.eos_token_id}
+        (sequence,) = self.conversations([question])
+        ends = {int(sequence.tokens[-1]), self.tokenizer.eos_token_id}
         return sorted(end for end in ends if end is not None)
 
     # Conversations
 
     def conversations(self, conversations: list[Conversation]) -> list[TokenSequence]:
-        """Rows of conversations, in order."""
+        """Token sequences of conversations, in order."""
         return self.sequences_of(self.render(conversations))
 
     def render(self, conversations: list[Conversation]) -> list[Rendering]:
@@ -89,18 +89,19 @@ class Renderer:
 
     def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:
         """(tokens before the last answer, the last answer): a question as it is trained."""
-        (row,) = self.sequences_of(self.render([conversation]), loss_on="last")
-        return row.tokens[: int(np.argmax(row.targets))], conversation.messages[-1].content
+        (sequence,) = self.sequences_of(self.render([conversation]), loss_on="last")
+        before = int(np.argmax(sequence.targets))
+        return sequence.tokens[:before], conversation.messages[-1].content
 
     # Tokens
 
     def sequences_of(
         self, renderings: list[Rendering], *, loss_on: str | None = None
     ) -> list[TokenSequence]:
-        """Rows of rendered conversations, by the tokenizer's own offsets."""
+        """Token sequences of rendered conversations, by the tokenizer's own offsets."""
         encodings = self._encode([rendering.text for rendering in renderings])
         return [
-            self._row(rendering, encoding, loss_on=loss_on)
+            self._sequence(rendering, encoding, loss_on=loss_on)
             for rendering, encoding in zip(renderings, encodings, strict=True)
         ]
 
@@ -112,7 +113,7 @@ class Renderer:
         end_missing: bool,
         loss_on: str | None = None,
     ) -> TokenSequence:
-        """A row of these tokens, in which each answer is tokens [first, last)."""
+        """A sequence of these tokens, in which each answer is tokens [first, last)."""
         loss_on = loss_on or self.loss_on
         targets = np.zeros(len(tokens), np.bool_)
         if loss_on == "all":
@@ -132,7 +133,9 @@ class Renderer:
             self._backends[plain] = own_backend(self.tokenizer, plain=plain)
         return list(self._backends[plain].encode_batch(texts, add_special_tokens=False))
 
-    def _row(self, rendering: Rendering, encoding: Any, *, loss_on: str | None) -> TokenSequence:
+    def _sequence(
+        self, rendering: Rendering, encoding: Any, *, loss_on: str | None
+    ) -> TokenSequence:
         ids, offsets = list(encoding.ids), list(encoding.offsets)
         injected = self._injected(ids, offsets, rendering.contents)
         if injected:
@@ -190,9 +193,9 @@ def own_backend(tokenizer: Any, *, plain: bool) -> Any:
 
 
 _NOWHERE = Where(Path(), 0, "row")
-"""Of a text that is no row: what is wrong with one is said by the slow way, with its place."""
+"""Of a text between special tokens, which has no place of its own."""
 PROOF_CHARS = 200_000
-"""Characters of the user's own rows on which both ways must agree."""
+"""Characters of the user's own conversations on which both ways must agree."""
 
 
 class ConversationEncoder:
@@ -218,7 +221,7 @@ class ConversationEncoder:
             if chars >= PROOF_CHARS:
                 break
         documents = DocumentEncoder(renderer.tokenizer, bos=[], workers=self._workers)
-        # It is proven on the rows as a whole: this only decides for which encoder.
+        # It is proven on the conversations as a whole: this only decides for which encoder.
         few = sample[: 1 + len(sample) // 10]
         documents.choose(message.content for chat in few for message in chat.messages)
         if documents.description.startswith("tokenizers"):
@@ -245,17 +248,18 @@ class ConversationEncoder:
         self.description = f"{kind}, equal to tokenizers on {tokens:,} tokens of these rows"
 
     def sequences(self, conversations: list[Conversation]) -> list[TokenSequence]:
-        """Rows of conversations, in order; raises DataError for one that the template refuses."""
+        """Token sequences of conversations, in order; raises DataError for one that the template
+        refuses."""
         renderings = self._renderer.render(conversations)
         if self._documents is None:
             return self._renderer.sequences_of(renderings)
         found = self._fast(renderings)
         rest = iter(
             self._renderer.sequences_of(
-                [r for r, row in zip(renderings, found, strict=True) if row is None]
+                [r for r, sequence in zip(renderings, found, strict=True) if sequence is None]
             )
         )
-        return [next(rest) if row is None else row for row in found]
+        return [next(rest) if sequence is None else sequence for sequence in found]
 
     def _fast(self, renderings: list[Rendering]) -> list[TokenSequence | None]:
         """Rows, and None for those in which bytes and tokens do not add up."""
@@ -274,7 +278,7 @@ class ConversationEncoder:
             plans.append(plan)
         block = self._documents.encode(texts, [False] * len(texts))
         edges = np.concatenate([[0], np.cumsum(block.lengths)]).tolist()
-        rows: list[TokenSequence | None] = []
+        sequences: list[TokenSequence | None] = []
         for rendering, plan in zip(renderings, plans, strict=True):
             tokens = np.concatenate(
                 [
@@ -287,16 +291,16 @@ class ConversationEncoder:
             stops = np.cumsum(self._token_bytes[tokens])
             places = _byte_places(rendering)
             if int(stops[-1]) != places[-1]:
-                rows.append(None)
+                sequences.append(None)
                 continue
             firsts = np.searchsorted(stops, places[:-1:2], side="right").tolist()
             # A token begins where the one before it stops.
             lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
             answers = list(zip(firsts, lasts, strict=True))
-            rows.append(
+            sequences.append(
                 self._renderer.sequence_of(tokens, answers, end_missing=rendering.end_missing)
             )
-        return rows
+        return sequences
 
     def _parts(self, rendering: Rendering) -> Iterator[tuple[str, int | None]]:
         """(text, None) and (special token, its id) in order; a special token that stands in a

@@ -1,7 +1,7 @@
 """Rows of a source to blocks of tokens: what a task makes of them, tokenized in batches.
 
     encoder = ExampleEncoder(source, renderer, encoding, workers=2)
-    for encoded in encoder.blocks(source.rows()): ...
+    for encoded in encoder.blocks(source.records()): ...
 
 A row becomes an example (``Encoding.encode``), the sequences of many examples are tokenized
 together, documents by their encoder and conversations by the template, and are put back together
@@ -28,9 +28,9 @@ from llmx.data.examples import (
     Encoding,
     Example,
     Rejected,
-    Row,
     Schema,
     Tokens,
+    TypedRecord,
     checked,
     values_of,
 )
@@ -112,10 +112,12 @@ class ExampleEncoder:
         used = [encoder for encoder in (self._documents, self._chats) if encoder is not None]
         return "; ".join(encoder.description for encoder in used) or "tokenizers"
 
-    def blocks(self, rows: Iterable[Row | None], *, begins: bool = True) -> Iterator[Encoded]:
+    def blocks(
+        self, records: Iterable[TypedRecord | None], *, begins: bool = True
+    ) -> Iterator[Encoded]:
         """Examples with their tokens, in order. Those that a template refuses are rejected.
         ``begins``: the first row is not the rest of a document."""
-        for is_text, batches in groupby(self._batches(rows), key=_holds_documents):
+        for is_text, batches in groupby(self._batches(records), key=_holds_documents):
             if is_text:
                 yield from self._encoded(batches, begins=begins)
             else:
@@ -124,23 +126,23 @@ class ExampleEncoder:
 
     # Rows to examples
 
-    def _batches(self, rows: Iterable[Row | None]) -> Iterator[Batch]:
+    def _batches(self, records: Iterable[TypedRecord | None]) -> Iterator[Batch]:
         """Examples in batches of a bounded number and size, of documents alone or of others."""
         batch, read, size = Batch([], 0, 0), 0, 0
         holds_text = False
-        for row in rows:
+        for record in records:
             # Noted with the batch: what is read ahead is not yet done.
-            example = self._example(row, batch.left_out, batch.rejected)
+            example = self._example(record, batch.left_out, batch.rejected)
             if example is not None and _is_text(example) != holds_text:
                 if batch.examples:
                     yield replace(batch, read=read, size=size)
                     batch, read, size = Batch([], 0, 0), 0, 0
                 holds_text = not holds_text
             read += 1
-            if row is not None and example is not None:
+            if record is not None and example is not None:
                 batch.examples.append(example)
                 batch.sequences.extend(example.sequences)
-                size += text_bytes(row)
+                size += text_bytes(record)
             if read >= BATCH_ROWS or size >= BATCH_BYTES:
                 yield replace(batch, read=read, size=size)
                 batch, read, size = Batch([], 0, 0), 0, 0
@@ -148,16 +150,18 @@ class ExampleEncoder:
             yield replace(batch, read=read, size=size)
 
     def _example(
-        self, row: Row | None, left_out: Counter[str], rejected: list[RecordError]
+        self, record: TypedRecord | None, left_out: Counter[str], rejected: list[RecordError]
     ) -> Example | None:
         """What the task makes of a row; None is counted, or noted as rejected."""
-        if row is None:
+        if record is None:
             left_out[WITHOUT_ANSWER] += 1
             return None
         try:
-            found = self._encoding.encode(row)
+            found = self._encoding.encode(record)
         except Rejected as problem:
-            error = RecordError(f"{row.where}: {problem}", where=row.where, reason=problem.reason)
+            error = RecordError(
+                f"{record.where}: {problem}", where=record.where, reason=problem.reason
+            )
             if self._split.data.on_bad_row != "skip":
                 raise error from problem
             rejected.append(error)
@@ -167,19 +171,19 @@ class ExampleEncoder:
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
-                f"task={self._encoding.name}: encode() failed for {row.where}: "
+                f"task={self._encoding.name}: encode() failed for {record.where}: "
                 f"{type(error).__name__}: {excerpt(str(error))} ({at.filename}, line {at.lineno}). "
                 "Correct the task, or let it raise Rejected(reason) for such rows."
             ) from error
-        if isinstance(row, Document) and (self._in_document or not row.last):
-            self._check_piece(row, found)
+        if isinstance(record, Document) and (self._in_document or not record.last):
+            self._check_piece(record, found)
         if found is None:
             left_out[LEFT_OUT] += 1
             return None
         if type(found) is not Example or not self._is_plain(found):
             found = checked(found, self._schema, task=self._encoding.name)
             if isinstance(found.sequences[0], Tokens):
-                found = replace(found, where=row.where)
+                found = replace(found, where=record.where)
         return found
 
     def _is_plain(self, example: Example) -> bool:
@@ -192,16 +196,16 @@ class ExampleEncoder:
             and example.cut == "auto"
         )
 
-    def _check_piece(self, row: Document, found: Any) -> None:
+    def _check_piece(self, record: Document, found: Any) -> None:
         """Of a long text that comes in pieces, each piece must stay what it is."""
-        self._in_document = not row.last
+        self._in_document = not record.last
         same = isinstance(found, Example) and len(found.sequences) == 1 and not found.columns
-        if same and getattr(found.sequences[0], "last", None) == row.last:
+        if same and getattr(found.sequences[0], "last", None) == record.last:
             return
         raise ConfigError(
-            f"{row.where}: task={self._encoding.name} makes more of a text than one sequence, and "
-            "this text is so long that it comes in pieces. Set data.text_unit=line or paragraph, "
-            "or write documents as JSON Lines."
+            f"{record.where}: task={self._encoding.name} makes more of a text than one sequence, "
+            "and this text is so long that it comes in pieces. Set data.text_unit=line or "
+            "paragraph, or write documents as JSON Lines."
         )
 
     # Examples to tokens
@@ -232,8 +236,8 @@ class ExampleEncoder:
                 while waiting:
                     yield self._taken(*waiting.popleft())
             finally:
-                for _, rows in waiting:
-                    rows.cancel()
+                for _, sequences in waiting:
+                    sequences.cancel()
 
     def _with_documents(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches, after the encoder was chosen on the first of them. A little text is
@@ -267,14 +271,14 @@ class ExampleEncoder:
         cut, with a shorter prompt. For several threads."""
         data = self._split.data
         parts = [sequence for example in examples for sequence in example.sequences]
-        rows = iter(self._rows_of(parts))
-        found = [[next(rows) for _ in example.sequences] for example in examples]
+        sequences = iter(self._sequences_of(parts))
+        found = [[next(sequences) for _ in example.sequences] for example in examples]
         counts = Counter[str]()
         if data.over_long != "truncate" or data.packing == "concat":
             return Tokenized([*found], counts)
         fitted: list[list[TokenSequence] | None] = []
         for example, own in zip(examples, found, strict=True):
-            over = sum(len(row.tokens) for row in own) - data.seq_len
+            over = sum(len(sequence.tokens) for sequence in own) - data.seq_len
             if over <= 0 or set(example.cuts) != {"prompt"}:
                 fitted.append(own)
                 continue
@@ -286,13 +290,15 @@ class ExampleEncoder:
             if short is None:
                 counts[too_long_to_cut(example)] += 1
             else:
-                short = [self._weighted(row) for row in short]
+                short = [self._weighted(sequence) for sequence in short]
                 counts[TRUNCATED] += 1
-                counts[CUT_OFF] += data.seq_len + over - sum(len(row.tokens) for row in short)
+                counts[CUT_OFF] += (
+                    data.seq_len + over - sum(len(sequence.tokens) for sequence in short)
+                )
             fitted.append(short)
         return Tokenized(fitted, counts)
 
-    def _rows_of(self, parts: list[Any]) -> list[TokenSequence]:
+    def _sequences_of(self, parts: list[Any]) -> list[TokenSequence]:
         """The tokens of sequences of any kind, in order."""
         chats = [part for part in parts if isinstance(part, Conversation)]
         texts = [part for part in parts if isinstance(part, Document)]
@@ -313,18 +319,18 @@ class ExampleEncoder:
             for part in parts
         ]
 
-    def _weighted(self, row: TokenSequence) -> TokenSequence:
+    def _weighted(self, sequence: TokenSequence) -> TokenSequence:
         """Weights in the place of targets, and zeros in the task's columns by token, where there
         are such: only a task that gives tokens knows their values."""
         schema = self._schema
         if not schema.columns:
-            return row
-        targets = row.targets.astype(np.float32) if schema.weighted else row.targets
+            return sequence
+        targets = sequence.targets.astype(np.float32) if schema.weighted else sequence.targets
         columns = {
-            column: np.zeros((len(row.tokens), *column.shape), column.numpy_dtype)
+            column: np.zeros((len(sequence.tokens), *column.shape), column.numpy_dtype)
             for column in schema.per("token")
         }
-        return TokenSequence(row.tokens, targets, columns)
+        return TokenSequence(sequence.tokens, targets, columns)
 
     def _ready(self, part: Tokens) -> TokenSequence:
         """Tokens that a task gave."""
@@ -378,25 +384,28 @@ class ExampleEncoder:
         except DataError:
             tokenized = self._accepted(batch.examples)
         pairs = zip(batch.examples, tokenized.examples, strict=True)
-        kept = [(example, rows) for example, rows in pairs if rows is not None]
+        kept = [(example, sequences) for example, sequences in pairs if sequences is not None]
         examples = [example for example, _ in kept]
         counts.update(tokenized.counts)
         chats = (s for e in examples for s in e.sequences if isinstance(s, Conversation))
         counts[UNANSWERED] = sum(chat.unanswered for chat in chats)
         return Encoded(
-            examples, self._block(examples, [rows for _, rows in kept]), counts, batch.size
+            examples,
+            self._block(examples, [sequences for _, sequences in kept]),
+            counts,
+            batch.size,
         )
 
     def _block(self, examples: list[Example], found: list[list[TokenSequence]]) -> TokenBlock:
-        rows = [row for own in found for row in own]
+        sequences = [sequence for own in found for sequence in own]
         sizes = np.array([len(own) for own in found], np.int64)
-        several = sizes if len(rows) != len(found) else None
-        block = joined(rows, np.float32 if self._schema.weighted else np.bool_)
-        columns = self._columns(examples, rows, len(block.tokens))
+        several = sizes if len(sequences) != len(found) else None
+        block = joined(sequences, np.float32 if self._schema.weighted else np.bool_)
+        columns = self._columns(examples, sequences, len(block.tokens))
         return replace(block, sizes=several, columns=columns)
 
     def _columns(
-        self, examples: list[Example], rows: list[TokenSequence] | None, tokens: int
+        self, examples: list[Example], sequences: list[TokenSequence] | None, tokens: int
     ) -> Mapping[Column, np.ndarray]:
         """The task's columns of a block."""
         schema, task = self._schema, self._encoding.name
@@ -404,8 +413,10 @@ class ExampleEncoder:
             return {}
         found: dict[Column, np.ndarray] = {}
         for column in schema.per("token"):
-            values = [row.columns[column] for row in rows or ()]
-            empty = np.zeros((0 if rows is not None else tokens, *column.shape), column.numpy_dtype)
+            values = [sequence.columns[column] for sequence in sequences or ()]
+            empty = np.zeros(
+                (0 if sequences is not None else tokens, *column.shape), column.numpy_dtype
+            )
             found[column] = np.concatenate([empty, *values])
         for column in schema.per("sequence"):
             own: list[Any] = []
@@ -442,28 +453,28 @@ class ExampleEncoder:
         return Tokenized([*first.examples, *second.examples], first.counts + second.counts)
 
 
-def joined(rows: list[TokenSequence], targets: Any = np.bool_) -> TokenBlock:
+def joined(sequences: list[TokenSequence], targets: Any = np.bool_) -> TokenBlock:
     """Sequences one after the other."""
     return TokenBlock(
-        np.concatenate([np.zeros(0, np.uint32), *(row.tokens for row in rows)]),
-        np.concatenate([np.zeros(0, targets), *(row.targets for row in rows)]),
-        np.array([len(row.tokens) for row in rows], np.int64),
+        np.concatenate([np.zeros(0, np.uint32), *(sequence.tokens for sequence in sequences)]),
+        np.concatenate([np.zeros(0, targets), *(sequence.targets for sequence in sequences)]),
+        np.array([len(sequence.tokens) for sequence in sequences], np.int64),
     )
 
 
-def text_bytes(row: Row) -> int:
+def text_bytes(record: TypedRecord) -> int:
     """Bytes of a row's text as UTF-8."""
     texts: Iterable[str]
-    if isinstance(row, Document):
-        texts = (row.text,)
-    elif isinstance(row, Conversation):
-        texts = (message.content for message in row.messages)
-    elif isinstance(row, Preference):
-        return text_bytes(row.chosen) + text_bytes(row.rejected)
-    elif isinstance(row, Labelled):
-        texts = (row.text, *(message.content for message in row.history))
+    if isinstance(record, Document):
+        texts = (record.text,)
+    elif isinstance(record, Conversation):
+        texts = (message.content for message in record.messages)
+    elif isinstance(record, Preference):
+        return text_bytes(record.chosen) + text_bytes(record.rejected)
+    elif isinstance(record, Labelled):
+        texts = (record.text, *(message.content for message in record.history))
     else:
-        texts = (value for value in row.value.values() if isinstance(value, str))
+        texts = (value for value in record.value.values() if isinstance(value, str))
     return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 

@@ -1,4 +1,4 @@
-"""A sample of texts of bounded size, drawn from rows of which nobody knows how many there are.
+"""A sample of texts of bounded size, drawn from records of which nobody knows how many there are.
 
 Every text draws a number, a function of the seed and its place alone, and stays while that is
 below a threshold; whenever the sample outgrows its budget the threshold is halved and the sample
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmx.data.examples import Row
+from llmx.data.examples import TypedRecord
 from llmx.data.format.formats import Conversation, Document
 
 TEXT_CHARS = 16_384
@@ -97,16 +97,16 @@ class TextSample:
         self._stream = self._path.open("ab")
 
 
-def texts_of(rows: Iterable[Row | None]) -> Iterator[str]:
-    """What is in rows as plain texts: documents, and the contents of every turn."""
-    for row in rows:
-        if isinstance(row, Document):
-            yield from _cut(row.text)
-        elif isinstance(row, Conversation):
-            for message in row.messages:
+def texts_of(records: Iterable[TypedRecord | None]) -> Iterator[str]:
+    """What is in records as plain texts: documents, and the contents of every turn."""
+    for record in records:
+        if isinstance(record, Document):
+            yield from _cut(record.text)
+        elif isinstance(record, Conversation):
+            for message in record.messages:
                 yield from _cut(message.content)
-            if row.tools:
-                yield from _cut(row.tools)
+            if record.tools:
+                yield from _cut(record.tools)
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -251,7 +251,7 @@ def _sampled(exp: Experiment, directory: Path) -> TextSample:
     with PreparationProgress(
         title, total_bytes=source.total_bytes, read=lambda: meter.bytes
     ) as progress:
-        for text in texts_of(source.rows()):
+        for text in texts_of(source.records()):
             sample.add(text)
             progress.add(size=len(text.encode("utf-8", "replace")))
     if not sample.bytes:
