@@ -35,6 +35,7 @@ from llmx.data import (
 )
 from llmx.data.distributed.shards import assemble, shard_of, stage_shard
 from llmx.data.examples import Schema, checked
+from llmx.data.source import lines
 from llmx.data.store import staging
 from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.store.spec import dataset_spec
@@ -567,7 +568,7 @@ def test_a_long_text_in_pieces_is_one_sequence(tmp_path: Path, tokenizer, monkey
         def encode(self, row: Document) -> Example | None:
             return Example.of(row, label=1)
 
-    monkeypatch.setattr(data.lines, "PIECE_CHARS", 20)
+    monkeypatch.setattr(lines, "PIECE_CHARS", 20)
     exp = experiment(tmp_path, [])
     exp.data.path = str(tmp_path / "book.txt")
     Path(exp.data.path).write_text("a line of it\n" * 9)
