@@ -5,6 +5,17 @@
     mine = rank_slice(samples, micro_batches=(2, 2), accumulation=2, rank=0, micro_step=0)
     batch = collate([store[i] for i in mine], seq_len=512, pad_id=0, layout="packed")
 
+In the order in which data flows:
+
+- ``source``: files and Hub datasets to records; which records a split has
+- ``format``: what a record means: a conversation, a document, a label, a preference pair; chat
+  templates
+- ``examples``: what a task makes of it: sequences that belong together, with columns
+- ``tokenize``: examples to token ids and targets, on all cores; loading and training tokenizers
+- ``store``: staging, truncation, packing; the store on disk, its name and its summary
+- ``distributed``: several hosts prepare one store
+- ``order``, ``collate``: which samples a step has, and their tensors; ``eval_prompts``
+
 Importing this package imports neither torch nor transformers.
 """
 

@@ -49,7 +49,7 @@ def held_out_prompts(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Eva
             break
         if not isinstance(row, Conversation):
             continue
-        if row.keeps_answer and exp.data.over_long == "truncate":
+        if row.keeps_completion and exp.data.over_long == "truncate":
             row = cutter.conversation(row) or row
         tokens, expected = renderer.prompt(row)
         if len(tokens) < exp.data.seq_len:

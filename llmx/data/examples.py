@@ -151,7 +151,7 @@ class Example:
             return (self.cut,) * len(self.sequences)
         if len(self.sequences) > 1:
             return ("prompt",) * len(self.sequences)
-        keeps = isinstance(only := self.sequences[0], Conversation) and only.keeps_answer
+        keeps = isinstance(only := self.sequences[0], Conversation) and only.keeps_completion
         return ("prompt" if keeps else "end",)
 
 

@@ -34,7 +34,7 @@ def labelled(*contents: str, system: str = "") -> Conversation:
     turns = [Message(role, text) for role, text in zip(roles, contents, strict=True)]
     if system:
         turns.insert(0, Message("system", system))
-    return Conversation(tuple(turns), WHERE, keeps_answer=True)
+    return Conversation(tuple(turns), WHERE, keeps_completion=True)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

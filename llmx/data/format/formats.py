@@ -43,14 +43,15 @@ class Conversation:
     """Turns that end with an assistant's. ``tools`` is the JSON text of a list of tool
     definitions, empty where there are none.
 
-    ``keeps_answer``: of a record that is too long the prompt is cut, never the answer (a label).
+    ``keeps_completion``: where the record is too long its prompt is cut, never the answer (a
+    label).
     ``unanswered``: turns after the last answer, which were left out.
     """
 
     messages: tuple[Message, ...]
     where: Where
     tools: str = ""
-    keeps_answer: bool = False
+    keeps_completion: bool = False
     unanswered: int = 0
 
 
@@ -147,7 +148,7 @@ def to_conversation(
         messages = turns(record.value.get(key), key, record.where)
     found = conversation_of(record, messages, columns=columns, system=system)
     if found is not None and form == "labelled":
-        return replace(found, keeps_answer=True)
+        return replace(found, keeps_completion=True)
     return found
 
 

@@ -26,14 +26,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation as text: what is learned (a span an assistant turn), and where data lies.
+    """A conversation as text: its completions (a span an assistant turn), and where data lies.
 
     ``end_missing``: the template closes the last turn with no special token, so the EOS token
     is appended.
     """
 
     text: str
-    answers: tuple[Span, ...]
+    completions: tuple[Span, ...]
     contents: tuple[Span, ...]
     end_missing: bool
 
@@ -43,7 +43,7 @@ class Skeleton:
     """What a template writes around the contents of conversations of one shape.
 
     ``order``: the messages in the order in which they are written; ``pieces``: the text before,
-    between and after them. By message: ``lead``, characters before an answer that are learned
+    between and after them. By message: ``lead``, characters before a completion that are targets
     too (between the generation prompt and the content), and ``tail``, those after it, up to the
     end of the turn's last token; -1 where the template has no such token.
     """
@@ -73,11 +73,11 @@ def filled(skeleton: Skeleton, messages: tuple[Message, ...], text: str) -> Rend
     if position != len(text):
         return None
     turns = sorted(skeleton.lead)
-    answers = tuple(
+    completions = tuple(
         (spans[i][0] - skeleton.lead[i], spans[i][1] + max(0, skeleton.tail[i])) for i in turns
     )
     contents = tuple(sorted(spans.values()))
-    return Rendering(text, answers, contents, end_missing=skeleton.tail[turns[-1]] < 0)
+    return Rendering(text, completions, contents, end_missing=skeleton.tail[turns[-1]] < 0)
 
 
 def shapes_of(conversation: Conversation, special: dict[str, int]) -> list[Conversation]:
@@ -170,7 +170,7 @@ class TemplateSpans:
 
     def _with_own_calls(self, conversation: Conversation) -> Rendering | None:
         """Calls of tools as the template itself writes them; None where it has no way to, or
-        where it cannot be told exactly what is learned, for which every answer has to begin
+        where it cannot be told exactly which tokens are targets: every completion has to begin
         after the generation prompt and to end with the last special token of its turn."""
         messages, tools = conversation.messages, conversation.tools
         if not any(message.calls for message in messages) or not self._writes_calls:
@@ -179,7 +179,7 @@ class TemplateSpans:
         data = [*said, *(message.calls for message in messages), tools]
         if any(self.special_pattern.search(part) for part in data):
             return None
-        answers: list[Span] = []
+        completions: list[Span] = []
         try:
             text = self._apply(messages, tools=tools, calls=True)
             for i, message in enumerate(messages):
@@ -194,7 +194,7 @@ class TemplateSpans:
                     or turn[: len(prompt)] != prompt
                 ):
                     return None
-                answers.append((len(prompt), ends[-1]))
+                completions.append((len(prompt), ends[-1]))
         except Exception:  # whatever a template raises, it refuses this shape
             return None
         names = [call["name"] for message in messages if message.calls
@@ -203,7 +203,7 @@ class TemplateSpans:
             return None
         if tools and text == self._apply(messages, tools="", calls=True):
             return None
-        return Rendering(text, tuple(answers), (), end_missing=False)
+        return Rendering(text, tuple(completions), (), end_missing=False)
 
     @cached_property
     def _writes_calls(self) -> bool:
@@ -249,7 +249,7 @@ class TemplateSpans:
         return Skeleton(tuple(order), tuple(pieces), lead, tail)
 
     def _turn_by_turn(self, conversation: Conversation, text: str) -> Rendering:
-        """For templates that rewrite contents (Qwen3 drops earlier thoughts): an answer begins
+        """For templates that rewrite contents (Qwen3 drops earlier thoughts): a completion begins
         where the prompt before it ends, and stops with the next special token. That is exact
         only if no content holds a special token, so then the record is refused."""
         messages = conversation.messages
@@ -261,7 +261,7 @@ class TemplateSpans:
                     f"contains the special token {found[0]}. Remove it from the row, or choose "
                     "another data.template."
                 )
-        answers: list[Span] = []
+        completions: list[Span] = []
         end_missing = False
         for i, message in enumerate(messages):
             if message.role != "assistant":
@@ -274,9 +274,9 @@ class TemplateSpans:
                     "data.template."
                 )
             end = self.special_pattern.search(text, len(prompt))
-            answers.append((len(prompt), end.end() if end else len(text)))
+            completions.append((len(prompt), end.end() if end else len(text)))
             end_missing = end is None
-        return Rendering(text, tuple(answers), (), end_missing)
+        return Rendering(text, tuple(completions), (), end_missing)
 
 
 def _as_dict(message: Message, *, calls: bool) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def _kept(spec: DatasetSpec, staging: Staging) -> str:
         staging.close()
         return (
             f"The first {rows:,} rows are kept in {partial}; the next preparation resumes "
-            "there. Remove the directory to begin anew."
+            "there. Remove the directory to start again."
         )
     staging.remove()
     return "Nothing of it is kept."

@@ -1,4 +1,4 @@
-"""Samples token by token: which are target tokens, which are special, where rows meet.
+"""Samples token by token: which are target tokens, which are special, where sequences meet.
 
 On a terminal, target tokens are green, special tokens have a background, and neighbours differ
 in shade; elsewhere runs of target tokens stand between « and », special tokens between ⟨ and ⟩,
@@ -14,9 +14,9 @@ from llmx.data.format.templates import special_tokens
 from llmx.data.store.samples import Sample, SampleStore
 from llmx.text import plural, printable
 
-LEARNED, LEARNED_ODD = "bold green", "green"
+TARGET, TARGET_ODD = "bold green", "green"
 PLAIN, PLAIN_ODD = "", "dim"
-CONTROL, LEARNED_CONTROL = "black on yellow", "black on green"
+SPECIAL, TARGET_SPECIAL = "black on yellow", "black on green"
 BYTES_OF_A_CHARACTER = 4
 """A character may be so many tokens, none of which can be shown alone."""
 
@@ -30,7 +30,7 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
     colour = console.is_terminal
     legend = Text("Tokens: ")
     if colour:
-        for name, style in (("target", LEARNED), ("special", CONTROL), ("both", LEARNED_CONTROL)):
+        for name, style in (("target", TARGET), ("special", SPECIAL), ("both", TARGET_SPECIAL)):
             legend.append(name, style=style).append(" ")
     else:
         legend.append("«target», ⟨special⟩, a|b are two")
@@ -38,7 +38,7 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
     for index in range(min(count, len(store))):
         sample = store[index]
         held = plural(
-            len(sample.sequence_starts), "row" if sample.example_starts is None else "sequence"
+            len(sample.sequence_starts), "example" if sample.example_starts is None else "sequence"
         )
         if sample.example_starts is not None:
             held = f"{plural(len(sample.example_starts), 'example')} of {held}"
@@ -59,9 +59,9 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
 
 
 def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[tuple[str, str]]]:
-    """Lines of (text, style): a line that marks the beginning of each row or sequence, with its
+    """Lines of (text, style): a line that marks the beginning of each sequence, with its
     weights where it has such, then its tokens."""
-    control = set(special_tokens(tokenizer).values())
+    special_ids = set(special_tokens(tokenizer).values())
     lines: list[list[tuple[str, str]]] = []
     spans = zip(_titles(sample), sample.bounds(), sample.sequences(), strict=True)
     for name, (first, last), (tokens, targets) in spans:
@@ -71,27 +71,27 @@ def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[t
         title += " ──"
         lines.append([(title, "dim" if colour else "")])
         line: list[tuple[str, str]] = []
-        learned_before = False
+        target_before = False
         ids = tokens.tolist()
         for place, (text, start, stop) in enumerate(_shown(ids, tokenizer)):
-            learned, steers = bool(targets[start:stop].any()), ids[start] in control
+            target, special = bool(targets[start:stop].any()), ids[start] in special_ids
             if colour:
-                line.append((text, _style(learned=learned, steers=steers, even=place % 2 == 0)))
+                line.append((text, _style(target=target, special=special, even=place % 2 == 0)))
             else:
-                edge = "«" if learned else "»"
-                mark = edge if learned != learned_before else "|" if place else ""
-                line.append((mark + (f"⟨{text}⟩" if steers else text), ""))
-            learned_before = learned
-        if learned_before and not colour:
+                edge = "«" if target else "»"
+                mark = edge if target != target_before else "|" if place else ""
+                line.append((mark + (f"⟨{text}⟩" if special else text), ""))
+            target_before = target
+        if target_before and not colour:
             line.append(("»", ""))
         lines.append(line)
     return lines
 
 
 def _titles(sample: Sample) -> list[str]:
-    """``row 2``; of an example with several sequences, ``example 2, sequence 1 of 2``."""
+    """``example 2``; of an example with several sequences, ``example 2, sequence 1 of 2``."""
     if sample.example_starts is None:
-        return [f"row {number}" for number in range(1, len(sample.sequence_starts) + 1)]
+        return [f"example {number}" for number in range(1, len(sample.sequence_starts) + 1)]
     return [
         f"example {number}, sequence {place} of {size}"
         for number, size in enumerate(sample.example_sizes(), start=1)
@@ -99,12 +99,12 @@ def _titles(sample: Sample) -> list[str]:
     ]
 
 
-def _style(*, learned: bool, steers: bool, even: bool) -> str:
+def _style(*, target: bool, special: bool, even: bool) -> str:
     """Neighbouring tokens of one kind differ in shade, so that each can be seen."""
-    if steers:
-        return LEARNED_CONTROL if learned else CONTROL
-    if learned:
-        return LEARNED if even else LEARNED_ODD
+    if special:
+        return TARGET_SPECIAL if target else SPECIAL
+    if target:
+        return TARGET if even else TARGET_ODD
     return PLAIN if even else PLAIN_ODD
 
 

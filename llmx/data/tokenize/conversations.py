@@ -68,7 +68,7 @@ class Renderer:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The tokens at which an answer ends: the EOS token, and the one that closes an
+        """The tokens at which a completion ends: the EOS token, and the one that closes an
         assistant's turn in this template where that is another. Sorted."""
         question = Conversation(
             (Message("user", "a"), Message("assistant", "b")), Where(Path("probe"), 1, "row")
@@ -88,7 +88,7 @@ class Renderer:
         return [self._spans.render(conversation) for conversation in conversations]
 
     def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:
-        """(tokens before the last answer, the last answer): a question as it is trained."""
+        """(tokens before the last completion, the last completion): a question as it is trained."""
         (sequence,) = self.sequences_of(self.render([conversation]), loss_on="last")
         before = int(np.argmax(sequence.targets))
         return sequence.tokens[:before], conversation.messages[-1].content
@@ -108,17 +108,17 @@ class Renderer:
     def sequence_of(
         self,
         tokens: np.ndarray,
-        answers: list[Span],
+        completions: list[Span],
         *,
         end_missing: bool,
         loss_on: str | None = None,
     ) -> TokenSequence:
-        """A sequence of these tokens, in which each answer is tokens [first, last)."""
+        """A sequence of these tokens, in which each completion is tokens [first, last)."""
         loss_on = loss_on or self.loss_on
         targets = np.zeros(len(tokens), np.bool_)
         if loss_on == "all":
             targets[:] = True
-        for first, last in answers[-1:] if loss_on == "last" else answers:
+        for first, last in completions[-1:] if loss_on == "last" else completions:
             targets[first:last] = True
         if end_missing:
             tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
@@ -141,12 +141,14 @@ class Renderer:
         if injected:
             ids, offsets = self._without_special(rendering.text, injected)
         starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-        answers: list[Span] = []
-        for start, stop in rendering.answers:
+        completions: list[Span] = []
+        for start, stop in rendering.completions:
             first = bisect.bisect_right(stops, start)
-            answers.append((first, bisect.bisect_left(starts, stop, lo=first)))
+            completions.append((first, bisect.bisect_left(starts, stop, lo=first)))
         tokens = np.array(ids, np.uint32)
-        return self.sequence_of(tokens, answers, end_missing=rendering.end_missing, loss_on=loss_on)
+        return self.sequence_of(
+            tokens, completions, end_missing=rendering.end_missing, loss_on=loss_on
+        )
 
     def _injected(
         self, ids: list[int], offsets: list[Span], contents: tuple[Span, ...]
@@ -296,9 +298,9 @@ class ConversationEncoder:
             firsts = np.searchsorted(stops, places[:-1:2], side="right").tolist()
             # A token begins where the one before it stops.
             lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
-            answers = list(zip(firsts, lasts, strict=True))
+            completions = list(zip(firsts, lasts, strict=True))
             sequences.append(
-                self._renderer.sequence_of(tokens, answers, end_missing=rendering.end_missing)
+                self._renderer.sequence_of(tokens, completions, end_missing=rendering.end_missing)
             )
         return sequences
 
@@ -321,9 +323,9 @@ class ConversationEncoder:
 
 
 def _byte_places(rendering: Rendering) -> list[int]:
-    """Where answers begin and end in the UTF-8 of the text, in order, and the text's end."""
+    """Where completions begin and end in the UTF-8 of the text, in order, and the text's end."""
     text = rendering.text
-    places = [*itertools.chain.from_iterable(rendering.answers), len(text)]
+    places = [*itertools.chain.from_iterable(rendering.completions), len(text)]
     if text.isascii():
         return places
     found: list[int] = []
