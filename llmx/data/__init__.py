@@ -25,8 +25,10 @@ from llmx.data.examples import Column, Encoding, Example, Rejected, Tokens
 from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.order import permutation, rank_slice, samples_of_step
 from llmx.data.source.records import Record
-from llmx.data.store.build import has_eval, prepare, store_path, summary
+from llmx.data.source.split import has_eval
+from llmx.data.store.build import prepare
 from llmx.data.store.samples import Sample, SampleStore
+from llmx.data.store.summary import summary
 from llmx.data.tokenize.tokenizer import load_tokenizer
 
 __all__ = [
@@ -53,6 +55,5 @@ __all__ = [
     "rank_slice",
     "samples_of_step",
     "stop_token_ids",
-    "store_path",
     "summary",
 ]

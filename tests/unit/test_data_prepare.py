@@ -24,10 +24,9 @@ from llmx.data import (
 )
 from llmx.data.source import digests, lines
 from llmx.data.store import staging
-from llmx.data.store.build import cache_directory
-from llmx.data.store.build import store_path as path_of_store
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.samples import sha256_of_file
+from llmx.data.store.spec import cache_directory, dataset_spec
 from llmx.data.store.summary import report
 from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
@@ -64,7 +63,7 @@ def experiment(tmp_path: Path, rows: list[tuple[str, str]] | str, **data) -> Exp
 
 
 def store_path(exp: Experiment, tokenizer) -> Path:
-    return path_of_store(exp, tokenizer, task_of(exp, tokenizer))
+    return dataset_spec(exp, tokenizer, task_of(exp, tokenizer), "train").path
 
 
 def numbered(count: int) -> list[tuple[str, str]]:

@@ -28,29 +28,14 @@ from llmx.data.examples import Encoding, TypedRecord
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import excerpt
 from llmx.data.source.rejected import RejectedRecords, RejectedUnwritten, counted, write_rejected
-from llmx.data.source.split import has_eval
 from llmx.data.store.samples import SampleStore, cannot_write, locked, publish
-from llmx.data.store.spec import DatasetSpec, cache_directory, dataset_spec
+from llmx.data.store.spec import DatasetSpec, dataset_spec
 from llmx.data.store.staging import Staging
-from llmx.data.store.summary import summary
 from llmx.data.store.truncation import CUT_OFF, TRUNCATED, Truncation
 from llmx.data.tokenize.encoder import UNANSWERED, ExampleEncoder
 from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
 from llmx.errors import DataError, LlmxError
 from llmx.text import plural, printable
-
-__all__ = [
-    "Counts",
-    "build",
-    "cache_directory",
-    "finalize",
-    "found",
-    "has_eval",
-    "note_old_stores",
-    "prepare",
-    "store_path",
-    "summary",
-]
 
 
 def prepare(
@@ -92,13 +77,6 @@ def found(spec: DatasetSpec) -> SampleStore | None:
             "is; this one was put there by hand. Remove the directory; it is prepared again."
         )
     return store
-
-
-def store_path(
-    exp: Experiment, tokenizer: Any, encoding: Encoding, *, split: str = "train"
-) -> Path:
-    """Where the store of a split lies, or will lie."""
-    return dataset_spec(exp, tokenizer, encoding, split).path
 
 
 def note_old_stores(spec: DatasetSpec) -> None:
