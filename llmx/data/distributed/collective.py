@@ -89,10 +89,17 @@ def prepare_together(
 
 def _agreed(spec: DatasetSpec | None, store: RankStore, ranks: _Ranks) -> dict[str, Any]:
     """How the store comes to every host: ``each`` host prepares it or has it, each prepares a
-    ``shard``, or one prepares it or has it and ``sends`` it."""
-    if spec is None:
-        found_plan: dict[str, Any] = store.get("plan")
-        return found_plan
+    ``shard``, or one prepares it or has it and must ``send`` it. Called by every rank; the leaders
+    have a ``spec``, and the first host decides."""
+    if spec is not None:
+        proposed = _proposed(spec, store, ranks)
+        if ranks.host == 0:
+            store.set("plan", proposed)
+    plan: dict[str, Any] = store.get("plan")
+    return plan
+
+
+def _proposed(spec: DatasetSpec, store: RankStore, ranks: _Ranks) -> dict[str, Any]:
     host, hosts = ranks.host, len(ranks.hosts)
     disks = storage_topology(store, spec.path.parent, host=host, hosts=hosts)
     own = {
@@ -111,16 +118,12 @@ def _agreed(spec: DatasetSpec | None, store: RankStore, ranks: _Ranks) -> dict[s
         kind = "each"
     else:
         kind = "shard" if not have and spec.split.divisible else "send"
-    plan = {
+    return {
         "kind": kind,
         "disks": disks,
         "from": disks[have[0]] if have else 0,
         "cores": [fact["cores"] for fact in facts],
     }
-    if host == 0:
-        store.set("plan", plan)
-    agreed: dict[str, Any] = store.get("plan")
-    return agreed
 
 
 def _other_data(
