@@ -1,4 +1,4 @@
-"""Several hosts prepare one data set: the same bytes as one host, whatever they share.
+"""Several hosts prepare one dataset: the same bytes as one host, whatever they share.
 
 Hosts are processes here, in a real process group; a disk of its own is a cache of its own.
 """

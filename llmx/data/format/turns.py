@@ -143,7 +143,7 @@ def _out_of_order(message: Message, before: list[Message]) -> str:
 
 
 def by_rows(value: Any) -> Any:
-    """A table of turns by columns, as older data sets are stored, as a list of turns."""
+    """A table of turns by columns, as older datasets are stored, as a list of turns."""
     columns = list(value.values()) if isinstance(value, dict) else []
     if columns and all(isinstance(column, list) for column in columns):
         return [dict(zip(value, cells, strict=False)) for cells in zip(*columns, strict=False)]

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face Hub, streamed: ``data.path=owner/name`` (or ``hub:name``)."""
+"""Datasets of the Hugging Face Hub, streamed: ``data.path=owner/name`` (or ``hub:name``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "hub:"
 
 
 def hub_id(path: str) -> str | None:
-    """The id of a data set on the Hub, or None for a path of this machine. What exists here is
+    """The id of a dataset on the Hub, or None for a path of this machine. What exists here is
     never taken for an id; ``hub:`` in front always is one."""
     if path.startswith(PREFIX):
         return path[len(PREFIX) :]
@@ -25,7 +25,7 @@ def hub_id(path: str) -> str | None:
 
 
 def revision_of(name: str) -> str:
-    """The commit that a data set is at, which names its bytes."""
+    """The commit that a dataset is at, which names its bytes."""
     from huggingface_hub import HfApi
 
     try:
@@ -62,7 +62,7 @@ def hub_rows(
 
 def unreachable(name: str, error: Exception) -> DataError:
     return DataError(
-        f"data.path={name}: neither a file, directory or glob here nor a data set that the Hugging "
+        f"data.path={name}: neither a file, directory or glob here nor a dataset that the Hugging "
         f"Face Hub gives: {_first_line(error)} Check the spelling, the network and, for a gated "
         f"one, `hf auth login`; without network, download it elsewhere (`hf download {name} "
         "--repo-type dataset --local-dir DIR`) and set data.path=DIR."

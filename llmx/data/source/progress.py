@@ -19,7 +19,7 @@ class PreparationProgress:
     """Counts what is done and shows it on ``stream`` (default: stderr).
 
     ``total_bytes``: bytes of all sources on disk, of which ``read`` tells how many were read,
-    for the time that is left; 0 where nobody knows.
+    for the time that is left; 0 where it is not known.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PreparationProgress:
             print(f"{self.title}: {self.rates(now)}", file=self._stream, flush=True)
 
     def fraction(self) -> float:
-        """How much of the sources was read, 0 to 1; 0 where nobody knows."""
+        """How much of the sources was read, 0 to 1; 0 where it is not known."""
         return min(1.0, self._read() / self._total) if self._total else 0.0
 
     def rates(self, now: float | None = None) -> str:

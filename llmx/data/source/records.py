@@ -84,7 +84,7 @@ def refuse(error: RecordError) -> None:
 
 
 class RecordDecoder(json.JSONDecoder):
-    """Python's decoder, which also tells of a key that an object has twice: it keeps the last
+    """Python's decoder, which also reports a key that an object has twice: it keeps the last
     value, where another reader would keep the first."""
 
     def __init__(self) -> None:

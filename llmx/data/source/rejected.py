@@ -70,7 +70,7 @@ class RejectedRecords:
         self._lines.write(lines)
 
     def clear(self) -> None:
-        """Begin anew, for another reading of the same records."""
+        """Forget all, for another reading of the same records."""
         self.counts.clear()
         self._lines.seek(0)
         self._lines.truncate()

@@ -170,7 +170,7 @@ class Source:
         return revision_of(self.hub or "")
 
     def digests(self, *, cache: Path) -> list[str]:
-        """What names the bytes: SHA-256 of each file, or the commit of a Hub data set."""
+        """What names the bytes: SHA-256 of each file, or the commit of a Hub dataset."""
         if self.hub:
             return [f"{PREFIX}{self.hub}@{self._revision}"]
         return [self._digest(file, cache) for file in self.files]

@@ -231,7 +231,7 @@ class DatasetSplit:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes that ``records()`` reads from disk, on ``meter``; 0 where nobody knows."""
+        """Bytes that ``records()`` reads from disk, on ``meter``; 0 where it is not known."""
         limited = any(source.max_rows is not None or source.hub for source in self.sources)
         if limited or self.data.max_rows is not None:
             return 0
@@ -246,7 +246,7 @@ class DatasetSplit:
         return math.ceil(source.weight) if self.name == "train" else 1
 
     def digests(self, *, cache: Path) -> list[str]:
-        """What names the bytes of each file or Hub data set; see ``digest_of`` for ``cache``."""
+        """What names the bytes of each file or Hub dataset; see ``digest_of`` for ``cache``."""
         return [digest for source in self.sources for digest in source.digests(cache=cache)]
 
     def identity(self) -> dict[str, object]:

@@ -84,7 +84,7 @@ def _not_utf8(error: UnicodeDecodeError, where: Where) -> RecordError:
 
 
 def saved_files(place: Path, *, split: str | None) -> list[Path]:
-    """The Arrow files of a ``save_to_disk`` directory, in the data set's order.
+    """The Arrow files of a ``save_to_disk`` directory, in the dataset's order.
 
     ``split`` chooses from a ``DatasetDict``; default: ``train``, or the only one there is.
     """

@@ -1,4 +1,4 @@
-"""A sample of texts of bounded size, drawn from records of which nobody knows how many there are.
+"""A sample of texts of bounded size, drawn from records of unknown number.
 
 Every text draws a number, a function of the seed and its place alone, and stays while that is
 below a threshold; whenever the sample outgrows its budget the threshold is halved and the sample
