@@ -156,7 +156,7 @@ class Staging:
         counts.frombytes((directory / "staged.sizes").read_bytes())
         if counts and not self.sizes:
             self.sizes = array("i", np.ones(len(self.lengths), np.int32).tobytes())
-        if self.sizes:
+        if counts or self.sizes:
             self.sizes.extend(counts or array("i", np.ones(len(lengths), np.int32).tobytes()))
         self.lengths.extend(lengths)
         return state
