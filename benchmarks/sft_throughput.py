@@ -106,7 +106,8 @@ class Bench:
         write_tokenizer(self.data / "gpt2_bpe", self.tokenizer)
         os.environ["LLMX_CACHE"] = self.env["LLMX_CACHE"]
         from llmx.config import DataConfig, Experiment, ModelConfig
-        from llmx.data import load_tokenizer, prepare
+        from llmx.data import load_tokenizer
+        from llmx.tasks import prepare
 
         stores = {}
         for packing in ("none", "best_fit"):

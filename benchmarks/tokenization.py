@@ -1,6 +1,7 @@
 """Preparing text to pretrain on: llmx against ``datasets.map``, end to end, in turn, in one run.
 
     LLMX_REAL_DATA=DIR python benchmarks/tokenization.py [--mib 36] [--rounds 3] [--only BPE]
+    LLMX_REAL_DATA=DIR python benchmarks/tokenization.py --fast-paths --mib 128
 
 The corpus is real text, English or Chinese, repeated with variation (``data_corpora.py``) into
 JSON Lines. Every measurement is a process of its own; its clock starts when libraries and
@@ -10,7 +11,11 @@ a  ``datasets``: load_dataset, map(tokenize, batched, num_proc), map(group), as 
 b  bare ``tokenizers.encode_batch_fast`` of texts that are in memory, nothing written
 c  ``llmx.data.prepare``: from the file on disk to packed samples on disk, an empty cache
 
-Both ends of a and c are on disk, and the ids of all three must be equal.
+d  the same as c, with every text through plain ``tokenizers.encode_batch_fast`` on all cores
+
+Both ends of a, c and d are on disk, and the ids of all must be equal. ``--fast-paths`` measures c
+and d alone: what a fast path of our own is worth by the clock. One that does not make the whole
+preparation at least 1.3 times as fast is not worth its code.
 (The file is not called tokenize.py: that would hide a module of the standard library.)
 """
 
@@ -32,6 +37,8 @@ from data_corpora import MIB, ROOT, make_tokenizers, write_corpus
 
 SEQ_LEN = 1024
 FAST, OTHERS = 5.0, 1.5
+WORTH = 1.3
+"""How many times as fast a fast path makes the whole preparation, at least."""
 CASES = [
     ("English", "byte-level BPE", FAST),
     ("English", "byte-level BPE, space first", FAST),
@@ -55,6 +62,7 @@ def main() -> int:
     parser.add_argument("--mib", type=float, default=36, help="size of a corpus")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each")
     parser.add_argument("--only", default="", help="cases that match this pattern")
+    parser.add_argument("--fast-paths", action="store_true", help="c and d alone")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -68,7 +76,33 @@ def main() -> int:
     if not cases:
         parser.error(f"--only {options.only}: no case matches")
     with tempfile.TemporaryDirectory(prefix="llmx-tokenize-") as directory:
-        return compare(Path(source), Path(directory), cases, options)
+        work = fast_paths if options.fast_paths else compare
+        return work(Path(source), Path(directory), cases, options)
+
+
+def fast_paths(
+    real_data: Path, place: Path, cases: list[tuple[str, str, float]], options: argparse.Namespace
+) -> int:
+    """c and d of each case in turn; prints what our own way is worth by the clock."""
+    tokenizers = make_tokenizers(real_data, place, {name for _, name, _ in cases})
+    corpora = {language: place / f"{language}.jsonl" for language, _, _ in cases}
+    for language, path in corpora.items():
+        write_corpus(real_data, path, size=int(options.mib * MIB), language=language)
+    print(
+        "| text, tokenizer | c: seconds | d: seconds | d / c | c's encoder |\n|---|---|---|---|---|"
+    )
+    for language, name, _ in cases:
+        rounds = []
+        for _ in range(options.rounds):
+            found = {which: measure(which, corpora[language], tokenizers[name]) for which in "cd"}
+            if found["c"]["ids"] != found["d"]["ids"]:
+                raise SystemExit(f"{language}, {name}: the ids differ: {found}")
+            rounds.append(found)
+        c, d = (statistics.median(each[which]["seconds"] for each in rounds) for which in "cd")
+        worth = "worth it" if d / c >= WORTH else f"below {WORTH:g}"
+        encoder = rounds[-1]["c"]["encoder"]
+        print(f"| {language}, {name} | {c:.2f} | {d:.2f} | {d / c:.2f}, {worth} | {encoder} |")
+    return 0
 
 
 def compare(
@@ -97,14 +131,14 @@ def compare(
         rounds = []
         for _ in range(options.rounds):
             rounds.append(
-                {which: measure(which, corpora[language], tokenizers[name]) for which in ONE}
+                {which: measure(which, corpora[language], tokenizers[name]) for which in "abc"}
             )
             if len({found["ids"] for found in rounds[-1].values()}) != 1:
                 raise SystemExit(f"{language}, {name}: the ids differ: {rounds[-1]}")
         for unit, key in (("MiB/s", "seconds"), ("MiB a core-second", "cpu_seconds")):
             rate = {
                 which: statistics.median(text_mib[language] / each[which][key] for each in rounds)
-                for which in ONE
+                for which in "abc"
             }
             ratio = statistics.median(each["a"][key] / each["c"][key] for each in rounds)
             # On a machine that others use, wall time may flatter either side.
@@ -208,7 +242,8 @@ def bare(corpus: Path, directory: Path) -> dict[str, object]:
 def with_llmx(corpus: Path, directory: Path) -> dict[str, object]:
     """c: what a run does, with nothing prepared before."""
     from llmx.config import Experiment
-    from llmx.data import load_tokenizer, prepare
+    from llmx.data import load_tokenizer
+    from llmx.tasks import prepare
 
     exp = Experiment()
     exp.task.kind, exp.data.packing, exp.data.seq_len = "pretrain", "concat", SEQ_LEN
@@ -236,7 +271,15 @@ def sum_of_rows(store) -> int:
     return int(store.meta["row_tokens"])
 
 
-ONE = {"a": with_datasets, "b": bare, "c": with_llmx}
+def plain(corpus: Path, directory: Path) -> dict[str, object]:
+    """d: what a run does without fast paths."""
+    from llmx.data.tokenize.documents import DocumentEncoder
+
+    DocumentEncoder.choose = lambda self, texts: None
+    return with_llmx(corpus, directory)
+
+
+ONE = {"a": with_datasets, "b": bare, "c": with_llmx, "d": plain}
 
 if __name__ == "__main__":
     sys.exit(main())

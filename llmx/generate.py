@@ -21,9 +21,9 @@ from typing import Any
 
 from llmx import snapshot
 from llmx.config import Experiment
-from llmx.data.forms import Conversation, Message
-from llmx.data.read import Where
-from llmx.data.render import Renderer
+from llmx.data.format.formats import Conversation, Message
+from llmx.data.source.files import Where
+from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, did_you_mean, exit_code
 from llmx.flags import Parser, whole_number
 from llmx.models.sampling import Sampling, sample_seed

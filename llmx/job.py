@@ -37,7 +37,7 @@ class ConfigCommand:
 CONFIG_COMMANDS = {
     "data": ConfigCommand("llmx.cli.data", ("preview", "split")),
     "tokenizer": ConfigCommand(
-        "llmx.data.train_tokenizer", ("vocab_size", "kind", "output"), trains=False
+        "llmx.data.tokenize.train", ("vocab_size", "kind", "output"), trains=False
     ),
 }
 

@@ -1,6 +1,6 @@
 """Chat templates as well-known models publish them: faithful in structure, written for the tests.
 
-Each with the control tokens that its tokenizer has, and those added tokens that are not control.
+Each with the special tokens that its tokenizer has, and those added tokens that are not special.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from llmx.config import Experiment
 from llmx.data.order import samples_of_step
-from llmx.data.store import Sample, SampleStore, write_store
+from llmx.data.store.samples import Sample, SampleStore
 from llmx.models.factory import build_model, model_config
 from llmx.models.parameters import persistent_buffers, whole
 from llmx.train.schedule import lr_at
+from tests.small_stores import write_store
 
 VOCABULARY = 90
 SEQ_LEN = 48
@@ -62,7 +63,7 @@ def synthetic_store(path: Path) -> SampleStore:
             Sample(
                 tokens=np.concatenate(rows).astype(np.uint32),
                 targets=np.concatenate(targets),
-                row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+                sequence_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
             )
         )
     if path.exists():
@@ -83,7 +84,7 @@ def naive_loss(
     targets_seen = tokens_seen = 0
     for index in samples:
         routed = []
-        for tokens, targets in store[int(index)].rows():
+        for tokens, targets in store[int(index)].sequences():
             ids = torch.from_numpy(tokens.astype(np.int64))
             mask = torch.from_numpy(targets.copy())
             # The head is padded to a round number of rows; only words take probability.

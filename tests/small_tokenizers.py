@@ -1,4 +1,4 @@
-"""Real fast tokenizers, built in a millisecond: one token a byte, plus control tokens."""
+"""Real fast tokenizers, built in a millisecond: one token a byte, plus special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def byte_tokenizer(
     plain_added: tuple[str, ...] = (),
 ) -> PreTrainedTokenizerFast:
     """``begin`` is put before a text by the tokenizer itself, as Llama's do; ``plain_added`` are
-    added tokens that are not control tokens, as Qwen's ``<think>``."""
+    added tokens that are not special tokens, as Qwen's ``<think>``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

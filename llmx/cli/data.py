@@ -21,9 +21,8 @@ from typing import Any
 from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
 from llmx.data import SampleStore, has_eval, load_tokenizer
-from llmx.data.histogram import draw_histogram
-from llmx.data.preview import print_samples
-from llmx.data.summary import report
+from llmx.data.store.preview import print_samples
+from llmx.data.store.summary import draw_histogram, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
 from llmx.tasks import prepare

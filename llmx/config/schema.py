@@ -211,8 +211,8 @@ class DataConfig:
     num_workers: int = number(0, minimum=0, maximum=1024)
     """Cores that tokenize; 0 takes those of the host."""
     share_from_mib: float | None = number(64.0, minimum=0, maximum=10**9)
-    """On several hosts: from how much source on each host prepares a part of it. Below, and
-    with null, each host prepares all, which gives the same bytes."""
+    """On several hosts: from how much source on each host prepares a shard of it, or one prepares
+    it and sends it. Below, and with null, each host prepares all, which gives the same bytes."""
     sources: list[SourceConfig] = items(example="[{path: a.jsonl, weight: 2}]")
     """Several sources instead of ``path``, each with a weight and a limit."""
     subset: str | None = None

@@ -5,19 +5,31 @@
     mine = rank_slice(samples, micro_batches=(2, 2), accumulation=2, rank=0, micro_step=0)
     batch = collate([store[i] for i in mine], seq_len=512, pad_id=0, layout="packed")
 
+In the order in which data flows:
+
+- ``source``: files and Hub datasets to records; which records a split has
+- ``format``: what a record means: a conversation, a document, a label, a preference pair; chat
+  templates
+- ``examples``: what a task makes of it: sequences that belong together, with columns
+- ``tokenize``: examples to token ids and targets, on all cores; loading and training tokenizers
+- ``store``: staging, truncation, packing; the store on disk, its name and its summary
+- ``distributed``: several hosts prepare one store
+- ``order``, ``collate``: which samples a step has, and their tensors; ``eval_prompts``
+
 Importing this package imports neither torch nor transformers.
 """
 
 from llmx.data.collate import IGNORE, collate
 from llmx.data.eval_prompts import EvalPrompt, held_out_prompts, stop_token_ids
 from llmx.data.examples import Column, Encoding, Example, Rejected, Tokens
-from llmx.data.forms import Conversation, Document, Labelled
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.order import permutation, rank_slice, samples_of_step
-from llmx.data.preferences import Preference
-from llmx.data.prepare import has_eval, prepare, store_path, summary
-from llmx.data.rows import Record
-from llmx.data.store import Sample, SampleStore
-from llmx.data.tokenizer import load_tokenizer
+from llmx.data.source.records import Record
+from llmx.data.source.split import has_eval
+from llmx.data.store.build import prepare
+from llmx.data.store.samples import Sample, SampleStore
+from llmx.data.store.summary import summary
+from llmx.data.tokenize.tokenizer import load_tokenizer
 
 __all__ = [
     "IGNORE",
@@ -43,6 +55,5 @@ __all__ = [
     "rank_slice",
     "samples_of_step",
     "stop_token_ids",
-    "store_path",
     "summary",
 ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmx.data.examples import Column, Schema
-from llmx.data.store import Sample
+from llmx.data.store.samples import Sample
 from llmx.errors import DataError
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ def collate(
     must keep step.
     """
     if layout == "packed":
-        sizes = [len(sample.row_starts) for sample in samples]
+        sizes = [len(sample.sequence_starts) for sample in samples]
     elif layout == "padded":
-        sizes = [1 for sample in samples for _ in sample.row_starts]
+        sizes = [1 for sample in samples for _ in sample.sequence_starts]
     else:
         raise ValueError(f"layout {layout!r} is not packed or padded")
-    spans = [(sample, start, stop) for sample in samples for start, stop in sample.borders()]
+    spans = [(sample, start, stop) for sample in samples for start, stop in sample.bounds()]
     found = iter(spans)
     lines = [[next(found) for _ in range(size)] for size in sizes] or [[]]
     longest = max(sum(stop - start for _, start, stop in line) for line in lines)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config import Experiment
-from llmx.data.forms import Conversation
-from llmx.data.render import Renderer
-from llmx.data.source import Source
-from llmx.data.truncate import PromptCutter
+from llmx.data.format.formats import Conversation
+from llmx.data.source.split import DatasetSplit
+from llmx.data.store.truncation import PromptCutter
+from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, LlmxError
 
 
@@ -33,7 +33,7 @@ class EvalPrompt:
 def held_out_prompts(exp: Experiment, tokenizer: Any, *, limit: int) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
     ``seq_len``. Raises ConfigError for a source of plain text, which has no prompts."""
-    source = Source.of(exp, "eval")
+    source = DatasetSplit.of(exp, "eval")
     if source.form == "text":
         raise ConfigError(
             f"task.eval_generate={exp.task.eval_generate} needs conversations to take eval prompts "
@@ -42,14 +42,14 @@ def held_out_prompts(exp: Experiment, tokenizer: Any, *, limit: int) -> list[Eva
     renderer = Renderer(tokenizer, template=exp.data.template)
     cutter = PromptCutter(renderer, limit=exp.data.seq_len, side=exp.data.truncate_prompt)
     prompts: list[EvalPrompt] = []
-    rows = source.rows()
+    rows = source.records()
     while len(prompts) < limit:
         row = next(rows, False)
         if row is False:
             break
         if not isinstance(row, Conversation):
             continue
-        if row.keeps_answer and exp.data.over_long == "truncate":
+        if row.keeps_completion and exp.data.over_long == "truncate":
             row = cutter.conversation(row) or row
         tokens, expected = renderer.prompt(row)
         if len(tokens) < exp.data.seq_len:

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmx.data.forms import Conversation, Document, Labelled
-from llmx.data.preferences import Preference
-from llmx.data.rows import Record, Where, excerpt
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.source.records import Record, Where, excerpt
 from llmx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llmx.data.source import Source
+    from llmx.data.source.split import DatasetSplit
 
 PER = ("token", "sequence", "example")
 CUTS = ("auto", "end", "start", "prompt", "none")
@@ -34,7 +33,7 @@ RESERVED = frozenset(
     "segment_ids weights sequence_ids example_ids".split()
 )
 
-Row = Conversation | Document | Preference | Labelled | Record
+TypedRecord = Conversation | Document | Preference | Labelled | Record
 """What ``encode`` gets: a record in its dataset format, or the record itself."""
 
 
@@ -110,7 +109,7 @@ class Tokens:
     """Columns by token, each with as many values as there are ids."""
 
 
-Part = Conversation | Document | Tokens
+ExampleSequence = Conversation | Document | Tokens
 """A sequence of an example."""
 
 
@@ -118,7 +117,7 @@ Part = Conversation | Document | Tokens
 class Example:
     """Sequences that are packed, cut and counted together."""
 
-    sequences: tuple[Part, ...]
+    sequences: tuple[ExampleSequence, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     """By name: the value of the example, or a value for each of its sequences."""
     cut: str | tuple[str, ...] = "auto"
@@ -131,7 +130,9 @@ class Example:
     """Of an example that is tokens alone: the place of its record; set by preparation."""
 
     @classmethod
-    def of(cls, *sequences: Part, cut: str | tuple[str, ...] = "auto", **columns: Any) -> Example:
+    def of(
+        cls, *sequences: ExampleSequence, cut: str | tuple[str, ...] = "auto", **columns: Any
+    ) -> Example:
         """An example of these sequences, with columns by sequence and by example."""
         return cls(sequences, columns, cut)
 
@@ -150,7 +151,7 @@ class Example:
             return (self.cut,) * len(self.sequences)
         if len(self.sequences) > 1:
             return ("prompt",) * len(self.sequences)
-        keeps = isinstance(only := self.sequences[0], Conversation) and only.keeps_answer
+        keeps = isinstance(only := self.sequences[0], Conversation) and only.keeps_completion
         return ("prompt" if keeps else "end",)
 
 
@@ -175,7 +176,7 @@ class Encoding(Protocol):
     def encoding_identity(self) -> dict[str, Any]:
         """What else decides the examples, as JSON: another one is another store."""
 
-    def check_source(self, source: Source) -> None:
+    def check_source(self, source: DatasetSplit) -> None:
         """Raise ConfigError for data that the task cannot be trained on."""
 
     def encode(self, row: Any) -> Example | None:
@@ -221,7 +222,7 @@ def checked(example: Example, schema: Schema, *, task: str) -> Example:
         )
     if not example.sequences:
         raise ConfigError(f"task={task}: encode() gave an Example without a sequence.")
-    if not _are_parts(example):
+    if not _are_sequences(example):
         raise ConfigError(
             f"task={task}: a sequence of an Example is a Conversation, a Document or Tokens, not "
             f"{', '.join(type(sequence).__name__ for sequence in example.sequences)}."
@@ -242,7 +243,7 @@ def checked(example: Example, schema: Schema, *, task: str) -> Example:
     return example
 
 
-def _are_parts(example: Example) -> bool:
+def _are_sequences(example: Example) -> bool:
     return all(isinstance(one, (Conversation, Document, Tokens)) for one in example.sequences)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from llmx.data import collate
-from llmx.data.store import Sample
+from llmx.data.store.samples import Sample
 from llmx.models.attention import AttentionMethod, methods, model_inputs, windows_of
 from llmx.models.loss import micro_batch_loss
 from llmx.models.tiny import tiny_config
@@ -260,7 +260,7 @@ def _sample(lengths: Sequence[int], *, seed: int) -> Sample:
     return Sample(
         tokens=draw.integers(5, VOCAB, size=total).astype(np.uint32),
         targets=np.ones(total, dtype=bool),
-        row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+        sequence_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
     )
 
 
@@ -287,7 +287,7 @@ def _alone(
     total = 0.0
     with without_dropout(model):
         for sample in (sample for batch in batches for sample in batch):
-            for tokens, _ in sample.rows():
+            for tokens, _ in sample.sequences():
                 ids = _tokens(tokens, device)
                 logits = model(input_ids=ids).logits[0, :-1].float()
                 loss = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")

@@ -17,8 +17,8 @@ from llmx.config import Experiment
 from llmx.config.build import dataclass_from
 from llmx.data import IGNORE, EvalPrompt
 from llmx.data.examples import Column, Example
-from llmx.data.forms import Conversation
-from llmx.data.source import Source
+from llmx.data.format.formats import Conversation
+from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.metrics import Metric
 
@@ -114,7 +114,7 @@ class Task:
         source = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
         return {"kind": self.name, "source": source, "options": dict(self.exp.task.options)}
 
-    def check_source(self, source: Source) -> None:
+    def check_source(self, source: DatasetSplit) -> None:
         """Raise ConfigError for data, or options of it, that this task cannot be trained on."""
 
     @property

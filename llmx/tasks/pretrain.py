@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmx.data.forms import Conversation, Document
+from llmx.data.format.formats import Conversation, Document
 from llmx.tasks.base import Loss, Task, next_token_loss
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmx.config import Experiment
 from llmx.data import EvalPrompt, held_out_prompts
-from llmx.data.source import Source
+from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.metrics import Metric
 from llmx.tasks.base import Loss, Task, exact_match, next_token_loss
@@ -30,9 +30,9 @@ class Sft(Task):
         """Nothing of its own: ``loss_on`` says it."""
         return {}
 
-    def check_source(self, source: Source) -> None:
+    def check_source(self, source: DatasetSplit) -> None:
         if source.has_text:
-            texts = ", ".join(part.path for part in source.parts if part.form == "text")
+            texts = ", ".join(one.path for one in source.sources if one.form == "text")
             beside = " beside conversations" if source.has_conversations else ""
             raise ConfigError(
                 f"task=sft needs questions and answers, {texts} holds text{beside}. Use "

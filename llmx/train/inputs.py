@@ -15,7 +15,7 @@ def write_inputs(
     run_dir: RunDir, *, tokenizer: Any, train_store: Any, eval_store: Any, model_config: Any
 ) -> None:
     """Write ``inputs.json``; called by rank 0 alone."""
-    from llmx.data.tokenizer import tokenizer_fingerprint
+    from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 
     write_json(
         run_dir.inputs,
@@ -35,7 +35,7 @@ PREPARATION = ("encoder", "time")
 
 def write_data(run_dir: RunDir, *, train_store: Any, eval_store: Any) -> None:
     """Write ``data.json``: (name, value) lines of each split. Called by rank 0 alone."""
-    from llmx.data.summary import report
+    from llmx.data.store.summary import report
 
     stores = {"train": train_store, "eval": eval_store}
     write_json(

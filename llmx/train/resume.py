@@ -76,7 +76,7 @@ class ResumePoint:
 
 def identity(*, seed: int, seq_len: int, plan: Plan, store: Any) -> dict[str, Any]:
     """What must be the same for the samples of a step, and so the run, to be the same."""
-    from llmx.data.spec import PREPARATION
+    from llmx.data.store.spec import PREPARATION
 
     return {
         "global_batch": plan.batch.global_batch,

@@ -73,7 +73,7 @@ def of_run(root: Path, *, batches: int = 8) -> dict[str, Any]:
     ]
     facts: dict[str, Any] = {
         "batches": [
-            digest(sequence for index in step for sequence in store[int(index)].rows())
+            digest(sequence for index in step for sequence in store[int(index)].sequences())
             for step in steps
         ],
         "batch_sizes": [len(step) for step in steps],
@@ -93,7 +93,7 @@ def _of_store(store: Any) -> dict[str, Any]:
     return {
         "tokens": store.num_tokens(everything),
         "targets": store.num_target_tokens(everything),
-        "samples": [digest(store[index].rows(), digits=8) for index in range(len(store))],
+        "samples": [digest(store[index].sequences(), digits=8) for index in range(len(store))],
     }
 
 

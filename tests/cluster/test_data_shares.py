@@ -66,13 +66,13 @@ def test_private_disks_share_the_work(
     assert alone.meta["rows_read"] == DOCUMENTS
 
     logs = [run.path(run.dir.rank_log(rank)).read_text() for rank in range(3)]
-    assert "part 1 of 2 (the rows are divided by files)" in logs[0]
-    assert "part 2 of 2" in logs[1]
+    assert "shard 1 of 2" in logs[0]
+    assert "shard 2 of 2" in logs[1]
     assert re.search(r"Received [\d.]+ MiB of prepared data from rank 1", logs[0])
     pieces = f"{DOCUMENTS:,} rows, cut into {alone.num_sequences:,} pieces"
     assert f"Data (train): {pieces}, in {len(alone):,} samples" in logs[0]
     assert "Data (" not in logs[1] + logs[2]
-    assert "part" not in logs[2]
+    assert "shard" not in logs[2]
     nothing_left(cluster, timeout_s=5)
 
 

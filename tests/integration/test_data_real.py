@@ -29,7 +29,7 @@ def experiment(path: Path, directory: Path, cache: Path, **data) -> Experiment:
 
 
 def rows(store: SampleStore) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [row for i in range(len(store)) for row in store[i].rows()]
+    return [row for i in range(len(store)) for row in store[i].sequences()]
 
 
 def test_the_tokenizer_has_the_real_ids(directory: Path):

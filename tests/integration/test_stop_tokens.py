@@ -17,8 +17,8 @@ import torch
 
 from llmx import generate
 from llmx.config import Experiment
-from llmx.data.tokenizer import DEMO_DIRECTORY
-from llmx.data.train_tokenizer import train_tokenizer
+from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
+from llmx.data.tokenize.train import train_tokenizer
 from llmx.rundir import RunDir, read_json
 from tests.rundirs import experiment, launch, logs, write_run
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import staging, summary
+from llmx.data import summary
+from llmx.data.store import staging
 from llmx.errors import DataError
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer

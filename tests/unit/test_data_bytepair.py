@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data import encode
-from llmx.data.bytepair import PATTERNS, BytePairs, NotConvertible
-from llmx.data.encode import DocumentEncoder
-from llmx.data.forms import Document
-from llmx.data.rows import Where
+from llmx.data.format.formats import Document
+from llmx.data.source.records import Where
+from llmx.data.tokenize import documents as encode
+from llmx.data.tokenize.byte_level import PATTERNS, BytePairs, NotConvertible
+from llmx.data.tokenize.documents import DocumentEncoder
 
 CORPUS = [
     "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",
@@ -171,7 +171,7 @@ def test_texts_that_are_left_to_tokenizers():
     left = [decomposed, "a <think> b", " " * 10_000, "it'\u017f"]
     assert [fast.takes(text) for text in left] == [False] * 4
     documents = [Document(text, Where("file", 1, "line")) for text in [*left, "größer </s>"]]
-    encoder = DocumentEncoder(tokenizer, begin=[], workers=2)
+    encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
     encoder.choose(CORPUS)
     assert encoder.description.startswith("tiktoken (equal to tokenizers on ")
     block = encoder.encode(documents, [True] * 5)
@@ -182,14 +182,14 @@ def test_texts_that_are_left_to_tokenizers():
 
 
 def test_other_ids_on_the_users_data_are_never_used(monkeypatch):
-    encoder = DocumentEncoder(CONVERTED[GPT2], begin=[], workers=1)
-    real = BytePairs.encode_words
+    encoder = DocumentEncoder(CONVERTED[GPT2], bos=[], workers=1)
+    real = BytePairs.encode_pretokens
 
     def backwards(self, words):
         ids, begins, counts = real(self, words)
         return ids[::-1], begins, counts
 
-    monkeypatch.setattr(BytePairs, "encode_words", backwards)
+    monkeypatch.setattr(BytePairs, "encode_pretokens", backwards)
     encoder.choose(CORPUS)
     assert encoder.description == "tokenizers (tiktoken gave other ids on this data)"
     block = encoder.encode([Document(CORPUS[0], Where("f", 1, "line"))], [True])
@@ -198,7 +198,7 @@ def test_other_ids_on_the_users_data_are_never_used(monkeypatch):
 
 
 def test_blocks_come_in_order_whatever_the_threads():
-    encoder = DocumentEncoder(CONVERTED[GPT2], begin=[], workers=4)
+    encoder = DocumentEncoder(CONVERTED[GPT2], bos=[], workers=4)
     encoder.choose(CORPUS)
     where = Where("f", 1, "line")
     batches = [

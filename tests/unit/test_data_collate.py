@@ -36,7 +36,7 @@ def test_packed():
     ]
     assert batch["labels"].tolist() == [
         [6, 7, IGNORE, 9, IGNORE, IGNORE, IGNORE, IGNORE],
-        # Padding has the id of the end token; the end token is learned all the same.
+        # Padding has the id of the EOS token; the EOS token is learned all the same.
         [2, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE],
     ]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1] + [0] * 6]

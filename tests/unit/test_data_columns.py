@@ -10,10 +10,10 @@ import pytest
 
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data import summary
-from llmx.data.part import Part
-from llmx.data.preview import print_samples
-from llmx.data.rows import RowError, refuse
-from llmx.data.summary import report
+from llmx.data.source.records import RecordError, refuse
+from llmx.data.source.source import Source
+from llmx.data.store.preview import print_samples
+from llmx.data.store.summary import report
 from llmx.errors import DataError
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
@@ -27,10 +27,10 @@ PAIR: dict[str, Any] = {"prompt": "q", "chosen": "a", "rejected": "b"}
 DOCUMENT: dict[str, Any] = {"text": "t"}
 
 
-def part(tmp_path: Path, rows: list[dict], **options) -> Part:
+def part(tmp_path: Path, rows: list[dict], **options) -> Source:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return Part.of(DataConfig(**options), SourceConfig(path=str(path)), split="train")
+    return Source.of(DataConfig(**options), SourceConfig(path=str(path)), split="train")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def part(tmp_path: Path, rows: list[dict], **options) -> Part:
 def test_a_column_that_changes_what_a_row_means(tmp_path: Path, row: dict, message: str | None):
     source = part(tmp_path, [row])
     if message is None:
-        assert len(list(source.rows(refuse))) == 1
+        assert len(list(source.records(refuse))) == 1
         return
-    with pytest.raises(RowError, match=rf"rows\.jsonl, line 1: .*{message}"):
-        list(source.rows(refuse))
+    with pytest.raises(RecordError, match=rf"rows\.jsonl, line 1: .*{message}"):
+        list(source.records(refuse))
 
 
 @pytest.mark.parametrize(
@@ -115,21 +115,21 @@ def test_a_column_that_changes_what_a_row_means(tmp_path: Path, row: dict, messa
 )
 def test_columns_that_do_not_are_named(tmp_path: Path, row: dict, ignored: list[str]):
     source = part(tmp_path, [row])
-    assert len(list(source.rows(refuse))) == 1
+    assert len(list(source.records(refuse))) == 1
     assert sorted(source.ignored) == ignored
 
 
 def test_a_column_may_be_ignored_on_purpose(tmp_path: Path):
     rows = [{**ASKED, "score": 0.2}, {"prompt": "q", "response": "a", "label": 3}]
     source = part(tmp_path, rows, ignore_columns=["score", "label"])
-    assert len(list(source.rows(refuse))) == 2
+    assert len(list(source.records(refuse))) == 2
     assert source.ignored == {"score", "label"}
     turns = {"messages": [USER, {**BOT, "weight": 0}]}
-    assert list(part(tmp_path, [turns], ignore_columns=["weight"]).rows(refuse))
+    assert list(part(tmp_path, [turns], ignore_columns=["weight"]).records(refuse))
 
 
 def test_a_history_before_a_pair_is_read(tmp_path: Path):
-    (chosen,) = part(tmp_path, [{**PAIR, "history": [["q0", "a0"]]}]).rows(refuse)
+    (chosen,) = part(tmp_path, [{**PAIR, "history": [["q0", "a0"]]}]).records(refuse)
     contents = [message.content for message in chosen.messages]
     assert contents == ["q0", "a0", "q", "a"]
 
@@ -200,8 +200,8 @@ def test_a_bad_first_row_does_not_refuse_a_file(tmp_path: Path):
     rows = [{"unknown": 1}, {"text": "t"}, *[ASKED] * 5]
     source = part(tmp_path, rows, on_bad_row="skip")
     assert source.form == "prompt_response"
-    rejected: list[RowError] = []
-    assert len(list(source.rows(rejected.append))) == 5
+    rejected: list[RecordError] = []
+    assert len(list(source.records(rejected.append))) == 5
     assert [error.where.number for error in rejected] == [1, 2]
     with pytest.raises(DataError, match=r"line 1: the columns \(unknown\) fit no known format"):
         _ = part(tmp_path, rows).form
@@ -233,18 +233,18 @@ def test_a_key_that_is_there_twice_is_no_guess(tmp_path: Path, name: str):
     rows = [json.dumps(ASKED), twice, nested, json.dumps(ASKED)]
     text = f"[{', '.join(rows)}]" if name == "rows.json" else "\n".join(rows)
     (tmp_path / name).write_text(text)
-    source = Part.of(DataConfig(), SourceConfig(path=str(tmp_path / name)), split="train")
-    rejected: list[RowError] = []
-    assert len(list(source.rows(rejected.append))) == 2
+    source = Source.of(DataConfig(), SourceConfig(path=str(tmp_path / name)), split="train")
+    rejected: list[RecordError] = []
+    assert len(list(source.records(rejected.append))) == 2
     assert [error.where.number for error in rejected] == [2, 3]
     assert 'the key "response" is there twice' in str(rejected[0])
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path):
     (tmp_path / "rows.tsv").write_text("prompt\tresponse\tresponse\nq\ta\tb\n")
-    source = Part.of(DataConfig(), SourceConfig(path=str(tmp_path / "rows.tsv")), split="train")
+    source = Source.of(DataConfig(), SourceConfig(path=str(tmp_path / "rows.tsv")), split="train")
     with pytest.raises(DataError, match='line 1: the header names the column "response" twice'):
-        list(source.rows(refuse))
+        list(source.records(refuse))
 
 
 # Terminals
@@ -264,7 +264,7 @@ def test_no_message_steers_a_terminal(tmp_path: Path):
     for row in rows:
         try:
             source = part(tmp_path, [row])
-            list(source.rows(refuse))
+            list(source.records(refuse))
             text = summary(prepare(experiment(tmp_path, [row]), byte_tokenizer(*CHATML)))
         except DataError as error:
             text = str(error)
@@ -272,7 +272,7 @@ def test_no_message_steers_a_terminal(tmp_path: Path):
     path = tmp_path / "a\x1b[2Jb.jsonl"
     path.write_text("[1]\n")
     with pytest.raises(DataError) as caught:
-        _ = Part.of(DataConfig(), SourceConfig(path=str(path)), split="train").form
+        _ = Source.of(DataConfig(), SourceConfig(path=str(path)), split="train").form
     assert "\x1b" not in str(caught.value)
 
 

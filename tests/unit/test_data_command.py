@@ -14,8 +14,8 @@ import pytest
 from llmx.__main__ import main
 from llmx.arguments import split_own
 from llmx.config.build import shown
-from llmx.data.preview import sample_lines
-from llmx.data.store import Sample
+from llmx.data.store.preview import sample_lines
+from llmx.data.store.samples import Sample
 from llmx.errors import ConfigError
 from tests.small_tokenizers import byte_tokenizer
 
@@ -48,7 +48,7 @@ def test_prepares_and_says_what_became_of_the_rows(tmp_path: Path):
     assert "format prompt_response" in " ".join(done.stdout.replace("│", " ").split())
     (picture,) = (tmp_path / "cache" / "data").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "── row 1" in done.stdout
+    assert "── example 1" in done.stdout
     assert "«" in done.stdout
     assert "⟨<|end|>⟩" in done.stdout
     # Nothing but the store: preparing is no run.
@@ -92,7 +92,12 @@ def test_preview_shows_every_token_once():
     lines = [
         "".join(text for text, _ in line) for line in sample_lines(sample, tokenizer, colour=False)
     ]
-    assert lines == ["── row 1, 3 tokens ──", "a«b|⟨<|x|>⟩»", "── row 2, 6 tokens ──", "é|↵\n|€"]
+    assert lines == [
+        "── example 1, 3 tokens ──",
+        "a«b|⟨<|x|>⟩»",
+        "── example 2, 6 tokens ──",
+        "é|↵\n|€",
+    ]
     coloured = sample_lines(sample, tokenizer, colour=True)
     assert [style for _, style in coloured[1]] == ["", "green", "black on green"]
     assert "".join(text for text, _ in coloured[3]) == "é↵\n€"

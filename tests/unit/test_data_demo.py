@@ -11,7 +11,7 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import load_tokenizer
-from llmx.data.tokenizer import DEMO_DIRECTORY
+from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
 from llmx.tasks import prepare
 from tests.conftest import REPOSITORY
 
@@ -75,5 +75,5 @@ def test_it_prepares(tmp_path: Path):
     assert train.meta["dropped"] == {}
     assert train.meta["truncated"] == 0
     assert train.meta["num_tokens"] > 0.9 * 128 * len(train)
-    last = [int(tokens[-1]) for tokens, _ in held_out[0].rows()]
+    last = [int(tokens[-1]) for tokens, _ in held_out[0].sequences()]
     assert set(last) == {tokenizer.eos_token_id}

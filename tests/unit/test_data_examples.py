@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import multiprocessing
@@ -32,18 +31,17 @@ from llmx.data import (
     Rejected,
     SampleStore,
     Tokens,
-    blocks,
     collate,
-    staging,
-    units,
 )
-from llmx.data.encode import TokenBlock
+from llmx.data.distributed.shards import assemble, shard_of, stage_shard
 from llmx.data.examples import Schema, checked
-from llmx.data.pack import best_fit, of_sequences, one_each
-from llmx.data.progress import Progress
-from llmx.data.shards import assemble, write_shard
-from llmx.data.spec import dataset_spec
-from llmx.data.truncate import Truncation
+from llmx.data.source import lines
+from llmx.data.store import staging
+from llmx.data.store.packing import best_fit, of_sequences, one_each
+from llmx.data.store.spec import dataset_spec
+from llmx.data.store.truncation import Truncation
+from llmx.data.tokenize import encoder as blocks
+from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import Task, prepare
 from tests.small_tokenizers import byte_tokenizer
@@ -116,7 +114,7 @@ def examples_of(store: SampleStore) -> list[dict[str, Any]]:
     found = []
     for index in range(len(store)):
         sample = store[index]
-        spans = iter(zip(sample.borders(), sample.columns["score"], strict=True))
+        spans = iter(zip(sample.bounds(), sample.columns["score"], strict=True))
         for size, label in zip(sample.example_sizes(), sample.columns["label"], strict=True):
             own = [next(spans) for _ in range(size)]
             found.append(
@@ -245,17 +243,17 @@ def test_a_rank_without_samples_has_no_examples(layout: str):
 
 def _prepare_until_killed(exp: Experiment, rows: int) -> None:
     staging.JOURNAL_BYTES = 1
-    keep = staging.Staging.keep
+    record = staging.Staging.record
 
-    def keep_and_die(self, note):
-        keep(self, note)
-        if note["counts"]["rows"] >= rows:
+    def record_and_die(self, state):
+        record(self, state)
+        if state["counts"]["rows"] >= rows:
             for stream in self._streams.values():  # written, and not noted
                 stream.write(b"half")
                 stream.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    staging.Staging.keep = keep_and_die
+    staging.Staging.record = record_and_die
     prepared(exp, byte_tokenizer("<|end|>", chat_template=TEMPLATE))
 
 
@@ -280,25 +278,18 @@ def test_a_killed_preparation_resumes(tmp_path: Path, tokenizer, monkeypatch):
     assert files[0] == files[1]
 
 
-def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer, monkeypatch):
-    monkeypatch.setattr(units, "LEAST_BYTES", 700)
+def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, [pair_row(i) for i in range(1, 150)])
     alone = prepared(exp, tokenizer)
     exp.data.cache_dir = str(tmp_path / "hosts")
     spec = dataset_spec(exp, tokenizer, Pairs(exp, tokenizer), "train")
-    shards = tmp_path / "shards"
+    shards = []
     for host in range(2):
-        _, found = units.units_of(spec.source, hosts=2, whole_documents=True)
-        count = write_shard(
-            spec,
-            found,
-            shards,
-            mine=lambda unit, host=host: unit.number % 2 == host,
-            progress=Progress("x", stream=io.StringIO()),
-        )
-    assert count > 5
+        pieces = shard_of(spec.split, [1, 1], host)
+        name = stage_shard(spec, pieces, tmp_path / "shards", number=host, title="x")
+        shards.append(tmp_path / "shards" / name)
     facts = {"workers": 2, "hosts": 2, "tokenize_seconds": 0.0, "resumed_at_row": 0}
-    store = assemble(spec, shards, units=count, how=facts)
+    store = assemble(spec, shards, how=facts)
     assert store.meta["sha256"] == alone.meta["sha256"]
     same = ("rows_read", "truncated", "truncated_tokens", "dropped", "rejected", "fingerprint")
     assert [store.meta[key] for key in same] == [alone.meta[key] for key in same]
@@ -319,7 +310,7 @@ def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -
         np.array([len(ids)]) if len(ids) > 1 else None,
         {Column("place", per="token"): np.concatenate(ids).astype(np.float32)},
     )
-    truncation = Truncation(config, counts, begin=[0])
+    truncation = Truncation(config, counts, bos=[0])
     (left, _) = truncation([Example(tuple(sequences), cut=by)], block)
     values = next(iter(left.columns.values()))
     assert values.tolist() == left.tokens.tolist()
@@ -422,13 +413,13 @@ def test_whole_examples_are_placed_once(examples: list[list[int]], packs: bool):
     totals = np.array([sum(one) for one in examples], np.int64)
     placed = (best_fit if packs else one_each)(totals, capacity=36)
     found = of_sequences(placed, lengths, sizes)
-    assert sorted(found.rows.tolist()) == list(range(len(lengths)))
+    assert sorted(found.items.tolist()) == list(range(len(lengths)))
     firsts = np.cumsum(sizes) - sizes
     assert found.examples is not None
     for number, (start, stop) in enumerate(itertools.pairwise(found.examples.tolist())):
-        example = int(placed.rows[number])
+        example = int(placed.items[number])
         first = int(firsts[example])
-        assert found.rows[start:stop].tolist() == list(range(first, first + int(sizes[example])))
+        assert found.items[start:stop].tolist() == list(range(first, first + int(sizes[example])))
     for start, stop in itertools.pairwise(found.samples.tolist()):
         span = slice(int(found.examples[start]), int(found.examples[stop]))
         assert found.stops[span].sum() <= 36
@@ -456,7 +447,7 @@ def test_labelled_rows_give_text_and_label(tmp_path: Path, tokenizer):
         (tokenizer.decode(tokens), int(label))
         for index in range(len(store))
         for (tokens, _), label in zip(
-            store[index].rows(), store[index].columns["label"], strict=True
+            store[index].sequences(), store[index].columns["label"], strict=True
         )
     ]
     assert sorted(found) == sorted((f"{row['text']}</s>", row["label"]) for row in rows)
@@ -577,7 +568,7 @@ def test_a_long_text_in_pieces_is_one_sequence(tmp_path: Path, tokenizer, monkey
         def encode(self, row: Document) -> Example | None:
             return Example.of(row, label=1)
 
-    monkeypatch.setattr(data.lines, "PIECE_CHARS", 20)
+    monkeypatch.setattr(lines, "PIECE_CHARS", 20)
     exp = experiment(tmp_path, [])
     exp.data.path = str(tmp_path / "book.txt")
     Path(exp.data.path).write_text("a line of it\n" * 9)
@@ -622,7 +613,7 @@ def test_stores_of_the_former_format_are_prepared_again(tmp_path: Path, tokenize
 
 
 def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
-    from llmx.data.summary import report, summary
+    from llmx.data.store.summary import report, summary
 
     store = prepared(experiment(tmp_path, [pair_row(i) for i in (1, 2, 3)]), tokenizer)
     assert summary(store).startswith("3 examples of 7 sequences in ")
@@ -634,7 +625,7 @@ def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
 
 
 def test_the_preview_names_examples(tmp_path: Path, tokenizer, capsys):
-    from llmx.data.preview import print_samples
+    from llmx.data.store.preview import print_samples
 
     rows = [pair_row(i) for i in (1, 2, 3)]
     print_samples(
@@ -658,5 +649,5 @@ def test_conversations_and_documents_in_one_example(tmp_path: Path, tokenizer):
     rows = [{"prompt": f"q{i}", "response": f"a{i}"} for i in range(30)]
     store = prepared(experiment(tmp_path, rows, packing="none"), tokenizer, Mixed)
     for i in range(30):
-        found = [tokenizer.decode(tokens) for tokens, _ in store[i].rows()]
+        found = [tokenizer.decode(tokens) for tokens, _ in store[i].sequences()]
         assert found == [f"q{i}</s>", tokenizer.decode([7, 8]), f"Qq{i}<|end|>Aa{i}<|end|>"]

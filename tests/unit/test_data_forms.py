@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmx.data.forms import Message, detect_form, to_conversation, to_document
-from llmx.data.read import Record, Where
+from llmx.data.format.formats import Message, detect_form, to_conversation, to_document
+from llmx.data.source.files import Record, Where
 from llmx.errors import DataError
 
 WHERE = Where(Path("rows.json"), 3, "row")

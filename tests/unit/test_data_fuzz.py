@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.forms import Conversation
-from llmx.data.part import Part
-from llmx.data.render import Renderer
-from llmx.data.rows import RowError, refuse
+from llmx.data.format.formats import Conversation
+from llmx.data.source.records import RecordError, refuse
+from llmx.data.source.source import Source
+from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import LlmxError
 from llmx.text import printable
 from tests.small_tokenizers import byte_tokenizer
@@ -113,7 +113,7 @@ def texts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[A
             yield from texts(inner, (*path, place))
 
 
-def lost(row: dict[str, Any], found: Any, source: Part) -> list[tuple[str, tuple[Any, ...]]]:
+def lost(row: dict[str, Any], found: Any, source: Source) -> list[tuple[str, tuple[Any, ...]]]:
     """Texts of the row that are neither in what is trained nor in a column that is named."""
     if not isinstance(found, Conversation):
         kept = found.text
@@ -152,9 +152,9 @@ def test_mutated_rows(tmp_path: Path, seed: int) -> None:
             row = mutated(chance, row)
         row = row if isinstance(row, dict) else {"x": row}
         path.write_text(json.dumps(row) + "\n")
-        source = Part.of(DataConfig(), SourceConfig(path=str(path)), split="train")
+        source = Source.of(DataConfig(), SourceConfig(path=str(path)), split="train")
         try:
-            (found,) = source.rows(refuse)
+            (found,) = source.records(refuse)
             if isinstance(found, Conversation):
                 for renderer in renderers:
                     renderer.conversations([found])
@@ -166,7 +166,7 @@ def test_mutated_rows(tmp_path: Path, seed: int) -> None:
             outcomes["error"] += 1
             assert str(problem).startswith(f"{path}, line 1: "), (row, str(problem))
             assert printable(str(problem), keep="") == str(problem), (row, str(problem))
-            assert not isinstance(problem, RowError) or problem.reason
+            assert not isinstance(problem, RecordError) or problem.reason
             continue
         outcomes["row" if found is not None else "nothing"] += 1
         if found is not None:

@@ -17,20 +17,18 @@ from hypothesis import strategies as st
 
 from llmx.config import Experiment, SourceConfig
 from llmx.data import (
-    blocks,
-    digests,
     has_eval,
     held_out_prompts,
-    lines,
     load_tokenizer,
-    staging,
     summary,
 )
-from llmx.data.pack import Packing, best_fit, concat
-from llmx.data.prepare import cache_directory
-from llmx.data.prepare import store_path as path_of_store
-from llmx.data.store import sha256_of_file
-from llmx.data.summary import report
+from llmx.data.source import digests, lines
+from llmx.data.store import staging
+from llmx.data.store.packing import Packing, best_fit, concat
+from llmx.data.store.samples import sha256_of_file
+from llmx.data.store.spec import cache_directory, dataset_spec
+from llmx.data.store.summary import report
+from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of
 from tests.small_tokenizers import byte_tokenizer
@@ -65,7 +63,7 @@ def experiment(tmp_path: Path, rows: list[tuple[str, str]] | str, **data) -> Exp
 
 
 def store_path(exp: Experiment, tokenizer) -> Path:
-    return path_of_store(exp, tokenizer, task_of(exp, tokenizer))
+    return dataset_spec(exp, tokenizer, task_of(exp, tokenizer), "train").path
 
 
 def numbered(count: int) -> list[tuple[str, str]]:
@@ -74,7 +72,9 @@ def numbered(count: int) -> list[tuple[str, str]]:
 
 def texts(store, tokenizer) -> list[str]:
     """Every row of a store as text, in the order of the store."""
-    return [tokenizer.decode(tokens) for i in range(len(store)) for tokens, _ in store[i].rows()]
+    return [
+        tokenizer.decode(tokens) for i in range(len(store)) for tokens, _ in store[i].sequences()
+    ]
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
@@ -88,7 +88,7 @@ def test_every_row_is_in_the_store_once(tmp_path: Path, tokenizer, packing: str)
     learned = [
         tokenizer.decode(tokens[targets])
         for i in range(len(store))
-        for tokens, targets in store[i].rows()
+        for tokens, targets in store[i].sequences()
     ]
     assert Counter(learned) == Counter(f"{a}<|end|>" for _, a in rows)
     assert max(len(store[i].tokens) for i in range(len(store))) <= 32
@@ -115,7 +115,7 @@ def test_documents_are_isolated(tmp_path: Path, tokenizer):
     path.write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in (3, 20, 1)))
     exp.data.path = str(path)
     store = prepare(exp, tokenizer)
-    assert [store[i].row_starts.tolist() for i in range(len(store))] == [[0, 7], [0, 16]]
+    assert [store[i].sequence_starts.tolist() for i in range(len(store))] == [[0, 7], [0, 16]]
     assert texts(store, tokenizer) == [
         "ababab</s>",
         "ab" * 12 + "a",
@@ -199,17 +199,17 @@ def test_digests_are_remembered_until_the_file_changes(tmp_path: Path, monkeypat
 def _prepare_until_killed(exp: Experiment, rows: int) -> None:
     """Dies without a word when so many rows were tokenized."""
     blocks.BATCH_ROWS, staging.JOURNAL_BYTES = 10, 1
-    keep = staging.Staging.keep
+    record = staging.Staging.record
 
-    def keep_and_die(self, note):
-        keep(self, note)
-        if note["counts"]["rows"] >= rows:
+    def record_and_die(self, state):
+        record(self, state)
+        if state["counts"]["rows"] >= rows:
             # Written, and not noted: what a kill leaves.
             self._streams["tokens"].write(b"half")
             self._streams["tokens"].flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    staging.Staging.keep = keep_and_die
+    staging.Staging.record = record_and_die
     prepare(exp, byte_tokenizer("<|end|>", chat_template=REFUSING))
 
 
@@ -397,7 +397,7 @@ def test_cache_directory(tmp_path: Path, monkeypatch):
 def pieces(packing: Packing) -> list[list[tuple[int, int, int]]]:
     """(row, start, stop) of every piece of every sample."""
     every = list(
-        zip(*(a.tolist() for a in (packing.rows, packing.starts, packing.stops)), strict=True)
+        zip(*(a.tolist() for a in (packing.items, packing.starts, packing.stops)), strict=True)
     )
     return [every[a:b] for a, b in itertools.pairwise(packing.samples.tolist())]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import re
 
-from llmx.data import progress
-from llmx.data.progress import MIB, Progress
+from llmx.data.source import progress
+from llmx.data.source.progress import MIB, PreparationProgress
 from llmx.text import clock
 
 
 def test_lines_for_a_log(monkeypatch):
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
     stream = io.StringIO()
-    with Progress("Preparing x", total_bytes=4 * MIB, stream=stream) as shown:
+    with PreparationProgress("Preparing x", total_bytes=4 * MIB, stream=stream) as shown:
         shown.add(size=MIB, tokens=1000)
         shown.add(size=3 * MIB, tokens=1000)
     first, last = stream.getvalue().splitlines()
@@ -26,7 +26,7 @@ def test_lines_for_a_log(monkeypatch):
 
 def test_nothing_is_said_of_short_work_or_of_an_unknown_end(monkeypatch):
     stream = io.StringIO()
-    with Progress("x", total_bytes=0, stream=stream) as shown:
+    with PreparationProgress("x", total_bytes=0, stream=stream) as shown:
         shown.add(size=MIB, tokens=1000)
     assert stream.getvalue() == ""
     assert "left" not in shown.rates()

@@ -9,11 +9,11 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import held_out_prompts, summary
-from llmx.data.forms import Conversation
-from llmx.data.render import Renderer
-from llmx.data.rows import Where
-from llmx.data.truncate import PromptCutter
-from llmx.data.turns import Message
+from llmx.data.format.formats import Conversation
+from llmx.data.format.turns import Message
+from llmx.data.source.records import Where
+from llmx.data.store.truncation import PromptCutter
+from llmx.data.tokenize.conversations import Renderer
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_data_render import CHATML, learned
@@ -34,7 +34,7 @@ def labelled(*contents: str, system: str = "") -> Conversation:
     turns = [Message(role, text) for role, text in zip(roles, contents, strict=True)]
     if system:
         turns.insert(0, Message("system", system))
-    return Conversation(tuple(turns), WHERE, keeps_answer=True)
+    return Conversation(tuple(turns), WHERE, keeps_completion=True)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -114,7 +114,7 @@ def _rows(sample):
         def __init__(self, tokens, targets):
             self.tokens, self.targets = tokens, targets
 
-    return [Row(*pair) for pair in sample.rows()]
+    return [Row(*pair) for pair in sample.sequences()]
 
 
 def test_an_eval_prompt_is_cut_as_it_is_trained(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from llmx.data.source import Source
+    from llmx.data.source.split import DatasetSplit
 
     folder = real_data / "gpt2_bpe"
     backend = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -144,7 +144,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     exp.data.max_rows, exp.data.seq_len = 400, 96
     exp.data.label_names = {"0": "差评", "1": "好评"}
     store = prepare(exp, tokenizer)
-    labels = [row.messages[-1].content for row in Source.of(exp, "train").rows()]
+    labels = [row.messages[-1].content for row in DatasetSplit.of(exp, "train").records()]
     assert store.num_sequences == 400
     assert store.meta["dropped"] == {}
     assert store.meta["truncated"] > 100

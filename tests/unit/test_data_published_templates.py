@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmx.data.forms import Conversation, Message, to_conversation
-from llmx.data.render import Renderer, TokenRow
-from llmx.data.rows import Record, Where
+from llmx.data.format.formats import Conversation, Message, to_conversation
+from llmx.data.source.records import Record, Where
+from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from tests.chat_templates import PUBLISHED
 
 WHERE = Where(Path("rows.jsonl"), 7, "line")
@@ -54,7 +54,7 @@ def conversation(turns: int, *, system: bool, tools: bool) -> Conversation:
     return found
 
 
-def marked(tokenizer, row: TokenRow) -> str:
+def marked(tokenizer, row: TokenSequence) -> str:
     """The row as text, with « and » around every run of what is learned."""
     edges = np.flatnonzero(np.diff(row.targets.astype(int), prepend=0, append=0))
     text, before = "", 0
@@ -106,9 +106,9 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
     tokenizer = published.tokenizer()
     renderer = Renderer(tokenizer)
     evil = "".join((*published.control, published.begin or "", published.end))
-    ids = sorted(renderer.control.values())
+    ids = sorted(renderer.special.values())
 
-    def row(said: str) -> TokenRow:
+    def row(said: str) -> TokenSequence:
         call = Message(
             "assistant",
             f"<tool_call>\n{said}\n</tool_call>",
@@ -124,7 +124,7 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
 
     mild, attacked = row("mild"), row(evil)
 
-    def count(row: TokenRow) -> list[int]:
+    def count(row: TokenSequence) -> list[int]:
         return [int(np.sum(row.tokens == index)) for index in ids]
 
     text = tokenizer.decode(attacked.tokens)
@@ -132,7 +132,7 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
     if not tools:
         assert count(attacked) == count(mild)
     else:
-        # Calls with control tokens in them are written as text, in a turn of the same kind.
+        # Calls with special tokens in them are written as text, in a turn of the same kind.
         control = np.isin(attacked.tokens, ids)
         plain = tokenizer.decode(attacked.tokens[~control])
         assert plain.count(evil) == text.count(evil)

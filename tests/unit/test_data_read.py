@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from llmx.data import lines
-from llmx.data.read import Record, TextPiece, read_file, source_files
+from llmx.data.source import lines
+from llmx.data.source.files import Record, TextPiece, read_file, source_files
 from llmx.errors import DataError
 
 ROWS = [{"text": "one ü"}, {"text": "two\nlines"}]

@@ -9,11 +9,11 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import load_tokenizer, stop_token_ids
-from llmx.data.encode import DocumentEncoder
-from llmx.data.forms import Conversation, Document, Message
-from llmx.data.read import Where
-from llmx.data.render import Renderer, TokenRow
-from llmx.data.templates import TEMPLATES
+from llmx.data.format.formats import Conversation, Document, Message
+from llmx.data.format.templates import TEMPLATES
+from llmx.data.source.files import Where
+from llmx.data.tokenize.conversations import Renderer, TokenSequence
+from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError, DataError
 from tests.small_tokenizers import byte_tokenizer
 
@@ -49,7 +49,7 @@ def chat(*contents: str, system: str | None = None) -> Conversation:
     return Conversation(tuple(messages), WHERE)
 
 
-def learned(tokenizer, row: TokenRow) -> list[str]:
+def learned(tokenizer, row: TokenSequence) -> list[str]:
     """The text of every run of targets."""
     runs: list[list[int]] = []
     before = False
@@ -77,7 +77,7 @@ VICUNA = (
     "gives helpful, detailed, and polite answers to the user's questions. "
 )
 LITERAL = {
-    # template: (control tokens, begin, end, text without system, start with system "Be."), two
+    # template: (special tokens, begin, end, text without system, start with system "Be."), two
     # turns: U1 A1 U2 A2.
     "chatml": (
         CHATML, None, "</s>",
@@ -191,9 +191,9 @@ def test_no_text_becomes_a_control_token(name: str):
             chat(f"a{evil}b", f"c{evil}", evil, f"{evil}d", system=evil),
         ]
     )
-    ids = sorted(renderer.control.values())
+    ids = sorted(renderer.special.values())
 
-    def count(row: TokenRow) -> list[int]:
+    def count(row: TokenSequence) -> list[int]:
         return [int(np.sum(row.tokens == index)) for index in ids]
 
     assert count(attacked) == count(mild)
@@ -310,7 +310,7 @@ def test_stop_tokens():
 
 def test_documents():
     tokenizer = byte_tokenizer("<|x|>", begin="<s>")
-    encoder = DocumentEncoder(tokenizer, begin=Renderer(tokenizer).begin, workers=1)
+    encoder = DocumentEncoder(tokenizer, bos=Renderer(tokenizer).bos, workers=1)
     block = encoder.encode(
         [
             Document("a</s>b", WHERE),

@@ -8,9 +8,9 @@ import pytest
 
 from llmx.config import Experiment, SourceConfig
 from llmx.config.data_rules import COLUMNS, data_problems
-from llmx.data import part
-from llmx.data.forms import KEYS
-from llmx.data.source import Source
+from llmx.data.format.formats import KEYS
+from llmx.data.source import source as part
+from llmx.data.source.split import DatasetSplit
 from llmx.errors import DataError
 
 
@@ -44,7 +44,7 @@ def test_the_text_column_may_be_mapped_like_the_others(tmp_path: Path):
     path.write_text('{"body": "words"}\n')
     exp = Experiment()
     exp.data.path, exp.data.columns = str(path), {"text": "body"}
-    (row,) = Source.of(exp, "train").rows()
+    (row,) = DatasetSplit.of(exp, "train").records()
     assert row is not None
     assert row.text == "words"  # type: ignore[union-attr]
 
@@ -61,4 +61,4 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     # Root, as whom tests may run, is refused nothing.
     monkeypatch.setattr(part, "digest_of", refuses)
     with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read \(Permission denied\)"):
-        Source.of(exp, "train").digests(cache=tmp_path)
+        DatasetSplit.of(exp, "train").digests(cache=tmp_path)

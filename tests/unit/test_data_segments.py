@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data.forms import Conversation, Message
-from llmx.data.read import Where
-from llmx.data.render import Renderer
-from llmx.data.segments import ChatEncoder
+from llmx.data.format.formats import Conversation, Message
+from llmx.data.source.files import Where
+from llmx.data.tokenize.conversations import ConversationEncoder, Renderer
 from tests.chat_templates import LLAMA3_1, MISTRAL, QWEN2_5, QWEN3
 from tests.small_tokenizers import byte_tokenizer
 
@@ -75,24 +74,24 @@ def test_rows_are_those_of_the_slow_way(
     rows = [chat(*turns, system=system), PLAIN[0]]
     try:
         expected = renderer.conversations(rows)
-    except ValueError as error:  # a template that rewrites contents, and a control token in one
+    except ValueError as error:  # a template that rewrites contents, and a special token in one
         with pytest.raises(type(error)):
-            chats.rows(rows)
+            chats.sequences(rows)
         return
-    for mine, slow in zip(chats.rows(rows), expected, strict=True):
+    for mine, slow in zip(chats.sequences(rows), expected, strict=True):
         assert mine.tokens.tolist() == slow.tokens.tolist()
         assert mine.targets.tolist() == slow.targets.tolist()
 
 
-_MADE: dict[tuple[str, str], tuple[Renderer, ChatEncoder]] = {}
+_MADE: dict[tuple[str, str], tuple[Renderer, ConversationEncoder]] = {}
 
 
-def _encoders(tokenizer: Any, template: str, loss_on: str) -> tuple[Renderer, ChatEncoder]:
+def _encoders(tokenizer: Any, template: str, loss_on: str) -> tuple[Renderer, ConversationEncoder]:
     if (template, loss_on) not in _MADE:
         named = "{%" not in template
         tokenizer.chat_template = None if named else template
         renderer = Renderer(tokenizer, template=template if named else "auto", loss_on=loss_on)
-        chats = ChatEncoder(renderer, workers=1)
+        chats = ConversationEncoder(renderer, workers=1)
         chats.choose(PLAIN)
         assert chats.description.startswith("tiktoken, equal to tokenizers on "), template
         _MADE[template, loss_on] = renderer, chats
@@ -111,6 +110,6 @@ def test_spaces_at_the_end_of_an_answer_are_learned(tokenizer: Any):
 def test_other_tokenizers_go_the_slow_way(tokenizer: Any):
     slow = byte_tokenizer("<|im_end|>")
     slow.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    chats = ChatEncoder(Renderer(slow, template="chatml"), workers=1)
+    chats = ConversationEncoder(Renderer(slow, template="chatml"), workers=1)
     chats.choose(PLAIN)
     assert chats.description == "tokenizers"

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, SourceConfig
-from llmx.data import json_array
-from llmx.data.forms import Conversation, Document
-from llmx.data.hub import hub_id, hub_rows, revision_of
-from llmx.data.read import Record, read_file, source_files
-from llmx.data.source import Source
+from llmx.data.format.formats import Conversation, Document
+from llmx.data.source import json_array
+from llmx.data.source.files import Record, read_file, source_files
+from llmx.data.source.hub import hub_id, hub_rows, revision_of
+from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError, DataError
 
 CHAT = [{"role": "user", "content": "Q ü"}, {"role": "assistant", "content": "A"}]
@@ -140,7 +140,7 @@ def test_an_unreachable_hub_names_the_way_out(tmp_path: Path, monkeypatch):
     exp = Experiment()
     exp.data.path = "owner/name"
     with pytest.raises(DataError, match=r"--repo-type dataset --local-dir DIR"):
-        Source.of(exp, "train").digests(cache=tmp_path)
+        DatasetSplit.of(exp, "train").digests(cache=tmp_path)
 
 
 # Arrays
@@ -216,17 +216,17 @@ def test_an_array_is_not_held_in_memory(tmp_path: Path):
 # Several sources
 
 
-def source(tmp_path: Path, split: str = "train", seed: int = 0, **data) -> Source:
+def source(tmp_path: Path, split: str = "train", seed: int = 0, **data) -> DatasetSplit:
     exp = Experiment()
     exp.seed = seed
     exp.data.cache_dir = str(tmp_path / "cache")
     for name, value in data.items():
         setattr(exp.data, name, value)
-    return Source.of(exp, split)
+    return DatasetSplit.of(exp, split)
 
 
-def questions(found: Source) -> list[str]:
-    rows = list(found.rows())
+def questions(found: DatasetSplit) -> list[str]:
+    rows = list(found.records())
     assert all(isinstance(row, Conversation) for row in rows)
     return [row.messages[0].content for row in rows]
 
@@ -263,11 +263,11 @@ def test_weights_and_limits(tmp_path: Path):
 
 
 def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("llmx.data.lines.PIECE_CHARS", 5)
+    monkeypatch.setattr("llmx.data.source.lines.PIECE_CHARS", 5)
     (tmp_path / "a.txt").write_text("first\nsecond\nthird\n")
     (tmp_path / "b.txt").write_text("fourth\nfifth\n")
     found = source(tmp_path, sources=[SourceConfig(path=str(tmp_path), weight=2)], max_rows=1)
-    rows = list(found.rows())
+    rows = list(found.records())
     assert all(isinstance(row, Document) for row in rows)
     assert "".join(row.text for row in rows) == "first\nsecond\nthird\n" * 2
     assert [row.last for row in rows] == [False, False, True] * 2
@@ -276,9 +276,9 @@ def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
 def test_sources_that_cannot_be(tmp_path: Path):
     a = pairs(tmp_path, "a", 2)
     with pytest.raises(ConfigError, match=r"sources\[1\]\.weight=0"):
-        list(source(tmp_path, sources=[SourceConfig(a), SourceConfig(a, weight=0)]).rows())
+        list(source(tmp_path, sources=[SourceConfig(a), SourceConfig(a, weight=0)]).records())
     with pytest.raises(ConfigError, match=r"sources\[0\]\.path is empty"):
-        list(source(tmp_path, sources=[SourceConfig()]).rows())
+        list(source(tmp_path, sources=[SourceConfig()]).records())
 
 
 def test_identical_rows_are_taken_once_and_never_held_out(tmp_path: Path):

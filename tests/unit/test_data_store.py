@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.data import Sample, SampleStore
-from llmx.data.store import locked, write_store
+from llmx.data.store.samples import locked
 from llmx.errors import DataError
+from tests.small_stores import write_store
 
 
 def some_samples() -> list[Sample]:
@@ -35,7 +36,7 @@ def write(path: Path, samples: list[Sample] | None = None) -> SampleStore:
 def same(store: SampleStore, samples: list[Sample]) -> None:
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
-        for name in ("tokens", "targets", "row_starts"):
+        for name in ("tokens", "targets", "sequence_starts"):
             ours, theirs = getattr(store[index], name), getattr(sample, name)
             assert ours.tolist() == theirs.tolist()
         assert store[index].targets.dtype == np.bool_
@@ -51,7 +52,7 @@ def test_round_trip(tmp_path: Path):
     assert (store.meta["num_tokens"], store.meta["num_target_tokens"]) == (7, 4)
     assert store.num_target_tokens(np.array([0, 1, 1])) == 6
     assert store.num_tokens(np.array([0, 1, 1])) == 11
-    assert [tokens.tolist() for tokens, _ in store[1].rows()] == [[4_294_967_295, 5], [6, 7]]
+    assert [tokens.tolist() for tokens, _ in store[1].sequences()] == [[4_294_967_295, 5], [6, 7]]
     store.verify()
     with pytest.raises(IndexError, match="sample 2"):
         store[2]

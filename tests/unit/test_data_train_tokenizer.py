@@ -13,12 +13,12 @@ import yaml
 from transformers import AutoTokenizer
 
 from llmx.config import Experiment, to_dict
-from llmx.data.forms import Conversation, Document, Message
-from llmx.data.read import Where
-from llmx.data.render import Renderer
-from llmx.data.text_sample import TEXT_CHARS, TextSample, texts_of
-from llmx.data.tokenizer import DEMO_DIRECTORY
-from llmx.data.train_tokenizer import train_tokenizer
+from llmx.data.format.formats import Conversation, Document, Message
+from llmx.data.source.files import Where
+from llmx.data.tokenize.conversations import Renderer
+from llmx.data.tokenize.text_sample import TEXT_CHARS, TextSample, texts_of
+from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
+from llmx.data.tokenize.train import train_tokenizer
 from llmx.errors import ConfigError, DataError
 
 WHERE = Where(Path("rows.jsonl"), 1, "line")
@@ -46,7 +46,7 @@ def test_it_loads_and_gives_text_back(tmp_path: Path, kind: str):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
     assert None not in (tokenizer.pad_token_id, tokenizer.eos_token_id)
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    # A chat is rendered with its control tokens, of which the end is learned.
+    # A chat is rendered with its special tokens, of which the end is learned.
     chat = Conversation((Message("user", "Who?"), Message("assistant", "Anna.")), WHERE)
     (row,) = Renderer(tokenizer).conversations([chat])
     assert tokenizer.decode(row.tokens) == (
@@ -168,7 +168,7 @@ def test_the_program(tmp_path: Path):
     exp = experiment(tmp_path)
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(to_dict(exp)))
-    command = [sys.executable, "-m", "llmx.data.train_tokenizer", str(config), "vocab_size=600"]
+    command = [sys.executable, "-m", "llmx.data.tokenize.train", str(config), "vocab_size=600"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"model.tokenizer={tmp_path}/made" in done.stdout

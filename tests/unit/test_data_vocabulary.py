@@ -12,7 +12,7 @@ from transformers import BertTokenizerFast
 
 from llmx.config import Experiment
 from llmx.data import load_tokenizer
-from llmx.data.tokenizer import tokenizer_fingerprint
+from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 from llmx.errors import ConfigError
 
 TEXT = "Hello, wörld! 你好 \U0001f600  two  spaces\nA line\u2028more"

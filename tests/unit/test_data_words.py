@@ -1,4 +1,4 @@
-"""Word by word: the ids of whole texts, for any text and every kind of tokenizer."""
+"""The pre-token cache: the ids of whole texts, for any text and every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data import encode
-from llmx.data import words as words_module
-from llmx.data.bytepair import PATTERNS, BytePairs
-from llmx.data.encode import DocumentEncoder
-from llmx.data.words import LONGEST, Words, is_cut_off
-from llmx.data.wordwise import MARK, NotWordwise, Wordwise
+from llmx.data.tokenize import byte_level as words_module
+from llmx.data.tokenize import documents as encode
+from llmx.data.tokenize.byte_level import LONGEST, PATTERNS, BytePairs, PretokenCache, is_cut_off
+from llmx.data.tokenize.documents import DocumentEncoder
 
+MARK = "\u2581"
+"""How SentencePiece writes a space."""
 CORPUS = [
     "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",
     "  indented\n\n\tcode = {'a': 1}\r\n    return None  \n",
@@ -90,13 +90,12 @@ def unigram() -> Tokenizer:
     return backend
 
 
-def sentence_bpe(*, prepend: bool, across: bool = False) -> Tokenizer:
+def sentence_bpe(*, prepend: bool) -> Tokenizer:
     """As Llama 2 and Mistral have it: no pre-tokenizer, merges over the whole text."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     marks = normalizers.Replace(" ", MARK)
     backend.normalizer = marks
-    if not across:
-        backend.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
+    backend.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
     special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(
         vocab_size=450, special_tokens=special, initial_alphabet=[MARK], show_progress=False
@@ -137,7 +136,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
 @functools.cache
 def encoder_of(kind: str) -> DocumentEncoder:
     """Never new, so that words come from a table that other texts have filled."""
-    encoder = DocumentEncoder(tokenizer_of(kind), begin=[], workers=1)
+    encoder = DocumentEncoder(tokenizer_of(kind), bos=[], workers=1)
     encoder.choose(CORPUS)
     return encoder
 
@@ -160,51 +159,19 @@ def test_the_ids_of_whole_texts(kind: str, texts: list[str]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_encoded_by_words(kind: str):
+def test_byte_level_kinds_go_the_fast_path(kind: str):
     encoder = encoder_of(kind)
-    others = ("bert", "unigram", "llama2", "gemma")
-    how = "tokenizers word by w" if kind in others else "tiktoken ("
-    assert encoder.description.startswith(how)
-    assert "equal to tokenizers on " in encoder.description
+    if kind in ("bert", "unigram", "llama2", "gemma"):
+        assert encoder.description == "tokenizers (it is no byte-level BPE)"
+        return
+    assert encoder.description.startswith("tiktoken (equal to tokenizers on ")
     encoder.ids(["so many words of the dog " * 3])
-    assert len(encoder._words()) > 5
-
-
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [
-        (sentence_bpe(prepend=False, across=True), "hold several words"),
-        (Tokenizer(models.Unigram([("a", 0.0)], 0, False)), "does not cut texts into words"),
-    ],
-)
-def test_what_is_not_encoded_by_words_says_why(backend: Tokenizer, reason: str):
-    with pytest.raises(NotWordwise, match=reason):
-        Wordwise.of(backend)
-
-
-def test_what_was_compared_with_nothing_is_not_used():
-    encoder = DocumentEncoder(tokenizer_of("bert"), begin=[], workers=1)
-    encoder.choose(["北京大学的学生" * 9, "москва" * 9])
-    assert encoder.description == (
-        "tokenizers (it is no byte-level BPE; tokenizers word by word fits none of the first texts)"
-    )
-    assert encoder.ids(["dog"])[0].tolist() == reference_of("bert").encode("dog").ids
+    assert len(encoder._cache()) > 5
 
 
 def test_a_sample_is_of_so_many_bytes():
     assert list(encode._beginning(["ab", "größer", "c"], 5)) == ["ab", "gr"]
     assert list(encode._beginning(["ab", "c"], 2)) == ["ab"]
-
-
-def test_unknown_steps_are_not_encoded_by_words():
-    backend = word_piece()
-    backend.normalizer = normalizers.Replace("a b", "c")
-    with pytest.raises(NotWordwise, match=r"changes in texts is not known \(Replace\)"):
-        Wordwise.of(backend)
-    backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.FixedLength(5)
-    with pytest.raises(NotWordwise, match=r"cutting texts into words is not known \(FixedLength\)"):
-        Wordwise.of(backend)
 
 
 def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -214,9 +181,9 @@ def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @settings(deadline=None, max_examples=300)
-@given(texts=st.lists(st.binary(max_size=60), max_size=6), lone=st.booleans())
-def test_words_put_together_are_the_text(texts: list[bytes], lone: bool):
-    words = Words(counted, lone=lone)
+@given(texts=st.lists(st.binary(max_size=60), max_size=6))
+def test_words_put_together_are_the_text(texts: list[bytes]):
+    words = PretokenCache(counted)
     for _ in range(2):  # from the encoder, from the table
         ids, counts = words.encode(texts)
         assert ids.astype(np.uint8).tobytes() == b"".join(texts)
@@ -231,7 +198,7 @@ def test_a_word_is_encoded_once_and_forgotten_when_the_texts_change(monkeypatch)
         asked.extend(pieces)
         return counted(pieces)
 
-    words = Words(encode)
+    words = PretokenCache(encode)
     long = b" " + b"x" * LONGEST
     words.encode([b"a b b b", b"b" + long])
     assert asked == [b"a", b" b", b"b", long]
@@ -256,6 +223,6 @@ def test_where_words_begin():
 def test_the_lengths_of_tokens_tell_whose_they_are():
     fast = BytePairs.of(tokenizer_of("gpt2"))
     pieces = [b"The", b" dog's", b"  ", b" incomprehensibilities"]
-    ids, begins, counts = fast.encode_words(pieces)
+    ids, begins, counts = fast.encode_pretokens(pieces)
     for piece, begin, count in zip(pieces, begins, counts, strict=True):
         assert ids[begin : begin + count].tolist() == fast.encode(piece.decode()).tolist()

@@ -6,8 +6,7 @@ import resource
 
 import pytest
 
-from llmx.data.encode import core_count
-from llmx.data.workers import fitted, worker_count
+from llmx.data.tokenize.workers import core_count, fitted, worker_count
 
 FREE = {"open files (ulimit -n)": 1024, "processes and threads (ulimit -u)": -1}
 

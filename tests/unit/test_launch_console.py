@@ -243,7 +243,7 @@ def test_an_error_written_for_the_user_needs_no_traceback() -> None:
     cause = f"{head}json.decoder.JSONDecodeError: no\n"
     chained = f"{cause}\nDuring handling of the above exception, another exception occurred:\n\n"
     assert is_llmx_error(f"{head}llmx.errors.ConfigError: seq_len=1\nmore lines")
-    assert is_llmx_error(f"{chained}{head}llmx.data.rows.RowError: rows.jsonl, line 2")
+    assert is_llmx_error(f"{chained}{head}llmx.data.source.records.RecordError: rows.jsonl, line 2")
     assert not is_llmx_error(f"{head}ValueError: llmx.errors.ConfigError: quoted")
     assert not is_llmx_error(
         f"{head}llmx.errors.DataError: x\n\nDuring handling of the above exception, "

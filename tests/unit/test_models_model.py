@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from llmx.data import collate
-from llmx.data.store import Sample
+from llmx.data.store.samples import Sample
 from llmx.models.attention import AttentionMethod
 from llmx.models.experts import Routing
 from llmx.models.loss import IGNORE

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmx.data import collate
-from llmx.data.store import Sample
+from llmx.data.store.samples import Sample
 from llmx.models.attention import (
     AttentionMethod,
     additive,
@@ -27,7 +27,7 @@ def sample(*lengths: int, seed: int = 0) -> Sample:
     return Sample(
         tokens=draw.integers(3, 90, size=total).astype(np.uint32),
         targets=np.ones(total, dtype=bool),
-        row_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
+        sequence_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
     )
 
 
@@ -53,7 +53,7 @@ def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) 
     packed = model(**inputs, use_cache=False).logits
     for line, one in enumerate(samples):
         start = 0
-        for tokens, _ in one.rows():
+        for tokens, _ in one.sequences():
             ids = torch.from_numpy(tokens.astype(np.int64))
             alone = model(input_ids=ids[None], use_cache=False).logits[0]
             found = packed[line, start : start + len(ids)]
@@ -74,7 +74,7 @@ def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) 
 def test_nothing_in_another_row_changes_a_logit(kind: str, attention: str) -> None:
     model = small_model(kind, attention=attention)
     one = sample(6, 8, 7, seed=3)
-    other = Sample(one.tokens.copy(), one.targets, one.row_starts)
+    other = Sample(one.tokens.copy(), one.targets, one.sequence_starts)
     other.tokens[:6] = other.tokens[:6][::-1]
     other.tokens[14:] = 3
     logits = [model(**inputs_of([s], attention)[1], use_cache=False).logits for s in (one, other)]

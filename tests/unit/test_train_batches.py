@@ -51,7 +51,9 @@ def test_ranks_share_a_step_without_gap_or_overlap(
         assert {step.target_tokens for step in steps} == {targets}
         assert {step.tokens for step in steps} == {sum(map(len, lines))}
         wanted = [
-            sum(len(tokens) ** 2 for index in samples for tokens, _ in store[int(index)].rows())
+            sum(
+                len(tokens) ** 2 for index in samples for tokens, _ in store[int(index)].sequences()
+            )
         ]
         assert [sum(step.square_tokens for step in steps)] == wanted
 

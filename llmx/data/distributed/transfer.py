@@ -1,0 +1,153 @@
+"""What ranks tell each other while data is prepared: small values, waiting, and whole files.
+
+Values go through the key-value store of the ranks' rendezvous, in which a rank may wait for hours;
+a collective would be ended after half an hour by the time-out of its process group. Files go
+through a gloo group of all ranks, made when they are sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from llmx.data.store.samples import cannot_write
+from llmx.errors import DataError
+
+FOREVER = timedelta(days=365)
+"""A preparation may take as long as it takes; if a rank dies, the run is ended from outside."""
+CHUNK_BYTES = 16 << 20
+
+
+class RankStore:
+    """Values that every rank can read; each is written once."""
+
+    def __init__(self, name: str) -> None:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+        )
+        self._store = PrefixStore(f"llmx/{name}", store)
+
+    def set(self, key: str, value: Any = None) -> None:
+        """Write a value, as JSON."""
+        self._store.set(key, json.dumps(value))
+
+    def get(self, key: str) -> Any:
+        """The value, as soon as it is written, however long that takes."""
+        self._store.wait([key], FOREVER)
+        return json.loads(self._store.get(key))
+
+    def all_gather(self, key: str, value: Any, *, host: int, hosts: int) -> list[Any]:
+        """The values of all hosts, in order; called by one rank of each."""
+        self.set(f"{key}/{host}", value)
+        return [self.get(f"{key}/{number}") for number in range(hosts)]
+
+
+class FileTransfer:
+    """Sends files from rank to rank. Every rank of the run makes it, whether it sends or not.
+
+    The group has all ranks, although only some of them send: DeepSpeed binds each rank to its GPU
+    (``device_id`` of ``init_process_group``), and torch then makes the ranks outside of a new
+    group take part in an ``ncclCommSplit`` (``_new_process_group_helper`` in
+    ``torch/distributed/distributed_c10d.py``), also for a gloo group, whose members do not: the
+    run would hang at the next group that NCCL makes.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._group = dist.new_group(backend="gloo", timeout=FOREVER)
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self._group)
+
+    def send(self, directory: Path, *, to: int) -> int:
+        """Send the files of a directory to one rank; returns the bytes."""
+        import torch
+
+        files = sorted(path for path in directory.iterdir() if path.name[0] != ".")
+        sizes = {path.name: path.stat().st_size for path in files}
+        head = json.dumps(sizes).encode()
+        self._send(torch.tensor([len(head)]), to)
+        self._send(torch.frombuffer(bytearray(head), dtype=torch.uint8), to)
+        for path in files:
+            with path.open("rb") as stream:
+                for length in _chunks(sizes[path.name]):
+                    chunk = bytearray(stream.read(length))
+                    if len(chunk) != length:
+                        raise DataError(f"{path} has changed while it was sent.")
+                    self._send(torch.frombuffer(chunk, dtype=torch.uint8), to)
+        return sum(sizes.values())
+
+    def receive(self, directory: Path, *, source: int, forward: int | None = None) -> int:
+        """Write what ``source`` sends into ``directory``; returns the bytes.
+
+        ``forward``: a rank that gets each chunk passed on as soon as it is here, so that files
+        go to many hosts in a chain, in about the time of one transfer.
+        """
+        import torch
+
+        length = torch.zeros(1, dtype=torch.int64)
+        self._receive(length, source, forward)
+        head = torch.zeros(int(length), dtype=torch.uint8)
+        self._receive(head, source, forward)
+        sizes: dict[str, int] = json.loads(head.numpy().tobytes())
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, size in sizes.items():
+            # Whole or not at all: a journal must not be found beside half a file.
+            temporary = directory / f".{name}.received"
+            with temporary.open("wb") as stream:
+                for piece in _chunks(size):
+                    chunk = torch.empty(piece, dtype=torch.uint8)
+                    self._receive(chunk, source, forward)
+                    stream.write(chunk.numpy().data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, directory / Path(name).name)
+        return sum(sizes.values())
+
+    def _send(self, tensor: Any, to: int) -> None:
+        import torch.distributed as dist
+
+        dist.send(tensor, dst=to, group=self._group)
+
+    def _receive(self, tensor: Any, source: int, forward: int | None) -> None:
+        import torch.distributed as dist
+
+        dist.recv(tensor, src=source, group=self._group)
+        if forward is not None:
+            dist.send(tensor, dst=forward, group=self._group)
+
+
+def storage_topology(store: RankStore, directory: Path, *, host: int, hosts: int) -> list[int]:
+    """For each host, the first host that shares ``directory`` with it. Called by one rank of each
+    host: every one leaves a mark there and looks whose marks it sees."""
+    token = store.all_gather("token", uuid.uuid4().hex, host=host, hosts=hosts)[0]
+    marks = [directory / f".host-{token}-{number}" for number in range(hosts)]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        marks[host].touch()
+    except OSError as error:
+        raise cannot_write(directory, error) from error
+    store.all_gather("marked", None, host=host, hosts=hosts)
+    seen = next(number for number, mark in enumerate(marks) if mark.exists())
+    topology = store.all_gather("sees", seen, host=host, hosts=hosts)
+    marks[host].unlink(missing_ok=True)
+    return topology
+
+
+def _chunks(size: int) -> Iterator[int]:
+    for start in range(0, size, CHUNK_BYTES):
+        yield min(CHUNK_BYTES, size - start)

@@ -1,0 +1,387 @@
+"""What a record means: a conversation, a document, a label, a preference pair.
+
+Alpaca (``instruction``, ``input``, ``output``, ``history``), ShareGPT (``conversations``), OpenAI
+``messages``, ``prompt``/``response``, records with a ``label``, preference pairs (``chosen``,
+``rejected``) and plain ``text`` (or ``title`` and ``content``); other column names by
+``data.columns``, which maps our name to the one in the data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmx.data.format.turns import Message, labelled_history, pairs, turns
+from llmx.data.source.records import Record, Where, excerpt, names, wrong_record
+from llmx.errors import DataError
+
+__all__ = [
+    "Conversation",
+    "Document",
+    "Labelled",
+    "Message",
+    "conversation_of",
+    "detect_form",
+    "to_conversation",
+    "to_document",
+]
+
+KEYS = {
+    "preference": ("chosen", "rejected"),
+    "sharegpt": ("conversations",),
+    "messages": ("messages",),
+    "alpaca": ("instruction", "output"),
+    "prompt_response": ("prompt", "response"),  # or TRL's prompt and completion
+    "text": ("text",),
+}
+"""The keys by which a form is recognised, in the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns that end with an assistant's. ``tools`` is the JSON text of a list of tool
+    definitions, empty where there are none.
+
+    ``keeps_completion``: where the record is too long its prompt is cut, never the answer (a
+    label).
+    ``unanswered``: turns after the last answer, which were left out.
+    """
+
+    messages: tuple[Message, ...]
+    where: Where
+    tools: str = ""
+    keeps_completion: bool = False
+    unanswered: int = 0
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text to pretrain on; a long file comes in pieces, the last of which is marked."""
+
+    text: str
+    where: Where
+    last: bool = True
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text and its label, for tasks that learn the label itself."""
+
+    text: str
+    label: str | int
+    """As it is in the data."""
+    name: str
+    """What ``data.label_names`` calls it."""
+    where: Where
+    history: tuple[Message, ...] = ()
+    """Earlier turns, where the data has them."""
+
+
+def detect_form(record: Record, *, text_key: str, columns: dict[str, str]) -> str:
+    """The form of a record, by its keys; raises DataError when none or several fit."""
+    found = [form for form, keys in KEYS.items() if _has(record, keys, text_key, columns)]
+    if "label" in columns and _has(record, ("prompt", "label"), text_key, columns):
+        return "labelled"
+    if found and (len(found) == 1 or found[0] == "preference"):
+        return found[0]  # a pair has its prompt beside it, which is a form of its own
+    keys = names(record.value)
+    if found:
+        raise DataError(
+            f"{record.where}: the columns ({keys}) fit the formats {' and '.join(found)}. "
+            f"Choose one, e.g. data.form={found[0]}."
+        )
+    if text_key == "text" and columns.get("content", "content") in record.value:
+        return "text"
+    known = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in KEYS.items())
+    raise DataError(
+        f"{record.where}: the columns ({keys or 'none'}) fit no known format ({known}). Map your "
+        "names, e.g. data.form=alpaca data.columns.instruction=question "
+        "data.columns.output=answer, or for text data.form=text data.text_key=body."
+    )
+
+
+def to_document(
+    record: Record, *, text_key: str, columns: dict[str, str] | None = None
+) -> Document:
+    """The text under ``text_key``; where there is none, ``title`` and ``content``."""
+    columns = columns or {}
+    content = columns.get("content", "content")
+    if text_key == "text" and "text" not in record.value and content in record.value:
+        key = columns.get("title", "title")
+        title = _text(record, key) if record.value.get(key) is not None else ""
+        text = _text(record, content)
+        if title.strip():
+            text = f"{title}\n\n{text}"
+    else:
+        text = _text(record, text_key)
+    check_characters(record, text)
+    return Document(text, record.where)
+
+
+def to_conversation(
+    record: Record,
+    form: str,
+    *,
+    columns: dict[str, str],
+    system: str | None,
+    label_names: dict[str, str] | None = None,
+) -> Conversation | None:
+    """The conversation in a record, or None if it has nothing to learn: no word of the
+    assistant. ``system`` is used where the record has no system message of its own. (Pairs
+    have a reader of their own, ``llmx.data.format.formats``.)
+
+    Turns after the last of the assistant are left out, and counted. Raises RecordError for a key
+    that is missing or has a wrong type, an unknown role, or turns that make no conversation.
+    """
+
+    def column(name: str) -> str:
+        return columns.get(name, name)
+
+    if form == "labelled":
+        row = to_labelled(record, columns=columns, label_names=label_names or {})
+        messages = [*row.history, Message("user", row.text), Message("assistant", row.name)]
+    elif form in ("alpaca", "prompt_response"):
+        messages = _single(record, form, column)
+    else:
+        key = column("conversations" if form == "sharegpt" else "messages")
+        messages = turns(record.value.get(key), key, record.where)
+    found = conversation_of(record, messages, columns=columns, system=system)
+    if found is not None and form == "labelled":
+        return replace(found, keeps_completion=True)
+    return found
+
+
+def conversation_of(
+    record: Record, messages: list[Message], *, columns: dict[str, str], system: str | None
+) -> Conversation | None:
+    """Messages with the record's system message and tools, up to the last answer; None where
+    there is none."""
+    messages = _with_system(record, messages, columns.get("system", "system"), system)
+    given = len(messages)
+    while messages and messages[-1].role != "assistant":
+        messages = messages[:-1]
+    if not any(message.role == "assistant" and message.content.strip() for message in messages):
+        return None
+    for message in messages:
+        check_characters(record, message.content)
+    tools = _tools(record, columns.get("tools", "tools"))
+    return Conversation(tuple(messages), record.where, tools, unanswered=given - len(messages))
+
+
+def _with_system(
+    record: Record, messages: list[Message], key: str, default: str | None
+) -> list[Message]:
+    """Messages with the record's own system message first, else with the default one."""
+    own = record.value.get(key)
+    if own is not None and not isinstance(own, str):
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(own)}, not text.')
+    if messages and messages[0].role == "system":
+        if own and own.strip() and own.strip() != messages[0].content.strip():
+            raise wrong_record(
+                record,
+                "two system messages",
+                f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
+                own,
+            )
+        return messages
+    text = own if own and own.strip() else default
+    return [Message("system", text), *messages] if messages and text else messages
+
+
+def _tools(record: Record, key: str) -> str:
+    """The definitions of tools as the JSON text of a list, as it stands where it is text; empty
+    where there are none."""
+    value = record.value.get(key)
+    text = value if isinstance(value, str) else ""
+    if text.strip():
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            problem = f"tools are not JSON ({error})."
+            raise wrong_record(record, "wrong tools", problem, text) from error
+    if not value:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        problem = "tools must be a list of objects, each the definition of a tool:"
+        raise wrong_record(record, "wrong tools", problem, value)
+    text = text or json.dumps(value, ensure_ascii=False)
+    check_characters(record, text)
+    return text
+
+
+def _has(record: Record, keys: tuple[str, ...], text_key: str, columns: dict[str, str]) -> bool:
+    wanted = [text_key if key == "text" else columns.get(key, key) for key in keys]
+    if "response" in wanted and _is_completed(record, columns):
+        wanted = ["completion" if name == "response" else name for name in wanted]
+    return all(name in record.value for name in wanted)
+
+
+def _is_completed(record: Record, columns: dict[str, str]) -> bool:
+    """Whether the answer is called as TRL calls it: ``completion``."""
+    value = record.value
+    return "response" not in columns and "response" not in value and "completion" in value
+
+
+def _text(record: Record, key: str) -> str:
+    if key not in record.value:
+        raise wrong_record(
+            record,
+            "a missing column",
+            f'no column "{excerpt(key)}"; the row has {names(record.value) or "none"}. '
+            "Map your names with data.columns, or set data.text_key.",
+        )
+    value = record.value[key]
+    if not isinstance(value, str):
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(value)}, not text.')
+    return value
+
+
+def check_characters(record: Record, text: str) -> None:
+    """Raise RecordError for half of a surrogate pair, which JSON can write and no encoder takes."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise wrong_record(
+            record,
+            "half of a surrogate pair",
+            f"character {at + 1} of a text is half of a surrogate pair "
+            f"(\\u{ord(text[at]):04x}), which is no text. Repair the row, or leave it out with "
+            "data.on_bad_row=skip:",
+            text[max(0, at - 20) : at + 20],
+        ) from error
+
+
+def _single(record: Record, form: str, column: Any) -> list[Message]:
+    if form == "prompt_response":
+        prompt_key, key = column("prompt"), column("response")
+        if key == "response" and _is_completed(record, {}):
+            key = "completion"
+        asked = record.value.get(prompt_key)
+        if isinstance(asked, list) and any(isinstance(turn, dict) for turn in asked):
+            history_key = column("history")
+            before = pairs(record.value.get(history_key), history_key, record.where)
+            # TRL's conversational layout
+            before = turns(asked, prompt_key, record.where, before=before)
+            if isinstance(record.value.get(key), list):
+                return turns(record.value[key], key, record.where, before=before)
+            return [*before, Message("assistant", _text(record, key))]
+        prompt, answer = _text(record, prompt_key), _text(record, key)
+    else:
+        prompt = _text(record, column("instruction"))
+        answer = _text(record, column("output"))
+        if record.value.get(column("input")) not in (None, ""):
+            prompt = f"{prompt}\n{_text(record, column('input'))}"
+    history = pairs(record.value.get(column("history")), column("history"), record.where)
+    return [*history, Message("user", prompt), Message("assistant", answer)]
+
+
+def to_labelled(
+    record: Record, *, columns: dict[str, str], label_names: dict[str, str]
+) -> Labelled:
+    """The text and the label of a record, with the label's name where it has one."""
+    key, known = columns.get("label", "label"), label_names
+    label = record.value.get(key)
+    if isinstance(label, bool) or not isinstance(label, str | int):
+        raise wrong_record(
+            record,
+            "a missing label",
+            f'"{excerpt(key)}" is {excerpt(label)}; a label is text or a whole number. Map it with '
+            "data.data_map.label=COLUMN.",
+        )
+    if known and str(label) not in known:
+        raise wrong_record(
+            record,
+            "a label without a name",
+            f"the label {excerpt(label)} has no name; data.label_names names {', '.join(known)}.",
+        )
+    history_key = columns.get("history", "history")
+    context, history = labelled_history(record.value.get(history_key), history_key, record.where)
+    prompt = _text(record, columns.get("prompt", "prompt"))
+    text = f"{context}\n{prompt}" if context else prompt
+    check_characters(record, text)
+    name = known.get(str(label), str(label))
+    return Labelled(text, label, name, record.where, tuple(history))
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two conversations that are the same but for the last answer: the better, the worse."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+    @property
+    def where(self) -> Where:
+        return self.chosen.where
+
+
+def to_preference(record: Record, *, columns: dict[str, str], system: str | None) -> Preference:
+    """The pair in a record. Both published layouts: ``chosen`` and ``rejected`` as whole
+    conversations (messages or text, with or without a ``prompt``), or ``conversations`` up to
+    the answer with ``chosen`` and ``rejected`` as the answers to it.
+
+    Raises RecordError where the two do not have the same turns before the answer, or are the same.
+    """
+
+    def column(name: str) -> str:
+        return columns.get(name, name)
+
+    before = _before_the_answers(record, column)
+    found: list[Conversation] = []
+    for name in ("chosen", "rejected"):
+        key = column(name)
+        value = record.value.get(key)
+        if isinstance(value, dict):
+            value = [value]
+        if isinstance(value, str):
+            messages = [*before, Message("assistant", value)]
+        else:
+            after = before if _is_answer(value) else []
+            messages = turns(value, key, record.where, before=after)
+        conversation = conversation_of(record, messages, columns=columns, system=system)
+        if conversation is None or conversation.messages[-1] != messages[-1]:
+            raise wrong_record(record, "no answer", f'"{key}" does not end with an answer.', value)
+        found.append(conversation)
+    chosen, rejected = found
+    if len(chosen.messages) < 2 or chosen.messages[:-1] != rejected.messages[:-1]:
+        raise wrong_record(
+            record,
+            "chosen and rejected answer different things",
+            f'"{column("chosen")}" and "{column("rejected")}" must have the same turns before '
+            "their last answer, and at least one.",
+            record.value.get(column("rejected")),
+        )
+    if chosen == rejected:
+        raise wrong_record(
+            record, "chosen is rejected", "both answers are the same.", found[0].tools
+        )
+    return Preference(chosen, rejected)
+
+
+def _before_the_answers(record: Record, column: Any) -> list[Message]:
+    for name in ("conversations", "messages"):
+        if column(name) in record.value:
+            return turns(record.value[column(name)], column(name), record.where)
+    prompt = record.value.get(column("prompt"), record.value.get(column("instruction")))
+    if isinstance(prompt, list):
+        return turns(prompt, column("prompt"), record.where)
+    if not isinstance(prompt, str):
+        return []
+    key = column("input")
+    extra = record.value.get(key)
+    if extra is not None and not isinstance(extra, str):
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(extra)}, not text.')
+    history = pairs(record.value.get(column("history")), column("history"), record.where)
+    return [*history, Message("user", f"{prompt}\n{extra}" if extra else prompt)]
+
+
+def _is_answer(value: Any) -> bool:
+    """Whether a list holds the answer alone, not a conversation that ends with it."""
+    return isinstance(value, list) and len(value) == 1

@@ -1,0 +1,338 @@
+"""Turns of a conversation, in the spellings of the field: roles, contents, calls of tools."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.data.source.records import RecordError, Where, excerpt
+from llmx.text import plural
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "system",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+}
+CALLS = ("function_call", "tool_call")
+"""Roles of turns that hold nothing but calls of tools."""
+RESULTS = ("observation", "tool_response")
+"""Roles of turns of which one may hold the results of several calls, as a JSON list."""
+TEXT_PARTS = (None, "text", "input_text", "output_text")
+"""Types of a content's parts that are text."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn; ``role`` is system, user, assistant or tool.
+
+    A turn that calls tools has the calls twice: in ``content`` as text, in the form that Qwen
+    and Hermes use, and in ``calls`` as the JSON text of a list of ``{"name", "arguments"}`` for
+    templates that write them in their own way, with ``said`` as the words beside them.
+    """
+
+    role: str
+    content: str
+    calls: str = ""
+    said: str = ""
+
+
+def turns(
+    value: Any, key: str, where: Where, *, before: list[Message] | None = None
+) -> list[Message]:
+    """The messages under ``key``, after those of ``before``.
+
+    Raises RecordError for what is no list of turns, and for turns out of order.
+    """
+    value = by_rows(value)
+    if not isinstance(value, list) or not value:
+        raise _wrong(
+            where,
+            "no turns",
+            f'"{excerpt(key)}" is {excerpt(value)}; it must be a list with at least one turn.',
+            value,
+        )
+    messages = list(before or [])
+    for number, turn in enumerate(value, start=1):
+        place = f'turn {number} of "{excerpt(key)}"'
+        message = _turn(turn, where, place)
+        problem = _out_of_order(message, messages)
+        if problem:
+            raise _wrong(
+                where,
+                "turns out of order",
+                f"{place} {problem}: {excerpt(message.content)}",
+                value,
+            )
+        if messages and _role_name(turn) in CALLS and messages[-1].role == "assistant":
+            messages[-1] = _with_calls(messages[-1], message)  # words and calls of one answer
+            continue
+        # One turn may call several tools; any other role speaks once.
+        if messages and message.role == messages[-1].role != "tool":
+            raise _wrong(
+                where,
+                "turns out of order",
+                f'turns {number - 1} and {number} of "{excerpt(key)}" both have the role '
+                f"{message.role}: {excerpt(message.content)}",
+                value,
+            )
+        after = value[number] if number < len(value) else None
+        alone = messages and messages[-1].role != "tool" and ROLES.get(_role_name(after)) != "tool"
+        if alone and _role_name(turn) in RESULTS:
+            messages += _results(message, calls=messages[-1].calls)
+        else:
+            messages.append(message)
+    return messages
+
+
+def pairs(value: Any, key: str, where: Where) -> list[Message]:
+    """A history of ``[question, answer]`` turns; empty where there is none."""
+    messages: list[Message] = []
+    if not isinstance(value, list | tuple):
+        value = [] if value in (None, "") else [value]
+    for turn in value:
+        if not (isinstance(turn, list | tuple) and len(turn) == 2 and _are_text(turn)):
+            raise _wrong(
+                where,
+                "a wrong history",
+                f'"{excerpt(key)}" holds {excerpt(turn)}; every turn must be [question, answer].',
+                value,
+            )
+        messages += [Message("user", turn[0]), Message("assistant", turn[1])]
+    return messages
+
+
+def labelled_history(value: Any, key: str, where: Where) -> tuple[str, list[Message]]:
+    """(text before the question, earlier turns) of a history that is either: text, a list of
+    ``[question, answer]``, or a list of texts that take turns and end with an answer."""
+    if isinstance(value, str):
+        return value, []
+    if isinstance(value, list) and value and _are_text(value):
+        if len(value) % 2:
+            raise _wrong(
+                where,
+                "a wrong history",
+                f'"{excerpt(key)}" has {plural(len(value), "text")}; questions and answers take '
+                "turns, so their number must be even.",
+                value,
+            )
+        value = [value[i : i + 2] for i in range(0, len(value), 2)]
+    return "", pairs(value, key, where)
+
+
+def _out_of_order(message: Message, before: list[Message]) -> str:
+    if message.role == "system" and before:
+        return "has the role system, which only the first turn may have"
+    if message.role == "assistant" and (not before or before[-1].role == "system"):
+        return "has the role assistant, and no user turn precedes it"
+    if message.role == "tool" and (not before or before[-1].role not in ("assistant", "tool")):
+        return "is the result of a tool, and no call of a tool precedes it"
+    return ""
+
+
+def by_rows(value: Any) -> Any:
+    """A table of turns by columns, as older datasets are stored, as a list of turns."""
+    columns = list(value.values()) if isinstance(value, dict) else []
+    if columns and all(isinstance(column, list) for column in columns):
+        return [dict(zip(value, cells, strict=False)) for cells in zip(*columns, strict=False)]
+    return value
+
+
+def _are_text(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _turn(turn: Any, where: Where, place: str) -> Message:
+    if not isinstance(turn, dict):
+        raise _wrong(
+            where,
+            "a wrong turn",
+            f"{place} is {excerpt(turn)}, not an object with a role and a content.",
+            turn,
+        )
+    name = _role_name(turn)
+    role = ROLES.get(name)
+    if role is None:
+        raise _wrong(
+            where,
+            "an unknown role",
+            f"{place} has the role {excerpt(turn.get('role', turn.get('from')))}; known roles are "
+            f'{", ".join(ROLES)} (under "role" or "from").',
+            turn,
+        )
+    content = _content(turn, role, where, place)
+    calls = turn.get("tool_calls")
+    if not calls and turn.get("function_call"):  # OpenAI's former way
+        calls = [{"function": turn["function_call"]}]
+    if calls:
+        if role != "assistant":
+            raise _wrong(
+                where,
+                "wrong tool_calls",
+                f"{place} has the role {role}, and only the assistant calls tools.",
+                turn,
+            )
+        return _calling(content if isinstance(content, str) else "", calls, where, place)
+    if name in CALLS:
+        return _called(content, where, place)
+    if role == "tool" and isinstance(content, list | dict):
+        content = json.dumps(content, ensure_ascii=False)
+    if not isinstance(content, str):
+        raise _wrong(
+            where,
+            "a wrong content",
+            f'{place} has the content {excerpt(content)}; it must be text (under "content" or '
+            '"value").',
+            turn,
+        )
+    return Message(role, content)
+
+
+def _role_name(turn: Any) -> str:
+    name = turn.get("role") if isinstance(turn, dict) else None
+    if name is None and isinstance(turn, dict):
+        name = turn.get("from")
+    return name if isinstance(name, str) else ""
+
+
+def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
+    """What a turn holds; the text of a list of parts."""
+    content, value = turn.get("content"), turn.get("value")
+    if content in (None, "", []) and value is not None:  # a table has both, for all its records
+        content = value
+    elif value not in (None, "", []) and value != content:
+        raise _wrong(
+            where,
+            "a wrong content",
+            f'{place} has a "content" and another "value": {excerpt(content)} / {excerpt(value)}. '
+            "Keep one.",
+            turn,
+        )
+    parts = content if isinstance(content, list) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        return "" if content == [] and role != "tool" else content
+    kinds = [part.get("type") for part in parts]
+    if all(kind in TEXT_PARTS for kind in kinds) and _are_text([p.get("text") for p in parts]):
+        return "".join(part["text"] for part in parts)
+    other = next((kind for kind in kinds if kind not in TEXT_PARTS), None)
+    if isinstance(other, str):
+        raise _wrong(
+            where,
+            "content that is not text",
+            f"{place} has a part of the type {excerpt(other)}, and only text is trained. Filter "
+            "such rows out (data.on_bad_row=skip does it, and counts them).",
+            turn,
+        )
+    return content
+
+
+def _calling(said: str, calls: Any, where: Where, place: str) -> Message:
+    """A turn with OpenAI ``tool_calls``."""
+    try:
+        found = [_call(call.get("function", call)) for call in calls]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _wrong_calls(calls, error, where, place) from error
+    return _message_of(found, said)
+
+
+def _called(content: Any, where: Where, place: str) -> Message:
+    """A turn of ShareGPT's ``function_call``: a call or a list of calls, as JSON or its text.
+    Text that is no JSON is a call in a language of its own, and stays as it is."""
+    value = content
+    if isinstance(content, str):
+        try:
+            value = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            if content.lstrip()[:1] in ("{", "["):
+                raise _wrong_calls(content, error, where, place) from error
+            return Message("assistant", _block(content))
+    try:
+        return _message_of([_call(call) for call in (value if _is_filled(value) else [value])], "")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        # An object of other keys is a call in a form of its own.
+        if isinstance(content, str) and isinstance(value, dict) and isinstance(error, KeyError):
+            return Message("assistant", _block(content))
+        raise _wrong_calls(content, error, where, place) from error
+
+
+def _is_filled(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _message_of(calls: list[dict[str, Any]], said: str) -> Message:
+    texts = [_block(json.dumps(call, ensure_ascii=False)) for call in calls]
+    text = "\n".join([said, *texts] if said else texts)
+    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=said)
+
+
+def _with_calls(before: Message, message: Message) -> Message:
+    """One answer of two turns: words or calls, and further calls."""
+    text = f"{before.content}\n{message.content}" if before.content else message.content
+    if not message.calls or ("<tool_call>" in before.content and not before.calls):
+        return Message("assistant", text)
+    calls = [*json.loads(before.calls or "[]"), *json.loads(message.calls)]
+    said = before.said if before.calls else before.content
+    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=said)
+
+
+def _results(message: Message, *, calls: str) -> list[Message]:
+    """The results of several calls, which stand in one turn as a JSON list, each in its own."""
+    count = len(json.loads(calls)) if calls else 0
+    if count < 2 or message.content.lstrip()[:1] != "[":
+        return [message]
+    try:
+        found = json.loads(message.content)
+    except (ValueError, RecursionError):
+        return [message]
+    if not isinstance(found, list) or len(found) != count:
+        return [message]
+    texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in found]
+    return [Message("tool", text) for text in texts]
+
+
+def _block(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    name, arguments = function["name"], function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name is {excerpt(name)}")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments are {excerpt(arguments)}, not an object")
+    json.dumps(arguments, allow_nan=False)
+    return {"name": name, "arguments": arguments}
+
+
+def _wrong_calls(calls: Any, error: Exception, where: Where, place: str) -> RecordError:
+    problem = str(error)
+    if isinstance(error, KeyError):
+        problem = f"no {error}"
+    elif isinstance(error, TypeError | AttributeError):
+        problem = "it is no object"
+    return _wrong(
+        where,
+        "wrong tool_calls",
+        f'{place}: every tool call needs a "name" and an object "arguments" ({problem}): '
+        f"{excerpt(calls)}",
+        calls,
+    )
+
+
+def _wrong(where: Where, reason: str, problem: str, value: Any) -> RecordError:
+    content = json.dumps(value, ensure_ascii=False, default=str)
+    return RecordError(f"{where}: {problem}", where=where, reason=reason, content=content)

@@ -1,0 +1,206 @@
+"""Records and texts of files that are made of lines: JSON Lines, TSV and CSV, plain text.
+
+Each knows its line; in a byte range of a file, which is all that one of several hosts reads of it,
+too.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from llmx.data.source.records import (
+    ByteRange,
+    OnBad,
+    Record,
+    RecordDecoder,
+    RecordError,
+    TextPiece,
+    Where,
+    excerpt,
+    key_twice,
+    names,
+)
+from llmx.errors import DataError
+from llmx.text import plural
+
+PIECE_CHARS = 4 << 20
+"""A text file is tokenized in pieces of about this many characters."""
+WHOLE = ByteRange(0, None, 1)
+
+
+def lines_of(
+    file: Path, stream: IO[bytes], bad: OnBad, byte_range: ByteRange = WHOLE
+) -> Iterator[tuple[str, Where]]:
+    """Decoded lines with their line ends; a bad byte is reported with its line."""
+    at = byte_range.start
+    if at:
+        stream.seek(at)
+    for number, line in enumerate(stream, start=byte_range.first_line):
+        if byte_range.stop is not None:
+            if at >= byte_range.stop:
+                return
+            at += len(line)
+        where = Where(file, number, "line")
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            around = line[max(0, error.start - 20) : error.start + 20]
+            bad(
+                RecordError(
+                    f"{where}: byte {error.start + 1} is not UTF-8: {around!r}. Convert the file, "
+                    "e.g. `iconv -f GB18030 -t UTF-8`.",
+                    where=where,
+                    reason="not UTF-8",
+                    content=line.decode("utf-8", "backslashreplace").rstrip("\r\n"),
+                )
+            )
+            continue
+        yield text, where
+
+
+def whole_text(lines: Iterator[tuple[str, Where]], file: Path) -> Iterator[TextPiece]:
+    """The file as one document, in pieces cut where a line begins with a word: there, no
+    byte-level BPE has a token that reaches across, so the tokens are those of the whole."""
+    piece: list[str] = []
+    size = 0
+    start = Where(file, 1, "line")
+    for line, where in lines:
+        if size >= PIECE_CHARS and not line[:1].isspace():
+            yield TextPiece("".join(piece), start, last=False)
+            piece, size, start = [], 0, where
+        piece.append(line)
+        size += len(line)
+    if piece:
+        yield TextPiece("".join(piece), start, last=True)
+
+
+def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[TextPiece]:
+    """Each line that is not empty as a document, without its line end."""
+    for line, where in lines:
+        if line.strip():
+            yield TextPiece(line.rstrip("\r\n"), where, last=True)
+
+
+def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[TextPiece]:
+    """What stands between empty lines as a document, without the last line end."""
+    found: list[str] = []
+    start: Where | None = None
+    for line, where in lines:
+        if line.strip():
+            start = start or where
+            found.append(line)
+        elif start is not None:
+            yield TextPiece("".join(found).rstrip("\r\n"), start, last=True)
+            found, start = [], None
+    if start is not None:
+        yield TextPiece("".join(found).rstrip("\r\n"), start, last=True)
+
+
+def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:
+    """The object on each line that is not empty."""
+    decoder = RecordDecoder()
+    for line, where in lines:
+        if not line.strip():
+            continue
+        try:
+            decoder.twice = None
+            value = decoder.decode(line.rstrip())
+        except (ValueError, RecursionError) as error:
+            bad(_not_json(line.rstrip(), where, error))
+            continue
+        if decoder.twice is not None:
+            bad(key_twice(decoder.twice, value, where))
+        elif isinstance(value, dict):
+            yield Record(value, where)
+        else:
+            bad(no_object(value, where))
+
+
+def table_lines(
+    lines: Iterator[tuple[str, Where]], file: Path, *, delimiter: str, bad: OnBad
+) -> Iterator[Record]:
+    """The records of a TSV or CSV, of which the first names the columns."""
+    # A TSV is written without quoting, in which a quotation mark is only itself.
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    csv.field_size_limit(sys.maxsize)  # a cell may hold a whole document
+    # The line of the file is counted here: the reader does not see a line that was refused.
+    line_number = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal line_number
+        for line, where in lines:
+            line_number = where.number
+            yield line
+
+    reader = csv.reader(texts(), delimiter=delimiter, quoting=quoting, strict=True)
+    columns: list[str] | None = None
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            where = Where(file, line_number, "line")
+            problem = f"{error}. A quotation mark inside of a quoted cell is written twice."
+            bad(RecordError(f"{where}: {problem}", where=where, reason="not a table's row"))
+            continue
+        where = Where(file, line_number, "line")
+        if columns is None:
+            columns = cells
+            _check_header(columns, where)
+        elif len(cells) == len(columns):
+            yield Record(dict(zip(columns, cells, strict=True)), where)
+        elif cells:
+            bad(
+                RecordError(
+                    f"{where}: {plural(len(cells), 'cell')}, but the header names "
+                    f"{plural(len(columns), 'column')} ({names(columns)}): "
+                    f"{excerpt(delimiter.join(cells))}.",
+                    where=where,
+                    reason="another number of cells than the header",
+                    content=delimiter.join(cells),
+                )
+            )
+
+
+def _check_header(columns: list[str], where: Where) -> None:
+    twice = [name for name in columns if columns.count(name) > 1]
+    if twice:
+        raise DataError(
+            f'{where}: the header names the column "{excerpt(twice[0])}" twice, and which of the '
+            "two counts is not defined. Rename one."
+        )
+
+
+def _not_json(line: str, where: Where, error: Exception) -> RecordError:
+    column, problem = 1, "nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        column, problem = error.colno, error.msg
+    elif isinstance(error, ValueError):  # Python refuses to read it
+        problem = "a number of more than 4,300 digits"
+    around = excerpt(line[max(0, column - 41) : column + 39])
+    return RecordError(
+        f"{where}, column {column}: not JSON ({problem}): {around}. Correct the line; a file cut "
+        "off in the middle must be fetched again.",
+        where=where,
+        reason="not JSON",
+        content=line,
+    )
+
+
+def no_object(value: Any, where: Where) -> RecordError:
+    """For a record that is JSON, but no object."""
+    return RecordError(
+        f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
+        '{"text": "..."}.',
+        where=where,
+        reason="not an object",
+        content=json.dumps(value, ensure_ascii=False),
+    )

@@ -1,0 +1,415 @@
+"""The records of a split: of one source or several, without those held out and those left out.
+
+Records are numbered in the order in which they are read, over all sources. Which of them belong to
+the evaluation, which are repeated and how often a source is taken are functions of that number
+and the seed alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from llmx.config import DataConfig, Experiment, SourceConfig
+from llmx.data.examples import TypedRecord
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.source.progress import PreparationProgress
+from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, refuse
+from llmx.data.source.rejected import RejectedRecords
+from llmx.data.source.source import TAKEN, Source, no_rows
+from llmx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Survey:
+    """``repeated``: bool [num_rows], True for a record that is identical to an earlier one; None
+    where it was not asked for."""
+
+    num_rows: int
+    repeated: np.ndarray | None
+
+    @property
+    def num_different(self) -> int:
+        return self.num_rows - (0 if self.repeated is None else int(self.repeated.sum()))
+
+    def is_repeated(self, index: int) -> bool:
+        return self.repeated is not None and bool(self.repeated[index])
+
+
+def survey_of(
+    records: Iterable[tuple[int, TypedRecord | None, int]], *, find_repeated: bool
+) -> Survey:
+    """Count numbered records and compare them by a digest of what is trained. 16 bytes a record."""
+    digests = array("Q")
+    count = 0
+    text = hashlib.blake2b(digest_size=16)
+    for index, record, _ in records:
+        count = index + 1
+        if not find_repeated:
+            continue
+        text.update(_content(record, index))
+        if not isinstance(record, Document) or record.last:
+            digests.frombytes(text.digest())
+            text = hashlib.blake2b(digest_size=16)
+    if not find_repeated:
+        return Survey(count, None)
+    pairs = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+    order = np.lexsort((np.arange(len(pairs)), pairs[:, 1], pairs[:, 0]))
+    ordered = pairs[order]
+    repeated = np.zeros(count, np.bool_)
+    same = (ordered[1:] == ordered[:-1]).all(axis=1)
+    repeated[order[1:][same]] = True
+    return Survey(count, repeated)
+
+
+def _content(record: TypedRecord | None, index: int) -> bytes:
+    if isinstance(record, Document):
+        return record.text.encode("utf-8", "surrogatepass")
+    if isinstance(record, Conversation):
+        turns = [[message.role, message.content] for message in record.messages]
+        return json.dumps([turns, record.tools]).encode()
+    if isinstance(record, Preference):
+        return b"".join(_content(answer, index) for answer in (record.chosen, record.rejected))
+    if isinstance(record, Labelled):
+        turns = [[message.role, message.content] for message in record.history]
+        return json.dumps([turns, record.text, record.label]).encode()
+    if isinstance(record, Record):
+        return json.dumps(record.value, default=str).encode()
+    return f"\0nothing to learn {index}".encode()  # counted as such, not as repeated
+
+
+def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool] | None:
+    """Whether a record of source ``number`` is in a copy of which only the fraction ``weight`` is
+    taken; None where all of it is."""
+    if weight >= 1:
+        return None
+    generator = np.random.Generator(np.random.Philox(key=_key("weight", seed, number)))
+    drawn: list[float] = []
+
+    def chosen(index: int) -> bool:
+        while index >= len(drawn):
+            drawn.extend(generator.random(4096).tolist())
+        return drawn[index] < weight
+
+    return chosen
+
+
+def held_out(survey: Survey, wanted: int, *, seed: int) -> set[int]:
+    """The records of the evaluation: those with the smallest of one random draw a record, so that
+    they are a function of (seed, number of records) alone. A repeated record is never one."""
+    draws = np.random.Philox(key=_key("held out", seed)).random_raw(survey.num_rows)
+    order = np.argsort(draws, kind="stable")
+    if survey.repeated is not None:
+        order = order[~survey.repeated[order]]
+    return set(order[:wanted].tolist())
+
+
+def _key(*parts: object) -> np.ndarray:
+    digest = hashlib.sha256(json.dumps(parts).encode()).digest()[:16]
+    return np.frombuffer(digest, np.uint64)
+
+
+FORMS_VERSION = 3
+"""Raised when a text becomes another record than before; for records with columns it is enough to
+raise ``source.COLUMNS_VERSION``, which leaves prepared text as it is."""
+
+
+SPLITS = ("train", "eval")
+Numbered = tuple[int, TypedRecord | None, int]
+"""A record with its number before it, and which copy it is."""
+
+
+def has_eval(exp: Experiment) -> bool:
+    """Whether there is anything to evaluate on: a source, held-out records, or the demo's."""
+    data = exp.data
+    own = data.path == "demo" and not data.sources
+    return bool(data.eval_path or data.eval_samples > 0 or own)
+
+
+@dataclass(frozen=True)
+class DatasetSplit:
+    """One split of the experiment's data. Nothing is read before it is asked for."""
+
+    data: DataConfig
+    seed: int
+    name: str
+    """``train`` or ``eval``."""
+    takes: tuple[type, ...] = TAKEN
+    """The types of records that are wanted (``Encoding.takes``)."""
+    rejects: RejectedRecords = field(default_factory=RejectedRecords, compare=False)
+    """Records that ``records()`` passed over, when ``data.on_bad_row=skip``."""
+    left_out: Counter[str] = field(default_factory=Counter, compare=False)
+    """Good records that ``records()`` left out, by reason."""
+    meter: Meter = field(default_factory=Meter, compare=False)
+    """How far ``records()`` has read."""
+
+    @classmethod
+    def of(cls, exp: Experiment, split: str, *, takes: tuple[type, ...] = TAKEN) -> DatasetSplit:
+        """``takes``: the types of records that are wanted. Raises ConfigError for a split that the
+        experiment has not."""
+        if split not in SPLITS:
+            raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
+        if split == "eval" and not has_eval(exp):
+            raise ConfigError(
+                "There is no evaluation data: set data.eval_path, or data.eval_samples to hold "
+                "out that many rows of data.path."
+            )
+        return cls(exp.data, exp.seed, split, takes=takes)
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """The sources that are read for this split, in order."""
+        data = self.data
+        if self.name == "eval" and data.eval_path:
+            configs = [SourceConfig(path=data.eval_path)]
+        else:
+            configs = data.sources or [SourceConfig(path=data.path)]
+        for index, config in enumerate(configs):
+            if not config.path:
+                where = f"data.sources[{index}].path" if data.sources else "data.path"
+                raise ConfigError(f"{where} is empty. Name a file, a directory or a Hub id.")
+            if not config.weight > 0:
+                raise ConfigError(
+                    f"data.sources[{index}].weight={config.weight}: a weight is positive; leave "
+                    "out a source that is not wanted."
+                )
+        return [Source.of(data, config, split=self.name, takes=self.takes) for config in configs]
+
+    @property
+    def path(self) -> str:
+        """What is read, for messages: one path, or several."""
+        return ", ".join(source.path for source in self.sources)
+
+    @property
+    def held_out_rows(self) -> int:
+        """Records of these sources that belong to the evaluation; 0 where it has its own."""
+        own = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
+        return 0 if own else self.data.eval_samples
+
+    @property
+    def ignored_columns(self) -> list[str]:
+        """Columns that were read up to now and not used, sorted."""
+        return sorted(set().union(*(source.ignored for source in self.sources)))
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """All files on this machine, in the order in which they are read."""
+        return [file for source in self.sources for file in source.files]
+
+    @cached_property
+    def form(self) -> str:
+        """The form of the records; where sources differ, their forms joined by ``+``."""
+        forms = list(dict.fromkeys(source.form for source in self.sources))
+        # A task that takes no pairs learns the better answer.
+        named = (
+            {} if Preference in self.takes else {"preference": "preference (the chosen answers)"}
+        )
+        return "+".join(named.get(form, form) for form in forms)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there are documents among the records."""
+        return any(source.form == "text" for source in self.sources)
+
+    @property
+    def has_conversations(self) -> bool:
+        return any(source.form != "text" for source in self.sources)
+
+    @cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the files on disk; 0 where they are not here (Hub)."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes that ``records()`` reads from disk, on ``meter``; 0 where it is not known."""
+        limited = any(source.max_rows is not None or source.hub for source in self.sources)
+        if limited or self.data.max_rows is not None:
+            return 0
+        return sum(
+            file.stat().st_size * self.copies(source)
+            for source in self.sources
+            for file in source.files
+        )
+
+    def copies(self, source: Source) -> int:
+        """How often a source is read for its records."""
+        return math.ceil(source.weight) if self.name == "train" else 1
+
+    def digests(self, *, cache: Path) -> list[str]:
+        """What names the bytes of each file or Hub dataset; see ``digest_of`` for ``cache``."""
+        return [digest for source in self.sources for digest in source.digests(cache=cache)]
+
+    def identity(self) -> dict[str, object]:
+        """What decides which records there are, beside the bytes of the files."""
+        data = self.data
+        identity: dict[str, object] = {
+            "forms_version": FORMS_VERSION,
+            "parts": [source.identity() for source in self.sources],
+            "num_files": [len(source.files) for source in self.sources],
+            "max_rows": data.max_rows,
+            "on_bad_row": data.on_bad_row,
+            "deduplicate": data.deduplicate,
+        }
+        if self.held_out_rows:
+            identity["held_out"] = [self.name, self.held_out_rows, self.seed]
+        if any(source.weight != 1 for source in self.sources):
+            identity["seed"] = self.seed
+        return identity
+
+    @property
+    def divisible(self) -> bool:
+        """Whether each record is taken or not whatever its number: then files can be read apart."""
+        data = self.data
+        return not (
+            any(p.hub or p.max_rows is not None or p.weight % 1 for p in self.sources)
+            or self.held_out_rows
+            or data.deduplicate
+            or data.max_rows is not None
+        )
+
+    def records(self) -> Iterator[TypedRecord | None]:
+        """Every record of the split, in order; None for a conversation without an answer.
+
+        Raises RecordError (a DataError) at the first record that is wrong, or notes it in
+        ``rejects``; DataError when there is no record at all.
+        """
+        self.rejects.clear()
+        self.left_out.clear()
+        survey, chosen = self._survey, self._held_out
+        self.meter.bytes = 0
+        bad = self.on_bad
+        empty = True
+        for index, record, copy in self._every(bad, weighted=self.name == "train"):
+            empty = False
+            first = copy == 0
+            if survey is not None and survey.is_repeated(index):
+                self._leave_out("identical to an earlier row", record, first)
+            elif chosen is not None and (index in chosen) != (self.name == "eval"):
+                continue
+            elif self._is_empty(record):
+                self._leave_out("empty", record, first)
+            else:
+                yield record
+        if empty and not self.rejects.counts:
+            raise no_rows(self.path)
+
+    def records_of(
+        self, source: Source, file: Path, byte_range: ByteRange, *, first: bool
+    ) -> Iterator[TypedRecord | None]:
+        """Those of ``records()`` that stand in one file, or in some of its lines; all of them, one
+        after the other, are ``records()`` of a source that is ``divisible``. ``first``: the first
+        copy, whose rejects are noted."""
+        bad = self.on_bad if first else _pass_over
+        for record in source.records_of(file, byte_range, bad, meter=self.meter):
+            if self._is_empty(record):
+                self._leave_out("empty", record, first)
+            else:
+                yield record
+
+    @property
+    def on_bad(self) -> OnBad:
+        """What is done with a bad record: ``data.on_bad_row``."""
+        return self.rejects.add if self.data.on_bad_row == "skip" else refuse
+
+    @staticmethod
+    def _is_empty(record: TypedRecord | None) -> bool:
+        return isinstance(record, Document) and record.last and not record.text.strip()
+
+    def _leave_out(self, reason: str, record: TypedRecord | None, first: bool) -> None:
+        if first and _is_whole(record):
+            self.left_out[reason] += 1
+
+    def _numbered(
+        self, source: Source, start: int, bad: OnBad
+    ) -> Iterator[tuple[int, TypedRecord | None]]:
+        """(number, record) of one source; the pieces of one text have one number."""
+        limits = [] if source.max_rows is None else [source.max_rows]
+        if self.data.max_rows is not None:
+            limits.append(max(0, self.data.max_rows - start))
+        stop = start + min(limits) if limits else None
+        index = start
+        records = source.records(bad, meter=self.meter)
+        while stop is None or index < stop:
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            yield index, record
+            index += _is_whole(record)
+
+    def _every(
+        self, bad: OnBad, *, weighted: bool
+    ) -> Iterator[tuple[int, TypedRecord | None, int]]:
+        """(number, record, which copy) over all sources; ``weighted``: each as often as its weight
+        says, else once."""
+        start = 0
+        for number, source in enumerate(self.sources):
+            stop = start
+            for copy in range(self.copies(source) if weighted else 1):
+                weight = source.weight - copy if weighted else 1.0
+                taken = weight_draws(self.seed, number, weight)
+                for index, record in self._numbered(
+                    source, start, bad if copy == 0 else _pass_over
+                ):
+                    if taken is None or taken(index - start):
+                        yield index, record, copy
+                    stop = max(stop, index + _is_whole(record))
+            start = stop
+
+    @cached_property
+    def _survey(self) -> Survey | None:
+        """A first reading, where the number of records, or which of them repeat, must be known."""
+        if not self.held_out_rows and not self.data.deduplicate:
+            return None
+        skips = self.data.on_bad_row == "skip"
+        records = self._every(_pass_over if skips else refuse, weighted=False)
+        meter, total = self.meter, self.source_bytes
+        meter.bytes = 0
+        title = f"Counting the rows of {self.path}"
+        with PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
+            return survey_of(_shown(records, meter, progress), find_repeated=self.data.deduplicate)
+
+    def look_ahead(self) -> None:
+        """The first reading of ``records()``, if it needs one: before its own progress is shown."""
+        _ = self._survey
+
+    @cached_property
+    def _held_out(self) -> set[int] | None:
+        wanted, survey = self.held_out_rows, self._survey
+        if not wanted or survey is None:
+            return None
+        if wanted >= survey.num_different:
+            raise ConfigError(
+                f"data.eval_samples={wanted} of {survey.num_different} rows in {self.path} leaves "
+                "nothing to train on. Hold out fewer, or give data.eval_path."
+            )
+        return held_out(survey, wanted, seed=self.seed)
+
+
+def _is_whole(record: TypedRecord | None) -> bool:
+    """Whether nothing more of the same record follows."""
+    return not isinstance(record, Document) or record.last
+
+
+def _shown(
+    records: Iterator[Numbered], meter: Meter, progress: PreparationProgress
+) -> Iterator[Numbered]:
+    """The same records; progress is told now and then."""
+    for number, record in enumerate(records):
+        if number % 1000 == 0:
+            progress.add(size=meter.bytes - progress.bytes)
+        yield record
+
+
+def _pass_over(error: RecordError) -> None:
+    """A bad record that is noted in another reading of the same records."""

@@ -1,0 +1,105 @@
+"""Rows of Parquet and Arrow files and of ``save_to_disk`` directories, a batch at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmx.data.source.records import OnBad, Record, RecordError, Where, refuse
+from llmx.errors import DataError
+
+BATCH_ROWS = 1024
+
+
+def table_rows(file: Path, bad: OnBad = refuse) -> Iterator[Record]:
+    """The records of one ``.parquet`` or ``.arrow`` file. Raises DataError where it is damaged."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        for batch in _batches(file):
+            for value in _values(batch):
+                number += 1
+                where = Where(file, number, "row")
+                if isinstance(value, dict):
+                    yield Record(value, where)
+                else:
+                    bad(_not_utf8(value, where))
+    except (pa.ArrowException, OSError) as error:  # damaged content is an OSError to Arrow
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{file}, after row {number}: not a readable {file.suffix[1:]} file ({line}). It is "
+            "damaged, cut off or of another kind; fetch it again."
+        ) from error
+
+
+def _batches(file: Path) -> Iterator[Any]:
+    import pyarrow as pa
+
+    if file.suffix.lower() == ".parquet":
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(file) as parquet:
+            yield from parquet.iter_batches(batch_size=BATCH_ROWS)
+        return
+    with pa.memory_map(str(file)) as memory:
+        try:
+            stream = pa.ipc.open_stream(memory)
+        except pa.ArrowInvalid:  # the other of Arrow's two file formats
+            reader = pa.ipc.open_file(memory)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            batches = iter(stream)
+        for batch in batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield batch.slice(start, BATCH_ROWS)
+
+
+def _values(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
+    """The records of a batch; Arrow's text may hold bytes that are none."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(batch.slice(row, 1)) for row in range(batch.num_rows)]
+
+
+def _value(batch: Any) -> dict[str, Any] | UnicodeDecodeError:
+    try:
+        return dict(batch.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _not_utf8(error: UnicodeDecodeError, where: Where) -> RecordError:
+    around = error.object[max(0, error.start - 20) : error.start + 20]
+    return RecordError(
+        f"{where}: a text holds bytes that are not UTF-8: {around!r}. Write the file again from "
+        "text in UTF-8.",
+        where=where,
+        reason="not UTF-8",
+        content=repr(around),
+    )
+
+
+def saved_files(place: Path, *, split: str | None) -> list[Path]:
+    """The Arrow files of a ``save_to_disk`` directory, in the dataset's order.
+
+    ``split`` chooses from a ``DatasetDict``; default: ``train``, or the only one there is.
+    """
+    if (place / "dataset_dict.json").is_file():
+        splits = json.loads((place / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        name = split or (splits[0] if len(splits) == 1 else "train")
+        if name not in splits:
+            raise DataError(
+                f"{place}: there is no split {name!r}; it has {', '.join(splits)}. "
+                f"Set data.split={splits[0]}."
+            )
+        return saved_files(place / name, split=None)
+    state = json.loads((place / "state.json").read_text(encoding="utf-8"))
+    files = [place / entry["filename"] for entry in state["_data_files"]]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise DataError(f"{missing[0]}: {place / 'state.json'} names it, and it is not there.")
+    return files

@@ -1,0 +1,343 @@
+"""The sample store: prepared samples in a directory, memory-mapped, written once, atomically.
+
+A sample is up to ``seq_len`` tokens of one or more examples. An example is one sequence (a
+conversation, a document or a piece of one) or several that belong together (a pair); each sequence
+is isolated from its neighbours. Files:
+
+    tokens.bin         uint32  [tokens]       all samples, one after the other
+    targets.bin        uint8   [tokens]       1 where that token is to be predicted; or
+    weight.bin         float32 [tokens]       its weight, where a task gives weights
+    NAME.bin           of a column that a task adds: by token, by sequence or by example
+    sequences.npy      int64   [sequences+1]  the first token of each sequence
+    examples.npy       int64   [examples+1]   the first sequence of each example
+    samples.npy        int64   [samples+1]    the first example of each sample
+    target_counts.npy  int64   [samples]      target tokens of each sample
+    sample_weights.npy float64 [samples]      the sum of their weights, where there are weights
+    meta.json          fingerprint, options, columns, counts, checksums
+
+``SampleStore.open(path)`` then ``store[i]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmx.data.examples import WEIGHT, Column, Schema
+from llmx.errors import DataError
+
+STORE_FORMAT = 2
+"""Of the files. Another one is prepared again; the samples, and so the fingerprint, may be the
+same."""
+INDEX_FILES = ("samples.npy", "examples.npy", "sequences.npy", "target_counts.npy")
+WEIGHTS_FILE = "sample_weights.npy"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: n tokens of k sequences."""
+
+    tokens: np.ndarray
+    """uint32 [n]"""
+    targets: np.ndarray
+    """bool [n]: True where that token is to be predicted from those before it in its sequence.
+    Never True at a sequence's first token, which has nothing before it."""
+    sequence_starts: np.ndarray
+    """int64 [k]: where each sequence begins; ``sequence_starts[0] == 0``."""
+    weights: np.ndarray | None = None
+    """float32 [n]: of each target, 0 elsewhere; None where every target counts 1."""
+    example_starts: np.ndarray | None = None
+    """int64 [examples]: the first sequence of each; None where each sequence is an example."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Of the task: [n, ...], [k, ...] or [examples, ...]."""
+
+    def sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(tokens, targets) of each sequence."""
+        for start, stop in self.bounds():
+            yield self.tokens[start:stop], self.targets[start:stop]
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Where each sequence begins and ends."""
+        return itertools.pairwise([*self.sequence_starts.tolist(), len(self.tokens)])
+
+    def example_sizes(self) -> list[int]:
+        """How many sequences each example has."""
+        if self.example_starts is None:
+            return [1] * len(self.sequence_starts)
+        sizes: list[int] = np.diff(self.example_starts, append=len(self.sequence_starts)).tolist()
+        return sizes
+
+
+class SampleStore:
+    """Read access to a prepared store. Cheap to open; safe to share between threads."""
+
+    def __init__(self, path: Path, meta: dict[str, Any]) -> None:
+        self.path = path
+        self.meta = meta
+        self.columns = tuple(Column.from_dict(values) for values in meta["columns"])
+        """Of the task, beside tokens and targets."""
+        self._schema = schema = Schema(self.columns)
+        arrays = [np.load(path / name, mmap_mode="r") for name in INDEX_FILES]
+        self._samples, self._examples, self._sequences, self._target_counts = arrays
+        self._tokens = self._mapped("tokens", np.uint32, "token")
+        if schema.weighted:
+            self._targets = self._mapped(WEIGHT, np.float32, "token")
+            self._weights = np.load(path / WEIGHTS_FILE, mmap_mode="r")
+        else:
+            self._targets = self._mapped("targets", np.uint8, "token")
+            self._weights = self._target_counts
+        self._arrays = {
+            column.name: self._mapped(column.name, column.dtype, column.per, column.shape)
+            for column in self.columns
+            if column.name != WEIGHT
+        }
+
+    def _mapped(self, name: str, dtype: Any, per: str, shape: tuple[int, ...] = ()) -> np.ndarray:
+        counts = {
+            "token": int(self._sequences[-1]),
+            "sequence": len(self._sequences) - 1,
+            "example": len(self._examples) - 1,
+        }
+        whole = (counts[per], *shape)
+        if not np.prod(whole):  # mmap refuses an empty file
+            return np.zeros(whole, dtype=dtype)
+        return np.memmap(self.path / f"{name}.bin", dtype=dtype, mode="r", shape=whole)
+
+    @classmethod
+    def open(cls, path: Path | str) -> SampleStore:
+        """Open a store; raises DataError if it is not one, is of another format version, or
+        a file has not the size that ``meta.json`` records."""
+        path = Path(path)
+        try:
+            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise DataError(
+                f"{path} is not a prepared data store ({error}). "
+                "Remove the directory; it is prepared again at the next run."
+            ) from error
+        if meta.get("format_version") != STORE_FORMAT:
+            raise DataError(
+                f"{path} has store format {meta.get('format_version')}, this version of llmx "
+                f"reads {STORE_FORMAT}. Remove the directory; it is prepared again."
+            )
+        for name, size in meta["file_bytes"].items():
+            found = (path / name).stat().st_size if (path / name).exists() else None
+            if found != size:
+                raise DataError(
+                    f"{path / name} has {found} bytes, {size} were written: the store is "
+                    "damaged. Remove the directory; it is prepared again."
+                )
+        return cls(path, meta)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of source bytes, tokenizer, template and every option that matters."""
+        return str(self.meta["fingerprint"])
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.meta["seq_len"])
+
+    @property
+    def batch_columns(self) -> tuple[Column, ...] | None:
+        """What ``collate`` is told: None where examples are one sequence each without columns,
+        whose batches need no more than their tokens."""
+        grouped = len(self._examples) != len(self._sequences)
+        return self.columns if self.columns or grouped else None
+
+    @property
+    def num_sequences(self) -> int:
+        """Of all samples."""
+        return len(self._sequences) - 1
+
+    def __len__(self) -> int:
+        return len(self._target_counts)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is not in [0, {len(self)})")
+        examples = slice(int(self._samples[index]), int(self._samples[index + 1]))
+        first, last = int(self._examples[examples.start]), int(self._examples[examples.stop])
+        start, stop = int(self._sequences[first]), int(self._sequences[last])
+        span = {"token": slice(start, stop), "sequence": slice(first, last), "example": examples}
+        found = self._targets[start:stop]
+        weighted = self._schema.weighted
+        grouped = last - first != examples.stop - examples.start
+        return Sample(
+            tokens=self._tokens[start:stop],
+            targets=found != 0 if weighted else found.view(np.bool_),
+            sequence_starts=self._sequences[first:last] - start,
+            weights=found if weighted else None,
+            example_starts=self._examples[examples] - first if grouped else None,
+            columns={
+                column.name: self._arrays[column.name][span[column.per]]
+                for column in self.columns
+                if column.name != WEIGHT
+            },
+        )
+
+    def num_target_tokens(self, index: int | np.ndarray) -> int:
+        """Target tokens of one sample, or of all of several samples together. Known from the
+        index, so every rank knows the targets of a whole step without communication."""
+        return int(np.sum(self._target_counts[index]))
+
+    def weight_of(self, index: int | np.ndarray) -> float:
+        """Sum of the weights of the target tokens of one sample or of several together, from the
+        index; their number where they have no weights."""
+        return float(np.sum(self._weights[index]))
+
+    def num_tokens(self, index: int | np.ndarray) -> int:
+        """Tokens (there is no padding in the store) of one sample or of several together."""
+        index = np.asarray(index)
+        first, last = self._examples[self._samples[index]], self._examples[self._samples[index + 1]]
+        return int(np.sum(self._sequences[last] - self._sequences[first]))
+
+    def num_examples(self, index: int | np.ndarray) -> int:
+        """Examples of one sample or of several together."""
+        index = np.asarray(index)
+        return int(np.sum(self._samples[index + 1] - self._samples[index]))
+
+    def verify(self) -> None:
+        """Compare every file with its checksum; raises DataError that names the damaged one."""
+        for name, digest in self.meta["sha256"].items():
+            if sha256_of_file(self.path / name) != digest:
+                raise DataError(
+                    f"{self.path / name} does not have its recorded checksum: the store is "
+                    "damaged. Remove the directory; it is prepared again."
+                )
+
+
+def publish(
+    path: Path,
+    fill: Callable[[Path], dict[str, Any]],
+    *,
+    fingerprint: str,
+    seq_len: int,
+    meta: dict[str, Any],
+) -> SampleStore:
+    """Let ``fill`` write the arrays of a store, so that ``path`` appears whole or not at all.
+
+    ``fill`` gets an empty directory and returns the counts, with ``sha256`` of the files that it
+    summed as it wrote them. If another process made ``path`` in the meantime (same name, so same
+    content), ours is thrown away and theirs is used.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        temporary.mkdir()
+        counts = fill(temporary)
+        names = sorted(file.name for file in temporary.iterdir())
+        digests = counts.pop("sha256", {})
+        whole_meta = {
+            "format_version": STORE_FORMAT,
+            "fingerprint": fingerprint,
+            "seq_len": seq_len,
+            **counts,
+            **meta,
+            "file_bytes": {name: (temporary / name).stat().st_size for name in names},
+            "sha256": {
+                name: digests.get(name) or sha256_of_file(temporary / name) for name in names
+            },
+        }
+        text = json.dumps(whole_meta, indent=2, ensure_ascii=False) + "\n"
+        (temporary / "meta.json").write_text(text, encoding="utf-8")
+        for name in [*names, "meta.json", "."]:
+            _fsync(temporary / name)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if not (path / "meta.json").exists():
+                raise
+        _fsync(path.parent)
+    except OSError as error:
+        raise cannot_write(path.parent, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return SampleStore.open(path)
+
+
+def cannot_write(directory: Path, error: OSError) -> DataError:
+    """For a disk that is full or not ours; what was prepared before is untouched."""
+    return DataError(
+        f"Cannot write prepared data to {directory}: {error}. "
+        "Free some space, or set data.cache_dir to another disk."
+    )
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a store that is being prepared, so that a second process waits and
+    then finds it done. The kernel releases it when its holder dies, however it dies."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.with_name(f"{path.name}.lock").open("a")
+    except OSError as error:
+        raise DataError(
+            f"Cannot write to {path.parent}: {error}. Set data.cache_dir (or LLMX_CACHE) to a "
+            "directory that you may write to."
+        ) from error
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            # Whoever holds the lock is alone: parts left by a killed process can go.
+            for left in path.parent.glob(f"{path.name}.tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+        finally:
+            # Closing is not enough: a child forked meanwhile would hold the lock on.
+            fcntl.flock(stream, fcntl.LOCK_UN)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hex digest of a file's bytes, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def save_index(
+    directory: Path,
+    *,
+    samples: Any,
+    examples: Any,
+    sequences: Any,
+    target_counts: Any,
+    weights: Any = None,
+) -> dict[str, Any]:
+    """Write the index of a store; returns its counts, for meta.json."""
+    found = (samples, examples, sequences, target_counts)
+    arrays = [np.asarray(values, np.int64) for values in found]
+    for name, values in zip(INDEX_FILES, arrays, strict=True):
+        np.save(directory / name, values)
+    counts: dict[str, Any] = {
+        "num_samples": len(arrays[3]),
+        "num_examples": len(arrays[1]) - 1,
+        "num_sequences": len(arrays[2]) - 1,
+        "num_tokens": int(arrays[2][-1]),
+        "num_target_tokens": int(arrays[3].sum()),
+    }
+    if weights is not None:
+        np.save(directory / WEIGHTS_FILE, np.asarray(weights, np.float64))
+        counts["target_weight"] = float(np.sum(weights))
+    return counts
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

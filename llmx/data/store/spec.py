@@ -1,0 +1,141 @@
+"""What is to be prepared: from an experiment to records, their encoding and the store's name.
+
+The store is named by a fingerprint of everything that decides its samples: the bytes of the
+sources, the tokenizer, the template, the task's encoding and the options that matter. Another
+seq_len is another store.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmx.config import DataConfig, Experiment
+from llmx.data.examples import Encoding, Schema
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.source.records import Record
+from llmx.data.source.source import COLUMNS_VERSION
+from llmx.data.source.split import FORMS_VERSION, DatasetSplit
+from llmx.data.store.samples import STORE_FORMAT
+from llmx.data.tokenize.conversations import Renderer
+from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
+from llmx.errors import ConfigError
+
+SAMPLES_VERSION = 1
+"""Raised when other samples are made of the same rows. (The files of a store have a format of
+their own, ``store.STORE_FORMAT``, which leaves the samples and so the fingerprint as they are.)"""
+_SAME = ("sources", "tokenizer", "seq_len", "packing")
+_SUFFIX = f"-v{STORE_FORMAT}"
+NAMES = {
+    Conversation: "conversations",
+    Document: "text",
+    Labelled: "labelled rows",
+    Preference: "preference pairs",
+    Record: "records",
+}
+PREPARATION = f"{SAMPLES_VERSION}.{FORMS_VERSION}.{COLUMNS_VERSION}"
+"""Another one makes other samples of the same files and options."""
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """One split of an experiment's data, before anything is prepared."""
+
+    data: DataConfig
+    split: DatasetSplit
+    renderer: Renderer
+    encoding: Encoding
+    """What the task makes of a row."""
+    identity: dict[str, Any]
+    """Everything that decides the store's samples."""
+    path: Path
+    """Where the store lies, or will lie."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of ``identity``."""
+        return fingerprint_of(self.identity)
+
+    @property
+    def old_stores(self) -> list[Path]:
+        """What earlier versions of llmx prepared of the same sources, in files of another
+        format."""
+        prefix = self.path.name.removesuffix(_SUFFIX).rpartition("-")[0]
+        found = []
+        for path in sorted(self.path.parent.glob(f"{glob.escape(prefix)}-*/meta.json")):
+            try:
+                meta = json.loads(path.read_text(encoding="utf-8"))
+                same = all(meta["identity"][key] == self.identity[key] for key in _SAME)
+                if same and meta["format_version"] != STORE_FORMAT:
+                    found.append(path.parent)
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return found
+
+
+def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str) -> DatasetSpec:
+    """Raises ConfigError for options that do not go together, DataError for a source that
+    cannot be read."""
+    source = DatasetSplit.of(exp, split, takes=encoding.takes)
+    data = exp.data
+    encoding.check_source(source)
+    _check(encoding, source)
+    renderer = Renderer(tokenizer, template=data.template, loss_on=encoding.loss_on)
+    identity = {
+        "format_version": SAMPLES_VERSION,
+        "sources": source.digests(cache=cache_directory(exp).absolute()),
+        "rows": source.identity(),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "template": renderer.template if source.has_conversations else None,
+        "loss_on": encoding.loss_on,
+        "seq_len": data.seq_len,
+        "packing": data.packing,
+        "over_long": data.over_long,
+    }
+    if own := encoding.encoding_identity():
+        columns = [column.to_dict() for column in encoding.columns]
+        identity["task"] = {**own, "columns": columns, "truncate_prompt": data.truncate_prompt}
+    path = _path(exp, identity, split)
+    return DatasetSpec(data, source, renderer, encoding, identity, path)
+
+
+def _check(encoding: Encoding, source: DatasetSplit) -> None:
+    """What holds for every task."""
+    schema = Schema(encoding.columns)
+    for one in source.sources:
+        if one.record_type is None:
+            taken = ", ".join(NAMES[kind] for kind in encoding.takes)
+            raise ConfigError(
+                f"task={encoding.name} takes {taken}; {one.path} is in the format {one.form}. "
+                "Map the columns with data.form and data.columns, or choose another task."
+            )
+    own = schema.per("sequence") + schema.per("example")
+    if source.data.packing == "concat" and own:
+        raise ConfigError(
+            f"data.packing=concat cuts examples at seq_len; task={encoding.name} stores "
+            f"{', '.join(column.name for column in own)} for each of them whole. Use "
+            "data.packing=best_fit."
+        )
+
+
+def cache_directory(exp: Experiment) -> Path:
+    """``data.cache_dir``, else ``$LLMX_CACHE``, else ``~/.cache/llmx``."""
+    return Path(exp.data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
+
+
+def fingerprint_of(identity: dict[str, Any]) -> str:
+    """Hex digest of what decides a store's content."""
+    text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _path(exp: Experiment, identity: dict[str, Any], split: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", exp.data.name or Path(exp.data.path).stem)[:40]
+    directory = cache_directory(exp).absolute() / "data"
+    return directory / f"{name or 'data'}-{split}-{fingerprint_of(identity)[:16]}{_SUFFIX}"

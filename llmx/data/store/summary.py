@@ -1,0 +1,170 @@
+"""What became of the records: a paragraph for a log, lines for a table, a histogram of lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmx import text as human
+from llmx.data.source.records import names
+from llmx.data.source.rejected import counted
+from llmx.data.store.samples import SampleStore
+from llmx.text import clock, plural, printable
+
+
+def summary(store: SampleStore) -> str:
+    """One paragraph about a store: rows, tokens, what was dropped and how full samples are."""
+    meta = store.meta
+    lengths = meta["row_length_percentiles"]
+    lost = []
+    if meta["dropped"]:
+        lost.append(f"left out: {counted(meta['dropped'])}")
+    if meta["rejected"]:
+        listed = printable(str(meta["rejected_file"]))
+        lost.append(f"rejected (see {listed}): {counted(meta['rejected'])}")
+    if meta["truncated"]:
+        lost.append(f"{plural(meta['truncated'], 'row')} truncated to {meta['seq_len']} tokens")
+    if unanswered := meta.get("unanswered_turns"):
+        lost.append(f"{_unanswered(unanswered)} left out")
+    fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
+    fate = "; ".join(lost) or "no row left out or truncated"
+    if ignored := meta.get("ignored_columns"):
+        fate += f"; ignored columns: {names(ignored)}"
+    return (
+        f"{_rows(meta)} in {plural(meta['num_samples'], 'sample')} of up to "
+        f"{meta['seq_len']} tokens ({fill:.1%} full); {plural(meta['num_tokens'], 'token')}, "
+        f"of which {plural(meta['num_target_tokens'], 'target token')}; row length median "
+        f"{lengths['50']}, 90 % up to {lengths['90']}, longest {lengths['100']}; format "
+        f"{meta['form']}, template {meta['template'] or 'none'}; {fate}."
+    )
+
+
+def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
+    """(name, value) lines about a store, from its meta.json."""
+    tokens, samples = meta["num_tokens"], meta["num_samples"]
+    lengths = meta["row_length_percentiles"]
+    ranks = {"0": "shortest", "50": "median", "100": "longest"}
+    lines = [
+        ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
+        ("format", _form(meta)),
+        ("rows", _rows_read(meta)),
+        ("left out", counted({**meta["dropped"], **meta.get("left_out", {})}) or "none"),
+        ("rejected", _rejected(meta)),
+        ("truncated", _truncated(meta)),
+        ("tokens", f"{tokens:,}, of which {plural(meta['num_target_tokens'], 'target token')}"),
+        (
+            "samples",
+            f"{samples:,}, each of up to {meta['seq_len']:,} tokens, "
+            f"{tokens / max(1, samples * meta['seq_len']):.1%} full",
+        ),
+        (
+            "row length",
+            ", ".join(f"{ranks.get(rank, rank + ' % up to')} {n:,}" for rank, n in lengths.items())
+            + (" (as cut)" if meta["truncated"] else ""),
+        ),
+    ]
+    if stored := meta["columns"]:
+        listed = ", ".join(f"{column['name']} by {column['per']}" for column in stored)
+        lines.insert(6, ("columns", listed))
+    if ignored := meta.get("ignored_columns"):
+        lines.insert(3, ("ignored columns", names(ignored)))
+    if unanswered := meta.get("unanswered_turns"):
+        lines.insert(3, ("left-out turns", _unanswered(unanswered)))
+    if "encoder" not in meta:  # prepared by an earlier llmx
+        return lines
+    seconds = meta["tokenize_seconds"]
+    took = "less than a second" if seconds < 1 else clock(seconds)
+    rate = f" ({human.size(meta['text_bytes'] / seconds)}/s)" if seconds >= 1 else ""
+    hosts = meta.get("hosts", 1)
+    workers = plural(meta["workers"], "core") + (f" on {hosts} hosts" if hosts > 1 else "")
+    lines.append(("encoder", f"{meta['encoder']}, {workers}"))
+    lines.append(
+        (
+            "time",
+            f"{'found prepared; preparing took' if found else 'preparing took'} {took} for "
+            f"{human.size(meta['text_bytes'])} of text{rate}"
+            + (f", resumed at row {meta['resumed_at_row']:,}" if meta["resumed_at_row"] else ""),
+        )
+    )
+    return lines
+
+
+def _unanswered(turns: int) -> str:
+    return f"{plural(turns, 'turn')} after the last answer of a row"
+
+
+def _form(meta: dict[str, Any]) -> str:
+    if meta["template"] is None:
+        return f"{meta['form']}, no template"
+    own = "the tokenizer's own template"
+    return f"{meta['form']}, {own if meta['template'] == 'own' else meta['template']}"
+
+
+def _truncated(meta: dict[str, Any]) -> str:
+    """What ``seq_len`` costs."""
+    if not meta["truncated"]:
+        return "none"
+    cut_off = meta.get("truncated_tokens", 0)
+    part = cut_off / (cut_off + meta["num_tokens"])
+    lost = f"; {plural(cut_off, 'token')} ({part:.1%} of all) cut off" if cut_off else ""
+    return f"{plural(meta['truncated'], 'row')} to {meta['seq_len']:,} tokens{lost}"
+
+
+def _rejected(meta: dict[str, Any]) -> str:
+    if not meta.get("rejected"):
+        return "none"
+    return f"{counted(meta['rejected'])}; listed with the reasons in {meta['rejected_file']}"
+
+
+def _rows(meta: dict[str, Any]) -> str:
+    """``12 rows``; ``12 rows, cut into 30 pieces`` where samples cut them."""
+    count = meta["num_examples"]
+    if meta["identity"]["packing"] == "concat":
+        return f"{plural(meta['rows_read'], 'row')}, cut into {plural(count, 'piece')},"
+    if meta["num_sequences"] != count:
+        return f"{plural(count, 'example')} of {plural(meta['num_sequences'], 'sequence')}"
+    return plural(count, "row")
+
+
+def _rows_read(meta: dict[str, Any]) -> str:
+    if meta["identity"]["packing"] != "concat":
+        several = meta["num_sequences"] != meta["num_examples"]
+        of = f" (of {plural(meta['num_sequences'], 'sequence')})" if several else ""
+        return f"{meta['rows_read']:,} read, {meta['num_examples']:,}{of} in samples"
+    return f"{meta['rows_read']:,} read; cut into {plural(meta['num_examples'], 'piece')}"
+
+
+def draw_histogram(meta: dict[str, Any], path: Path) -> bool:
+    """Write the picture to ``path``; False for a store of an earlier llmx, which kept no
+    counts."""
+    histogram = meta.get("row_length_histogram")
+    if histogram is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    edges, rows = histogram["edges"], histogram["rows"]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    axes.bar(edges[:-1], rows, width=edges[1] - edges[0], align="edge", color="#4c78a8")
+    if edges[-1] >= meta["seq_len"]:
+        axes.axvline(meta["seq_len"], color="#e45756", linestyle="--")
+        axes.text(
+            meta["seq_len"], 0.98, f" seq_len {meta['seq_len']:,}", color="#e45756",
+            transform=axes.get_xaxis_transform(), va="top",
+        )  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.set_xlabel("tokens of a row")
+    axes.set_ylabel("rows")
+    lengths = meta["row_length_percentiles"]
+    axes.set_title(
+        f"{sum(rows):,} rows, {meta['split']}: median {lengths['50']:,}, 90 % up to "
+        f"{lengths['90']:,}, longest {lengths['100']:,} tokens",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True

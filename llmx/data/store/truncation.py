@@ -1,0 +1,413 @@
+"""Examples of more than ``data.seq_len`` tokens: cut, dropped or refused, each counted by reason.
+
+The sequences of an example are cut together. What may go of a sequence is said by its example
+(``Example.cut``): its end, its start, of its prompt (all before the first target; a completion
+stays whole), or nothing. ``data.truncate_prompt`` says from which side a prompt is cut.
+
+Prompts of conversations with the same turns before the answer are cut as text, before they are
+tokenized (``PromptCutter``): what the chat template writes stays, and a prompt that is shared stays
+shared. Everything else is cut here, token by token.
+
+Tried by ``python -m pytest tests/unit/test_data_prompts.py tests/unit/test_data_examples.py``.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmx.config import DataConfig
+from llmx.data.examples import Example, ExampleSequence
+from llmx.data.format.formats import Conversation, Document
+from llmx.data.tokenize.conversations import Renderer, TokenSequence, own_backend
+from llmx.data.tokenize.documents import TokenBlock
+from llmx.errors import ConfigError, DataError
+
+TRUNCATED = "truncated"
+CUT_OFF = "tokens cut off"
+"""Of examples that are in the store: how much of them ``data.seq_len`` has no room for."""
+TOO_LONG = "too long"
+NO_TARGET_LEFT = "without an answer in the first seq_len tokens"
+ANSWER_TOO_LONG = "answer longer than seq_len"
+COMPLETIONS_TOO_LONG = "completions longer than seq_len"
+NEVER_CUT = "longer than seq_len, and not to be cut"
+"""Reasons for which examples are dropped."""
+
+
+def too_long_to_cut(example: Example) -> str:
+    """The reason for which an example is dropped that cannot be made to fit."""
+    if "prompt" not in example.cuts:
+        return NEVER_CUT
+    return ANSWER_TOO_LONG if len(example.sequences) == 1 else COMPLETIONS_TOO_LONG
+
+
+class Truncation:
+    """Applies ``data.over_long`` block by block; ``counts`` gets what was cut and dropped.
+
+    A long text comes in pieces, of which a batch may hold several, or the middle one: here they
+    become one sequence again.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        counts: Counter[str],
+        *,
+        bos: Sequence[int] = (),
+        state: Sequence[int] | None = None,
+    ) -> None:
+        """``bos``: the tokens that begin every text, which a cut prompt keeps."""
+        self._data = data
+        self._counts = counts
+        self._bos = list(bos)
+        self._open, self._room = state or (0, 0)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """(whether the last document goes on, tokens that it may still have), to go on later."""
+        return int(self._open), self._room
+
+    def __call__(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
+        """The examples that fit, and whether the first is the rest of the last one of before."""
+        if self._data.packing == "concat":
+            return self._whole(examples, block)
+        if self._open or any(_goes_on(example) for example in examples):
+            return self._pieces(examples, block)
+        return self._fitted(examples, block), False
+
+    def _whole(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
+        """Every example as it is."""
+        if not examples:
+            return block, False
+        if block.sizes is not None and int(block.sizes.max()) > 1:
+            raise ConfigError(
+                "data.packing=concat cuts sequences at seq_len, and this task's examples are "
+                f"several sequences that belong together (up to {int(block.sizes.max())}). Use "
+                "data.packing=best_fit."
+            )
+        joins = bool(self._open)
+        self._open = int(_goes_on(examples[-1]))
+        if any(_goes_on(example) for example in examples):
+            begins = [0, *(i for i in range(1, len(examples)) if not _goes_on(examples[i - 1]))]
+            block = replace(block, lengths=np.add.reduceat(block.lengths, begins))
+        return block, joins
+
+    # Whole examples
+
+    def _fitted(self, examples: list[Example], block: TokenBlock) -> TokenBlock:
+        counts, limit = self._counts, self._data.seq_len
+        if not examples:
+            return block
+        sizes = np.ones(len(examples), np.int64) if block.sizes is None else block.sizes
+        totals = np.add.reduceat(block.lengths, np.cumsum(sizes) - sizes)
+        if int(totals.max()) <= limit and not any(map(_is_chat, examples)):
+            return block
+        targets = _targets_left(block.targets != 0, block.lengths)
+        keep = np.ones(len(block.tokens), np.bool_)
+        kept = np.ones(len(examples), np.bool_)
+        first = start = 0
+        for number, example in enumerate(examples):
+            total, size = int(totals[number]), int(sizes[number])
+            spans = _spans(start, block.lengths[first : first + size].tolist())
+            cut = self._cut(example, block, keep, spans) if total > limit else 0
+            start += total
+            if cut is None:
+                kept[number] = False
+            elif _is_chat(example):
+                left = targets[first : first + size].tolist()
+                if cut:
+                    left = [_has_target(block.targets, keep, *span) for span in spans]
+                chats = (isinstance(part, Conversation) for part in example.sequences)
+                if not all(good for good, chat in zip(left, chats, strict=True) if chat):
+                    counts[NO_TARGET_LEFT] += 1
+                    kept[number] = False
+                    cut = 0
+            if cut:
+                counts[TRUNCATED] += 1
+                counts[CUT_OFF] += cut
+            if not kept[number]:
+                keep[start - total : start] = False
+            first += size
+        return block if kept.all() and keep.all() else _selected(block, keep, kept, sizes)
+
+    def _cut(
+        self,
+        example: Example,
+        block: TokenBlock,
+        keep: np.ndarray,
+        spans: list[tuple[int, int]],
+    ) -> int | None:
+        """Take tokens of an example that is too long out of ``keep``; returns how many, or None
+        where it is dropped."""
+        counts, limit = self._counts, self._data.seq_len
+        total = spans[-1][1] - spans[0][0]
+        if self._data.over_long == "error":
+            several = f" in {len(spans)} sequences" if len(spans) > 1 else ""
+            raise DataError(
+                f"{example.place}: {total} tokens{several}, data.seq_len is {limit}. Raise "
+                "data.seq_len, or set data.over_long to truncate or drop."
+            )
+        if self._data.over_long == "drop":
+            counts[TOO_LONG] += 1
+            return None
+        over = total - limit
+        cuts = example.cuts
+        prompts = [
+            self._prompt(block, *span) if cut == "prompt" else (0, 0)
+            for span, cut in zip(spans, cuts, strict=True)
+        ]
+        for (start, _), (low, room), lost in zip(
+            spans, prompts, _equal_cuts([room for _, room in prompts], over), strict=True
+        ):
+            if self._data.truncate_prompt == "right":
+                low += room - lost
+            keep[start + low : start + low + lost] = False
+            over -= lost
+        # What is over now is taken from the longest of those that may be cut at an end.
+        ends = [
+            stop - start if cut in ("end", "start") else 0
+            for (start, stop), cut in zip(spans, cuts, strict=True)
+        ]
+        for (start, stop), cut, lost in zip(spans, cuts, _level_cuts(ends, over), strict=True):
+            keep[slice(stop - lost, stop) if cut == "end" else slice(start, start + lost)] = False
+            over -= lost
+        if over > 0:
+            counts[too_long_to_cut(example)] += 1
+            return None
+        return total - limit - over
+
+    def _prompt(self, block: TokenBlock, start: int, stop: int) -> tuple[int, int]:
+        """(first token of a sequence's prompt that may go, how many may)."""
+        targets = np.flatnonzero(block.targets[start + 1 : stop])
+        bos = self._bos
+        has_bos = block.tokens[start : start + len(bos)].tolist() == bos
+        # One token must stand before the first target.
+        low = max(1, len(bos) if has_bos else 0)
+        stop_of_prompt = int(targets[0]) + 1 if len(targets) else stop - start
+        return low, max(0, stop_of_prompt - low)
+
+    # Documents in pieces
+
+    def _pieces(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
+        keep = np.zeros(len(block.tokens), np.bool_)
+        lengths: list[int] = []
+        joins = False
+        start = 0
+        for example, length in zip(examples, block.lengths.tolist(), strict=True):
+            continues, self._open = bool(self._open), int(_goes_on(example))
+            taken = self._taken(example, length, continues=continues)
+            if taken is not None:
+                keep[start : start + taken] = True
+                if continues and lengths:
+                    lengths[-1] += taken
+                else:
+                    joins = joins or continues
+                    lengths.append(taken)
+            start += length
+        columns = {column: values[keep] for column, values in block.columns.items()}
+        found = TokenBlock(block.tokens[keep], block.targets[keep], np.array(lengths, int))
+        return replace(found, columns=columns), joins
+
+    def _taken(self, example: Example, length: int, *, continues: bool) -> int | None:
+        """How many tokens of a piece are taken; None where it is not."""
+        counts, limit = self._counts, self._data.seq_len
+        room = self._room if continues else limit
+        cut_off = max(0, length - room)
+        if continues and not room:  # its document was cut, dropped or is full
+            if self._data.over_long == "truncate":
+                counts[CUT_OFF] += cut_off
+            return None
+        if cut_off:
+            if self._data.over_long == "error":
+                raise DataError(
+                    f"{example.place}: {length} tokens, data.seq_len is {limit}. Raise "
+                    "data.seq_len, or set data.over_long to truncate or drop."
+                )
+            if self._data.over_long == "drop" and not continues:
+                counts[TOO_LONG] += 1
+                self._room = 0
+                return None
+            counts[TRUNCATED] += 1
+            counts[CUT_OFF] += cut_off
+        self._room = room - (length - cut_off)
+        return length - cut_off
+
+
+def _goes_on(example: Example) -> bool:
+    """Whether an example is a piece of a document of which more follows."""
+    only = example.sequences[0]
+    return isinstance(only, Document) and not only.last
+
+
+def _is_chat(example: Example) -> bool:
+    return any(isinstance(sequence, Conversation) for sequence in example.sequences)
+
+
+def _spans(start: int, lengths: list[int]) -> list[tuple[int, int]]:
+    found = []
+    for length in lengths:
+        found.append((start, start + length))
+        start += length
+    return found
+
+
+def _targets_left(targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Whether each sequence has a target behind its first token."""
+    sums = np.concatenate([[0], np.cumsum(targets, dtype=np.int64)])
+    stops = np.cumsum(lengths)
+    found: np.ndarray = sums[stops] > sums[stops - lengths + 1]
+    return found
+
+
+def _has_target(targets: np.ndarray, keep: np.ndarray, start: int, stop: int) -> bool:
+    return bool((targets[start:stop][keep[start:stop]][1:] != 0).any())
+
+
+def _equal_cuts(rooms: list[int], over: int) -> list[int]:
+    """As many of each as there may be, the same of all that have them, to lose ``over``."""
+    return [min(room, _least(rooms, over)) for room in rooms]
+
+
+def _least(rooms: list[int], over: int) -> int:
+    """The smallest k with ``sum(min(room, k)) >= over``; the largest room where there is none."""
+    low, high = 0, max(rooms)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(min(room, middle) for room in rooms) >= over:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _level_cuts(lengths: list[int], over: int) -> list[int]:
+    """What each loses so that the longest are as long as the next, until ``over`` is lost; one
+    token of each stays."""
+    if over <= 0 or not any(lengths):
+        return [0] * len(lengths)
+    low, high = 1, max(lengths)  # the length that none is longer than
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(max(0, length - middle) for length in lengths) >= over:
+            low = middle
+        else:
+            high = middle - 1
+    return [max(0, length - low) for length in lengths]
+
+
+def _selected(
+    block: TokenBlock, keep: np.ndarray, kept: np.ndarray, sizes: np.ndarray
+) -> TokenBlock:
+    """The block without the tokens that are cut and the examples that are dropped."""
+    of_sequences = np.repeat(kept, sizes)
+    edges = np.cumsum(block.lengths)
+    sums = np.concatenate([[0], np.cumsum(keep, dtype=np.int64)])
+    lengths = (sums[edges] - sums[edges - block.lengths])[of_sequences]
+    by_number = {"token": keep, "sequence": of_sequences, "example": kept}
+    return TokenBlock(
+        block.tokens[keep],
+        block.targets[keep],
+        lengths,
+        None if block.sizes is None else sizes[kept],
+        {column: values[by_number[column.per]] for column, values in block.columns.items()},
+    )
+
+
+# Prompts as text
+
+_JOINS = "\u200d\ufe0e\ufe0f"
+"""Zero-width joiner and variation selectors: they belong to the character before them."""
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """Conversations with a shorter prompt, and their tokens."""
+
+    conversations: tuple[Conversation, ...]
+    rows: list[TokenSequence]
+
+
+class PromptCutter:
+    """Cuts prompts until the conversations of an example, which share their prompt, have together
+    at most ``limit`` tokens. Threads may share it.
+
+    The oldest turns go first, then the text before the answer, from the side that
+    ``data.truncate_prompt`` says. What the chat template writes stays, and the text is cut between
+    characters, never between the bytes of one.
+    """
+
+    def __init__(self, renderer: Renderer, *, limit: int, side: str) -> None:
+        """``side``: ``left`` cuts the beginning of the text off, ``right`` its end."""
+        self._renderer = renderer
+        self._limit = limit
+        self._from_left = side == "left"
+        self._backend = own_backend(renderer.tokenizer, plain=True)
+
+    def shortened(self, *conversations: Conversation) -> list[TokenSequence] | None:
+        """The tokens of each, with a prompt that fits; None where the answers alone are too
+        long."""
+        fitting = self._fitting(conversations)
+        return None if fitting is None else fitting.rows
+
+    def conversation(self, conversation: Conversation) -> Conversation | None:
+        """The conversation as it is where it fits, else with a shorter prompt; None where the
+        answer alone is too long."""
+        fitting = self._fitting((conversation,))
+        return None if fitting is None else fitting.conversations[0]
+
+    def _fitting(self, found: tuple[Conversation, ...]) -> Shortened | None:
+        rows = self._renderer.conversations([*found])
+        first = int(found[0].messages[0].role == "system")
+        while (over := self._over(rows)) > 0:
+            *before, asked = found[0].messages[:-1]
+            turns = [at for at, one in enumerate([*before, asked]) if one.role == "user"]
+            if later := [at for at in turns if at > first]:
+                before = before[:first] + before[later[0] :]
+            elif asked.content:
+                # Each of the sequences loses what is cut.
+                asked = replace(asked, content=self._cut(asked.content, -(-over // len(found))))
+            else:
+                return None
+            found = tuple(
+                replace(one, messages=(*before, asked, one.messages[-1])) for one in found
+            )
+            rows = self._renderer.conversations([*found])
+        return Shortened(found, rows)
+
+    def _over(self, rows: list[TokenSequence]) -> int:
+        """Tokens that the rows are too long by."""
+        return sum(len(row.tokens) for row in rows) - self._limit
+
+    def _cut(self, text: str, over: int) -> str:
+        """The text without at least one character, and without about ``over`` tokens."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        offsets = encoding.offsets
+        if over >= len(offsets):
+            return ""
+        if self._from_left:
+            at = max(1, *(stop for _, stop in offsets[:over]))
+            while at < len(text) and _continues(text[at]):
+                at += 1
+            return text[at:]
+        at = min(len(text) - 1, *(start for start, _ in offsets[len(offsets) - over :]))
+        while at > 0 and _continues(text[at]):
+            at -= 1
+        return text[:at]
+
+
+def sharing_their_prompt(sequences: Sequence[ExampleSequence]) -> list[Conversation]:
+    """The sequences, if they are conversations that are the same but for the last answer."""
+    chats = [one for one in sequences if isinstance(one, Conversation)]
+    if len(chats) < len(sequences) or len(chats[0].messages) < 2:
+        return []
+    prompts = [(chat.messages[:-1], chat.tools) for chat in chats]
+    return chats if prompts.count(prompts[0]) == len(prompts) else []
+
+
+def _continues(character: str) -> bool:
+    """Whether a character is written together with the one before it."""
+    return character in _JOINS or unicodedata.combining(character) != 0

@@ -1,0 +1,7 @@
+"""From examples to token ids and targets, on all cores; loading and training tokenizers.
+
+``encoder`` turns records into examples and these into blocks of tokens: ``documents`` encodes
+texts, ``conversations`` rendered chats. ``byte_level`` is the fast path of byte-level BPE
+tokenizers, proven to give the ids of ``tokenizers``. ``tokenizer`` loads one, ``train`` trains
+one.
+"""

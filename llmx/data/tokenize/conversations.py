@@ -1,0 +1,356 @@
+"""Conversations to token ids, and exactly which of them are targets.
+
+``Renderer`` takes the spans from the tokenizer's own offsets. ``ConversationEncoder`` cuts a
+rendering at its special tokens and encodes what lies between as documents are encoded, many
+conversations in one call; where a completion begins and ends is told by the bytes of each token,
+which a byte-level tokenizer knows. Its ids and targets are proven equal to the renderer's on the
+user's own data before they are trusted; a conversation whose bytes do not add up goes through the
+renderer.
+
+Special tokens that stand inside a content are tokenized as the plain text they are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmx.data.examples import Column
+from llmx.data.format.formats import Conversation, Document, Message
+from llmx.data.format.rendering import Rendering, Span, TemplateSpans
+from llmx.data.format.templates import adds_bos_token, choose_template, special_tokens
+from llmx.data.source.files import Where
+from llmx.data.tokenize.documents import DocumentEncoder
+from llmx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Tokens of one sequence. ``targets`` is True where the token is to be predicted; or float32,
+    its weight."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
+    """By token, of a sequence that a task gave as tokens."""
+
+
+class Renderer:
+    """Renders for one tokenizer, template and ``loss_on``."""
+
+    def __init__(self, tokenizer: Any, *, template: str = "auto", loss_on: str = "assistant"):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"The tokenizer of {tokenizer.name_or_path!r} is a {type(tokenizer).__name__} "
+                "without a tokenizer.json; exact spans need a fast one. Convert it: "
+                "AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained(...)."
+            )
+        self.tokenizer = tokenizer
+        self.template_name, self.template = choose_template(tokenizer, template)
+        self.loss_on = loss_on
+        self.special = special_tokens(tokenizer)
+        self._special_ids = np.array(sorted(set(self.special.values())), dtype=np.int64)
+        self.bos = [tokenizer.bos_token_id] if adds_bos_token(tokenizer) else []
+        """The tokens that begin every text: the BOS token where the tokenizer uses one."""
+        self._spans = TemplateSpans(
+            tokenizer, name=self.template_name, template=self.template, special=self.special
+        )
+        self.special_pattern = self._spans.special_pattern
+        """Finds special tokens in a text, the longest first."""
+        self._backends: dict[bool, Any] = {}
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The tokens at which a completion ends: the EOS token, and the one that closes an
+        assistant's turn in this template where that is another. Sorted."""
+        question = Conversation(
+            (Message("user", "a"), Message("assistant", "b")), Where(Path("probe"), 1, "row")
+        )
+        (sequence,) = self.conversations([question])
+        ends = {int(sequence.tokens[-1]), self.tokenizer.eos_token_id}
+        return sorted(end for end in ends if end is not None)
+
+    # Conversations
+
+    def conversations(self, conversations: list[Conversation]) -> list[TokenSequence]:
+        """Token sequences of conversations, in order."""
+        return self.sequences_of(self.render(conversations))
+
+    def render(self, conversations: list[Conversation]) -> list[Rendering]:
+        """Conversations as texts; raises DataError for one that the template refuses."""
+        return [self._spans.render(conversation) for conversation in conversations]
+
+    def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:
+        """(tokens before the last completion, the last completion): a question as it is trained."""
+        (sequence,) = self.sequences_of(self.render([conversation]), loss_on="last")
+        before = int(np.argmax(sequence.targets))
+        return sequence.tokens[:before], conversation.messages[-1].content
+
+    # Tokens
+
+    def sequences_of(
+        self, renderings: list[Rendering], *, loss_on: str | None = None
+    ) -> list[TokenSequence]:
+        """Token sequences of rendered conversations, by the tokenizer's own offsets."""
+        encodings = self._encode([rendering.text for rendering in renderings])
+        return [
+            self._sequence(rendering, encoding, loss_on=loss_on)
+            for rendering, encoding in zip(renderings, encodings, strict=True)
+        ]
+
+    def sequence_of(
+        self,
+        tokens: np.ndarray,
+        completions: list[Span],
+        *,
+        end_missing: bool,
+        loss_on: str | None = None,
+    ) -> TokenSequence:
+        """A sequence of these tokens, in which each completion is tokens [first, last)."""
+        loss_on = loss_on or self.loss_on
+        targets = np.zeros(len(tokens), np.bool_)
+        if loss_on == "all":
+            targets[:] = True
+        for first, last in completions[-1:] if loss_on == "last" else completions:
+            targets[first:last] = True
+        if end_missing:
+            tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
+            targets = np.append(targets, True)
+        # Nothing is learned from what follows the last target (say, a line break).
+        used = len(targets) - int(np.argmax(targets[::-1]))
+        return TokenSequence(tokens[:used], targets[:used])
+
+    def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
+        """``plain``: special tokens are the text that they are."""
+        if plain not in self._backends:
+            self._backends[plain] = own_backend(self.tokenizer, plain=plain)
+        return list(self._backends[plain].encode_batch(texts, add_special_tokens=False))
+
+    def _sequence(
+        self, rendering: Rendering, encoding: Any, *, loss_on: str | None
+    ) -> TokenSequence:
+        ids, offsets = list(encoding.ids), list(encoding.offsets)
+        injected = self._injected(ids, offsets, rendering.contents)
+        if injected:
+            ids, offsets = self._without_special(rendering.text, injected)
+        starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+        completions: list[Span] = []
+        for start, stop in rendering.completions:
+            first = bisect.bisect_right(stops, start)
+            completions.append((first, bisect.bisect_left(starts, stop, lo=first)))
+        tokens = np.array(ids, np.uint32)
+        return self.sequence_of(
+            tokens, completions, end_missing=rendering.end_missing, loss_on=loss_on
+        )
+
+    def _injected(
+        self, ids: list[int], offsets: list[Span], contents: tuple[Span, ...]
+    ) -> list[Span]:
+        """Where special tokens came out of data."""
+        places = np.flatnonzero(np.isin(np.array(ids, np.int64), self._special_ids))
+        content_starts = [start for start, _ in contents]
+        injected = []
+        for place in places.tolist():
+            start, stop = offsets[place]
+            index = bisect.bisect_right(content_starts, start) - 1
+            if index >= 0 and start < contents[index][1] and start < stop:
+                injected.append((start, stop))
+        return injected
+
+    def _without_special(self, text: str, injected: list[Span]) -> tuple[list[int], list[Span]]:
+        ids: list[int] = []
+        offsets: list[Span] = []
+        position = 0
+        for start, stop in [*injected, (len(text), len(text))]:
+            for part, base, plain in ((text[position:start], position, False),
+                                      (text[start:stop], start, True)):  # fmt: skip
+                (encoding,) = self._encode([part], plain=plain)
+                ids += encoding.ids
+                offsets += [(a + base, b + base) for a, b in encoding.offsets]
+            position = stop
+        return ids, offsets
+
+
+def own_backend(tokenizer: Any, *, plain: bool) -> Any:
+    """A copy of the tokenizer's library object, whose settings are neither the caller's nor
+    changed by others. Offsets are those of all characters of a token, spaces too."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["truncation"] = state["padding"] = None
+    processor = state["post_processor"] or {}
+    for step in (processor, *processor.get("processors", [])):
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.encode_special_tokens = plain
+    return backend
+
+
+_NOWHERE = Where(Path(), 0, "row")
+"""Of a text between special tokens, which has no place of its own."""
+PROOF_CHARS = 200_000
+"""Characters of the user's own conversations on which both ways must agree."""
+
+
+class ConversationEncoder:
+    """Tokens of conversations. Threads may use it at the same time once ``choose`` was called."""
+
+    def __init__(self, renderer: Renderer, *, workers: int) -> None:
+        self.description = "tokenizers"
+        self._renderer = renderer
+        self._workers = workers
+        self._documents: DocumentEncoder | None = None
+        self._token_bytes = _token_bytes(renderer.tokenizer)
+
+    def choose(self, conversations: Sequence[Conversation]) -> None:
+        """Use the fast way if it gives the same ids and targets on these."""
+        renderer = self._renderer
+        if self._token_bytes is None or renderer.tokenizer.eos_token_id is None:
+            return
+        sample: list[Conversation] = []
+        chars = 0
+        for conversation in conversations:
+            sample.append(conversation)
+            chars += sum(len(message.content) for message in conversation.messages)
+            if chars >= PROOF_CHARS:
+                break
+        documents = DocumentEncoder(renderer.tokenizer, bos=[], workers=self._workers)
+        # It is proven on the conversations as a whole: this only decides for which encoder.
+        few = sample[: 1 + len(sample) // 10]
+        documents.choose(message.content for chat in few for message in chat.messages)
+        if documents.description.startswith("tokenizers"):
+            self.description = documents.description
+            return
+        renderings = renderer.render(sample)
+        self._documents = documents
+        fast, slow = self._fast(renderings), renderer.sequences_of(renderings)
+        tokens = 0
+        for mine, proven in zip(fast, slow, strict=True):
+            if mine is None:
+                continue
+            same = np.array_equal(mine.tokens, proven.tokens)
+            if not (same and np.array_equal(mine.targets, proven.targets)):
+                self._documents = None
+                self.description = "tokenizers (the fast way gave other tokens on this data)"
+                return
+            tokens += len(mine.tokens)
+        if not tokens:
+            self._documents = None
+            self.description = "tokenizers (no row's bytes add up)"
+            return
+        kind = documents.description.partition(",")[0].partition(" (")[0]
+        self.description = f"{kind}, equal to tokenizers on {tokens:,} tokens of these rows"
+
+    def sequences(self, conversations: list[Conversation]) -> list[TokenSequence]:
+        """Token sequences of conversations, in order; raises DataError for one that the template
+        refuses."""
+        renderings = self._renderer.render(conversations)
+        if self._documents is None:
+            return self._renderer.sequences_of(renderings)
+        found = self._fast(renderings)
+        rest = iter(
+            self._renderer.sequences_of(
+                [r for r, sequence in zip(renderings, found, strict=True) if sequence is None]
+            )
+        )
+        return [next(rest) if sequence is None else sequence for sequence in found]
+
+    def _fast(self, renderings: list[Rendering]) -> list[TokenSequence | None]:
+        """Rows, and None for those in which bytes and tokens do not add up."""
+        assert self._documents is not None
+        assert self._token_bytes is not None
+        plans: list[list[int]] = []
+        texts: list[Document] = []
+        for rendering in renderings:
+            plan: list[int] = []
+            for text, special in self._parts(rendering):
+                if special is None:
+                    plan.append(len(texts))
+                    texts.append(Document(text, _NOWHERE, last=False))
+                else:
+                    plan.append(-1 - special)
+            plans.append(plan)
+        block = self._documents.encode(texts, [False] * len(texts))
+        edges = np.concatenate([[0], np.cumsum(block.lengths)]).tolist()
+        sequences: list[TokenSequence | None] = []
+        for rendering, plan in zip(renderings, plans, strict=True):
+            tokens = np.concatenate(
+                [
+                    block.tokens[edges[part] : edges[part + 1]]
+                    if part >= 0
+                    else np.array([-1 - part], np.uint32)
+                    for part in plan
+                ]
+            )
+            stops = np.cumsum(self._token_bytes[tokens])
+            places = _byte_places(rendering)
+            if int(stops[-1]) != places[-1]:
+                sequences.append(None)
+                continue
+            firsts = np.searchsorted(stops, places[:-1:2], side="right").tolist()
+            # A token begins where the one before it stops.
+            lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
+            completions = list(zip(firsts, lasts, strict=True))
+            sequences.append(
+                self._renderer.sequence_of(tokens, completions, end_missing=rendering.end_missing)
+            )
+        return sequences
+
+    def _parts(self, rendering: Rendering) -> Iterator[tuple[str, int | None]]:
+        """(text, None) and (special token, its id) in order; a special token that stands in a
+        content is a text of its own."""
+        text, special = rendering.text, self._renderer.special
+        starts = [start for start, _ in rendering.contents]
+        position = 0
+        for found in self._renderer.special_pattern.finditer(text):
+            start, stop = found.span()
+            if start > position:
+                yield text[position:start], None
+            content = bisect.bisect_right(starts, start) - 1
+            injected = content >= 0 and start < rendering.contents[content][1]
+            yield found[0], None if injected else special[found[0]]
+            position = stop
+        if position < len(text):
+            yield text[position:], None
+
+
+def _byte_places(rendering: Rendering) -> list[int]:
+    """Where completions begin and end in the UTF-8 of the text, in order, and the text's end."""
+    text = rendering.text
+    places = [*itertools.chain.from_iterable(rendering.completions), len(text)]
+    if text.isascii():
+        return places
+    found: list[int] = []
+    before = at = 0
+    for place in places:
+        at += len(text[before:place].encode("utf-8", "surrogatepass"))
+        found.append(at)
+        before = place
+    return found
+
+
+def _token_bytes(tokenizer: Any) -> np.ndarray | None:
+    """int64 [ids]: bytes of each token of a byte-level BPE; None for other tokenizers, and where
+    special tokens take more than themselves."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    cutting = state["pre_tokenizer"] or {}
+    steps = cutting.get("pretokenizers", [cutting])
+    added = state["added_tokens"]
+    greedy = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in added)
+    if state["model"]["type"] != "BPE" or steps[-1].get("type") != "ByteLevel" or greedy:
+        return None
+    vocab: dict[str, int] = state["model"]["vocab"]
+    sizes = np.zeros(1 + max([*vocab.values(), *(t["id"] for t in added)]), np.int64)
+    for token, index in vocab.items():
+        sizes[index] = len(token)  # each character stands for a byte
+    for token in added:
+        sizes[token["id"]] = len(token["content"].encode())
+    return sizes

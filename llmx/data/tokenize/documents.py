@@ -1,0 +1,199 @@
+"""Documents to tokens, on all cores.
+
+A byte-level BPE goes the fast path (``byte_level``) where that is proven to give the same ids;
+every other tokenizer encodes with its own library, which has threads of its own.
+
+    encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
+    encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
+    for batch, block in encoder.blocks(batches, begins=True): ...
+
+The workers are threads: both libraries let go of Python's lock while they work, and threads
+need no copies of the texts and no open files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llmx.data.examples import Column, Example
+from llmx.data.format.formats import Document
+from llmx.data.source.records import RecordError
+from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
+from llmx.errors import ConfigError
+
+PROOF_BYTES = 200_000
+"""Bytes of the user's own text on which both encoders must agree, 0.1 core-seconds."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences that are tokenized together, and the examples that they are of."""
+
+    sequences: list[Any]
+    """Documents, or conversations, documents and tokens in any order."""
+    read: int
+    """Rows read for it, of which some may hold nothing to learn."""
+    size: int
+    """Bytes of their text, as UTF-8."""
+    examples: list[Example] = field(default_factory=list)
+    """In the order of their sequences."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows read for it that are no example, by reason."""
+    rejected: list[RecordError] = field(default_factory=list)
+    """Rows read for it that the task rejected (``data.on_bad_row=skip``)."""
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """Tokens of several examples, one after the other."""
+
+    tokens: np.ndarray
+    """uint32 [sum of lengths]"""
+    targets: np.ndarray
+    """bool [sum of lengths]: True where the token is to be predicted; or float32, its weight."""
+    lengths: np.ndarray
+    """int64 [number of sequences]"""
+    sizes: np.ndarray | None = None
+    """int64 [number of examples]: how many sequences each has; None: one each."""
+    columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
+    """Of the task, by token, by sequence or by example."""
+
+
+class DocumentEncoder:
+    """Encodes documents of one tokenizer: BOS token, text, EOS token.
+
+    Special tokens in a text are the plain text that they are.
+    """
+
+    def __init__(self, tokenizer: Any, *, bos: list[int], workers: int) -> None:
+        from tokenizers import Tokenizer
+
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
+                "between documents. Set eos_token in its tokenizer_config.json."
+            )
+        self.workers = workers
+        self.description = "tokenizers"
+        self._tokenizer = tokenizer
+        self._bos = np.array(bos, np.uint32)
+        self._eos = np.array([tokenizer.eos_token_id], np.uint32)
+        # A copy of its own: settings of the caller's are neither used nor changed.
+        self._slow = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._slow.encode_special_tokens = True
+        self._slow.no_truncation()
+        self._slow.no_padding()
+        self._fast: BytePairs | None = None
+        self._thread = threading.local()
+
+    def choose(self, texts: Iterable[str]) -> None:
+        """Go the fast path if the tokenizer allows it and the ids of these texts are equal."""
+        try:
+            self._fast = fast = BytePairs.of(self._tokenizer)
+        except NotConvertible as reason:
+            self.description = f"tokenizers ({reason})"
+            return
+        sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
+        ids, sizes = self._cache().encode([fast.prepared(text) for text in sample])
+        wanted, wanted_sizes = _concatenated(self._slow_ids(sample))
+        if not len(wanted):
+            self._fast = None
+            self.description = "tokenizers (tiktoken fits none of the first texts)"
+        elif not (np.array_equal(ids, wanted) and np.array_equal(sizes, wanted_sizes)):
+            self._fast = None
+            self.description = "tokenizers (tiktoken gave other ids on this data)"
+        else:
+            self.description = f"tiktoken (equal to tokenizers on {len(ids):,} tokens of this data)"
+
+    def blocks(
+        self, batches: Iterable[Batch], *, begins: bool
+    ) -> Iterator[tuple[Batch, TokenBlock]]:
+        """Each batch with its tokens, in order; a few batches ahead of the consumer.
+
+        ``begins``: the first piece is the first of its document.
+        """
+        # tokenizers brings threads of its own, and gains from none beside them.
+        threads = self.workers if self._fast else 1
+        waiting: deque[tuple[Batch, Future[TokenBlock]]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
+            try:
+                for batch in batches:
+                    firsts = [begins, *(document.last for document in batch.sequences)]
+                    begins = firsts.pop()
+                    waiting.append((batch, pool.submit(self.encode, batch.sequences, firsts)))
+                    if len(waiting) > 2 * threads:
+                        done, block = waiting.popleft()
+                        yield done, block.result()
+                while waiting:
+                    done, block = waiting.popleft()
+                    yield done, block.result()
+            finally:
+                for _, block in waiting:
+                    block.cancel()
+
+    def encode(self, documents: list[Document], firsts: list[bool]) -> TokenBlock:
+        """Tokens of whole documents or of pieces; ``firsts``: the first piece of its document.
+        Every token is a target."""
+        ids, sizes = self.ids([document.text for document in documents])
+        before = np.array(firsts, np.int64) * len(self._bos)
+        lengths = before + sizes + np.array([document.last for document in documents], np.int64)
+        stops = np.cumsum(lengths)
+        tokens = np.full(int(lengths.sum()), self._eos[0], np.uint32)
+        shift = stops - lengths + before - (np.cumsum(sizes) - sizes)
+        tokens[np.arange(len(ids)) + np.repeat(shift, sizes)] = ids
+        for place, token in enumerate(self._bos):
+            tokens[(stops - lengths)[before > 0] + place] = token
+        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), lengths)
+
+    def ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(uint32 ids of all texts, one after the other; int64 number of ids of each text),
+        without begin and end. Threads may call this at the same time."""
+        fast = self._fast
+        if fast is None:
+            return _concatenated(self._slow_ids(texts))
+        taken = [fast.takes(text) for text in texts]
+        ids, sizes = self._cache().encode(
+            [fast.prepared(text) for text, good in zip(texts, taken, strict=True) if good]
+        )
+        if all(taken):
+            return ids, sizes
+        others = iter(
+            self._slow_ids([text for text, good in zip(texts, taken, strict=True) if not good])
+        )
+        found = iter(np.split(ids, np.cumsum(sizes)[:-1]))
+        return _concatenated([next(found) if good else next(others) for good in taken])
+
+    def _cache(self) -> PretokenCache:
+        """The cache of this thread."""
+        if self._fast is None:
+            raise AssertionError("no fast encoder was chosen")
+        if not hasattr(self._thread, "cache"):
+            self._thread.cache = PretokenCache(self._fast.encode_pretokens)
+        cache: PretokenCache = self._thread.cache
+        return cache
+
+    def _slow_ids(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _beginning(texts: Iterable[str], size: int) -> Iterator[str]:
+    """The first texts, of so many bytes together; the last may be cut."""
+    for text in texts:
+        content = text.encode()
+        yield text if len(content) <= size else content[:size].decode("utf-8", "ignore")
+        size -= len(content)
+        if size <= 0:
+            return
+
+
+def _concatenated(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    sizes = np.array([len(part) for part in parts], np.int64)
+    return np.concatenate([np.zeros(0, np.uint32), *parts]), sizes

@@ -1,0 +1,501 @@
+"""Rows of a source to blocks of tokens: what a task makes of them, tokenized in batches.
+
+    encoder = ExampleEncoder(source, renderer, encoding, workers=2)
+    for encoded in encoder.blocks(source.records()): ...
+
+A row becomes an example (``Encoding.encode``), the sequences of many examples are tokenized
+together, documents by their encoder and conversations by the template, and are put back together
+as examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+
+from llmx.data.examples import (
+    TOKEN_WEIGHT,
+    Column,
+    Encoding,
+    Example,
+    Rejected,
+    Schema,
+    Tokens,
+    TypedRecord,
+    checked,
+    values_of,
+)
+from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.source.records import RecordError, excerpt
+from llmx.data.source.rejected import RejectedRecords
+from llmx.data.source.split import DatasetSplit
+from llmx.data.store.truncation import (
+    CUT_OFF,
+    TRUNCATED,
+    PromptCutter,
+    sharing_their_prompt,
+    too_long_to_cut,
+)
+from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
+from llmx.data.tokenize.documents import Batch, DocumentEncoder, TokenBlock
+from llmx.errors import ConfigError, DataError, LlmxError
+
+BATCH_ROWS = 512
+BATCH_BYTES = 1 << 20
+"""Rows, and bytes of text, that are tokenized at once."""
+WITHOUT_ANSWER = "without an answer"
+LEFT_OUT = "left out by the task"
+"""Reasons for which rows are dropped."""
+UNANSWERED = "turns after the last answer"
+"""Of rows that are used: so many turns were left out."""
+FAST_FROM_BYTES = 2 << 20
+"""With less text, a faster encoder is not worth its proof."""
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The sequences of each example, None in the place of those that are not used, and how many
+    were cut or dropped."""
+
+    examples: list[list[TokenSequence] | None]
+    counts: Counter[str]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples with their tokens."""
+
+    examples: list[Example]
+    block: TokenBlock
+    """Of these examples, in their order."""
+    counts: Counter[str]
+    """``rows`` that were read for it, and what became of those that are not as they were."""
+    size: int
+    """Bytes of the text that was read, as UTF-8."""
+
+
+class ExampleEncoder:
+    """Encodes the rows of one source; which encoder is decided once, on the first texts."""
+
+    def __init__(
+        self,
+        split: DatasetSplit,
+        renderer: Renderer,
+        encoding: Encoding,
+        *,
+        workers: int,
+        refused: RejectedRecords | None = None,
+    ) -> None:
+        self.refused = refused or RejectedRecords()
+        """Rows that the task or the template refused (``data.on_bad_row=skip``)."""
+        self._split = split
+        self._renderer = renderer
+        self._encoding = encoding
+        self._schema = Schema(encoding.columns)
+        self._workers = workers
+        self._in_document = False
+        self._documents: DocumentEncoder | None = None
+        self._chats: ConversationEncoder | None = None
+
+    @property
+    def description(self) -> str:
+        """By what the rows were encoded, and on what proof; for the summary."""
+        used = [encoder for encoder in (self._documents, self._chats) if encoder is not None]
+        return "; ".join(encoder.description for encoder in used) or "tokenizers"
+
+    def blocks(
+        self, records: Iterable[TypedRecord | None], *, begins: bool = True
+    ) -> Iterator[Encoded]:
+        """Examples with their tokens, in order. Those that a template refuses are rejected.
+        ``begins``: the first row is not the rest of a document."""
+        for is_text, batches in groupby(self._batches(records), key=_holds_documents):
+            if is_text:
+                yield from self._encoded(batches, begins=begins)
+            else:
+                yield from self._rendered(batches)
+            begins = True
+
+    # Rows to examples
+
+    def _batches(self, records: Iterable[TypedRecord | None]) -> Iterator[Batch]:
+        """Examples in batches of a bounded number and size, of documents alone or of others."""
+        batch, read, size = Batch([], 0, 0), 0, 0
+        holds_text = False
+        for record in records:
+            # Noted with the batch: what is read ahead is not yet done.
+            example = self._example(record, batch.left_out, batch.rejected)
+            if example is not None and _is_text(example) != holds_text:
+                if batch.examples:
+                    yield replace(batch, read=read, size=size)
+                    batch, read, size = Batch([], 0, 0), 0, 0
+                holds_text = not holds_text
+            read += 1
+            if record is not None and example is not None:
+                batch.examples.append(example)
+                batch.sequences.extend(example.sequences)
+                size += text_bytes(record)
+            if read >= BATCH_ROWS or size >= BATCH_BYTES:
+                yield replace(batch, read=read, size=size)
+                batch, read, size = Batch([], 0, 0), 0, 0
+        if read:
+            yield replace(batch, read=read, size=size)
+
+    def _example(
+        self, record: TypedRecord | None, left_out: Counter[str], rejected: list[RecordError]
+    ) -> Example | None:
+        """What the task makes of a row; None is counted, or noted as rejected."""
+        if record is None:
+            left_out[WITHOUT_ANSWER] += 1
+            return None
+        try:
+            found = self._encoding.encode(record)
+        except Rejected as problem:
+            error = RecordError(
+                f"{record.where}: {problem}", where=record.where, reason=problem.reason
+            )
+            if self._split.data.on_bad_row != "skip":
+                raise error from problem
+            rejected.append(error)
+            return None
+        except LlmxError:
+            raise
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"task={self._encoding.name}: encode() failed for {record.where}: "
+                f"{type(error).__name__}: {excerpt(str(error))} ({at.filename}, line {at.lineno}). "
+                "Correct the task, or let it raise Rejected(reason) for such rows."
+            ) from error
+        if isinstance(record, Document) and (self._in_document or not record.last):
+            self._check_piece(record, found)
+        if found is None:
+            left_out[LEFT_OUT] += 1
+            return None
+        if type(found) is not Example or not self._is_plain(found):
+            found = checked(found, self._schema, task=self._encoding.name)
+            if isinstance(found.sequences[0], Tokens):
+                found = replace(found, where=record.where)
+        return found
+
+    def _is_plain(self, example: Example) -> bool:
+        """Whether it is a conversation or a document without columns, as of most tasks: there is
+        nothing to check."""
+        return (
+            len(example.sequences) == 1
+            and type(example.sequences[0]) in (Conversation, Document)
+            and not (example.columns or self._schema.columns)
+            and example.cut == "auto"
+        )
+
+    def _check_piece(self, record: Document, found: Any) -> None:
+        """Of a long text that comes in pieces, each piece must stay what it is."""
+        self._in_document = not record.last
+        same = isinstance(found, Example) and len(found.sequences) == 1 and not found.columns
+        if same and getattr(found.sequences[0], "last", None) == record.last:
+            return
+        raise ConfigError(
+            f"{record.where}: task={self._encoding.name} makes more of a text than one sequence, "
+            "and this text is so long that it comes in pieces. Set data.text_unit=line or "
+            "paragraph, or write documents as JSON Lines."
+        )
+
+    # Examples to tokens
+
+    def _encoded(self, batches: Iterator[Batch], *, begins: bool) -> Iterator[Encoded]:
+        """Examples of one document each, or pieces of one."""
+        if self._documents is None:
+            batches = self._with_documents(batches)
+        assert self._documents is not None
+        for batch, block in self._documents.blocks(batches, begins=begins):
+            if self._schema.columns:
+                columns = self._columns(batch.examples, None, len(block.tokens))
+                if self._schema.weighted:
+                    block = replace(block, targets=block.targets.astype(np.float32))
+                block = replace(block, columns=columns)
+            yield Encoded(batch.examples, block, self._counts(batch), batch.size)
+
+    def _rendered(self, batches: Iterator[Batch]) -> Iterator[Encoded]:
+        """Examples of conversations, of tokens, or of several sequences."""
+        batches = self._with_encoders(batches)
+        waiting: deque[tuple[Batch, Future[Tokenized]]] = deque()
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="render") as pool:
+            try:
+                for batch in batches:
+                    waiting.append((batch, pool.submit(self._tokenized, batch.examples)))
+                    if len(waiting) > 2 * self._workers:
+                        yield self._taken(*waiting.popleft())
+                while waiting:
+                    yield self._taken(*waiting.popleft())
+            finally:
+                for _, sequences in waiting:
+                    sequences.cancel()
+
+    def _with_documents(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches, after the encoder was chosen on the first of them. A little text is
+        sooner tokenized than a faster way is proven."""
+        renderer = self._renderer
+        documents = DocumentEncoder(renderer.tokenizer, bos=renderer.bos, workers=self._workers)
+        head, batches = _head(batches, FAST_FROM_BYTES)
+        if sum(batch.size for batch in head) >= FAST_FROM_BYTES:
+            documents.choose(text.text for text in _of_type(head, Document))
+        self._documents = documents
+        return batches
+
+    def _with_encoders(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches, with an encoder for each kind of sequence that is in them."""
+        while (batch := next(batches, None)) is not None:
+            if self._chats is None and any(isinstance(s, Conversation) for s in batch.sequences):
+                self._chats = chats = ConversationEncoder(self._renderer, workers=self._workers)
+                head, batches = _head(chain([batch], batches), FAST_FROM_BYTES)
+                if sum(one.size for one in head) >= FAST_FROM_BYTES:
+                    # What the template refuses is said when its turn comes.
+                    with contextlib.suppress(DataError):
+                        chats.choose(list(_of_type(head, Conversation)))
+                batch = next(batches)
+            if self._documents is None and any(isinstance(s, Document) for s in batch.sequences):
+                batches = self._with_documents(chain([batch], batches))
+                batch = next(batches)
+            yield batch
+
+    def _tokenized(self, examples: list[Example]) -> Tokenized:
+        """The sequences of examples; where an example is too long and its completions must not be
+        cut, with a shorter prompt. For several threads."""
+        data = self._split.data
+        parts = [sequence for example in examples for sequence in example.sequences]
+        sequences = iter(self._sequences_of(parts))
+        found = [[next(sequences) for _ in example.sequences] for example in examples]
+        counts = Counter[str]()
+        if data.over_long != "truncate" or data.packing == "concat":
+            return Tokenized([*found], counts)
+        fitted: list[list[TokenSequence] | None] = []
+        for example, own in zip(examples, found, strict=True):
+            over = sum(len(sequence.tokens) for sequence in own) - data.seq_len
+            if over <= 0 or set(example.cuts) != {"prompt"}:
+                fitted.append(own)
+                continue
+            chats = sharing_their_prompt(example.sequences)
+            if not chats:
+                fitted.append(own)  # cut by token
+                continue
+            short = self._shortener.shortened(*chats)
+            if short is None:
+                counts[too_long_to_cut(example)] += 1
+            else:
+                short = [self._weighted(sequence) for sequence in short]
+                counts[TRUNCATED] += 1
+                counts[CUT_OFF] += (
+                    data.seq_len + over - sum(len(sequence.tokens) for sequence in short)
+                )
+            fitted.append(short)
+        return Tokenized(fitted, counts)
+
+    def _sequences_of(self, parts: list[Any]) -> list[TokenSequence]:
+        """The tokens of sequences of any kind, in order."""
+        chats = [part for part in parts if isinstance(part, Conversation)]
+        texts = [part for part in parts if isinstance(part, Document)]
+        found: dict[type, Iterator[TokenSequence]] = {}
+        if chats:
+            assert self._chats is not None
+            found[Conversation] = iter(self._chats.sequences(chats))
+        if texts:
+            assert self._documents is not None
+            block = self._documents.encode(texts, [True] * len(texts))
+            edges = np.cumsum(block.lengths)[:-1]
+            cut = (np.split(block.tokens, edges), np.split(block.targets, edges))
+            found[Document] = map(TokenSequence, *cut)
+        return [
+            self._ready(part)
+            if isinstance(part, Tokens)
+            else self._weighted(next(found[type(part)]))
+            for part in parts
+        ]
+
+    def _weighted(self, sequence: TokenSequence) -> TokenSequence:
+        """Weights in the place of targets, and zeros in the task's columns by token, where there
+        are such: only a task that gives tokens knows their values."""
+        schema = self._schema
+        if not schema.columns:
+            return sequence
+        targets = sequence.targets.astype(np.float32) if schema.weighted else sequence.targets
+        columns = {
+            column: np.zeros((len(sequence.tokens), *column.shape), column.numpy_dtype)
+            for column in schema.per("token")
+        }
+        return TokenSequence(sequence.tokens, targets, columns)
+
+    def _ready(self, part: Tokens) -> TokenSequence:
+        """Tokens that a task gave."""
+        schema, task = self._schema, self._encoding.name
+        ids, known = np.asarray(part.ids), len(self._renderer.tokenizer)
+        right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
+        if not right or int(ids.min()) < 0 or int(ids.max()) >= known:
+            raise ConfigError(
+                f"task={task}: Tokens are at least one id, each from 0 to {known - 1} (the "
+                f"tokenizer's last); encode() gave {excerpt(str(part.ids))}."
+            )
+        count = len(ids)
+        weight = np.ones(count) if part.weight is None else part.weight
+        targets = values_of(weight, TOKEN_WEIGHT, count=count, task=task)
+        if not schema.weighted:
+            if not np.isin(targets, (0, 1)).all():
+                raise ConfigError(
+                    f"task={task}: Tokens have weights that are neither 0 nor 1. Declare the "
+                    'column: columns = (Column("weight", per="token"),).'
+                )
+            targets = targets != 0
+        wanted = schema.per("token")
+        if set(part.columns) != {column.name for column in wanted}:
+            raise ConfigError(
+                f"task={task}: Tokens have the columns {sorted(part.columns)}, and the task "
+                f"declares {sorted(column.name for column in wanted)} by token."
+            )
+        columns = {
+            column: values_of(part.columns[column.name], column, count=count, task=task)
+            for column in wanted
+        }
+        return TokenSequence(ids.astype(np.uint32), targets, columns)
+
+    @cached_property
+    def _shortener(self) -> PromptCutter:
+        data = self._split.data
+        return PromptCutter(self._renderer, limit=data.seq_len, side=data.truncate_prompt)
+
+    # Tokens to blocks
+
+    def _counts(self, batch: Batch) -> Counter[str]:
+        for error in batch.rejected:
+            self.refused.add(error)
+        return Counter({"rows": batch.read, **batch.left_out})
+
+    def _taken(self, batch: Batch, future: Future[Tokenized]) -> Encoded:
+        """A batch's examples; where the template refuses one, they are taken one by one."""
+        counts = self._counts(batch)
+        try:
+            tokenized = future.result()
+        except DataError:
+            tokenized = self._accepted(batch.examples)
+        pairs = zip(batch.examples, tokenized.examples, strict=True)
+        kept = [(example, sequences) for example, sequences in pairs if sequences is not None]
+        examples = [example for example, _ in kept]
+        counts.update(tokenized.counts)
+        chats = (s for e in examples for s in e.sequences if isinstance(s, Conversation))
+        counts[UNANSWERED] = sum(chat.unanswered for chat in chats)
+        return Encoded(
+            examples,
+            self._block(examples, [sequences for _, sequences in kept]),
+            counts,
+            batch.size,
+        )
+
+    def _block(self, examples: list[Example], found: list[list[TokenSequence]]) -> TokenBlock:
+        sequences = [sequence for own in found for sequence in own]
+        sizes = np.array([len(own) for own in found], np.int64)
+        several = sizes if len(sequences) != len(found) else None
+        block = joined(sequences, np.float32 if self._schema.weighted else np.bool_)
+        columns = self._columns(examples, sequences, len(block.tokens))
+        return replace(block, sizes=several, columns=columns)
+
+    def _columns(
+        self, examples: list[Example], sequences: list[TokenSequence] | None, tokens: int
+    ) -> Mapping[Column, np.ndarray]:
+        """The task's columns of a block."""
+        schema, task = self._schema, self._encoding.name
+        if not schema.columns:
+            return {}
+        found: dict[Column, np.ndarray] = {}
+        for column in schema.per("token"):
+            values = [sequence.columns[column] for sequence in sequences or ()]
+            empty = np.zeros(
+                (0 if sequences is not None else tokens, *column.shape), column.numpy_dtype
+            )
+            found[column] = np.concatenate([empty, *values])
+        for column in schema.per("sequence"):
+            own: list[Any] = []
+            for example in examples:
+                given, count = example.columns[column.name], len(example.sequences)
+                if not hasattr(given, "__len__") or len(given) != count:
+                    raise ConfigError(
+                        f"task={task}: the column {column.name} has a value for each sequence of "
+                        f"an example, here {count}; encode() gave {given!r}."
+                    )
+                own.extend(given)
+            found[column] = values_of(own, column, count=len(own), task=task)
+        for column in schema.per("example"):
+            own = [example.columns[column.name] for example in examples]
+            found[column] = values_of(own, column, count=len(own), task=task)
+        return found
+
+    def _accepted(self, examples: list[Example]) -> Tokenized:
+        """The tokens of examples. One that the template refuses is rejected
+        (``data.on_bad_row=skip``) and has None in its place."""
+        try:
+            return self._tokenized(examples)
+        except DataError as error:
+            if self._split.data.on_bad_row != "skip":
+                raise
+            if len(examples) == 1:
+                if not isinstance(error, RecordError):
+                    where, reason = examples[0].place, "the template refuses it"
+                    error = RecordError(str(error), where=where, reason=reason)
+                self.refused.add(error)
+                return Tokenized([None], Counter())
+        middle = len(examples) // 2
+        first, second = self._accepted(examples[:middle]), self._accepted(examples[middle:])
+        return Tokenized([*first.examples, *second.examples], first.counts + second.counts)
+
+
+def joined(sequences: list[TokenSequence], targets: Any = np.bool_) -> TokenBlock:
+    """Sequences one after the other."""
+    return TokenBlock(
+        np.concatenate([np.zeros(0, np.uint32), *(sequence.tokens for sequence in sequences)]),
+        np.concatenate([np.zeros(0, targets), *(sequence.targets for sequence in sequences)]),
+        np.array([len(sequence.tokens) for sequence in sequences], np.int64),
+    )
+
+
+def text_bytes(record: TypedRecord) -> int:
+    """Bytes of a row's text as UTF-8."""
+    texts: Iterable[str]
+    if isinstance(record, Document):
+        texts = (record.text,)
+    elif isinstance(record, Conversation):
+        texts = (message.content for message in record.messages)
+    elif isinstance(record, Preference):
+        return text_bytes(record.chosen) + text_bytes(record.rejected)
+    elif isinstance(record, Labelled):
+        texts = (record.text, *(message.content for message in record.history))
+    else:
+        texts = (value for value in record.value.values() if isinstance(value, str))
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+
+
+def _is_text(example: Example) -> bool:
+    return len(example.sequences) == 1 and isinstance(example.sequences[0], Document)
+
+
+def _holds_documents(batch: Batch) -> bool:
+    return bool(batch.examples) and _is_text(batch.examples[0])
+
+
+def _of_type(batches: list[Batch], kind: type) -> Iterator[Any]:
+    return (part for batch in batches for part in batch.sequences if isinstance(part, kind))
+
+
+def _head(batches: Iterator[Batch], size: int) -> tuple[list[Batch], Iterator[Batch]]:
+    """The first batches up to this size of text, and all batches."""
+    head: list[Batch] = []
+    while sum(batch.size for batch in head) < size:
+        batch = next(batches, None)
+        if batch is None:
+            break
+        head.append(batch)
+    return head, chain(head, batches)

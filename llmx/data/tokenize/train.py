@@ -1,0 +1,344 @@
+"""Trains a tokenizer on an experiment's data.
+
+    python -m llmx tokenizer data=text data.path=corpus.txt tokenizer.vocab_size=64000
+
+The libraries do the work (``tokenizers`` for ``bbpe``, ``sentencepiece``); here is what they are
+fed, a sample of bounded size, and what is proven before the directory appears: that
+``AutoTokenizer`` loads it, that text comes back as it was, that ids are those of SentencePiece.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmx.config import Experiment, TokenizerConfig, experiment_from_dict
+from llmx.data.format.templates import TEMPLATES, choose_template
+from llmx.data.source.progress import PreparationProgress
+from llmx.data.source.split import DatasetSplit
+from llmx.data.tokenize.text_sample import TextSample, texts_of
+from llmx.errors import ConfigError, DataError, exit_code
+
+SENTENCE_CHARS = 1000
+"""SentencePiece learns from lines; longer ones are cut, for it would leave them out."""
+PROOF_SENTENCES = 2000
+
+
+def train_sentencepiece(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
+    """A BPE by SentencePiece, as a ``tokenizers`` backend that is proven to give the same ids."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    bos_and_more = [token for token in special if token != "</s>"]
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(sample),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=config.vocab_size,
+            character_coverage=config.character_coverage,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            max_sentence_length=8 * SENTENCE_CHARS,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            control_symbols=bos_and_more,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        found = re.search(r"<= (\d+)", str(error))
+        if found is None:
+            raise DataError(f"SentencePiece cannot learn from this data: {error}") from error
+        raise ConfigError(
+            f"tokenizer.vocab_size={config.vocab_size}: there is not enough text for so many "
+            f"tokens. Give more, or set tokenizer.vocab_size={found[1]} or less."
+        ) from error
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    proof = list(islice(_sentences(sample), PROOF_SENTENCES))
+    wanted = processor.encode(proof)
+    for split in (True, False):
+        backend = _backend_of(processor, split=split, special=special)
+        found_ids = [item.ids for item in backend.encode_batch(proof, add_special_tokens=False)]
+        if found_ids == wanted:
+            return backend
+    raise DataError(
+        "The SentencePiece model gives other ids than its fast form, so neither can be trusted "
+        "with this data. Use tokenizer.kind=bbpe."
+    )
+
+
+def _sentences(sample: TextSample) -> Iterator[str]:
+    for text in sample:
+        for line in text.splitlines():
+            # SentencePiece writes spaces as U+2581 and ends at a zero byte.
+            line = line.replace("\u2581", " ").replace("\0", " ")
+            for start in range(0, len(line), SENTENCE_CHARS):
+                if line[start : start + SENTENCE_CHARS].strip():
+                    yield line[start : start + SENTENCE_CHARS]
+
+
+def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
+    """The same pieces and merges in ``tokenizers``; ``split``: word by word, which is faster."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pieces = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    plain = [
+        piece
+        for index, piece in enumerate(pieces)
+        if not (processor.is_control(index) or processor.is_byte(index))
+        and not processor.is_unknown(index)
+    ]
+    known = set(plain)
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in plain  # in the order in which they were learned
+        for cut in sorted(
+            (cut for cut in range(1, len(piece)) if {piece[:cut], piece[cut:]} <= known),
+            key=lambda cut, piece=piece: (vocab[piece[:cut]], vocab[piece[cut:]]),
+        )
+    ]
+    backend = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    if split:
+        backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", *special])
+    return backend
+
+
+PAD_TO = 64
+OWN_KEYS = ("vocab_size", "kind", "output")
+"""Keys of ``tokenizer`` that may be written without their group behind the config."""
+PROOF_TEXTS = 200
+BASE_BYTES = 300 << 20
+"""Memory of the process before it learns."""
+BYTES_A_WORD_BYTE = {"bbpe": 90, "sentencepiece": 50}
+"""Memory that the libraries take for a byte of the different words (measured on Chinese)."""
+MIN_MEMORY_GIB = 0.5
+MIN_BYTES = 1 << 16
+END, PAD = "<|endoftext|>", "<|pad|>"
+_MARKERS = re.compile(r"<\|\w+\|>")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A tokenizer on disk and what is known of it."""
+
+    path: Path
+    kind: str
+    vocab_size: int
+    wanted_size: int
+    """More than ``vocab_size`` where the text had no more pairs to merge."""
+    sample_bytes: int
+    bytes_read: int
+    bytes_per_token: float
+    """Of text of the sample: more is better."""
+    seconds: float
+
+    def __str__(self) -> str:
+        padded = -(-self.vocab_size // PAD_TO) * PAD_TO
+        sampled = "" if self.sample_bytes == self.bytes_read else (
+            f", sampled from {self.bytes_read / 2**20:.1f} MiB"
+        )  # fmt: skip
+        fewer = self.vocab_size < self.wanted_size
+        short = f" (asked for {self.wanted_size:,}; there is too little text)" if fewer else ""
+        return "\n".join(
+            [
+                f"Tokenizer ({self.kind}) in {self.path}",
+                f"  vocabulary  {self.vocab_size:,}{short}; {padded:,} when padded to a multiple "
+                f"of {PAD_TO}, as llmx does from scratch",
+                f"  learned     from {self.sample_bytes / 2**20:.1f} MiB{sampled}, "
+                f"{self.seconds:.1f} s",
+                f"  text        {self.bytes_per_token:.2f} bytes a token",
+                f"  use it      model.tokenizer={self.path}",
+            ]
+        )
+
+
+def train_tokenizer(exp: Experiment) -> Trained:
+    """Train, prove and write the tokenizer of ``exp.tokenizer``.
+
+    Raises ConfigError for a size that cannot be, or an output that exists; DataError for a
+    source that is wrong or too small.
+    """
+    config = exp.tokenizer
+    output = _output(exp)
+    special = _special_tokens(exp.data.template, config.kind)
+    smallest = len(special) + 256 + (3 if config.kind == "sentencepiece" else 0)
+    if config.vocab_size <= smallest:
+        raise ConfigError(
+            f"tokenizer.vocab_size={config.vocab_size}: {smallest} are taken by bytes and special "
+            "tokens; words need room too. 32000 to 128000 is usual."
+        )
+    if config.max_bytes < MIN_BYTES:
+        raise ConfigError(f"tokenizer.max_bytes={config.max_bytes}: at least {MIN_BYTES}.")
+    if config.max_memory_gib < MIN_MEMORY_GIB:
+        raise ConfigError(
+            f"tokenizer.max_memory_gib={config.max_memory_gib}: at least {MIN_MEMORY_GIB}."
+        )
+    started = time.monotonic()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
+            directory = Path(name)
+            sample = _sampled(exp, directory)
+            backend = (_bbpe if config.kind == "bbpe" else train_sentencepiece)(
+                sample, config, special
+            )
+            ready = directory / "tokenizer"
+            tokenizer = _saved(backend, exp, special, ready)
+            proof = list(islice(sample, PROOF_TEXTS))
+            tokens = _proven(tokenizer, proof)
+            sample.close()
+            ready.rename(output)
+    except OSError as error:
+        raise DataError(
+            f"Cannot write the tokenizer to {output}: {error}. Set tokenizer.output to a place "
+            "with room."
+        ) from error
+    size = sum(len(text.encode("utf-8", "replace")) for text in proof)
+    return Trained(
+        path=output,
+        kind=config.kind,
+        vocab_size=len(tokenizer),
+        wanted_size=config.vocab_size,
+        sample_bytes=sample.bytes,
+        bytes_read=sample.bytes_read,
+        bytes_per_token=size / max(1, tokens),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _output(exp: Experiment) -> Path:
+    config = exp.tokenizer
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", exp.data.name or Path(exp.data.path).stem) or "data"
+    default = f"tokenizers/{name}-{config.kind}-{config.vocab_size}"
+    output = Path(config.output or default).expanduser().absolute()
+    if output.exists():
+        raise ConfigError(
+            f"{output} exists already, and a tokenizer that models were trained with must not "
+            "change. Remove it, or set tokenizer.output to another directory."
+        )
+    return output
+
+
+def _sampled(exp: Experiment, directory: Path) -> TextSample:
+    source = DatasetSplit.of(exp, "train")
+    sample = TextSample(directory, max_bytes=exp.tokenizer.max_bytes, seed=exp.seed)
+    meter = source.meter
+    title = f"Reading {exp.data.name or source.path}"
+    with PreparationProgress(
+        title, total_bytes=source.total_bytes, read=lambda: meter.bytes
+    ) as progress:
+        for text in texts_of(source.records()):
+            sample.add(text)
+            progress.add(size=len(text.encode("utf-8", "replace")))
+    if not sample.bytes:
+        raise DataError(f"{source.path}: there is no text in it. Check data.path and the columns.")
+    room = exp.tokenizer.max_memory_gib * 2**30 - BASE_BYTES
+    sample.fit_words(int(room / BYTES_A_WORD_BYTE[exp.tokenizer.kind]))
+    return sample
+
+
+def _special_tokens(template: str, kind: str) -> list[str]:
+    """The end of a document, padding, and what the chat template is made of."""
+    name = "chatml" if template == "auto" else template
+    marker, jinja = TEMPLATES[name]
+    markers = [*([marker] if marker else []), *_MARKERS.findall(jinja)]
+    base = ["</s>", "<pad>"] if kind == "sentencepiece" else [END, PAD]
+    return list(dict.fromkeys([*base, *markers]))
+
+
+def _bbpe(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=config.min_frequency,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    backend.train_from_iterator(iter(sample), trainer)
+    return backend
+
+
+def _saved(backend: Any, exp: Experiment, special: list[str], directory: Path) -> Any:
+    """Written with its chat template, and loaded as everybody will load it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    named = {"eos_token": special[0], "pad_token": special[1]}
+    if exp.tokenizer.kind == "sentencepiece":
+        named |= {"unk_token": "<unk>", "bos_token": "<s>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        additional_special_tokens=[token for token in special if token not in named.values()],
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+    tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
+    tokenizer.save_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def _proven(tokenizer: Any, texts: Sequence[str]) -> int:
+    """Tokens of the texts, each of which must come back as it was."""
+    tokens = 0
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        tokens += len(ids)
+        back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if back != text and "\u2581" not in text:
+            raise DataError(
+                f"The tokenizer does not give back a text as it was: {json.dumps(text[:80])} "
+                f"became {json.dumps(back[:80])}. Use tokenizer.kind=bbpe."
+            )
+    return tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m llmx.data.tokenize.train CONFIG.yaml [vocab_size=N]``: what ``llmx
+    tokenizer`` starts."""
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> int:
+        if not words:
+            raise ConfigError("one composed config: python -m llmx.data.tokenize.train FILE.yaml")
+        values = yaml.safe_load(Path(words[0]).read_text(encoding="utf-8"))
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key not in OWN_KEYS:
+                raise ConfigError(f"{word}: no such key here. Write tokenizer.{word}.")
+            values["tokenizer"][key] = value
+        print(train_tokenizer(experiment_from_dict(values)))
+        return 0
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
