@@ -13,11 +13,12 @@ from llmx.rundir import RunDir, read_json, write_json
 from llmx.train.session import Session
 
 
-def complete_eval_prompts(session: Session, *, when: str) -> dict[str, float]:
+def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, float]:
     """The task's metrics of greedy completions; none for a task without eval prompts. Collective.
 
     Args:
-        when: ``before`` or ``after`` training: the column of ``samples.json`` that rank 0 writes.
+        when: ``before`` or ``after`` training: the column of ``samples.json`` that rank 0 writes;
+            None in between, where nothing is written.
     """
     prompts = session.task.eval_prompts()
     if not prompts:
@@ -29,7 +30,7 @@ def complete_eval_prompts(session: Session, *, when: str) -> dict[str, float]:
     found = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
     completions = [session.task.decode(list(one.text_tokens)) for one in found]
     scores = session.task.score(prompts, completions)
-    if session.rank == 0:
+    if session.rank == 0 and when is not None:
         write_samples(session.run_dir, prompts, completions, scores, when=when)
     return scores
 

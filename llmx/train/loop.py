@@ -30,6 +30,7 @@ from llmx.train.evaluate import evaluate as evaluate_task
 from llmx.train.export import export_model
 from llmx.train.random import seed_step
 from llmx.train.resume import Start
+from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
 from llmx.train.signals import ShutdownRequest, exit_interrupted
@@ -82,8 +83,7 @@ def train(session: Session) -> None:
     stopping = evaluation_due(exp, done, total) and not evaluate(session, done, total)
     log = StepLog(session, total=total)
     waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
-    with prefetch(session, start, last) as steps:
-        upcoming = iter(steps)
+    with steps_from(session, start, last) as upcoming:
         for number in range(start.step, last):
             if stopping:
                 break
@@ -250,20 +250,32 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         session.status.enter("training")
         return False
     measured = {name: mean.value for name, mean in result.items()}
-    loss, weight = measured.pop("loss"), int(result["loss"].weight)
-    weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
-    when = {0: "before", total: "after"}.get(step)
-    scores = complete_eval_prompts(session, when=when) if when else {}
+    line: dict[str, Any] = {}
+    if "loss" in measured:
+        weight = result["loss"].weight
+        weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
+        line[weighed_by] = int(weight) if weight.is_integer() else weight
+        line["loss"] = measured.pop("loss")
     declared = session.task.metrics
-    scores = {**measured, **scores}
-    check_declared(session.task, scores)
+    when = {0: "before", total: "after"}.get(step)
+    # What the best checkpoint goes by is measured at every evaluation.
+    goes_by = best_metric(session.exp)
+    if when or (goes_by in declared and goes_by not in measured):
+        measured.update(complete_eval_prompts(session, when=when))
+    check_declared(session.task, measured)
     # A metric that this evaluation does not measure is null.
-    values = {name: scores.get(name) for name in declared if "eval" in declared[name].kinds}
-    session.metrics.write("eval", step=step, loss=loss, **{weighed_by: weight}, **values)
-    shown = [f"  {declared[name].title} {declared[name].shown(scores[name])}" for name in scores]
-    session.say(f"evaluation at step {step}: loss {loss:.4f}{''.join(shown)}")
+    line.update({name: measured.get(name) for name in declared if "eval" in declared[name].kinds})
+    session.metrics.write("eval", step=step, **line)
+    shown = [f"loss {line['loss']:.4f}"] if "loss" in line else []
+    shown += [f"{declared[name].title} {declared[name].shown(measured[name])}" for name in measured]
+    session.say(f"evaluation at step {step}: {'  '.join(shown)}")
     session.status.enter("training")
     return True
+
+
+def best_metric(exp: Experiment) -> str:
+    """The metric of an evaluation that ``checkpoint.metric`` names: ``f1`` of ``eval/f1``."""
+    return exp.checkpoint.metric.removeprefix("eval/")
 
 
 def check_declared(task: Task, measured: Iterable[str]) -> None:
@@ -277,26 +289,27 @@ def check_declared(task: Task, measured: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def prefetch(session: Session, start: Start, last: int) -> Iterator[Prefetch]:
-    """The steps of this rank, prepared by a thread that ends with the block."""
+def steps_from(session: Session, start: Start, last: int) -> Iterator[Iterator[Step]]:
+    """The steps of this rank in order: read ahead by a thread that ends with the block, or, of a
+    task that generates them, made when they are asked for."""
+    task = session.task
+    numbers = (step for step in range(start.step, last) if step + 1 not in start.skip_steps)
+    common: dict[str, Any] = {
+        "batch": session.plan.batch,
+        "rank": session.rank,
+        "seed": session.exp.seed,
+        "layout": session.layout,
+        "stop": session.length.stop,
+    }
+    store = session.train_store
+    if task.generates:
+        yield (rollout_step(session.engine, task, store, step, **common) for step in numbers)
+        return
     steps = Prefetch(
-        (
-            make_step(
-                session.train_store,
-                step,
-                batch=session.plan.batch,
-                rank=session.rank,
-                seed=session.exp.seed,
-                layout=session.layout,
-                stop=session.length.stop,
-                normaliser=session.task.normaliser,
-            )
-            for step in range(start.step, last)
-            if step + 1 not in start.skip_steps
-        ),
+        (make_step(store, step, normaliser=task.normaliser, **common) for step in numbers),
         pin=session.engine.device.type == "cuda",
     )
     try:
-        yield steps
+        yield iter(steps)
     finally:
         steps.close()

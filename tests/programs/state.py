@@ -37,6 +37,7 @@ from llmx.train.engine import Engine, build_engine, join_process_group
 from llmx.train.engine_state import capture, restore, saved_layout, state_values, weights_hash
 from llmx.train.loop import train_step, weighed
 from llmx.train.random import seed_step
+from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
 from llmx.train.state_values import write_loss_scaler
 from tests.programs.leaving import run_and_leave
@@ -140,15 +141,16 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
     losses, task = [], task_of(exp)
     for number in steps:
-        step = make_step(
-            store,
-            number,
-            batch=plan.batch,
-            rank=rank,
-            seed=exp.seed,
-            layout=layout,
-            normaliser=task.normaliser,
-        )
+        common: dict[str, Any] = {
+            "batch": plan.batch,
+            "rank": rank,
+            "seed": exp.seed,
+            "layout": layout,
+        }
+        if task.generates:
+            step = rollout_step(engine, task, store, number, **common)
+        else:
+            step = make_step(store, number, normaliser=task.normaliser, **common)
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
         step = weighed(step, task, device=engine.device)
