@@ -11,7 +11,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -138,6 +138,8 @@ class Engine:
     device: torch.device
     stage: int
     precision: str
+    frozen_fingerprints: dict[str, str] = field(default_factory=dict)
+    """Of the frozen models, by name (``engine_state.frozen_fingerprints``)."""
     _norm: torch.Tensor | None = None
     _scale: float = 1.0
     """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""

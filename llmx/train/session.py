@@ -19,6 +19,7 @@ from llmx.tasks import Task, task_of
 from llmx.train.agreement import Agreement
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.engine import Engine, build_engine
+from llmx.train.engine_state import frozen_fingerprints
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, cut_back
 from llmx.train.place import find_place
@@ -98,6 +99,7 @@ def open_session(
     start = begin(run_dir, ours, place=place, stage=stage, group=agreement.group)
     check_samples(start.state, length)
     engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=task.models())
+    engine.frozen_fingerprints = frozen_fingerprints(engine)
     if start.state:
         restore_from(start, engine)
         status.at_step(start.step)

@@ -208,3 +208,4 @@ def test_a_checkpoint_holds_the_trained_models_by_name(out: Path, stage: int) ->
     assert {name.split(".")[0] for name in state["parameters"]} == {"policy", "scorer"}
     assert all(entry["trained"] for entry in state["parameters"].values())
     assert "scorer.score.weight" in state["parameters"]
+    assert list(state["frozen"]) == ["reference"]

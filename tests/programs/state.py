@@ -34,7 +34,14 @@ from llmx.plan.types import Plan
 from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine import Engine, build_engine, join_process_group
-from llmx.train.engine_state import capture, restore, saved_layout, state_values, weights_hash
+from llmx.train.engine_state import (
+    capture,
+    frozen_fingerprints,
+    restore,
+    saved_layout,
+    state_values,
+    weights_hash,
+)
 from llmx.train.loop import train_step, weighed
 from llmx.train.random import seed_step
 from llmx.train.rollout import rollout_step
@@ -109,13 +116,15 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
 
     made = frozen if "freeze" in job else build_model
     with mock.patch.object(engine_module, "build_model", made):
-        return build_engine(
+        engine = build_engine(
             exp,
             plan,
             ds_config(exp, plan),
             tokenizer=word_tokenizer(),
             specs=task_of(exp).models(),
         )
+    engine.frozen_fingerprints = frozen_fingerprints(engine)
+    return engine
 
 
 def task_of(exp: Experiment) -> Task:
