@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
+from llmx.errors import ConfigError
 from llmx.models.conversion import effective_conversions
 from llmx.train.engine import Engine
 from llmx.train.state_hash import hash_parts
