@@ -17,6 +17,7 @@ from torch import nn
 
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.experts import Routing
+from llmx.models.generate import Completion, generate
 from llmx.models.loss import (
     IGNORE,
     micro_batch_loss,
@@ -24,6 +25,7 @@ from llmx.models.loss import (
     to_device,
     without_cache,
 )
+from llmx.models.sampling import Sampling
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
 HEADS = (CAUSAL_LM, CLASSIFICATION)
@@ -131,6 +133,28 @@ class Model:
         numbers, count = sequence_numbers(batch["segment_ids"])
         mine = numbers.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
         return SequenceLogProbs(values, to_device(mine, self.device), count)
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        n: int,
+        seeds: Callable[[int, int], int],
+    ) -> list[list[Completion]]:
+        """``n`` completions of each prompt, the same on every rank. Collective.
+
+        Args:
+            prompts: token ids.
+            seeds: of (number of the prompt, number of the sample): ``RolloutKey.of``.
+        """
+        found = generate(
+            self,
+            [prompt for prompt in prompts for _ in range(n)],
+            sampling,
+            seeds=[seeds(prompt, one) for prompt in range(len(prompts)) for one in range(n)],
+        )
+        return [found[first : first + n] for first in range(0, len(found), n)]
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """fp32 [sequences, num_labels]: what the classification head says at the last token of

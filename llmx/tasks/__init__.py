@@ -8,7 +8,7 @@ from typing import Any
 from llmx import data
 from llmx.config import Experiment
 from llmx.errors import ConfigError
-from llmx.tasks.base import Loss, Mean, Task, exact_match, next_token_loss
+from llmx.tasks.base import Loss, Mean, Prompt, RolloutKey, Task, exact_match, next_token_loss
 from llmx.tasks.pretrain import Pretrain
 from llmx.tasks.sft import Sft
 
@@ -52,6 +52,8 @@ __all__ = [
     "Loss",
     "Mean",
     "Pretrain",
+    "Prompt",
+    "RolloutKey",
     "Sft",
     "Task",
     "exact_match",

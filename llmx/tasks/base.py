@@ -21,6 +21,7 @@ from llmx.data.format.formats import Conversation
 from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.metrics import Metric
+from llmx.models.sampling import sample_seed
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,29 @@ class Mean:
     def value(self) -> float:
         """The mean; 0 where nothing was added."""
         return self.sum / self.weight if self.weight else 0.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a task that generates its samples draws from: a sequence of the data."""
+
+    tokens: tuple[int, ...]
+    """Up to the first target: of a conversation, the cue to answer is the last."""
+    reference: tuple[int, ...]
+    """The rest of the sequence: the completion in the data, for a reward. May be empty."""
+
+
+@dataclass(frozen=True)
+class RolloutKey:
+    """What is random in a rollout is a function of it, never of a global state."""
+
+    seed: int
+    """Of the run."""
+    step: int
+
+    def of(self, prompt: int, sample: int) -> int:
+        """The seed of one sample: ``prompt`` counts those of the step, over all ranks."""
+        return sample_seed(self.seed, step=self.step, prompt=prompt, sample=sample)
 
 
 class Task:
@@ -129,6 +153,18 @@ class Task:
 
         return {"policy": ModelSpec()}
 
+    generates: ClassVar[bool] = False
+    """Whether steps are made by ``rollout``; else they are read."""
+    rollout_columns: ClassVar[tuple[Column, ...]] = ()
+    """What generated examples have beside their tokens, as ``columns``."""
+
+    def rollout(
+        self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
+    ) -> list[list[Example]]:
+        """The examples of each prompt of a step, of ``Tokens``. Collective: all ranks give the
+        same for the same. Gradients are off, as dropout is."""
+        raise NotImplementedError(f"{type(self).__name__}.rollout")
+
     def loss(self, models: Models, batch: Batch) -> Loss:
         """The loss of a micro batch. Called on every rank equally often, also for micro batches
         without a sequence, which have sum 0 and weight 0 and still run the same forwards."""
@@ -139,8 +175,11 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__}.weight")
 
     def evaluate(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
-        """What is measured on the held-out samples of this rank, by name; ``loss`` is among it.
-        Added up over ranks afterwards. Gradients are off, as dropout is."""
+        """What is measured on the held-out samples of this rank, by name; by default ``loss`` and
+        its metrics, and nothing for a task that generates. Added up over ranks afterwards.
+        Gradients are off, as dropout is."""
+        if self.generates:
+            return {}
         found = {"loss": Mean()}
         for batch in batches:
             loss = self.loss(models, batch)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmx.config import TaskConfig
+from llmx.config import CheckpointConfig, TaskConfig
 from llmx.data import EvalPrompt, collate
 from llmx.errors import ConfigError
 from llmx.models.generate import generate
@@ -91,11 +91,12 @@ def summed(found: dict[str, Mean], *, device: torch.device) -> dict[str, Mean]:
     return {name: Mean(*values[2 * at : 2 * at + 2]) for at, name in enumerate(names)}
 
 
-def complete_eval_prompts(session: Session, *, when: str) -> dict[str, float]:
+def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, float]:
     """The task's metrics of greedy completions; none for a task without eval prompts. Collective.
 
     Args:
-        when: ``before`` or ``after`` training: the column of ``samples.json`` that rank 0 writes.
+        when: ``before`` or ``after`` training: the column of ``samples.json`` that rank 0 writes;
+            None in between, where nothing is written.
     """
     prompts = session.task.eval_prompts()
     if not prompts:
@@ -107,7 +108,7 @@ def complete_eval_prompts(session: Session, *, when: str) -> dict[str, float]:
     found = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
     completions = [session.task.decode(list(one.text_tokens)) for one in found]
     scores = session.task.score(prompts, completions)
-    if session.rank == 0:
+    if session.rank == 0 and when is not None:
         write_samples(session.run_dir, prompts, completions, scores, when=when)
     return scores
 
@@ -172,20 +173,32 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         session.status.enter("training")
         return False
     measured = {name: mean.value for name, mean in result.items()}
-    loss, weight = measured.pop("loss"), int(result["loss"].weight)
-    weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
-    when = {0: "before", total: "after"}.get(step)
-    scores = complete_eval_prompts(session, when=when) if when else {}
+    line: dict[str, Any] = {}
+    if "loss" in measured:
+        weight = result["loss"].weight
+        weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
+        line["loss"] = measured.pop("loss")
+        line[weighed_by] = int(weight) if weight.is_integer() else weight
     declared = session.task.metrics
-    scores = {**measured, **scores}
-    check_measured(session.task, scores)
+    when = {0: "before", total: "after"}.get(step)
+    # What the best checkpoint goes by is measured at every evaluation.
+    goes_by = best_metric(session.exp.checkpoint)
+    if when or (goes_by in declared and goes_by not in measured):
+        measured.update(complete_eval_prompts(session, when=when))
+    check_measured(session.task, measured)
     # A metric that this evaluation does not measure is null.
-    values = {name: scores.get(name) for name in declared if "eval" in declared[name].kinds}
-    session.metrics.write("eval", step=step, loss=loss, **{weighed_by: weight}, **values)
-    shown = [f"  {declared[name].title} {declared[name].shown(scores[name])}" for name in scores]
-    session.log(f"evaluation at step {step}: loss {loss:.4f}{''.join(shown)}")
+    line.update({name: measured.get(name) for name in declared if "eval" in declared[name].kinds})
+    session.metrics.write("eval", step=step, **line)
+    shown = [f"loss {line['loss']:.4f}"] if "loss" in line else []
+    shown += [f"{declared[name].title} {declared[name].shown(measured[name])}" for name in measured]
+    session.log(f"evaluation at step {step}: {'  '.join(shown)}")
     session.status.enter("training")
     return True
+
+
+def best_metric(checkpoint: CheckpointConfig) -> str:
+    """The metric of an evaluation that ``checkpoint.metric`` names: ``f1`` of ``eval/f1``."""
+    return checkpoint.metric.removeprefix("eval/")
 
 
 def check_measured(task: Task, measured: Iterable[str]) -> None:

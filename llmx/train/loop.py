@@ -17,10 +17,11 @@ from llmx.models.factory import num_parameters
 from llmx.plan.types import Plan
 from llmx.rundir import RunDir
 from llmx.text import plural
-from llmx.train.batches import Prefetch, make_step
+from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.divergence import Diverged
 from llmx.train.evaluation import evaluate, evaluation_due
 from llmx.train.resume import ResumePoint
+from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
 from llmx.train.signals import ShutdownRequest, exit_interrupted
@@ -74,8 +75,7 @@ def train(session: Session) -> None:
     stopping = evaluation_due(exp.task, done, total) and not evaluate(session, done, total)
     step_log = StepLog(session, total=total)
     waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
-    with prefetch(session, start, last) as steps:
-        upcoming = iter(steps)
+    with steps_from(session, start, last) as upcoming:
         for number in range(start.step, last):
             if stopping:
                 break
@@ -154,26 +154,26 @@ def skip(session: Session, step: int) -> None:
 
 
 @contextlib.contextmanager
-def prefetch(session: Session, start: ResumePoint, last: int) -> Iterator[Prefetch]:
-    """The steps of this rank, prepared by a thread that ends with the block."""
+def steps_from(session: Session, start: ResumePoint, last: int) -> Iterator[Iterator[Step]]:
+    """The steps of this rank in order: read ahead by a thread that ends with the block, or, of a
+    task that generates them, made when they are asked for."""
+    task, store = session.task, session.train_store
+    numbers = (step for step in range(start.step, last) if step + 1 not in start.skip_steps)
+    common: dict[str, Any] = {
+        "batch": session.plan.batch,
+        "rank": session.rank,
+        "seed": session.exp.seed,
+        "layout": session.layout,
+        "stop": session.length.stop,
+    }
+    if task.generates:
+        yield (rollout_step(session.engine, task, store, step, **common) for step in numbers)
+        return
     steps = Prefetch(
-        (
-            make_step(
-                session.train_store,
-                step,
-                batch=session.plan.batch,
-                rank=session.rank,
-                seed=session.exp.seed,
-                layout=session.layout,
-                stop=session.length.stop,
-                normaliser=session.task.normaliser,
-            )
-            for step in range(start.step, last)
-            if step + 1 not in start.skip_steps
-        ),
+        (make_step(store, step, normaliser=task.normaliser, **common) for step in numbers),
         pin=session.engine.device.type == "cuda",
     )
     try:
-        yield steps
+        yield iter(steps)
     finally:
         steps.close()

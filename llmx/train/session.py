@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from llmx.checkpoint.distributed.topology import find_topology
+from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.config import Experiment
 from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
@@ -102,6 +103,7 @@ def open_session(
     )
     check_samples(resume_point.state, length)
     engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=task.models())
+    engine.frozen_fingerprints = frozen_fingerprints(engine)
     if resume_point.state:
         restore_from(resume_point, engine)
         status.at_step(resume_point.step)

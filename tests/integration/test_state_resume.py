@@ -17,6 +17,7 @@ from tests.rundirs import launch
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(1200)]
 
 DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+DRAWN = "tests.programs.own_task:Drawn"
 OWN_TASK = "tests.programs.own_task:Everything"
 GPT2: dict[str, Any] = {"kind": "gpt2", "config": DROPOUT, "clip_norm": 0.5, "accumulation": 2}
 CPU = {"offload_optimizer": "cpu"}
@@ -65,6 +66,8 @@ SAME_RANKS: list[dict[str, Any]] = [
     {"name": "sgd", "stage": 2, "optim": "sgd"},
     # A task of one's own: two trained models and a frozen one in one engine.
     *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in range(4)),
+    # Its samples are drawn: equal weights draw the same again.
+    *({"name": f"drawn-{stage}", "stage": stage, "task": DRAWN} for stage in range(4)),
     {"name": "before-the-first-step", "stage": 3, "precision": "bf16", "save_at": 0},
     {"name": "before-any-step-0", "stage": 0, "precision": "bf16", "save_at": 0},
     *(
@@ -171,7 +174,14 @@ def test_other_ranks_and_stages_go_on_alike(out: Path, world: int, name: str, or
 
 @pytest.mark.parametrize(
     ("jobs", "tolerance"),
-    [("own", 2e-6), ("gpt2-fp32", 2e-6), ("gpt2-bf16", 1e-3), ("bf16", 1e-3), ("fp16", 1e-3)],
+    [
+        ("own", 2e-6),
+        ("drawn", 2e-6),
+        ("gpt2-fp32", 2e-6),
+        ("gpt2-bf16", 1e-3),
+        ("bf16", 1e-3),
+        ("fp16", 1e-3),
+    ],
 )
 def test_all_stages_are_the_same_training(out: Path, jobs: str, tolerance: float) -> None:
     """Stage 0 in half precision, too: DeepSpeed's wrapper there takes a step of its own before
@@ -198,3 +208,4 @@ def test_a_checkpoint_holds_the_trained_models_by_name(out: Path, stage: int) ->
     assert {name.split(".")[0] for name in state["parameters"]} == {"policy", "scorer"}
     assert all(entry["trained"] for entry in state["parameters"].values())
     assert "scorer.score.weight" in state["parameters"]
+    assert list(state["frozen"]) == ["reference"]

@@ -28,6 +28,7 @@ import llmx.train.engine.build as engine_module
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.state.engine_state import (
     capture,
+    frozen_fingerprints,
     restore,
     saved_layout,
     state_values,
@@ -43,6 +44,7 @@ from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
+from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
 from llmx.train.step import seed_step, train_step, with_weight
 from tests.programs.leaving import run_and_leave
@@ -114,13 +116,15 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
 
     made = frozen if "freeze" in job else build_model
     with mock.patch.object(engine_module, "build_model", made):
-        return build_engine(
+        engine = build_engine(
             exp,
             plan,
             ds_config(exp, plan),
             tokenizer=word_tokenizer(),
             specs=task_of(exp).models(),
         )
+    engine.frozen_fingerprints = frozen_fingerprints(engine)
+    return engine
 
 
 def task_of(exp: Experiment) -> Task:
@@ -146,15 +150,16 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
     losses, task = [], task_of(exp)
     for number in steps:
-        step = make_step(
-            store,
-            number,
-            batch=plan.batch,
-            rank=rank,
-            seed=exp.seed,
-            layout=layout,
-            normaliser=task.normaliser,
-        )
+        common: dict[str, Any] = {
+            "batch": plan.batch,
+            "rank": rank,
+            "seed": exp.seed,
+            "layout": layout,
+        }
+        if task.generates:
+            step = rollout_step(engine, task, store, number, **common)
+        else:
+            step = make_step(store, number, normaliser=task.normaliser, **common)
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
         step = with_weight(step, task, device=engine.device)

@@ -8,6 +8,7 @@ any engine of the same model can be restored from them. Tried by
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -41,6 +42,7 @@ from llmx.checkpoint.state.values import (
     write_loss_scaler,
     write_scalars,
 )
+from llmx.errors import ConfigError
 from llmx.models.conversion import effective_conversions
 from llmx.models.model import Model
 
@@ -56,6 +58,10 @@ class Engine(Protocol):
     device: torch.device
     stage: int
     precision: str
+    frozen_fingerprints: dict[str, str]
+
+    @property
+    def models(self) -> Mapping[str, Model]: ...
 
     @property
     def module(self) -> nn.Module: ...
@@ -171,6 +177,7 @@ def state_values(engine: Engine) -> dict[str, Any]:
         "engine": read_counters(engine.engine),
         "parameters": parameters,
         "buffers": buffers,
+        **({"frozen": engine.frozen_fingerprints} if engine.frozen_fingerprints else {}),
         "conversions": effective_conversions(engine.main.module),
     }
 
@@ -198,6 +205,41 @@ def weights_hash(engine: Engine) -> str | None:
     return hash_parts(parts, names=names, device=engine.device)
 
 
+def frozen_fingerprints(engine: Engine) -> dict[str, str]:
+    """Frozen model -> hash of its weights as they lie in memory. Collective.
+
+    A checkpoint does not hold them; a run goes on with other ones only by mistake.
+    """
+    names = [name for name, model in engine.models.items() if not model.spec.trained]
+    if not names:
+        return {}
+    layout = state_layout(engine.engine)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    parts = _frozen(layout, rank=rank, world=world)
+    found = {}
+    for name in names:
+        prefix = f"{name}."
+        own = [(p.name, p.start, p.values) for p in parts if p.name.startswith(prefix)]
+        of_model = [n for n, _ in engine.module.named_parameters() if n.startswith(prefix)]
+        found[name] = hash_parts(own, names=of_model, device=engine.device)
+    return found
+
+
+def check_frozen(engine: Engine, state: dict[str, Any]) -> None:
+    """Raise ConfigError where a frozen model is not the one that the checkpoint was trained with.
+    In another precision its weights are rounded otherwise: nothing is compared then."""
+    if state.get("precision") != engine.precision:
+        return
+    for name, then in state.get("frozen", {}).items():
+        now = engine.frozen_fingerprints.get(name)
+        if now is not None and now != then:
+            raise ConfigError(
+                f"The frozen model {name!r} has other weights than when the checkpoint was "
+                f"written ({now[:12]} now, {then[:12]} then): its source has changed. Bring back "
+                "the weights that the run began with."
+            )
+
+
 @torch.no_grad()
 def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None:
     """Put a checkpoint into an engine of the same model. Collective.
@@ -217,6 +259,7 @@ def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None
     """
     inner, layout = engine.engine, saved_layout(engine)
     check_tables(*_tables(engine), state["parameters"], state.get("buffers", {}))
+    check_frozen(engine, state)
     check_kind(state["optimizer"]["kind"], optimizer_kind(layout.owners[0].optimizer))
     before_restore(inner)
     scalars = state["optimizer"]["scalars"]

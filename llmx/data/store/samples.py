@@ -34,8 +34,16 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import WEIGHT, Column, Schema
-from llmx.errors import DataError
+from llmx.data.examples import (
+    TOKEN_WEIGHT,
+    WEIGHT,
+    Column,
+    Example,
+    Schema,
+    Tokens,
+    values_of,
+)
+from llmx.errors import ConfigError, DataError
 
 STORE_FORMAT = 2
 """Of the files. Another one is prepared again; the samples, and so the fingerprint, may be the
@@ -77,6 +85,47 @@ class Sample:
             return [1] * len(self.sequence_starts)
         sizes: list[int] = np.diff(self.example_starts, append=len(self.sequence_starts)).tolist()
         return sizes
+
+
+def in_memory(example: Example, schema: Schema, *, task: str) -> Sample:
+    """A sample of one example that was never stored: generated tokens and their columns.
+
+    Args:
+        example: of ``Tokens`` alone, with the columns of ``schema`` (``examples.checked``).
+
+    Raises:
+        ConfigError: what the task gave are no tokens, or no values of its columns.
+    """
+    if not all(isinstance(one, Tokens) and len(one.ids) for one in example.sequences):
+        raise ConfigError(f"task={task}: generated examples are of Tokens, with at least one id.")
+    sequences = [one for one in example.sequences if isinstance(one, Tokens)]
+    lengths = np.array([len(one.ids) for one in sequences], np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    given = [
+        np.ones(len(one.ids)) if one.weight is None else np.asarray(one.weight) for one in sequences
+    ]
+    count = int(lengths.sum())
+    weights = values_of(np.concatenate(given), TOKEN_WEIGHT, count=count, task=task)
+    weights[starts] = 0  # nothing stands before the first token of a sequence
+    columns: dict[str, np.ndarray] = {}
+    values: Any
+    for column in schema.per("token"):
+        values = np.concatenate([np.asarray(one.columns[column.name]) for one in sequences])
+        columns[column.name] = values_of(values, column, count=count, task=task)
+    for column in schema.per("sequence"):
+        values = example.columns[column.name]
+        columns[column.name] = values_of(values, column, count=len(sequences), task=task)
+    for column in schema.per("example"):
+        values = [example.columns[column.name]]
+        columns[column.name] = values_of(values, column, count=1, task=task)
+    return Sample(
+        tokens=np.concatenate([np.asarray(one.ids, np.uint32) for one in sequences]),
+        targets=weights != 0,
+        row_starts=starts,
+        weights=weights if schema.weighted else None,
+        example_starts=np.zeros(1, np.int64) if len(sequences) > 1 else None,
+        columns=columns,
+    )
 
 
 class SampleStore:

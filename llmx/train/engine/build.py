@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ class Engine:
     device: torch.device
     stage: int
     precision: str
+    frozen_fingerprints: dict[str, str] = field(default_factory=dict)
+    """Of the frozen models, by name (``engine_state.frozen_fingerprints``)."""
     _norm: torch.Tensor | None = None
     _scale: float = 1.0
     """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""
