@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmx.commands import COMMANDS, HEAVY, LIGHT
+from llmx.cli.commands import COMMANDS, HEAVY, LIGHT
 from llmx.errors import ConfigError, LlmxError, did_you_mean, exit_code
 
 
@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     # Before --help: words that are being completed may hold one.
     if words[:1] == ["help"]:
-        from llmx.topics import main as help_main
+        from llmx.cli.topics import main as help_main
 
         return help_main(words[1:])
     if words[:1] == ["completion"] and words[1:2] not in (["-h"], ["--help"]):
-        from llmx.completion import main as completion_main
+        from llmx.cli.completion import main as completion_main
 
         return completion_main(words[1:])
     if any(word in ("-h", "--help") for word in words):
@@ -45,12 +45,12 @@ def _dispatch(words: list[str]) -> int:
         print(f"llmx {__version__}")
         return 0
     if words == ["--hydra-help"]:
-        from llmx.arguments import OPTIONS_HELP
+        from llmx.cli.arguments import OPTIONS_HELP
 
         print(OPTIONS_HELP, end="")
         return 0
-    from llmx.arguments import split_command, split_own
-    from llmx.job import CONFIG_COMMANDS
+    from llmx.cli.arguments import split_command, split_own
+    from llmx.lifecycle.start import CONFIG_COMMANDS
 
     command, rest = split_command(words, tuple(COMMANDS))
     if command == "plan":
@@ -58,7 +58,7 @@ def _dispatch(words: list[str]) -> int:
     if command == "sweep":
         return _sweep(rest)
     if command in LIGHT:
-        main_of_command = importlib.import_module(f"llmx.{command}").main
+        main_of_command = importlib.import_module(LIGHT[command]).main
         code: int = main_of_command(rest)
         return code
     if command in HEAVY:
@@ -72,17 +72,17 @@ def _dispatch(words: list[str]) -> int:
 def _help(words: list[str]) -> str:
     """A command's own help where one is named, else the whole."""
     if words[0] in COMMANDS:
-        from llmx.topics import command_help
+        from llmx.cli.topics import command_help
 
         return command_help(words[0])
-    from llmx.help import help_text
+    from llmx.cli.help import help_text
 
     return help_text()
 
 
 def _sweep(words: list[str]) -> int:
-    from llmx.arguments import sweep_overrides
-    from llmx.config_groups import sweeps_dir
+    from llmx.cli.arguments import sweep_overrides
+    from llmx.config.groups import sweeps_dir
 
     names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
     if not words:
@@ -100,9 +100,9 @@ def _module(command: str, words: list[str]) -> int:
         needs = "two run directories" if command == "compare" else "a run directory"
         names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
         raise ConfigError(f"{command} needs {needs}: python -m llmx {command} {names}")
-    from llmx.job import exit_code_of
+    from llmx.lifecycle.start import exit_code_of
 
-    process = subprocess.run([sys.executable, "-m", f"llmx.{command}", *words], check=False)
+    process = subprocess.run([sys.executable, "-m", HEAVY[command], *words], check=False)
     return exit_code_of(process.returncode)
 
 
@@ -112,8 +112,8 @@ def _hydra(words: list[str], *, command: str | None = None, own: Sequence[str] =
     ``command``: hand the composed config to this command, with its ``own`` words, instead of
     starting a run.
     """
-    from llmx.arguments import read_line, with_demo
-    from llmx.overrides import check_overrides
+    from llmx.cli.arguments import read_line, with_demo
+    from llmx.compose.overrides import check_overrides
 
     line = read_line(words)
     if command and line.multirun:
@@ -143,11 +143,11 @@ def _compose(
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from llmx.config_groups import conf_dir
-    from llmx.defaults import register_defaults
-    from llmx.explain import explain_hydra
-    from llmx.job import require_success, run_command, run_job
-    from llmx.rundir import claim
+    from llmx.compose.defaults import register_defaults
+    from llmx.compose.explain import explain_hydra
+    from llmx.config.groups import conf_dir
+    from llmx.lifecycle.start import require_success, run_command, run_job
+    from llmx.run.rundir import claim
 
     register_defaults()
     ended: list[int | LlmxError] = []
@@ -228,7 +228,7 @@ def _of_hydra(error: BaseException) -> bool:
 
 def _remove_if_empty(directory: Path) -> None:
     """Remove a directory that was made for nothing, and ``outputs`` if it held only that."""
-    from llmx.rundir import RunDir
+    from llmx.run.rundir import RunDir
 
     with contextlib.suppress(OSError):
         RunDir(directory).logs.rmdir()

@@ -18,7 +18,7 @@ import torch
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from llmx.train.agreement import Flags
 from llmx.train.batches import make_step
 from llmx.train.engine import join_process_group

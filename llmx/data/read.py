@@ -14,6 +14,18 @@ from pathlib import Path
 from typing import IO
 
 from llmx.config.build import shown
+from llmx.config.file_formats import (
+    COLUMNAR_SUFFIXES,
+    COMPRESSED,
+    DELIMITED_SUFFIXES,
+    JSON_SUFFIXES,
+    KNOWN,
+    TEXT_SUFFIXES,
+    files_in,
+    is_saved,
+    kind_of,
+    name_problem,
+)
 from llmx.data.compressed import DAMAGED, opened
 from llmx.data.json_array import array_elements
 from llmx.data.lines import (
@@ -39,18 +51,6 @@ from llmx.data.rows import (
 )
 from llmx.data.tables import saved_files, table_rows
 from llmx.errors import DataError
-from llmx.file_formats import (
-    COLUMNAR_SUFFIXES,
-    COMPRESSED,
-    DELIMITED_SUFFIXES,
-    JSON_SUFFIXES,
-    KNOWN,
-    TEXT_SUFFIXES,
-    files_in,
-    is_saved,
-    kind_of,
-    name_problem,
-)
 
 __all__ = ["Record", "TextPiece", "Where", "excerpt", "read_file", "source_files"]
 

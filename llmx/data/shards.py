@@ -30,7 +30,7 @@ from llmx.data.store import SampleStore
 from llmx.data.truncate import Truncation
 from llmx.data.units import Unit
 from llmx.data.workers import worker_count
-from llmx.rundir import write_json
+from llmx.run.rundir import write_json
 
 PROOF_BYTES = 1 << 19
 """Of the first unit, on which a faster encoder is proven."""

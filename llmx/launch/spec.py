@@ -16,7 +16,7 @@ from pathlib import Path
 import llmx
 from llmx.config.schema import Experiment
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from llmx.data.examples import Column, Example
 from llmx.data.forms import Conversation
 from llmx.data.source import Source
 from llmx.errors import ConfigError
-from llmx.metrics import Metric
+from llmx.run.metrics import Metric
 
 if TYPE_CHECKING:
     import torch

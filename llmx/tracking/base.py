@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmx.metrics.lines import Record
+from llmx.run.metrics.lines import Record
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import csv
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmx.metrics.lines import Record, scalars, step_of
+from llmx.run.metrics.lines import Record, scalars, step_of
 from llmx.tracking.base import Notify, RunMeta, Status
 
 FIRST_COLUMNS = ("step", "kind", "time")

@@ -27,8 +27,8 @@ from typing import Any, TextIO
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
-from llmx.metrics.lines import MetricsTail, Record
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run.metrics.lines import MetricsTail, Record
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
 
 POLL_S = 0.5

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmx.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.metrics.summary import Summary
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
+from llmx.run.metrics.summary import Summary
 from llmx.tracking.base import Notify, RunMeta, Status
 
 

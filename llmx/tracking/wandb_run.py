@@ -15,8 +15,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from llmx.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.metrics.summary import Summary
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
+from llmx.run.metrics.summary import Summary
 from llmx.tracking.base import Notify, RunMeta, Status, replay_command
 from llmx.tracking.reach import why_offline
 

@@ -9,7 +9,7 @@ from llmx.data import EvalPrompt
 from llmx.models.generate import generate
 from llmx.models.generation_config import stop_ids
 from llmx.models.sampling import Sampling
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.session import Session
 
 

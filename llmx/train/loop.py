@@ -18,7 +18,7 @@ from llmx.errors import ConfigError
 from llmx.models.factory import num_parameters
 from llmx.models.model import Models
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from llmx.tasks import Loss, Task, next_token_loss
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step

@@ -20,9 +20,9 @@ from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
 from llmx.config import Experiment
 from llmx.errors import ConfigError
-from llmx.metrics.lines import read_metrics
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.rundir import RunDir, read_json
 from llmx.text import plural
 from llmx.train.divergence import SPIKE_WINDOW
 from llmx.train.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from llmx.checkpoint.manifest import FORMAT, MODEL
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine import Engine
 from llmx.train.engine_state import state_values

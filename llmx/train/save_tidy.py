@@ -11,7 +11,7 @@ from llmx.checkpoint import commit, pointers
 from llmx.checkpoint.holdings import Part, holdings, removals
 from llmx.checkpoint.manifest import STATE
 from llmx.config import CheckpointConfig
-from llmx.rundir import read_json
+from llmx.run.rundir import read_json
 
 
 @dataclass(frozen=True)

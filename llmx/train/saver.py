@@ -17,7 +17,7 @@ import torch
 
 from llmx.config import Experiment
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from llmx.train.agreement import Agreement, Flags
 from llmx.train.engine import Engine
 from llmx.train.engine_state import capture

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from llmx.config import Experiment
-from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
+from llmx.run.rundir import RunDir
 from llmx.tasks import Task, task_of
 from llmx.train.agreement import Agreement
 from llmx.train.batches import PAD_TO_ON, Layout

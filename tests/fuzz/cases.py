@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmx.arguments import OPTIONS
+from llmx.cli.arguments import OPTIONS
 from llmx.config import known_keys
+from llmx.config.groups import GROUPS, option_names
 from llmx.config.model_rules import FLAGS, FLOATS, KEYS, SIZES
-from llmx.config_groups import GROUPS, option_names
 
 NASTY = (
     "", " ", "null", "true", "no", "-1", "0", "1", "2", "3", "64", "0.5", "-0.0", "1e40", "-1e40", "1e-40", "1e400",

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from llmx import snapshot
 from llmx.errors import LaunchError
 from llmx.launch import supervise
 from llmx.launch.spec import make_spec
 from llmx.launch.supervision.journal import read_attempts, run_id, supervisor_lock
 from llmx.plan.types import Plan
-from llmx.rundir import read_json
+from llmx.run import snapshot
+from llmx.run.rundir import read_json
 from tests.cluster.netns import wait_until
 from tests.integration.test_launch_local import LocalRun
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llmx.metrics import Metric
 from llmx.models.model import CLASSIFICATION, Batch, Models, ModelSpec, sequence_numbers
+from llmx.run.metrics import Metric
 from llmx.tasks import Loss, Task, next_token_loss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.arguments import (
+from llmx.cli.arguments import (
     Line,
     read_line,
     resolve_alias,

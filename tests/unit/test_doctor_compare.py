@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmx.doctor import survey as program
-from llmx.doctor.compare import GIB, asked_of_hosts, compare_hosts
+from llmx.hardware import survey as program
+from llmx.hardware.compare import GIB, asked_of_hosts, compare_hosts
 from llmx.plan import cuda_builds
 from tests.composing import composed
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.doctor.diagnose import OUTCOMES, Failure, diagnose, signal_in_log
-from llmx.doctor.known_failures import KNOWN_FAILURES
+from llmx.observe.diagnose import OUTCOMES, Failure, diagnose, signal_in_log
+from llmx.observe.known_failures import KNOWN_FAILURES
 
 # (row, outcome, message)
 MESSAGES = [
@@ -177,7 +177,7 @@ def test_always_an_answer(kind: str, message: str, log: str, category: str) -> N
 
 def test_by_hand() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmx.doctor.diagnose"],
+        [sys.executable, "-m", "llmx.observe.diagnose"],
         input="CUDA out of memory",
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
-from llmx.arguments import sweep_overrides
 from llmx.checkpoint.manifest import CheckpointError
+from llmx.cli.arguments import sweep_overrides
 from llmx.errors import EXIT_CODES, LlmxError
 from llmx.launch.supervision.result import EXIT_CODES as OF_OUTCOMES
 from tests.fuzz.check import FOREIGN

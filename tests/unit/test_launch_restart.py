@@ -35,7 +35,7 @@ from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from tests.unit.test_launch_render import experiment, spec_of
 
 LAUNCH = LaunchConfig(max_restarts=3, restart_backoff_s=10, restart_backoff_max_s=25)
@@ -296,7 +296,7 @@ def test_one_supervisor_a_run(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from llmx.launch.supervision.journal import supervisor_lock\n"
-        "from llmx.rundir import RunDir\n"
+        "from llmx.run.rundir import RunDir\n"
         "with supervisor_lock(RunDir(Path(sys.argv[1])), sys.argv[2]):\n"
         "    print('held', flush=True)\n    sys.stdin.readline()\n"
     )

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmx.arguments import read_line, split_command, sweep_overrides
-from llmx.commands import COMMANDS
+from llmx.cli.arguments import read_line, split_command, sweep_overrides
+from llmx.cli.commands import COMMANDS
+from llmx.compose.overrides import check_overrides
 from llmx.config import Experiment, ModelConfig, experiment_from_dict, migrate
 from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
 from llmx.launch.render.hostfile import parse_hostfile
-from llmx.overrides import check_overrides
 from tests.composing import composed
 from tests.fuzz.check import FOREIGN
 

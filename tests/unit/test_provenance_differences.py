@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmx.provenance.differences import (
+from llmx.run.provenance.differences import (
     BREAKS,
     HARMLESS,
     MAY,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from llmx.report.chart import linear_axis, log_axis, numbers, step_ticks, thinned
-from llmx.report.page import page
-from llmx.report.run_data import load_run
-from llmx.rundir import RunDir, read_json, write_json, write_text
+from llmx.observe.report.chart import linear_axis, log_axis, numbers, step_ticks, thinned
+from llmx.observe.report.page import page
+from llmx.observe.report.run_data import load_run
+from llmx.run.rundir import RunDir, read_json, write_json, write_text
 from tests import tracked_run
 from tests.chromium import measured
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from llmx import text as human
-from llmx.report import figure, wording
-from llmx.report.__main__ import main
-from llmx.report.run_data import load_run
-from llmx.rundir import RunDir, write_json, write_text
+from llmx.observe.report import figure, wording
+from llmx.observe.report.__main__ import main
+from llmx.observe.report.run_data import load_run
+from llmx.run.rundir import RunDir, write_json, write_text
 from tests import tracked_run
 
 SAMPLES = {
@@ -312,7 +312,7 @@ def test_forms(found: str, expected: str) -> None:
 
 def test_ascii_terminal(run: RunDir) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmx.report", str(run.root)],
+        [sys.executable, "-m", "llmx.observe.report", str(run.root)],
         env={"PATH": "", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
         capture_output=True,
         check=False,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmx.metrics.lines import MetricsTail, scalars
-from llmx.rundir import write_text
+from llmx.run.metrics.lines import MetricsTail, scalars
+from llmx.run.rundir import write_text
 from llmx.tracking import CompositeTracker, RunMeta, Status
 from llmx.tracking.csv_file import CsvTracker
 from llmx.tracking.process import run_id

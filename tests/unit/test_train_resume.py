@@ -11,7 +11,7 @@ import pytest
 
 from llmx.checkpoint.commit import begin
 from llmx.errors import ConfigError
-from llmx.metrics.lines import read_metrics
+from llmx.run.metrics.lines import read_metrics
 from llmx.train.metrics import MetricsWriter, cut_back, lines_until
 from llmx.train.place import Place
 from llmx.train.resume import check_identity, check_samples

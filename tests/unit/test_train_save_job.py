@@ -25,7 +25,7 @@ from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
 from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train import save_job
 from llmx.train import saver as saver_module
 from llmx.train.agreement import Agreement, Flags

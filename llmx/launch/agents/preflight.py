@@ -13,10 +13,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from llmx.doctor import survey as survey_program
-from llmx.doctor.compare import asked_of_hosts, compare_hosts, extensions
-from llmx.doctor.diagnose import Failure, diagnose
 from llmx.errors import ConfigError, LaunchError
+from llmx.hardware import survey as survey_program
+from llmx.hardware.compare import asked_of_hosts, compare_hosts, extensions
 from llmx.launch.agents.connection import (
     AgentError,
     Connection,
@@ -32,7 +31,8 @@ from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.sync.files import push
 from llmx.launch.transports import transport_of
-from llmx.rundir import write_json, write_text
+from llmx.observe.diagnose import Failure, diagnose
+from llmx.run.rundir import write_json, write_text
 from llmx.text import plural
 
 HANDSHAKE_TIMEOUT_S = 60.0

@@ -20,7 +20,7 @@ from llmx.launch.spec import LaunchSpec, make_spec
 from llmx.launch.supervision.journal import run_id
 from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, write_text
+from llmx.run.rundir import RunDir, write_text
 
 _SPECIAL_TO_SHELLS = re.compile(r"""[\s'"`$&;()<>|*?{}%\\]""")
 DEFAULT_PORT = 29500

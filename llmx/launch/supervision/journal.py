@@ -19,8 +19,8 @@ from typing import Any
 
 from llmx.errors import LaunchError
 from llmx.launch.spec import new_token
-from llmx.rundir import RunDir, read_json, write_json
-from llmx.tail import read_records
+from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.run.tail import read_records
 
 REFRESH_S = 3.0
 """``supervisor.json`` is written at each change, and this often while nothing changes."""

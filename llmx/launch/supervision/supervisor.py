@@ -37,7 +37,7 @@ from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.result import Result, exit_code_of
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, write_json
 from llmx.text import clock
 
 CAUSE_CHARACTERS = 160
