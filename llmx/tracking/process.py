@@ -158,17 +158,12 @@ def _start(
     composite = CompositeTracker(
         make_trackers(experiment.tracking.kinds, notify=statuses), notify=statuses
     )
-    composite.start(
-        {**config, "plan": _read_or(run.plan, {})},
-        _read_or(run.ds_config, {}),
-        _read_or(run.provenance, {}),
-        run_meta(run, experiment),
-    )
+    composite.start(run_meta(run, experiment, config))
     return composite
 
 
-def run_meta(run: RunDir, experiment: Experiment) -> RunMeta:
-    """What the trackers are told about the run besides its values."""
+def run_meta(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> RunMeta:
+    """What the trackers are told about the run besides its metrics."""
     tracking = experiment.tracking
     identity = _read_or(run.identity, {}).get("run_id", "")
     return RunMeta(
@@ -181,6 +176,9 @@ def run_meta(run: RunDir, experiment: Experiment) -> RunMeta:
         tags=tuple(tracking.tags),
         mode=tracking.mode,
         finish_timeout_s=tracking.finish_timeout_s,
+        config={**config, "plan": _read_or(run.plan, {})},
+        ds_config=_read_or(run.ds_config, {}),
+        provenance=_read_or(run.provenance, {}),
     )
 
 
