@@ -1,24 +1,24 @@
 """Facts of a run on another machine, over ssh, which needs nothing there but a Python 3.
 
-The sources of ``observer.py`` and ``llmx.run.tail`` travel on the command line; the program ends
-when the connection does.
+The sources of ``observer.py`` and ``llmx.run.tail`` are sent there; the program ends when the
+connection does.
 """
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import json
 import queue
 import re
 import shlex
 import subprocess
 import threading
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.errors import ConfigError, LaunchError
+from llmx.hardware.remote import BOOTSTRAP, framed, program_of
 from llmx.observe.status import observer
 from llmx.observe.status.view import Facts
 from llmx.run import tail
@@ -26,16 +26,6 @@ from llmx.run import tail
 CONNECT_TIMEOUT_S = 10
 SILENT_S = 20.0
 """Without a word for so long (facts come every few seconds) a connection is given up."""
-_SOURCES = {
-    "llmx.run.tail": Path(tail.__file__),
-    "llmx.observe.status.observer": Path(observer.__file__),
-}
-_PROGRAM = (
-    "import sys,types,json,zlib,base64\n"
-    "for n,s in json.loads(zlib.decompress(base64.b64decode('%s')).decode()):\n"
-    " m=types.ModuleType(n);sys.modules[n]=m;exec(compile(s,n,'exec'),m.__dict__)\n"
-    "sys.exit(m.main(sys.argv[1:]))\n"
-)
 
 
 @dataclass(frozen=True)
@@ -99,16 +89,15 @@ def stream_facts(location: RunLocation, *, every_s: float) -> Iterator[Facts]:
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             assert stream is not None
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 def _start(location: RunLocation, *, most: int, every_s: float) -> subprocess.Popen[bytes]:
-    sources = [(name, path.read_text(encoding="utf-8")) for name, path in _SOURCES.items()]
-    packed = base64.b64encode(zlib.compress(json.dumps(sources).encode(), 9)).decode()
     arguments = shlex.join([location.path, str(most), str(every_s)])
     script = (
         f"for p in python3 python; do command -v $p >/dev/null 2>&1 && "
-        f"exec $p -I -S -u -c {shlex.quote(_PROGRAM % packed)} {arguments}; done; "
+        f"exec $p -I -S -u -c {shlex.quote(BOOTSTRAP)} {arguments}; done; "
         'echo "no python3 on this host" >&2; exit 127'
     )
     argv = ["ssh", *(["-F", location.ssh_config] if location.ssh_config else [])]
@@ -117,10 +106,15 @@ def _start(location: RunLocation, *, most: int, every_s: float) -> subprocess.Po
     argv += [shlex.join(["/bin/sh", "-c", script])]
     pipe = subprocess.PIPE
     try:
-        # The far program ends when its stdin does: so it is kept open.
-        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe)
     except FileNotFoundError:
         raise LaunchError("ssh is not installed here; install openssh-client.") from None
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # ssh ended, and has said why
+        process.stdin.write(framed(program_of((tail, observer))))
+        process.stdin.flush()
+    # The far program ends when its stdin does: so it is kept open.
+    return process
 
 
 def _facts(location: RunLocation, line: bytes, err: bytes) -> Facts:

@@ -6,9 +6,6 @@ are asked again, with the same program, so that a difference is known before the
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment
-from llmx.hardware import survey
+from llmx.hardware.remote import SurveyError, run_survey
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
 from llmx.run.provenance.machine import PACKAGES
@@ -42,7 +39,6 @@ def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
     """Host -> its survey; ``{"error": why}`` for one that does not answer. Hosts at once."""
     from llmx.launch.render.ssh_config import render_ssh_config, ssh_argv
 
-    program = Path(survey.__file__).read_text(encoding="utf-8")
     python = exp.launch.python or sys.executable
     with tempfile.TemporaryDirectory(prefix="llmx-hosts-") as directory:
         config = Path(directory) / "ssh_config"
@@ -52,15 +48,8 @@ def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
             words = [python, "-", exp.run_dir]
             argv = words if host.is_local else ssh_argv(config, host.name, words)
             try:
-                done = subprocess.run(
-                    argv, input=program, capture_output=True, text=True, check=False,
-                    timeout=TIMEOUT_S,
-                )  # fmt: skip
-                if done.returncode == 0:
-                    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
-                said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                return {"error": f"{said} (tried: {shlex.join(argv[:3])} ...)"}
-            except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+                return run_survey(argv, timeout_s=TIMEOUT_S)
+            except SurveyError as error:
                 return {"error": str(error)}
 
         with ThreadPoolExecutor(max_workers=16) as pool:
