@@ -100,10 +100,10 @@ def _module(command: str, words: list[str]) -> int:
         needs = "two run directories" if command == "compare" else "a run directory"
         names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
         raise ConfigError(f"{command} needs {needs}: python -m llmx {command} {names}")
-    from llmx.lifecycle.start import exit_code_of
+    from llmx.lifecycle.start import exit_code_of_process
 
     process = subprocess.run([sys.executable, "-m", HEAVY[command], *words], check=False)
-    return exit_code_of(process.returncode)
+    return exit_code_of_process(process.returncode)
 
 
 def _hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:

@@ -81,10 +81,10 @@ def run_command(command: str, values: dict[str, Any], *, own: Sequence[str] = ()
         config = Path(directory) / "config.yaml"
         config.write_text(snapshot.dump_config(exp), encoding="utf-8")
         words = [sys.executable, "-m", chosen.module, str(config), *own]
-        return exit_code_of(subprocess.run(words, check=False).returncode)
+        return exit_code_of_process(subprocess.run(words, check=False).returncode)
 
 
-def exit_code_of(returncode: int) -> int:
+def exit_code_of_process(returncode: int) -> int:
     """Of a process: as a shell says it, 128 and the signal for one that a signal has ended."""
     return returncode if returncode >= 0 else 128 - returncode
 
