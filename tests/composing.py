@@ -9,9 +9,10 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from llmx.cli.arguments import resolve_alias, with_demo
+from llmx.cli.arguments import with_demo
 from llmx.compose.complete import Composed, compose
 from llmx.compose.defaults import register_defaults
+from llmx.compose.overrides import resolve_alias
 from llmx.config.groups import conf_dir
 
 

@@ -1,4 +1,4 @@
-"""What the user typed, before Hydra sees it: aliases, commands, the demo default. Pure."""
+"""What the user typed, before Hydra sees it: commands, options, the demo default. Pure."""
 
 from __future__ import annotations
 
@@ -15,44 +15,7 @@ from llmx.config.build import shown
 from llmx.config.groups import GROUPS
 from llmx.errors import ConfigError, did_you_mean
 
-ALIASES = {"zero_stage": "zero"}
-"""Other spellings of a group, accepted wherever an override is written."""
-
-STAGES = ("0", "1", "2", "3")
-"""``zero=3`` is ``zero=stage3``."""
-
-_ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<rest>[=.@].*)?$")
 _WHOLE_RUN = ("experiment", "model", "data")
-
-
-def resolve_alias(override: str) -> str:
-    """As Hydra reads it: ``zero_stage=stage3`` or ``zero=3`` -> ``zero=stage3``,
-    ``data.path=数据.jsonl`` -> ``data.path='数据.jsonl'``; anything else unchanged."""
-    override = _quoted(override)
-    match = _ALIAS.match(override)
-    if match is None:
-        return override
-    name, rest = ALIASES.get(match["name"], match["name"]), match["rest"] or ""
-    if name == "zero" and rest.startswith("="):
-        stages = [f"stage{word}" if word in STAGES else word for word in rest[1:].split(",")]
-        rest = f"={','.join(stages)}"
-    return f"{match['sign'] or ''}{name}{rest}"
-
-
-def _quoted(override: str) -> str:
-    """Values with letters beyond ASCII, or that begin with ``~``, in quotes, without which Hydra's
-    grammar takes none.
-
-    Where there are quotes or brackets, the user has said what belongs together.
-    """
-    key, equal, value = override.partition("=")
-    if not equal or any(mark in value for mark in "'\"[]{}()\\"):
-        return override
-    words = [
-        f"'{word}'" if word.startswith("~") or not word.isascii() else word
-        for word in value.split(",")
-    ]
-    return f"{key}={','.join(words)}"
 
 
 def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:

@@ -60,6 +60,26 @@ HEAVY = {
 """Commands that load heavy libraries -> the module that ``python -m`` runs in a process of its own,
 which also prints their help."""
 
+
+@dataclass(frozen=True)
+class ConfigCommand:
+    """A command that takes a composed config and starts no run."""
+
+    module: str
+    """Run as ``python -m MODULE CONFIG.yaml [OWN WORDS]``, in a process of its own."""
+    own_keys: tuple[str, ...] = ()
+    """Words ``KEY=VALUE`` that are the command's, not the config's."""
+    trains: bool = True
+    """The config is one to train with, and checked as such."""
+
+
+CONFIG_COMMANDS = {
+    "data": ConfigCommand("llmx.cli.data", ("preview", "split")),
+    "tokenizer": ConfigCommand(
+        "llmx.data.train_tokenizer", ("vocab_size", "kind", "output"), trains=False
+    ),
+}
+
 _OVERRIDES = "[group=option] [key=value] ..."
 _TRUE = ("true", "false")
 _DRY_RUN = Word("dry_run=", "say what would happen, start nothing", "true", _TRUE)

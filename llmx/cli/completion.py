@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmx.cli.arguments import ALIASES
 from llmx.cli.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
-from llmx.config.groups import GROUPS, conf_dir, first_comment, sweeps_dir
+from llmx.config.groups import ALIASES, GROUPS, conf_dir, first_comment, sweeps_dir
 from llmx.errors import ConfigError, did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")

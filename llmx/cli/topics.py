@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.arguments import ALIASES
 from llmx.cli.commands import COMMANDS, LIGHT, Word
 from llmx.compose.user_files import read_text
 from llmx.config.groups import (
+    ALIASES,
     GROUPS,
     OPTIONAL_GROUPS,
     conf_dir,

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.arguments import resolve_alias
 from llmx.compose.explain import explain_hydra
-from llmx.compose.overrides import check_overrides
+from llmx.compose.overrides import check_overrides, resolve_alias
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import shown
 from llmx.config.groups import GROUPS, conf_dir

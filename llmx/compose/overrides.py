@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.arguments import resolve_alias
 from llmx.compose.user_files import check_user_files
 from llmx.config.groups import (
+    ALIASES,
     GROUPS,
     OPTIONAL_GROUPS,
     find_option,
@@ -26,6 +26,11 @@ from llmx.config.groups import (
 from llmx.config.keys import key_problem, shown
 from llmx.errors import ConfigError, did_you_mean
 
+STAGES = ("0", "1", "2", "3")
+"""``zero=3`` is ``zero=stage3``."""
+
+_ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<rest>[=.@].*)?$")
+
 MAX_WORD = 65536
 """Characters of one override: reading takes some 20 microseconds for each."""
 MAX_JOBS = 10_000
@@ -33,6 +38,36 @@ MAX_JOBS = 10_000
 
 _NESTED = ("hardware/devices",)
 """Groups inside a group."""
+
+
+def resolve_alias(override: str) -> str:
+    """As Hydra reads it: ``zero_stage=stage3`` or ``zero=3`` -> ``zero=stage3``,
+    ``data.path=数据.jsonl`` -> ``data.path='数据.jsonl'``; anything else unchanged."""
+    override = _quoted(override)
+    match = _ALIAS.match(override)
+    if match is None:
+        return override
+    name, rest = ALIASES.get(match["name"], match["name"]), match["rest"] or ""
+    if name == "zero" and rest.startswith("="):
+        stages = [f"stage{word}" if word in STAGES else word for word in rest[1:].split(",")]
+        rest = f"={','.join(stages)}"
+    return f"{match['sign'] or ''}{name}{rest}"
+
+
+def _quoted(override: str) -> str:
+    """Values with letters beyond ASCII, or that begin with ``~``, in quotes, without which Hydra's
+    grammar takes none.
+
+    Where there are quotes or brackets, the user has said what belongs together.
+    """
+    key, equal, value = override.partition("=")
+    if not equal or any(mark in value for mark in "'\"[]{}()\\"):
+        return override
+    words = [
+        f"'{word}'" if word.startswith("~") or not word.isascii() else word
+        for word in value.split(",")
+    ]
+    return f"{key}={','.join(words)}"
 
 
 @dataclass(frozen=True)

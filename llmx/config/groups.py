@@ -18,6 +18,9 @@ GROUPS = (
     "launch", "tracking",
 )  # fmt: skip
 
+ALIASES = {"zero_stage": "zero"}
+"""Other spellings of a group, accepted wherever an override is written."""
+
 OPTIONAL_GROUPS = ("experiment",)
 """Groups that may be left out: ``experiment=null``."""
 

@@ -1,45 +1,17 @@
-"""One job: from composed values to a finished run. What a single run and a sweep's cell share.
+"""From composed values to a finished run: what a single run and a trial of a sweep share.
 
-``python -m llmx`` calls it once; the Hydra launcher plugin calls it for every cell.
+``python -m llmx`` calls it once; the Hydra launcher plugin calls it for every trial.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
-from llmx.compose.complete import Composed, check_paths, complete, compose
-from llmx.config import experiment_from_dict
-from llmx.config.validate import validate
-from llmx.errors import ConfigError, RunFailed
+from llmx.compose.complete import Composed, check_paths, compose
+from llmx.errors import RunFailed
 from llmx.lifecycle.packing import resolve_layout
-from llmx.plan.geometry import position_limit
 from llmx.run import snapshot
-
-
-@dataclass(frozen=True)
-class ConfigCommand:
-    """A command that takes a composed config and starts no run."""
-
-    module: str
-    """Run as ``python -m MODULE CONFIG.yaml [OWN WORDS]``: it may load heavy libraries."""
-    own_keys: tuple[str, ...] = ()
-    """Words ``KEY=VALUE`` that are the command's, not the config's."""
-    trains: bool = True
-    """The config is one to train with, and checked as such."""
-
-
-CONFIG_COMMANDS = {
-    "data": ConfigCommand("llmx.cli.data", ("preview", "split")),
-    "tokenizer": ConfigCommand(
-        "llmx.data.train_tokenizer", ("vocab_size", "kind", "output"), trains=False
-    ),
-}
 
 
 def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:
@@ -69,27 +41,7 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     return result.exit_code
 
 
-def run_command(command: str, values: dict[str, Any], *, own: Sequence[str] = ()) -> int:
-    """Hand the completed config to a command's process; returns its exit code."""
-    chosen = CONFIG_COMMANDS[command]
-    exp, problems = complete(experiment_from_dict(values))
-    if chosen.trains:
-        validate(exp, problems, position_limit=position_limit(exp.model.config))
-    elif problems:
-        raise ConfigError("\n".join(problems))
-    with tempfile.TemporaryDirectory(prefix=f"llmx-{command}-") as directory:
-        config = Path(directory) / "config.yaml"
-        config.write_text(snapshot.dump_config(exp), encoding="utf-8")
-        words = [sys.executable, "-m", chosen.module, str(config), *own]
-        return exit_code_of_process(subprocess.run(words, check=False).returncode)
-
-
-def exit_code_of_process(returncode: int) -> int:
-    """Of a process: as a shell says it, 128 and the signal for one that a signal has ended."""
-    return returncode if returncode >= 0 else 128 - returncode
-
-
 def require_success(exit_code: int) -> None:
-    """Raise RunFailed for an exit code other than 0 (what a sweep's cell needs)."""
+    """Raise RunFailed for an exit code other than 0 (what a trial of a sweep needs)."""
     if exit_code != 0:
         raise RunFailed(f"the run ended with exit code {exit_code}; its result.json has the cause.")

@@ -7,11 +7,11 @@ import pytest
 from llmx.cli.arguments import (
     Line,
     read_line,
-    resolve_alias,
     split_command,
     sweep_overrides,
     with_demo,
 )
+from llmx.compose.overrides import resolve_alias
 from llmx.errors import ConfigError
 
 

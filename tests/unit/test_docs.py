@@ -15,11 +15,10 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.cli.arguments import split_own
-from llmx.cli.commands import COMMANDS
+from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
 from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
-from llmx.lifecycle.start import CONFIG_COMMANDS
 from llmx.plan.geometry import position_limit
 from tests.composing import values
 

@@ -24,7 +24,7 @@ from hydra.core.utils import (
 )
 from omegaconf import OmegaConf, open_dict
 
-from llmx.cli.arguments import resolve_alias
+from llmx.compose.overrides import resolve_alias
 from llmx.errors import LlmxError
 from llmx.observe.report.sweep_table import Trial, print_sweep, read_trial, write_sweep
 
