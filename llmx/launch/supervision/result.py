@@ -19,7 +19,7 @@ OUTCOME_EXIT_CODES = {
 
 @dataclass
 class Result:
-    """Typed outcome, cause and fix, and the numbers a sweep compares (docs/contracts.md)."""
+    """Typed outcome, cause and fix, and the numbers a sweep compares (``llmx.launch``)."""
 
     run_token: str = ""
     outcome: str = "ok"

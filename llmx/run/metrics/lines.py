@@ -1,6 +1,6 @@
 """Reads ``metrics.jsonl``, and gives its values the names that trackers show.
 
-The lines are those of ``docs/contracts.md``.
+The lines are described in ``llmx/run/metrics/__init__.py``.
 """
 
 from __future__ import annotations
