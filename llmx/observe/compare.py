@@ -25,7 +25,7 @@ from llmx.observe.report.comparison import ConfigRow, config_rows, environment_r
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.screen import open_console
 from llmx.run.provenance.differences import MEANING, Difference, not_recorded
-from llmx.run.rundir import read_json
+from llmx.run.rundir import read_mapping
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,10 +67,10 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
     config = config_rows(_config(a), _config(b))
     _print_config(console, config)
-    records = [_json(data.run.provenance) for data in (a, b)]
+    records = [read_mapping(data.run.provenance) for data in (a, b)]
     found = environment_rows(
         records[0], records[1],
-        plans=(a.plan, b.plan), ds=(_json(a.run.ds_config), _json(b.run.ds_config)),
+        plans=(a.plan, b.plan), ds=(read_mapping(a.run.ds_config), read_mapping(b.run.ds_config)),
         config=config,
     )  # fmt: skip
     _print_environment(console, found, records)
@@ -190,14 +190,6 @@ def _picture(a: RunData, b: RunData, names: tuple[str, str], out: Path | None) -
                     "--out to another file, e.g. --out compare.png."
                 ) from error
     return None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 if __name__ == "__main__":

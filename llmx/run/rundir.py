@@ -247,3 +247,12 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
 def read_json(path: Path) -> Any:
     """Read one JSON file of the contract."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where it is missing, torn, or something else."""
+    try:
+        values = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

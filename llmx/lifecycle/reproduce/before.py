@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from llmx.compose.complete import Composed
@@ -20,7 +19,7 @@ from llmx.run.provenance.differences import (
     plan_differences,
 )
 from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_mapping
 
 
 def all_differences(
@@ -37,23 +36,14 @@ def all_differences(
         *of_this_machine(differences(then, now), composed.plan),
         *hosts_then_and_now(run, new, composed.plan),
         *plan_differences(
-            read_or_empty(run.plan),
+            read_mapping(run.plan),
             composed.plan.to_dict(),
-            ds_then=read_or_empty(run.ds_config),
+            ds_then=read_mapping(run.ds_config),
             ds_now=composed.ds_config,
         ),
         *_of_the_run_itself(run, new.deterministic, composed.plan.accelerator),
     ]
     return sorted(found, key=lambda difference: SEVERITIES.index(difference.severity))
-
-
-def read_or_empty(path: Path) -> dict[str, Any]:
-    """A mapping from a JSON file; empty where it is missing or torn."""
-    try:
-        values = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return dict(values) if isinstance(values, Mapping) else {}
 
 
 def _of_the_run_itself(
@@ -69,9 +59,8 @@ def _of_the_run_itself(
             )
         )  # fmt: skip
     for directory in history(run):
-        try:
-            change = read_json(directory / "changes.json")
-        except (OSError, ValueError):
+        change = read_mapping(directory / "changes.json")
+        if not change:
             continue
         other = [key for key, effect in change["effects"].items() if effect != "same numbers"]
         other += [row["what"] for row in change.get("differs", ())]

@@ -13,7 +13,7 @@ import yaml
 from llmx.compose.apply_overrides import RunCommand, parse_run_command
 from llmx.compose.complete import check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
-from llmx.lifecycle.reproduce.before import all_differences, read_or_empty
+from llmx.lifecycle.reproduce.before import all_differences
 from llmx.lifecycle.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.lifecycle.reproduce.outcome import Outcome, compare
 from llmx.lifecycle.reproduce.show import print_differences, print_outcome
@@ -23,11 +23,8 @@ from llmx.lifecycle.resume.rules import Change
 from llmx.run import snapshot
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.provenance import code_files, git_state, record
-from llmx.run.provenance.differences import (
-    HARMLESS,
-    not_recorded,
-)
-from llmx.run.rundir import RunDir, write_json
+from llmx.run.provenance.differences import HARMLESS, not_recorded
+from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.text import plural
 
 OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
@@ -135,7 +132,7 @@ def compare_runs(run: RunDir, target: RunDir) -> Outcome:
 
 def other_inputs(run: RunDir, target: RunDir) -> list[str]:
     """What the ranks of the two runs did not read alike, by fingerprints over every byte."""
-    then, now = read_or_empty(run.inputs), read_or_empty(target.inputs)
+    then, now = read_mapping(run.inputs), read_mapping(target.inputs)
     names = {"data": "data", "eval_data": "evaluation data", "tokenizer": "tokenizer",
              "model": "model"}  # fmt: skip
     return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
@@ -145,7 +142,7 @@ def weight_hashes(run: RunDir) -> dict[int, str]:
     """Step -> hash of the weights: of the ``end`` line, and of the checkpoints here."""
     found: dict[int, str] = {}
     for state in sorted(run.checkpoints.glob("step-*/state.json")):
-        values = read_or_empty(state)
+        values = read_mapping(state)
         if values.get("weights_hash") and isinstance(values.get("step"), int):
             found[values["step"]] = str(values["weights_hash"])
     for line in read_metrics(run.metrics):
@@ -191,7 +188,7 @@ def _config_as_written(run: RunDir) -> dict[str, Any]:
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:
-    values = read_or_empty(run.provenance)
+    values = read_mapping(run.provenance)
     if not values:
         raise ConfigError(
             f"{run.provenance} is missing or incomplete, so nothing can be compared with it."

@@ -11,6 +11,7 @@ from llmx.compose.apply_overrides import RunCommand, apply
 from llmx.config import Experiment, to_dict
 from llmx.errors import ConfigError
 from llmx.hardware.resolve import resolve_hardware
+from llmx.lifecycle.resume.changed import with_same_batch
 from llmx.lifecycle.resume.rules import Change, changes, shown
 from llmx.plan.types import Plan
 
@@ -44,15 +45,7 @@ def next_experiment(
     new = dataclasses.replace(asked, run_dir=str(target), dry_run=False, name=asked.name)
     if any(key.startswith("hardware.") for key in keys):
         new = dataclasses.replace(new, hardware=resolve_hardware(new.hardware))
-    if any(key.startswith(("hardware.", "batch.")) for key in keys):
-        accumulation = new.batch.accumulation if "batch.accumulation" in keys else None
-        batch = dataclasses.replace(
-            new.batch,
-            global_batch=plan.batch.global_batch,
-            tokens_per_step=None,
-            accumulation=accumulation,
-        )
-        new = dataclasses.replace(new, batch=batch)
+    new = with_same_batch(new, keys, plan)
     if to_step is not None:
         task = dataclasses.replace(new.task, stop_at_step=to_step)
         new = dataclasses.replace(new, task=task)

@@ -85,13 +85,7 @@ def _completed(
     groups = {key.split(".", 1)[0] for key in keys}
     if "hardware" in groups:
         new = dataclasses.replace(new, hardware=resolve_hardware(new.hardware))
-    if groups & {"hardware", "batch"}:
-        batch = dataclasses.replace(
-            new.batch, global_batch=plan.batch.global_batch, tokens_per_step=None
-        )
-        if "batch.accumulation" not in keys:
-            batch = dataclasses.replace(batch, accumulation=None)
-        new = dataclasses.replace(new, batch=batch)
+    new = with_same_batch(new, keys, plan)
     if new.zero.hpz_partition_size == 0:
         slots = new.hardware.hosts[0].slots
         zero = dataclasses.replace(new.zero, hpz_partition_size=slots)
@@ -111,6 +105,20 @@ def _completed(
     if longer and exp.task.stop_at_step is not None:
         task = dataclasses.replace(task, stop_at_step=None)
     return dataclasses.replace(new, task=task, optim=optim)
+
+
+def with_same_batch(exp: Experiment, keys: set[str], plan: Plan) -> Experiment:
+    """With the global batch of ``plan``, where hardware or batch are among the changed ``keys``;
+    the accumulation follows from it unless it is one of them."""
+    if not any(key.startswith(("hardware.", "batch.")) for key in keys):
+        return exp
+    batch = dataclasses.replace(
+        exp.batch,
+        global_batch=plan.batch.global_batch,
+        tokens_per_step=None,
+        accumulation=exp.batch.accumulation if "batch.accumulation" in keys else None,
+    )
+    return dataclasses.replace(exp, batch=batch)
 
 
 def _refuse_other_batch(old: Plan, new: Plan) -> None:

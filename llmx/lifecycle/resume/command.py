@@ -22,7 +22,7 @@ from llmx.run import snapshot
 from llmx.run.provenance import record
 from llmx.run.provenance.differences import BREAKS, HARMLESS, MEANING, Difference, differences
 from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
-from llmx.run.rundir import RunDir, read_json, write_text
+from llmx.run.rundir import RunDir, read_mapping, write_text
 
 OWN = ("step",)
 
@@ -64,7 +64,7 @@ def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
     check_launch(new.experiment, new.plan)
     check_paths(new.experiment, new.plan)
     now = record(new.experiment, new.plan, list(typed))
-    then = _read(run)
+    then = read_mapping(run.provenance)
     refuse_other_content(upcoming.changes, then, now)
     found = of_this_machine(differences(then, now), new.plan) if then else []
     found += hosts_then_and_now(run, new.experiment, new.plan)
@@ -151,14 +151,6 @@ def first_step(run: RunDir, state: RunState, step: int | None) -> int:
     for damaged, problems in found.damaged.items():
         print(f"  damaged   checkpoint of step {damaged}: {'; '.join(problems)}")
     return found.step or 0
-
-
-def _read(run: RunDir) -> dict[str, object]:
-    try:
-        value = read_json(run.provenance)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _print_changes(

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmx.errors import ConfigError
-from llmx.run.provenance.differences import flattened
+from llmx.run.provenance.differences import changed_values
 
 SAME = "same numbers"
 ROUNDING = "equal within rounding"
@@ -111,19 +111,8 @@ def rule_of(key: str) -> Rule:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every key whose value differs, in the order of the schema."""
-    before, after = flattened(old), flattened(new)
-    keys = [*after, *(key for key in before if key not in after)]
-    return [
-        Change(key, before.get(key), after.get(key), rule_of(key))
-        for key in keys
-        if before.get(key) != after.get(key) and not _same_emptiness(before, after, key)
-    ]
-
-
-def _same_emptiness(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
-    """``launch.env`` is ``{}`` on one side and ``launch.env.NAME`` on the other: said once."""
-    one, other = before.get(key), after.get(key)
-    return {} in (one, other) and None in (one, other)
+    found = changed_values(old, new)
+    return [Change(key, before, after, rule_of(key)) for key, (before, after) in found.items()]
 
 
 def refuse(found: list[Change]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.run.metrics.lines import read_metrics
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_mapping
 
 _COMMITTED = re.compile(r"step-(\d{8})")
 
@@ -62,14 +62,10 @@ class RunState:
 def read_state(run: RunDir) -> RunState:
     """Read it; torn and missing files count as not there."""
     lines = read_metrics(run.metrics)
-    try:
-        result = read_json(run.result)
-    except (OSError, ValueError):
-        result = None
-    result = result if isinstance(result, dict) else None
+    result = read_mapping(run.result)
     steps = [int(line["step"]) for line in lines if isinstance(line.get("step"), int)]
     ends = [int(line["step"]) for line in lines if line.get("kind") == "end"]
-    ok = result is not None and result.get("outcome") == "ok"
+    ok = result.get("outcome") == "ok"
     started = next((line for line in lines if line.get("kind") == "start"), None)
     for line in lines:
         if started and line.get("event") == "resumed" and line.get("total_steps"):
@@ -78,8 +74,8 @@ def read_state(run: RunDir) -> RunState:
         started=started,
         last_step=max(steps, default=0),
         finished_at=ends[-1] if ok and ends else None,
-        outcome=str(result["outcome"]) if result and result.get("outcome") else None,
-        cause=str((result or {}).get("cause") or ""),
+        outcome=str(result["outcome"]) if result.get("outcome") else None,
+        cause=str(result.get("cause") or ""),
         checkpoints=tuple(committed(run.checkpoints)),
         saved=frozenset(int(line["step"]) for line in lines if line.get("event") == "saved"),
         was_launched=any(

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.observe.report.figure import SMOOTHED_FROM, drawable, installed_fonts, points, smoothed
+from llmx.observe.report.figure import (
+    SMOOTHED_FROM,
+    drawable,
+    installed_fonts,
+    loss_axes,
+    points,
+    set_floor,
+    smoothed,
+)
 from llmx.observe.report.run_data import RunData
 
 COLOURS = ("tab:blue", "tab:orange")
@@ -17,44 +25,20 @@ def draw_both(a: RunData, b: RunData, names: tuple[str, str], path: Path) -> boo
     """Write the picture to ``path``; False where neither run has a loss yet."""
     if not any(data.train or data.evals for data in (a, b)):
         return False
-    import matplotlib
+    with loss_axes(path) as axes:
+        from matplotlib.ticker import MaxNLocator
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    fonts = installed_fonts()
-    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
-    try:
+        fonts = installed_fonts()
         for index, (data, name) in enumerate(zip((a, b), names, strict=True)):
             # The second run dashed: where both are equal, both are seen.
             _draw(axes, data, drawable(name, fonts), COLOURS[index], "-" if index == 0 else "--")
-        finite = [
-            value
-            for data in (a, b)
-            for _, value in [*points(data.train, "loss"), *points(data.evals, "loss")]
-            if math.isfinite(value)
-        ]
-        if finite and 0 <= min(finite) < 0.5 * max(finite):
-            axes.set_ylim(bottom=0)
+        lines = [records for data in (a, b) for records in (data.train, data.evals)]
+        set_floor(axes, [value for records in lines for _, value in points(records, "loss")])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("loss (nats per target token)")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
         legend = axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
         for text in legend.get_texts():
             text.set_fontfamily(fonts)
             text.set_parse_math(False)
-        # Written beside and renamed: a reader never sees half a picture.
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            figure.savefig(temporary, format="png")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    finally:
-        pyplot.close(figure)
     return True
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 from llmx.observe.report import wording
 from llmx.observe.report.run_data import RunData
-from llmx.run.provenance.differences import Difference, differences, flattened, plan_differences
+from llmx.run.provenance.differences import (
+    Difference,
+    changed_values,
+    differences,
+    flattened,
+    plan_differences,
+)
 from llmx.text import plural
 
 OWN_KEYS = ("name", "run_dir", "dry_run", "schema_version")
@@ -32,18 +38,11 @@ class ConfigRow:
 def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ConfigRow]:
     """Keys whose values differ, in the order of the schema, without a run's own."""
     one, two = flattened(a), flattened(b)
-    keys = [*one, *(key for key in two if key not in one)]
-    rows = [
+    return [
         ConfigRow(key, one.get(key, NOT_SET), two.get(key, NOT_SET))
-        for key in keys
+        for key in changed_values(b, a)
         if key not in OWN_KEYS
     ]
-    return [row for row in rows if row.a != row.b and not _same_emptiness(row)]
-
-
-def _same_emptiness(row: ConfigRow) -> bool:
-    """``launch.env`` is ``{}`` here and ``launch.env.NAME`` there: the name is row enough."""
-    return {} in (row.a, row.b) and NOT_SET in (row.a, row.b)
 
 
 def environment_rows(

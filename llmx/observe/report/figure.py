@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +36,47 @@ def draw_loss(data: RunData, path: Path) -> bool:
     evals = points(data.evals, "loss")
     if not train and not evals:
         return False
+    with loss_axes(path) as axes:
+        _draw_lr(axes, data)
+        _draw_curves(axes, train, evals)
+        set_floor(axes, [value for _, value in train + evals])
+        axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
+        fonts = installed_fonts()
+        axes.set_title(
+            drawable(_title(data), fonts), fontfamily=fonts, loc="left", parse_math=False
+        )
+    return True
+
+
+@contextlib.contextmanager
+def loss_axes(path: Path) -> Iterator[Any]:
+    """Axes for losses over steps; the picture is written to ``path`` at the end of the block."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    fonts = installed_fonts()
     figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
+    # Written beside and renamed: a reader never sees half a picture.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        _draw_lr(axes, data)
-        _draw_curves(axes, train, evals)
+        yield axes
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("loss (nats per target token)")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
-        axes.set_title(
-            drawable(_title(data), fonts), fontfamily=fonts, loc="left", parse_math=False
-        )
-        # Written beside and renamed: a reader never sees half a picture.
-        temporary = path.with_name(f".{path.name}.tmp")
         figure.savefig(temporary, format="png")
         temporary.replace(path)
     finally:
         pyplot.close(figure)
-    return True
+        temporary.unlink(missing_ok=True)
+
+
+def set_floor(axes: Any, losses: Iterable[float]) -> None:
+    """Begin at 0 where that shows the curve better than a cut axis."""
+    finite = [value for value in losses if math.isfinite(value)]
+    if finite and 0 <= min(finite) < 0.5 * max(finite):
+        axes.set_ylim(bottom=0)
 
 
 def _draw_curves(axes: Any, train: list[tuple[int, float]], evals: list[tuple[int, float]]) -> None:
@@ -77,9 +95,6 @@ def _draw_curves(axes: Any, train: list[tuple[int, float]], evals: list[tuple[in
         # A line through two points (before and after) would look like a measured curve.
         style = "o-" if len(evals) > 2 else "o"
         axes.plot(steps, values, style, color="tab:orange", label=_last("evaluation", values))
-    finite = [value for _, value in train + evals if math.isfinite(value)]
-    if finite and 0 <= min(finite) < 0.5 * max(finite):
-        axes.set_ylim(bottom=0)
 
 
 def _last(name: str, values: tuple[float, ...]) -> str:

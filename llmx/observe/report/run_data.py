@@ -7,7 +7,6 @@ Reads ``config.yaml``, ``overrides.yaml``, ``plan.json``, ``data.json``, ``metri
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from llmx.errors import ConfigError
 from llmx.run.metrics import Metric, declared_of, measured
 from llmx.run.metrics.lines import MetricsTail, Record, step_of
 from llmx.run.metrics.summary import Summary
-from llmx.run.rundir import RunDir, no_run, read_json
+from llmx.run.rundir import RunDir, no_run, read_json, read_mapping
 from llmx.run.tail import read_records
 from llmx.text import plural
 
@@ -176,13 +175,8 @@ def _data(run: RunDir, warnings: list[str]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _changes(run: RunDir) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(run.root.glob("history/*/changes.json")):
-        with contextlib.suppress(OSError, ValueError):
-            value = read_json(path)
-            if isinstance(value, dict):
-                found.append(value)
-    return found
+    files = sorted(run.root.glob("history/*/changes.json"))
+    return [values for path in files if (values := read_mapping(path))]
 
 
 def _typed(run: RunDir) -> list[str]:

@@ -257,6 +257,18 @@ def plan_differences(
     return found
 
 
+def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> its values in two nested mappings, where they differ; None where one has no
+    such key. Of ``launch.env: {}`` and ``launch.env.NAME`` only the latter."""
+    before, after = flattened(old), flattened(new)
+    pairs = {key: (before.get(key), after.get(key)) for key in {**after, **before}}
+    return {
+        key: (one, other)
+        for key, (one, other) in pairs.items()
+        if one != other and not ({} in (one, other) and None in (one, other))
+    }
+
+
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys; an empty mapping is a value, as is a list."""
     flat: dict[str, Any] = {}

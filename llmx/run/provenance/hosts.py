@@ -19,18 +19,15 @@ from llmx.hardware.remote import SurveyError, run_survey
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
 from llmx.run.provenance.machine import PACKAGES
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_mapping
 
 TIMEOUT_S = 30.0
 
 
 def hosts_then_and_now(run: RunDir, exp: Experiment, plan: Plan) -> list[Difference]:
     """Of a run over several hosts, asked now: what differs on those that took part then."""
-    try:
-        then = read_json(run.hosts)
-    except (OSError, ValueError):
-        return []
-    if len(plan.hosts) < 2 or not isinstance(then, dict):
+    then = read_mapping(run.hosts)
+    if len(plan.hosts) < 2 or not then:
         return []
     return host_differences(then, ask_hosts(exp, plan))
 
