@@ -155,7 +155,7 @@ def test_labels_of_an_axis_do_not_lie_over_each_other(found: Any, name: str, wid
 
 def test_all_parts_are_there(found: Any) -> None:
     assert found["failed", PHONE]["headings"] == [
-        "Summary", "Loss", "Answers", "Warnings", "Attempts", "Data", "Config", "Plan",
+        "Summary", "Loss", "Completions", "Warnings", "Attempts", "Data", "Config", "Plan",
         "Files and commands", "Metrics",
     ]  # fmt: skip
     assert "Attempts" not in found["finished", DESK]["headings"]

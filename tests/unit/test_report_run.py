@@ -183,7 +183,7 @@ def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_answers_are_marked(run: RunDir) -> None:
-    rows = wording.answers(load_run(run.root))
+    rows = wording.completions(load_run(run.root))
     assert [(row.right_before, row.right_after) for row in rows] == [
         (False, True),
         (False, False),
@@ -194,9 +194,9 @@ def test_answers_are_marked(run: RunDir) -> None:
 def test_a_few_answers_of_many_are_chosen_evenly(run: RunDir) -> None:
     rows = [{"prompt": str(i), "expected": "", "before": "", "after": ""} for i in range(50)]
     write_json(run.samples, {"rows": rows})
-    chosen = [int(row.prompt) for row in wording.answers(load_run(run.root), limit=5)]
+    chosen = [int(row.prompt) for row in wording.completions(load_run(run.root), limit=5)]
     assert chosen == [0, 10, 20, 30, 40]
-    assert len(wording.answers(load_run(run.root))) == 50
+    assert len(wording.completions(load_run(run.root))) == 50
 
 
 def test_a_huge_diff_does_not_make_a_huge_page(

@@ -138,7 +138,7 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         return {
             "identical": self.identical,
-            "verdict": self.summary(),
+            "summary": self.summary(),
             "lines": self.lines,
             "last_step": self.last_step,
             "missing": list(self.missing),

@@ -1,4 +1,4 @@
-"""The config a run goes on with: overrides applied, judged, completed, planned. No I/O."""
+"""The config a run goes on with: overrides applied, checked, completed, planned. No I/O."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Next:
 
 
 def next_run(run: RunDir, exp: Experiment, words: RunCommand, state: RunState) -> Next:
-    """Apply, judge, complete, plan; ConfigError for all that may not be."""
+    """Apply, check, complete, plan; ConfigError for all that may not be."""
     for word in words.overrides:
         if group_of(word) in ("experiment", "model", "data"):
             raise ConfigError(

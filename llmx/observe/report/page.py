@@ -25,18 +25,18 @@ from llmx.run.metrics.lines import Record, scalars
 from llmx.text import plural, printable
 
 MOST_METRIC_ROWS = 200
-MOST_ANSWERS = 200
-LONGEST_ANSWER = 1_500
+MOST_COMPLETIONS = 200
+LONGEST_COMPLETION = 1_500
 """Characters; ``samples.json`` has the whole."""
 LONGEST_FILE = 60_000
 """Characters of a file that is shown (provenance.json may hold a diff of megabytes)."""
 LONGEST_WORD = 60
 """Characters without a space; a longer word may be broken, or one would be wider than the rest."""
-LONGEST_WORD_OF_AN_ANSWER = 30
+LONGEST_WORD_OF_A_COMPLETION = 30
 """An untrained model writes such words; a language hardly ever."""
 LONGEST_NAME = 30
 """Characters of a path on one line; a longer one is broken after its slashes."""
-OPEN_ANSWERS = 12
+OPEN_COMPLETIONS = 12
 """The others are folded away."""
 
 STYLE = (
@@ -77,7 +77,7 @@ def page(data: RunData) -> str:
         _heading("Summary", _pairs(wording.summary_rows(data))),
         _heading("Loss", _loss(data)),
         _other_curves(data),
-        _heading("Answers", _answers(data)),
+        _heading("Completions", _completions(data)),
         _heading("Warnings", _list(wording.warnings(data))),
         _heading("Attempts", _attempts(data)),
         _heading("Data", _data(data)),
@@ -264,9 +264,9 @@ def _metric_curves(data: RunData, kind: str) -> list[tuple[str, list[chart.Point
     return curves
 
 
-def _answers(data: RunData) -> str:
+def _completions(data: RunData) -> str:
     marks = {True: "✓ ", False: "✗ ", None: ""}
-    answers = wording.answers(data)
+    completed = wording.completions(data)
     rows = [
         [
             _cut(row.prompt),
@@ -274,26 +274,26 @@ def _answers(data: RunData) -> str:
             marks[row.right_before] + _cut(row.before),
             marks[row.right_after] + _cut(row.after),
         ]
-        for row in answers[:MOST_ANSWERS]
+        for row in completed[:MOST_COMPLETIONS]
     ]
-    heads = ["question", "expected", "before training", "after training"]
+    heads = ["prompt", "expected", "before training", "after training"]
 
     def table(some: list[list[str]]) -> str:
-        return _table(heads, some, kinds=["long"] * 4, longest=LONGEST_WORD_OF_AN_ANSWER)
+        return _table(heads, some, kinds=["long"] * 4, longest=LONGEST_WORD_OF_A_COMPLETION)
 
-    left = len(answers) - len(rows)
+    left = len(completed) - len(rows)
     note = f"<p>and {left:,} more in <code>samples.json</code></p>" if left else ""
-    folded = rows[OPEN_ANSWERS:]
-    more = plural(len(folded), "more answer")
-    return table(rows[:OPEN_ANSWERS]) + (
+    folded = rows[OPEN_COMPLETIONS:]
+    more = plural(len(folded), "more completion")
+    return table(rows[:OPEN_COMPLETIONS]) + (
         f"<details><summary>{more}</summary>{table(folded)}{note}</details>" if folded else ""
     )
 
 
 def _cut(text: str) -> str:
-    if len(text) <= LONGEST_ANSWER:
+    if len(text) <= LONGEST_COMPLETION:
         return text
-    return f"{text[:LONGEST_ANSWER]}… ({len(text):,} characters)"
+    return f"{text[:LONGEST_COMPLETION]}… ({len(text):,} characters)"
 
 
 def _attempts(data: RunData) -> str:

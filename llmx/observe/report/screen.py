@@ -28,7 +28,7 @@ def open_console(stream: TextIO, *, width: int | None = None) -> Console:
         file=stream,
         width=max(40, width) if width else None,
         highlight=False,
-        # Questions, paths and error messages are text, whatever brackets they hold.
+        # Prompts, paths and error messages are text, whatever brackets they hold.
         markup=False,
         emoji=False,
     )

@@ -1,4 +1,4 @@
-"""The end of a run on the terminal: result, answers, summary, warnings, where it all lies."""
+"""The end of a run on the terminal: result, completions, summary, warnings, where it all lies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
     console = open_console(stream, width=width)
     _result(console, data)
     if data.samples.get("rows"):
-        console.print(answers_table(data, width=min(console.width, WIDEST_TABLE)))
-        left = len(data.samples["rows"]) - wording.SHOWN_ANSWERS
+        console.print(completions_table(data, width=min(console.width, WIDEST_TABLE)))
+        left = len(data.samples["rows"]) - wording.SHOWN_COMPLETIONS
         if left > 0:
             console.print(f" and {left} more in {data.run.samples}\n", soft_wrap=True)
     rows = wording.summary_rows(data)
@@ -65,38 +65,38 @@ def _result(console: Console, data: RunData) -> None:
         console.print()
         console.print(Text("\n".join("  " + line for line in excerpt.splitlines()), style="dim"))
     if not data.samples.get("rows"):
-        console.print()  # the table of answers begins with an empty line of its own
+        console.print()  # the table of completions begins with an empty line of its own
 
 
-def answers_table(data: RunData, *, width: int) -> Table:
-    """A few held-out questions: expected, before training, after it."""
+def completions_table(data: RunData, *, width: int) -> Table:
+    """A few eval prompts: the expected completion, that before training, that after it."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", width=width)
-    table.add_column("question", ratio=5, overflow="fold")
+    table.add_column("prompt", ratio=5, overflow="fold")
     table.add_column("expected", ratio=2, overflow="fold")
     table.add_column("before", ratio=3, overflow="fold")
     table.add_column("after", ratio=3, overflow="fold")
     # About three lines a cell.
-    question, answer = 3 * width * 5 // 13, 3 * width * 2 // 13
-    for row in wording.answers(data, limit=wording.SHOWN_ANSWERS):
+    prompt, completion = 3 * width * 5 // 13, 3 * width * 2 // 13
+    for row in wording.completions(data, limit=wording.SHOWN_COMPLETIONS):
         table.add_row(
-            Text(human.one_line(row.prompt, limit=question)),
-            Text(human.one_line(row.expected, limit=answer)),
-            _marked(row.before, row.right_before, limit=answer),
-            _marked(row.after, row.right_after, limit=answer),
+            Text(human.one_line(row.prompt, limit=prompt)),
+            Text(human.one_line(row.expected, limit=completion)),
+            _marked(row.before, row.right_before, limit=completion),
+            _marked(row.after, row.right_after, limit=completion),
         )
     return table
 
 
-def _marked(answer: str, right: bool | None, *, limit: int) -> Text:
+def _marked(completion: str, right: bool | None, *, limit: int) -> Text:
     from rich.text import Text
 
     if right is None:
         return Text("not yet", style="dim")
-    text = human.one_line(answer, limit=limit) or "(nothing)"
+    text = human.one_line(completion, limit=limit) or "(nothing)"
     return Text.assemble(("✓ ", "green") if right else ("✗ ", "red"), text)
 
 

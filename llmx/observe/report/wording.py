@@ -15,7 +15,7 @@ from llmx.observe.report.run_data import RunData
 from llmx.run.metrics import metric_of
 from llmx.text import plural
 
-SHOWN_ANSWERS = 6
+SHOWN_COMPLETIONS = 6
 SHOWN_ATTEMPTS = 4
 TRACEBACK_LINES = 12
 
@@ -148,14 +148,14 @@ def _metrics(data: RunData) -> list[tuple[str, str]]:
             if metric.shown(best) != metric.shown(trained[-1][1]):
                 notes.append(f"best {metric.shown(best)} at step {step:,}")
         count = len(data.samples.get("rows") or []) if of_samples else 0
-        notes += [plural(count, "held-out question")] * bool(count)
+        notes += [plural(count, "eval prompt")] * bool(count)
         rows.append((metric.title, " → ".join(shown) + (f"   ({'; '.join(notes)})" * bool(notes))))
     return rows
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One held-out question; ``right_*`` is None where there is no answer yet."""
+class Completed:
+    """One eval prompt with its completions; ``right_*`` is None where there is none yet."""
 
     prompt: str
     expected: str
@@ -165,14 +165,14 @@ class Answer:
     right_after: bool | None
 
 
-def answers(data: RunData, *, limit: int | None = None) -> list[Answer]:
-    """The questions with their answers before and after training; ``limit`` of them, evenly
+def completions(data: RunData, *, limit: int | None = None) -> list[Completed]:
+    """The eval prompts with their completions before and after training; ``limit`` of them, evenly
     chosen, because neighbours are often of one kind."""
     rows: list[dict[str, Any]] = data.samples.get("rows") or []
     if limit is not None and len(rows) > limit:
         rows = [rows[index * len(rows) // limit] for index in range(limit)]
     return [
-        Answer(
+        Completed(
             prompt=row.get("prompt") or "",
             expected=row.get("expected") or "",
             before=row.get("before") or "",
@@ -224,8 +224,8 @@ def locations(data: RunData) -> list[tuple[str, str]]:
 
 
 def _try_it(data: RunData) -> str:
-    """A command with a question that is short and needs no escapes in a shell, if there is one."""
-    prompts = [row.prompt.strip() for row in answers(data)]
+    """A command with a prompt that is short and needs no escapes in a shell, if there is one."""
+    prompts = [row.prompt.strip() for row in completions(data)]
     short = [text for text in prompts if 0 < len(text) <= 120 and "\n" not in text]
     short.sort(key=lambda text: bool(set(text) & set("'\"$`!\\")))
     words = ["python", "-m", "llmx", "generate", str(data.run.root), *(short or ["Hello"])[:1]]

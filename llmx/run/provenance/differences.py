@@ -1,4 +1,4 @@
-"""What differs between two provenances, judged by what it does to the numbers. Pure.
+"""What differs between two provenances, classified by what it does to the numbers. Pure.
 
 ``python -m llmx reproduce RUN`` and ``resume RUN`` show it before the start.
 """
@@ -125,8 +125,8 @@ def _machine(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Differ
             MAY, "NCCL", _pins(then["nccl"]), _pins(now.get("nccl") or {}) or "none",
             f"pip install {_pins(then['nccl'])}",
         )  # fmt: skip
-    old, new = (then.get("python") or {}).get("version"), now["python"]["version"]
-    if old and old != new:
+    old, new = ((each.get("python") or {}).get("version") for each in (then, now))
+    if old and new and old != new:
         minor = old.split(".")[:2] != new.split(".")[:2]
         yield Difference(MAY if minor else HARMLESS, "Python", old, new)
 
