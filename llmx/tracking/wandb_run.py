@@ -15,10 +15,10 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from llmx.offline import why_no_answer
 from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.run.metrics.summary import Summary
 from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command
-from llmx.tracking.reach import why_offline
 
 LONGEST_TEXT = 16_384
 """Characters of one text in the config (a diff can be megabytes; provenance.json has it)."""
@@ -170,7 +170,23 @@ def _why_not_online(meta: RunMeta) -> str:
     if meta.mode == "auto" and os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
         return f"WANDB_MODE={os.environ['WANDB_MODE']} is set in the environment"
     base_url = wandb.setup().settings.base_url
-    return why_offline(base_url, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))
+    if why := _why_no_credentials(base_url):
+        return why
+    why = why_no_answer(base_url, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))
+    return f"{base_url} cannot be reached ({why})" if why else ""
+
+
+def _why_no_credentials(base_url: str) -> str:
+    from wandb.sdk.lib.wbauth import read_netrc_auth
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return ""
+    try:
+        if read_netrc_auth(host=base_url):
+            return ""
+    except Exception as error:
+        return f"the key in the netrc file cannot be used ({error}); run `wandb login`"
+    return f"no API key for {base_url}; set WANDB_API_KEY or run `wandb login`"
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from llmx.launch.supervision.result import Result
-from llmx.observe.compare import main, short_names
-from llmx.observe.report.comparison import config_rows
+from llmx.observe.compare import config_rows, main, short_names
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed

@@ -16,8 +16,8 @@ from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.progress import AttemptProgress
 from llmx.launch.supervision.result import Result
 from llmx.lifecycle.reproduce.outcome import compare
+from llmx.observe.compare import outcome_rows
 from llmx.observe.report import wording
-from llmx.observe.report.comparison import outcome_rows
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_table import read_trial, to_csv, to_markdown

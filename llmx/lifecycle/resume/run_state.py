@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx.checkpoint.choose import list_steps
+from llmx.checkpoint.commit import committed_dir
+from llmx.checkpoint.manifest import MANIFEST
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir, read_mapping
-
-_COMMITTED = re.compile(r"step-(\d{8})")
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,5 @@ def read_state(run: RunDir) -> RunState:
 
 def committed(directory: Path) -> list[int]:
     """Steps of the checkpoints that have a manifest, ascending."""
-    if not directory.is_dir():
-        return []
-    return sorted(
-        int(found.group(1))
-        for path in directory.iterdir()
-        if (found := _COMMITTED.fullmatch(path.name)) and (path / "manifest.json").is_file()
-    )
+    steps = list_steps(directory)
+    return [step for step in steps if (committed_dir(directory, step) / MANIFEST).is_file()]

@@ -1,4 +1,5 @@
-"""``loss.png``: train loss, smoothed loss, evaluation loss, learning rate over the steps."""
+"""``loss.png``: train loss, smoothed loss, evaluation loss, learning rate over the steps; and the
+loss curves of two runs in one picture (``python -m llmx compare``)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from llmx.observe.report.run_data import RunData
 
 SMOOTHED_FROM = 40
 """Points from which on a smoothed line helps."""
+
+COLOURS = ("tab:blue", "tab:orange")
+"""Of the first and the second run."""
 
 CJK_FONTS = (
     "Noto Sans CJK SC",
@@ -174,3 +178,46 @@ def drawable(text: str, fonts: list[str]) -> str:
         if shown != "…" or letters[-1:] != ["…"]:
             letters.append(shown)
     return "".join(letters)
+
+
+def draw_both(a: RunData, b: RunData, names: tuple[str, str], path: Path) -> bool:
+    """Write the picture to ``path``; False where neither run has a loss yet."""
+    if not any(data.train or data.evals for data in (a, b)):
+        return False
+    with loss_axes(path) as axes:
+        from matplotlib.ticker import MaxNLocator
+
+        fonts = installed_fonts()
+        for index, (data, name) in enumerate(zip((a, b), names, strict=True)):
+            # The second run dashed: where both are equal, both are seen.
+            _draw_one(
+                axes, data, drawable(name, fonts), COLOURS[index], "-" if index == 0 else "--"
+            )
+        lines = [records for data in (a, b) for records in (data.train, data.evals)]
+        set_floor(axes, [value for records in lines for _, value in points(records, "loss")])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        legend = axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
+        for text in legend.get_texts():
+            text.set_fontfamily(fonts)
+            text.set_parse_math(False)
+    return True
+
+
+def _draw_one(axes: Any, data: RunData, name: str, colour: str, style: str) -> None:
+    train, evals = points(data.train, "loss"), points(data.evals, "loss")
+    if train:
+        steps, values = zip(*train, strict=True)
+        last = next((value for value in reversed(values) if math.isfinite(value)), math.nan)
+        label = f"{name}: {human.number(last)} at step {steps[-1]:,}"
+        many = len(values) >= SMOOTHED_FROM
+        axes.plot(
+            steps, values, style, color=colour, alpha=0.3 if many else 1,
+            label=None if many else label,
+        )  # fmt: skip
+        if many:
+            axes.plot(steps, smoothed(list(values)), style, color=colour, linewidth=2, label=label)
+    if evals:
+        steps, values = zip(*evals, strict=True)
+        label = f"{name}, evaluation: {human.number(values[-1])}"
+        mark = "o" if style == "-" else "x"
+        axes.plot(steps, values, mark, color=colour, markersize=7, label=label)
