@@ -18,13 +18,11 @@ from llmx.cli.flags import Parser, whole_number
 from llmx.config import migrate, to_dict
 from llmx.config.build import experiment_from_dict
 from llmx.errors import ConfigError, exit_code
-from llmx.lifecycle.reproduce.command import compare_runs
-from llmx.lifecycle.reproduce.outcome import Outcome
-from llmx.lifecycle.resume.rules import shown
 from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_both
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.screen import open_console
+from llmx.run.metrics.equality import Outcome, compare_runs
 from llmx.run.provenance.differences import (
     MEANING,
     Difference,
@@ -33,6 +31,7 @@ from llmx.run.provenance.differences import (
     flattened,
     not_recorded,
     plan_differences,
+    short_value,
 )
 from llmx.run.rundir import read_mapping
 from llmx.text import plural
@@ -152,7 +151,7 @@ def _print_config(console: Console, rows: Sequence[ConfigRow]) -> None:
         if row.group != group:
             table.add_section()
             group = row.group
-        table.add_row(row.key, shown(row.a), shown(row.b))
+        table.add_row(row.key, short_value(row.a), short_value(row.b))
     console.print(table)
     console.print()
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from llmx.lifecycle.reproduce.command import compare_runs
 from llmx.run import snapshot
+from llmx.run.metrics.equality import compare_runs
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests.command_runs import SMALL
 from tests.conftest import REPOSITORY

@@ -15,7 +15,6 @@ import pytest
 from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.progress import AttemptProgress
 from llmx.launch.supervision.result import Result
-from llmx.lifecycle.reproduce.outcome import compare
 from llmx.observe.compare import outcome_rows
 from llmx.observe.report import wording
 from llmx.observe.report.page import page
@@ -25,6 +24,7 @@ from llmx.observe.status.observer import Observer
 from llmx.observe.status.show import panel
 from llmx.observe.status.view import interpret
 from llmx.run.metrics import Metric
+from llmx.run.metrics.equality import compare
 from llmx.run.rundir import RunDir, write_json
 from tests import tracked_run
 

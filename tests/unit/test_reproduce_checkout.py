@@ -10,7 +10,8 @@ import pytest
 
 from llmx.errors import ConfigError
 from llmx.lifecycle.reproduce.checkout import check_out, discard, requested
-from llmx.lifecycle.reproduce.command import main, other_inputs, weight_hashes
+from llmx.lifecycle.reproduce.command import main, other_inputs
+from llmx.run.metrics.equality import weight_hashes
 from llmx.run.provenance.code import code_files, git_state
 from llmx.run.rundir import RunDir, write_json
 

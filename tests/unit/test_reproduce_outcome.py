@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.lifecycle.reproduce.outcome import DIFFER, EQUAL, UNKNOWN, Outcome, compare
 from llmx.lifecycle.reproduce.show import print_outcome
+from llmx.run.metrics.equality import DIFFER, EQUAL, UNKNOWN, Outcome, compare
 from llmx.run.provenance.differences import BREAKS, MAY, Difference
 
 

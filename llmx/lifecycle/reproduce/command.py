@@ -15,12 +15,12 @@ from llmx.compose.complete import check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
 from llmx.lifecycle.reproduce.before import all_differences
 from llmx.lifecycle.reproduce.checkout import check_out, discard, requested, run_there
-from llmx.lifecycle.reproduce.outcome import Outcome, compare
 from llmx.lifecycle.reproduce.show import print_differences, print_outcome
 from llmx.lifecycle.reproduce.target import ALLOWED, fresh_sibling, next_experiment
 from llmx.lifecycle.resume.changed import plan_of
 from llmx.lifecycle.resume.rules import Change
 from llmx.run import snapshot
+from llmx.run.metrics.equality import compare_runs
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.provenance import code_files, git_state, record
 from llmx.run.provenance.differences import HARMLESS, not_recorded
@@ -120,35 +120,12 @@ def reproduce(words: RunCommand) -> int:
     return exit_code
 
 
-def compare_runs(run: RunDir, target: RunDir) -> Outcome:
-    """Compare what two runs logged; works while they run, and for those that failed."""
-    return compare(
-        read_metrics(run.metrics),
-        read_metrics(target.metrics),
-        hashes_then=weight_hashes(run),
-        hashes_now=weight_hashes(target),
-    )
-
-
 def other_inputs(run: RunDir, target: RunDir) -> list[str]:
     """What the ranks of the two runs did not read alike, by fingerprints over every byte."""
     then, now = read_mapping(run.inputs), read_mapping(target.inputs)
     names = {"data": "data", "eval_data": "evaluation data", "tokenizer": "tokenizer",
              "model": "model"}  # fmt: skip
     return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
-
-
-def weight_hashes(run: RunDir) -> dict[int, str]:
-    """Step -> hash of the weights: of the ``end`` line, and of the checkpoints here."""
-    found: dict[int, str] = {}
-    for state in sorted(run.checkpoints.glob("step-*/state.json")):
-        values = read_mapping(state)
-        if values.get("weights_hash") and isinstance(values.get("step"), int):
-            found[values["step"]] = str(values["weights_hash"])
-    for line in read_metrics(run.metrics):
-        if line.get("kind") == "end" and line.get("weights_hash"):
-            found[int(line["step"])] = str(line["weights_hash"])
-    return found
 
 
 def _start(

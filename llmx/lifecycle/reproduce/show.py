@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TextIO
 
-from llmx.lifecycle.reproduce.outcome import Outcome
 from llmx.observe.report.screen import open_console
+from llmx.run.metrics.equality import Outcome
 from llmx.run.provenance.differences import BREAKS, HARMLESS, MAY, MEANING, SEVERITIES, Difference
 
 STYLES = {BREAKS: "bold red", MAY: "yellow", HARMLESS: "dim"}

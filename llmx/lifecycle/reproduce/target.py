@@ -12,7 +12,7 @@ from llmx.config import Experiment, to_dict
 from llmx.errors import ConfigError
 from llmx.hardware.resolve import resolve_hardware
 from llmx.lifecycle.resume.changed import with_same_batch
-from llmx.lifecycle.resume.rules import Change, changes, shown
+from llmx.lifecycle.resume.rules import Change, changes
 from llmx.plan.types import Plan
 
 ALLOWED = (
@@ -32,7 +32,7 @@ def next_experiment(
     asked = apply(exp, words.overrides, config_dirs=words.config_dirs)
     found = changes(to_dict(exp), to_dict(asked))
     refused = [
-        f"{change.key}: {shown(change.old)} -> {shown(change.new)}"
+        f"{change.key}: {change.values}"
         for change in found
         if not any(fnmatchcase(change.key, pattern) for pattern in ALLOWED)
     ]

@@ -16,11 +16,17 @@ from llmx.lifecycle.resume.changed import Next, next_run, schedule_note
 from llmx.lifecycle.resume.choose import is_hashed, newest_usable, problems_of
 from llmx.lifecycle.resume.edited import edited_config
 from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
-from llmx.lifecycle.resume.rules import SAME, refuse_other_content, shown, table
+from llmx.lifecycle.resume.rules import SAME, refuse_other_content, table
 from llmx.lifecycle.resume.run_state import RunState, read_state
 from llmx.run import snapshot
 from llmx.run.provenance import record
-from llmx.run.provenance.differences import BREAKS, HARMLESS, MEANING, Difference, differences
+from llmx.run.provenance.differences import (
+    BREAKS,
+    HARMLESS,
+    MEANING,
+    Difference,
+    differences,
+)
 from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.run.rundir import RunDir, read_mapping, write_text
 
@@ -185,7 +191,7 @@ def _print_changes(
     widest = max((len(change.key) for change in upcoming.changes), default=0)
     for change in upcoming.changes:
         effect = "" if change.rule.effect == SAME else f"  ({change.rule.effect})"
-        values = f"{shown(change.old)} -> {shown(change.new)}"
+        values = change.values
         print(f"  changed   {change.key:<{widest}}  {values}{effect}")
     note = schedule_note(upcoming, state, origin)
     if note:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmx.lifecycle.resume.rules import ROUNDING, SAME, changes, shown
+from llmx.lifecycle.resume.rules import ROUNDING, SAME, changes
 from llmx.run import snapshot
-from llmx.run.provenance.differences import BREAKS, HARMLESS, MAY, Difference
+from llmx.run.provenance.differences import BREAKS, HARMLESS, MAY, Difference, short_value
 from llmx.run.rundir import RunDir
 
 SEVERITY = {SAME: HARMLESS, ROUNDING: MAY}
@@ -32,8 +32,8 @@ def edited_config(run: RunDir, then: Mapping[str, Any]) -> list[Difference]:
                 Difference(
                     SEVERITY.get(change.rule.effect, BREAKS),
                     f"config.yaml was edited: {change.key}",
-                    shown(change.old),
-                    shown(change.new),
+                    short_value(change.old),
+                    short_value(change.new),
                     f"{path.relative_to(run.root)} has it as it was",
                 )
                 for change in changes(former, now)

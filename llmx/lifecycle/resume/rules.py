@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmx.errors import ConfigError
-from llmx.run.provenance.differences import changed_values
+from llmx.run.provenance.differences import changed_values, short_value
 
 SAME = "same numbers"
 ROUNDING = "equal within rounding"
@@ -40,6 +40,11 @@ class Change:
     old: Any
     new: Any
     rule: Rule
+
+    @property
+    def values(self) -> str:
+        """``1 -> 2``."""
+        return f"{short_value(self.old)} -> {short_value(self.new)}"
 
 
 _OTHER_SAMPLES = "they decide the samples of a step"
@@ -120,31 +125,13 @@ def refuse(found: list[Change]) -> None:
     refused = [change for change in found if not change.rule.allowed]
     if refused:
         lines = [
-            f"{change.key}: {shown(change.old)} -> {shown(change.new)} is not possible: "
-            f"{change.rule.why}."
+            f"{change.key}: {change.values} is not possible: {change.rule.why}."
             for change in refused
         ]
         raise ConfigError(
             "\n".join(lines) + "\nStart a new run with it. `python -m llmx resume --help` lists "
             "what may change."
         )
-
-
-def shown(value: Any, limit: int = 48) -> str:
-    """A value in one short piece: hosts by name, text as it is."""
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(v, dict) and "name" in v for v in value)
-    ):
-        text = ", ".join(
-            f"{v['name']} x {v['slots']}" if "slots" in v else v["name"] for v in value
-        )
-    elif isinstance(value, bool):
-        text = str(value).lower()
-    else:
-        text = "null" if value is None else str(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def refuse_other_content(
@@ -173,7 +160,7 @@ def refuse_other_content(
                     else f"its content differs ({new['digest'][:12]}, not {old['digest'][:12]})"
                 )  # fmt: skip
                 raise ConfigError(
-                    f"{change.key}: {shown(change.old)} -> {shown(change.new)} is not possible: "
+                    f"{change.key}: {change.values} is not possible: "
                     f"{why}. A run is resumed with the inputs it was started with."
                 )
 

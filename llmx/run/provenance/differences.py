@@ -269,6 +269,23 @@ def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def short_value(value: Any, limit: int = 48) -> str:
+    """A value in one short piece: hosts by name, text as it is."""
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(v, dict) and "name" in v for v in value)
+    ):
+        text = ", ".join(
+            f"{v['name']} x {v['slots']}" if "slots" in v else v["name"] for v in value
+        )
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = "null" if value is None else str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys; an empty mapping is a value, as is a list."""
     flat: dict[str, Any] = {}

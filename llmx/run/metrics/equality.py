@@ -1,4 +1,4 @@
-"""Two metrics files, value by value: identical bit for bit, or the first step that differs. Pure.
+"""Two metrics files, value by value: identical bit for bit, or the first step that differs.
 
 Only what is a function of the run counts (losses, gradient norms, token counts); times,
 speeds and memory do not.
@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmx.run.metrics import Metric, declared_of, measured
+from llmx.run.metrics.declared import Metric, declared_of, measured
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.rundir import RunDir, read_mapping
 
 Line = Mapping[str, Any]
 
@@ -150,6 +152,29 @@ class Outcome:
             "weights": self.weights,
             "weights_at_step": self.weights_at,
         }
+
+
+def compare_runs(run: RunDir, target: RunDir) -> Outcome:
+    """Compare what two runs logged; works while they run, and for those that failed."""
+    return compare(
+        read_metrics(run.metrics),
+        read_metrics(target.metrics),
+        hashes_then=weight_hashes(run),
+        hashes_now=weight_hashes(target),
+    )
+
+
+def weight_hashes(run: RunDir) -> dict[int, str]:
+    """Step -> hash of the weights: of the ``end`` line, and of the checkpoints here."""
+    found: dict[int, str] = {}
+    for state in sorted(run.checkpoints.glob("step-*/state.json")):
+        values = read_mapping(state)
+        if values.get("weights_hash") and isinstance(values.get("step"), int):
+            found[values["step"]] = str(values["weights_hash"])
+    for line in read_metrics(run.metrics):
+        if line.get("kind") == "end" and line.get("weights_hash"):
+            found[int(line["step"])] = str(line["weights_hash"])
+    return found
 
 
 def compare(
