@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.commands import CONFIG_COMMANDS
+from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
 from llmx.errors import ConfigError, LlmxError
 
 
@@ -34,6 +34,7 @@ def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str
         with_demo(line.overrides),
         multirun=line.multirun,
         config_dirs=[line.config_dir] if line.config_dir else [],
+        commands=tuple(COMMANDS),
     )
     argv = list(checked.words)
     if line.multirun:

@@ -82,10 +82,17 @@ class Checked:
 
 
 def check_overrides(
-    words: Sequence[str], *, multirun: bool = False, config_dirs: Sequence[str] = ()
+    words: Sequence[str],
+    *,
+    multirun: bool = False,
+    config_dirs: Sequence[str] = (),
+    commands: Sequence[str] = (),
 ) -> Checked:
-    """The words as Hydra takes them; ConfigError for the first that it would refuse."""
-    parsed = [(word, _parsed(word)) for word in map(resolve_alias, words)]
+    """The words as Hydra takes them; ConfigError for the first that it would refuse.
+
+    ``commands``: what a word without ``=`` may have been meant as.
+    """
+    parsed = [(word, _parsed(word, commands)) for word in map(resolve_alias, words)]
     multirun = multirun or any(_is_multirun(override) for _, override in parsed)
     directories = [Path(each).expanduser().absolute() for each in config_dirs]
     for word, override in parsed:
@@ -114,7 +121,7 @@ def check_overrides(
     )
 
 
-def _parsed(word: str) -> Any:
+def _parsed(word: str, commands: Sequence[str]) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -133,7 +140,7 @@ def _parsed(word: str) -> Any:
             f"{shown(word)}: has no key before the =. Write group=option or key=value."
         )
     if not equal and not word.startswith("~"):
-        raise ConfigError(f"{shown(word)}: is not key=value.{_meant(word)}")
+        raise ConfigError(f"{shown(word)}: is not key=value.{_meant(word, commands)}")
     try:
         override = OverridesParser.create().parse_override(word)
         # A number of more than 4300 digits fails only when its value is asked for.
@@ -144,12 +151,10 @@ def _parsed(word: str) -> Any:
     return override
 
 
-def _meant(word: str) -> str:
-    from llmx.cli.commands import COMMANDS
-
-    if word in COMMANDS:
+def _meant(word: str, commands: Sequence[str]) -> str:
+    if word in commands:
         return f" A command comes first: python -m llmx {word} ..."
-    hint = did_you_mean(word, [*COMMANDS, *GROUPS]) if len(word) < 100 else ""
+    hint = did_you_mean(word, [*commands, *GROUPS]) if len(word) < 100 else ""
     return hint or " Write group=option or key=value."
 
 

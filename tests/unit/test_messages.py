@@ -134,7 +134,13 @@ def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """(title, messages)."""
     yield "Options", [said(lambda line=line: read_line(line.split())) for line in LINES]
     yield "Commands", [said(lambda: split_command(["trian"], tuple(COMMANDS)))]
-    yield "Words", [said(lambda word=word: check_overrides([word])) for word in WORDS]
+    yield (
+        "Words",
+        [
+            said(lambda word=word: check_overrides([word], commands=tuple(COMMANDS)))
+            for word in WORDS
+        ],
+    )
     yield (
         "Sweeps",
         [said(lambda words=words: check_overrides(words, multirun=True)) for words in SWEEPS],
