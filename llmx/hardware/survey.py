@@ -63,7 +63,7 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
         "torch_build": torch_build() if asked.get("torch") else {"cuda": cuda_of_torch()},
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
-        "free_bytes": free_bytes(run_dir),
+        "free_bytes": shutil.disk_usage(nearest_directory(run_dir)).free,
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "ninja": which("ninja"),
@@ -192,18 +192,13 @@ def has_libaio() -> bool:
 
 def directory_facts(path: str) -> dict[str, Any]:
     """Of the directory, or of the nearest one above it that exists: writable, free bytes."""
-    there = path
-    while there and not os.path.isdir(there):  # noqa: PTH112
-        there = os.path.dirname(there)  # noqa: PTH120
+    there = nearest_directory(path)
     try:
-        with tempfile.TemporaryFile(dir=there or "/"):
+        with tempfile.TemporaryFile(dir=there):
             writable = True
     except OSError:
         writable = False
-    return {
-        "writable": writable,
-        "free_bytes": shutil.disk_usage(there or "/").free,
-    }
+    return {"writable": writable, "free_bytes": shutil.disk_usage(there).free}
 
 
 def count_gpus() -> int | None:
@@ -249,11 +244,11 @@ def _text(path: str) -> str:
         return ""
 
 
-def free_bytes(path: str) -> int:
-    """Free on the disk of the nearest directory above ``path`` that exists."""
+def nearest_directory(path: str) -> str:
+    """``path``, or the nearest directory above it that exists."""
     while path and not os.path.isdir(path):  # noqa: PTH112
         path = os.path.dirname(path)  # noqa: PTH120
-    return shutil.disk_usage(path or "/").free
+    return path or "/"
 
 
 def size_bytes(path: str) -> int:

@@ -81,6 +81,15 @@ def config_values(path: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
+def read_overrides(run: RunDir) -> list[str]:
+    """What the user typed (``overrides.yaml``); empty where it cannot be read."""
+    try:
+        words = yaml.safe_load(run.overrides.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
 def hash_of(config: Mapping[str, Any]) -> str:
     """32 hexadecimal digits of the values: comments, order and layout do not count."""
     text = json.dumps(config, sort_keys=True, default=str)

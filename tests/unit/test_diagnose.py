@@ -1,6 +1,6 @@
 """Known failures, by the messages as they are really printed.
 
-``pytest tests/unit/test_doctor_diagnose.py``
+``pytest tests/unit/test_diagnose.py``
 """
 
 # Messages stand as they are printed, however long.

@@ -191,8 +191,7 @@ def _print_changes(
     widest = max((len(change.key) for change in upcoming.changes), default=0)
     for change in upcoming.changes:
         effect = "" if change.rule.effect == SAME else f"  ({change.rule.effect})"
-        values = change.values
-        print(f"  changed   {change.key:<{widest}}  {values}{effect}")
+        print(f"  changed   {change.key:<{widest}}  {change.values}{effect}")
     note = schedule_note(upcoming, state, origin)
     if note:
         print(f"  schedule  {note}")
@@ -239,7 +238,7 @@ def _rewrite(
         if newer:
             moved = ", ".join(str(known) for known in newer)
             print(f"  moved     newer checkpoints ({moved}) are there, too")
-        overrides = [*_overrides(run), *upcoming.words]
+        overrides = [*snapshot.read_overrides(run), *upcoming.words]
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
     new = upcoming.composed
     # Without a change worth keeping, a run that was only planned has dry_run=true in it.
@@ -252,11 +251,3 @@ def _rewrite(
     back = None if step is None else roll_back(run, read_rollbacks(run), step)
     write_resume(run, step=step, skip_steps=skipped, attempt=number, rollbacks=back)
     sys.stdout.flush()
-
-
-def _overrides(run: RunDir) -> list[str]:
-    try:
-        values = yaml.safe_load(run.overrides.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return []
-    return [str(value) for value in values] if isinstance(values, list) else []

@@ -19,6 +19,7 @@ from llmx.run.metrics import Metric, declared_of, measured
 from llmx.run.metrics.lines import MetricsTail, Record, step_of
 from llmx.run.metrics.summary import Summary
 from llmx.run.rundir import RunDir, no_run, read_json, read_mapping
+from llmx.run.snapshot import read_overrides
 from llmx.run.tail import read_records
 from llmx.text import plural
 
@@ -136,7 +137,7 @@ def load_run(root: Path) -> RunData:
         data=_data(run, warnings),
         attempts=read_records(run.attempts),
         changes=_changes(run),
-        typed=_typed(run),
+        typed=read_overrides(run),
         summary=summary.values(result),
         warnings=warnings,
         now=time.time(),
@@ -177,14 +178,6 @@ def _data(run: RunDir, warnings: list[str]) -> dict[str, list[tuple[str, str]]]:
 def _changes(run: RunDir) -> list[dict[str, Any]]:
     files = sorted(run.root.glob("history/*/changes.json"))
     return [values for path in files if (values := read_mapping(path))]
-
-
-def _typed(run: RunDir) -> list[str]:
-    try:
-        words = _read_yaml(run.overrides)
-    except (OSError, ValueError):
-        return []
-    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def _read_yaml(path: Path) -> Any:
