@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 
 from llmx.text import printable
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as a shell has it: 128 and SIGINT."""
 EXIT_CODES = {
     0: "it went well; a report or a comparison was printed, whatever it says",
     1: "the run started and did not end well (result.json has the outcome); `reproduce` found "
@@ -22,7 +24,7 @@ EXIT_CODES = {
     3: "the data cannot be read, or a row in it is wrong",
     4: "the run could not be started, or a host was not reached",
     5: "a checkpoint is damaged or missing",
-    130: "Ctrl-C",
+    INTERRUPTED: "Ctrl-C",
 }
 """Exit code -> when; the same for every command. 128 + N: ended by signal N."""
 
@@ -79,7 +81,7 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
     except KeyboardInterrupt:
         if interrupted:
             print(f"llmx: interrupted; {interrupted}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader has seen enough (`| head`); Python must not complain of it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

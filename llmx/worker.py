@@ -21,7 +21,7 @@ from llmx.config import Experiment, experiment_from_dict, migrate
 from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from llmx.train.signals import ShutdownRequest, handle_signals
 from llmx.train.status import RankStatus
 

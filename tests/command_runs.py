@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 
 SMALL = (
     "model.config.hidden_size=32",

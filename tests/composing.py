@@ -9,10 +9,11 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from llmx.arguments import resolve_alias, with_demo
-from llmx.compose import Composed, compose
-from llmx.config_groups import conf_dir
-from llmx.defaults import register_defaults
+from llmx.cli.arguments import with_demo
+from llmx.compose.complete import Composed, compose
+from llmx.compose.defaults import register_defaults
+from llmx.compose.overrides import resolve_alias
+from llmx.config.groups import conf_dir
 
 
 def values(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> dict[str, Any]:

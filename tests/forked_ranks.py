@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from tests.rundirs import free_port, logs, rank_environment
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmx.metrics.lines import read_metrics
-from llmx.rundir import RunDir
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.rundir import RunDir
 from tests.rundirs import experiment, write_run
 
 MEASURED = {"time", "step_time_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s"}

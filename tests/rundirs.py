@@ -1,5 +1,5 @@
 """Run directories for tests of the rank's side: config, plan and DeepSpeed's JSON, written as
-``llmx.snapshot`` writes them; and starting the ranks with the real ``deepspeed``."""
+``llmx.run.snapshot`` writes them; and starting the ranks with the real ``deepspeed``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import BatchPlan, Plan
-from llmx.rundir import RunDir, write_json, write_text
+from llmx.run.rundir import RunDir, write_json, write_text
 
 TINY_LLAMA: dict[str, Any] = {
     "hidden_size": 64,

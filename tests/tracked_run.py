@@ -15,7 +15,7 @@ import yaml
 
 from llmx.config import Experiment, ModelConfig, TaskConfig, TrackingConfig, to_dict
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
-from llmx.rundir import RunDir, write_json, write_text
+from llmx.run.rundir import RunDir, write_json, write_text
 
 TOKEN = "20300101-120000-4f2a9c"
 START_S = 1_900_000_000.0

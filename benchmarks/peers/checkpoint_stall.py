@@ -20,7 +20,7 @@ from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.state.engine_state import capture
 from llmx.checkpoint.state.layout import state_layout
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from llmx.train.batches import make_step
 from llmx.train.consensus import Flags
 from llmx.train.engine.process_group import join_process_group

@@ -21,8 +21,8 @@ from llmx import __version__
 from llmx.bench.context import Context
 from llmx.bench.measure import Measure, Outcome, mark, markdown
 from llmx.bench.part import PARTS
+from llmx.cli.flags import Parser
 from llmx.errors import ConfigError, LlmxError, did_you_mean
-from llmx.flags import Parser
 
 END_S = 45.0
 """What a part that is told to end is given for ending its own ranks."""
@@ -106,9 +106,9 @@ def find_context(root: Path, *, tiny: bool) -> Context:
     """The GPUs of this machine as the catalogue of devices knows them, else its CPU."""
     import yaml
 
+    from llmx.config.groups import conf_dir
     from llmx.config.schema import DeviceConfig
-    from llmx.config_groups import conf_dir
-    from llmx.doctor.detect import detect_gpus, match_device, visible_gpus
+    from llmx.hardware.detect import detect_gpus, match_device, visible_gpus
 
     gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:

@@ -86,7 +86,7 @@ class Run:
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl`` of one kind."""
-        from llmx.metrics.lines import read_metrics
+        from llmx.run.metrics.lines import read_metrics
 
         lines = read_metrics(self.directory / "metrics.jsonl")
         return [line for line in lines if line["kind"] == kind]

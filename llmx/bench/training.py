@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from llmx.bench import material
 from llmx.bench.context import Context, PartFailed, Run
 from llmx.bench.measure import Measure, NotHere, at_least, at_most, must
-from llmx.metrics import declared_in
 from llmx.plan.types import MemoryPlan
+from llmx.run.metrics import declared_in
 
 QUICK = ("task.eval_generate=0", "task.save_model=false", "checkpoint=none")
 

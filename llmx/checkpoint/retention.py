@@ -19,7 +19,7 @@ from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import STATE, Manifest, read_manifest
 from llmx.checkpoint.selection import is_present, list_steps
 from llmx.config import CheckpointConfig
-from llmx.rundir import read_json
+from llmx.run.rundir import read_json
 
 
 def to_prune(

@@ -60,7 +60,7 @@ def shape(key: str) -> str:
 
 
 def _no_such(key: str, where: str, before: str, names: list[str]) -> str:
-    from llmx.config_groups import GROUPS
+    from llmx.config.groups import GROUPS
 
     last = key.rpartition(".")[2]
     homes = [known for known in known_keys() if known.rpartition(".")[2] == last]

@@ -16,7 +16,7 @@ from pathlib import Path
 import llmx
 from llmx.config.schema import Experiment
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def make_spec(
         plan=plan,
         run_dir=run_dir,
         port=port,
-        token=token or new_token(),
+        token=token or secrets.token_hex(8),
         python=exp.launch.python or sys.executable,
         code_root=code_root(),
         worker=worker,
@@ -123,11 +123,6 @@ def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return min((int(word) for word in done.stdout.split() if word.isdecimal()), default=None)
-
-
-def new_token() -> str:
-    """A random id for a run."""
-    return secrets.token_hex(8)
 
 
 def code_root() -> str | None:

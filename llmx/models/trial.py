@@ -1,7 +1,8 @@
 """The trial before a launch: ``python -m llmx.models.trial CONFIG.yaml RESULT.json cpu|cuda``.
 
 On a CPU, whatever the run will have: kernels that exist on CUDA only are replaced by one that
-gets the same arguments, and are tried by the ranks. Needs no weights; ``llmx.packing`` starts it.
+gets the same arguments, and are tried by the ranks. Needs no weights; ``llmx.lifecycle.packing``
+starts it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from llmx.config import Experiment, experiment_from_dict
 from llmx.models.factory import plain_config
 from llmx.models.select_attention import PLAIN, try_layouts
 from llmx.models.varlen import IMPLEMENTATIONS, SEGMENTS
-from llmx.rundir import write_json
+from llmx.run.rundir import write_json
 
 
 def try_model(exp: Experiment, *, accelerator: str) -> dict[str, Any]:

@@ -51,6 +51,7 @@ __all__ = [
     "KINDS",
     "Loss",
     "Mean",
+    "Metric",
     "Pretrain",
     "Prompt",
     "RolloutKey",

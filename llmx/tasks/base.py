@@ -20,8 +20,8 @@ from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Conversation
 from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
-from llmx.metrics import Metric
 from llmx.models.sampling import sample_seed
+from llmx.run.metrics import Metric
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from llmx.config import Experiment
 from llmx.data import EvalPrompt, held_out_prompts
 from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
-from llmx.metrics import Metric
+from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Task, exact_match, next_token_loss
 
 if TYPE_CHECKING:

@@ -1,7 +1,9 @@
 """Trackers: W&B, TensorBoard and CSV, fed from ``metrics.jsonl`` by a process of its own.
 
 ``python -m llmx.tracking.process RUN_DIR`` sends a run to them while it trains;
-``python -m llmx.tracking.process RUN_DIR --replay`` builds the same again later.
+``python -m llmx.tracking.process RUN_DIR --replay`` builds the same again later. ``tracking.json``
+has, by tracker, what it does, where it writes, and the command that uploads what lies here only
+(``base.Status``).
 """
 
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker

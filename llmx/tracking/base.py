@@ -1,4 +1,4 @@
-"""The protocol of a tracker, and several of them side by side.
+"""What a tracker is, and several of them side by side.
 
 ``CompositeTracker`` gives every tracker a thread: one that hangs or fails holds up neither
 the others nor the run. ``python -m llmx.tracking.process RUN_DIR`` runs it.
@@ -6,21 +6,22 @@ the others nor the run. ``python -m llmx.tracking.process RUN_DIR`` runs it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from llmx.metrics.lines import Record
+from llmx.run.metrics.lines import Record
 
 
 @dataclass(frozen=True)
 class RunMeta:
-    """What a tracker has to know about the run besides its values."""
+    """What a tracker has to know about the run besides its metrics."""
 
     run_id: str
     """Unique for one run, the same after a restart; letters, digits, ``-`` and ``_``."""
@@ -33,6 +34,10 @@ class RunMeta:
     mode: str = "auto"
     """``auto``, ``online`` or ``offline``."""
     finish_timeout_s: float = 30.0
+    config: dict[str, Any] = field(default_factory=dict)
+    """The whole resolved experiment, nested, with the plan under ``plan``."""
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,34 +65,37 @@ class Status:
 Notify = Callable[[Status], None]
 
 
-class Tracker(Protocol):
+class Tracker(abc.ABC):
     """A service or a file that gets the metrics. Every method may block or raise: see Composite."""
 
     name: str
 
-    def start(
-        self,
-        config: dict[str, Any],
-        ds_config: dict[str, Any],
-        provenance: dict[str, Any],
-        meta: RunMeta,
-    ) -> None:
-        """Open; ``config`` is the whole resolved experiment, nested."""
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
 
+    @abc.abstractmethod
+    def start(self, meta: RunMeta) -> None:
+        """Open."""
+
+    @abc.abstractmethod
     def log(self, record: Record) -> None:
         """Take one line of ``metrics.jsonl``."""
 
+    @abc.abstractmethod
     def rewind(self, step: int) -> None:
         """A restart went back to ``step``: lines of later steps come again."""
 
+    @abc.abstractmethod
     def finish(self, result: Record | None) -> None:
         """Close; ``result`` is ``result.json``, None where the supervisor died."""
+
+    def report(self, state: str, message: str, *, where: str = "", **more: str) -> None:
+        """Notify the user of this tracker's ``Status``. ``where``: the message, if not given."""
+        self._notify(Status(self.name, state, message, where=where or message, **more))
 
 
 class CompositeTracker:
     """Several trackers as one; none of them can hold up the caller or another tracker."""
-
-    name = "composite"
 
     def __init__(self, trackers: Sequence[Tracker], *, notify: Notify) -> None:
         self._lanes = [_Lane(tracker, notify) for tracker in trackers]
@@ -95,17 +103,11 @@ class CompositeTracker:
         self._timeout_s = RunMeta.finish_timeout_s
         self._run_dir = Path()
 
-    def start(
-        self,
-        config: dict[str, Any],
-        ds_config: dict[str, Any],
-        provenance: dict[str, Any],
-        meta: RunMeta,
-    ) -> None:
+    def start(self, meta: RunMeta) -> None:
         """Start every tracker in its thread; returns at once."""
         self._timeout_s, self._run_dir = meta.finish_timeout_s, meta.run_dir
         for lane in self._lanes:
-            lane.put("start", config, ds_config, provenance, meta)
+            lane.put("start", meta)
 
     def log(self, record: Record) -> None:
         """Hand one line to every tracker; returns at once."""

@@ -7,37 +7,31 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from llmx.metrics.lines import Record, scalars, step_of
-from llmx.tracking.base import Notify, RunMeta, Status
+from llmx.run.metrics.lines import Record, scalars, step_of
+from llmx.tracking.base import Notify, RunMeta, Tracker
 
 FIRST_COLUMNS = ("step", "kind", "time")
 
 
-class CsvTracker:
+class CsvTracker(Tracker):
     """Writes ``RUN_DIR/metrics.csv``, a line at a time."""
 
     name = "csv"
 
     def __init__(self, notify: Notify) -> None:
-        self._notify = notify
+        super().__init__(notify)
         self._columns: list[str] = list(FIRST_COLUMNS)
         self._stream: TextIO | None = None
         self._path = Path()
 
-    def start(
-        self,
-        config: dict[str, Any],
-        ds_config: dict[str, Any],
-        provenance: dict[str, Any],
-        meta: RunMeta,
-    ) -> None:
+    def start(self, meta: RunMeta) -> None:
         self._path = meta.run_dir / "metrics.csv"
         self._stream = self._path.open("w", encoding="utf-8", newline="")
         csv.writer(self._stream).writerow(self._columns)
         self._stream.flush()
-        self._notify(Status(self.name, "writing", str(self._path), where=str(self._path)))
+        self.report("writing", str(self._path))
 
     def log(self, record: Record) -> None:
         values = scalars(record)
@@ -79,4 +73,4 @@ class CsvTracker:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        self._notify(Status(self.name, "finished", str(self._path), where=str(self._path)))
+        self.report("finished", str(self._path))

@@ -27,8 +27,8 @@ from typing import Any, TextIO
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
-from llmx.metrics.lines import MetricsTail, Record
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run.metrics.lines import MetricsTail, Record
+from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
 
 POLL_S = 0.5
@@ -82,7 +82,7 @@ def replay(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> int:
     statuses = TrackerStatuses(run)
     composite = _start(run, experiment, config, statuses=statuses)
     _forward(MetricsTail(run.metrics), composite)
-    composite.finish(_read_or(run.result, None))
+    composite.finish(read_mapping(run.result) or None)
     return statuses.exit_code
 
 
@@ -158,19 +158,14 @@ def _start(
     composite = CompositeTracker(
         make_trackers(experiment.tracking.kinds, notify=statuses), notify=statuses
     )
-    composite.start(
-        {**config, "plan": _read_or(run.plan, {})},
-        _read_or(run.ds_config, {}),
-        _read_or(run.provenance, {}),
-        run_meta(run, experiment),
-    )
+    composite.start(run_meta(run, experiment, config))
     return composite
 
 
-def run_meta(run: RunDir, experiment: Experiment) -> RunMeta:
-    """What the trackers are told about the run besides its values."""
+def run_meta(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> RunMeta:
+    """What the trackers are told about the run besides its metrics."""
     tracking = experiment.tracking
-    identity = _read_or(run.identity, {}).get("run_id", "")
+    identity = read_mapping(run.identity).get("run_id", "")
     return RunMeta(
         run_id=run_id(identity or run_token(run) or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
         name=experiment.name or run.root.name,
@@ -181,6 +176,9 @@ def run_meta(run: RunDir, experiment: Experiment) -> RunMeta:
         tags=tuple(tracking.tags),
         mode=tracking.mode,
         finish_timeout_s=tracking.finish_timeout_s,
+        config={**config, "plan": read_mapping(run.plan)},
+        ds_config=read_mapping(run.ds_config),
+        provenance=read_mapping(run.provenance),
     )
 
 
@@ -203,19 +201,12 @@ def run_token(run: RunDir) -> str:
 
 def fresh_result(run: RunDir, *, token: str, started: float) -> Record | None:
     """``result.json`` of this run; None while there is none, or only an earlier run's."""
-    result: Record | None = _read_or(run.result, None)
+    result: Record | None = read_mapping(run.result) or None
     if result is None:
         return None
     if token and result.get("run_token"):
         return result if result["run_token"] == token else None
     return result if float(result.get("ended") or 0.0) >= started else None
-
-
-def _read_or(path: Path, default: Any) -> Any:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return default
 
 
 def _read_config(run: RunDir) -> tuple[Experiment, dict[str, Any]]:

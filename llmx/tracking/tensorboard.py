@@ -10,29 +10,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmx.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.metrics.summary import Summary
-from llmx.tracking.base import Notify, RunMeta, Status
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
+from llmx.run.metrics.summary import Summary
+from llmx.tracking.base import Notify, RunMeta, Tracker
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes ``RUN_DIR/tensorboard/events.out.tfevents.*``."""
 
     name = "tensorboard"
 
     def __init__(self, notify: Notify) -> None:
-        self._notify = notify
+        super().__init__(notify)
         self._writer: Any = None
         self._summary = Summary()
         self._directory = Path()
 
-    def start(
-        self,
-        config: dict[str, Any],
-        ds_config: dict[str, Any],
-        provenance: dict[str, Any],
-        meta: RunMeta,
-    ) -> None:
+    def start(self, meta: RunMeta) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._directory = meta.run_dir / "tensorboard"
@@ -41,22 +35,13 @@ class TensorBoardTracker:
         for stale in self._directory.glob("events.out.tfevents.*"):
             stale.unlink()
         self._writer = EventFileWriter(str(self._directory), flush_secs=10)
-        for name, values in (
-            ("config", config),
-            ("ds_config", ds_config),
-            ("provenance", provenance),
-        ):
+        for name in ("config", "ds_config", "provenance"):
+            values = getattr(meta, name)
             text = json.dumps(values, indent=2, ensure_ascii=False)
             self._text(name, "\n".join("    " + line for line in text.splitlines()))
         self._writer.flush()
-        self._notify(
-            Status(
-                self.name,
-                "writing",
-                f"tensorboard --logdir {self._directory}",
-                where=str(self._directory),
-            )
-        )
+        command = f"tensorboard --logdir {self._directory}"
+        self.report("writing", command, where=str(self._directory))
 
     def log(self, record: Record) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary as SummaryProto
@@ -81,14 +66,8 @@ class TensorBoardTracker:
         self._text("result", f"| what | value |\n|---|---|\n{rows}")
         self._writer.flush()
         self._writer.close()
-        self._notify(
-            Status(
-                self.name,
-                "finished",
-                f"tensorboard --logdir {self._directory}",
-                where=str(self._directory),
-            )
-        )
+        command = f"tensorboard --logdir {self._directory}"
+        self.report("finished", command, where=str(self._directory))
 
     def _text(self, tag: str, markdown: str) -> None:
         """One entry of TensorBoard's text page: a string tensor marked for its text plugin."""

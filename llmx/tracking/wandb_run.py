@@ -15,22 +15,22 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from llmx.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.metrics.summary import Summary
-from llmx.tracking.base import Notify, RunMeta, Status, replay_command
-from llmx.tracking.reach import why_offline
+from llmx.offline import why_no_answer
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
+from llmx.run.metrics.summary import Summary
+from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command
 
 LONGEST_TEXT = 16_384
 """Characters of one text in the config (a diff can be megabytes; provenance.json has it)."""
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Writes into ``RUN_DIR/wandb`` and, where there is a way out, to the server."""
 
     name = "wandb"
 
     def __init__(self, notify: Notify) -> None:
-        self._notify = notify
+        super().__init__(notify)
         self._run: Any = None
         self._summary = Summary()
         self._last_step = 0
@@ -39,15 +39,10 @@ class WandbTracker:
         self._online = False
         self._run_dir = Path()
 
-    def start(
-        self,
-        config: dict[str, Any],
-        ds_config: dict[str, Any],
-        provenance: dict[str, Any],
-        meta: RunMeta,
-    ) -> None:
+    def start(self, meta: RunMeta) -> None:
         self._run_dir = meta.run_dir
-        whole = {**config, "ds_config": ds_config, "provenance": _shortened(provenance)}
+        provenance = _shortened(meta.provenance)
+        whole = {**meta.config, "ds_config": meta.ds_config, "provenance": provenance}
         # Nobody else's service, no crash reports to a third party, no chatter.
         os.environ.pop("WANDB_SERVICE", None)
         os.environ["WANDB_ERROR_REPORTING"] = "false"
@@ -136,31 +131,20 @@ class WandbTracker:
             self._notify_mode("the server did not take everything before the time was up")
             return
         if self._online:
-            self._notify(
-                Status(self.name, "finished", str(self._run.url), where=str(self._run.url))
-            )
+            self.report("finished", str(self._run.url))
 
     def _notify_mode(self, why: str) -> None:
         if not why:
-            url = str(self._run.url)
-            self._notify(Status(self.name, "online", url, where=url))
+            self.report("online", str(self._run.url))
             return
         directory = Path(self._run.dir).parent
         if self._run.resumed:
             # Uploading this directory would put the last part in the place of the whole.
             again = replay_command(self._run_dir)
-            self._notify(Status(self.name, "offline", why, fix=again, where=str(directory)))
+            self.report("offline", why, fix=again, where=str(directory))
             return
-        self._notify(
-            Status(
-                self.name,
-                "offline",
-                why,
-                fix=f"wandb sync {directory}",
-                where=str(directory),
-                sync=f"wandb sync {directory}",
-            )
-        )
+        upload = f"wandb sync {directory}"
+        self.report("offline", why, fix=upload, where=str(directory), sync=upload)
 
 
 def set_aside_earlier(meta: RunMeta) -> None:
@@ -186,7 +170,23 @@ def _why_not_online(meta: RunMeta) -> str:
     if meta.mode == "auto" and os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
         return f"WANDB_MODE={os.environ['WANDB_MODE']} is set in the environment"
     base_url = wandb.setup().settings.base_url
-    return why_offline(base_url, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))
+    if why := _why_no_credentials(base_url):
+        return why
+    why = why_no_answer(base_url, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))
+    return f"{base_url} cannot be reached ({why})" if why else ""
+
+
+def _why_no_credentials(base_url: str) -> str:
+    from wandb.sdk.lib.wbauth import read_netrc_auth
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return ""
+    try:
+        if read_netrc_auth(host=base_url):
+            return ""
+    except Exception as error:
+        return f"the key in the netrc file cannot be used ({error}); run `wandb login`"
+    return f"no API key for {base_url}; set WANDB_API_KEY or run `wandb login`"
 
 
 def _first_line(error: BaseException) -> str:

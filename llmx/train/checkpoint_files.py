@@ -11,7 +11,7 @@ from llmx.checkpoint.export.model import vocabulary_names, write_description
 from llmx.checkpoint.manifest import FORMAT, MODEL
 from llmx.checkpoint.state.engine_state import state_values
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine.build import Engine
 from llmx.train.schedule import RunLength

@@ -18,7 +18,7 @@ from llmx.models.generate import generate
 from llmx.models.generation_config import stop_ids
 from llmx.models.sampling import Sampling
 from llmx.plan.types import BatchPlan
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.tasks import Mean, Task
 from llmx.train.batches import Layout
 from llmx.train.engine.build import Engine

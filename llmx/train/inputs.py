@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, write_json
 
 
 def write_inputs(

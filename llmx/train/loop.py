@@ -15,7 +15,7 @@ from llmx.checkpoint.state.engine_state import weights_hash
 from llmx.config import Experiment
 from llmx.models.factory import num_parameters
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.divergence import Diverged

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.disk import DISK
-from llmx.metrics.declared import is_number
-from llmx.metrics.lines import read_metrics
-from llmx.rundir import write_text
+from llmx.run.metrics.declared import is_number
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.rundir import write_text
 
 GIB = 2**30
 

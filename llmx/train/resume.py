@@ -22,9 +22,9 @@ from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_mani
 from llmx.checkpoint.selection import Assessment, Report, assess, inspect, list_steps
 from llmx.collectives import all_gather
 from llmx.errors import ConfigError
-from llmx.metrics.lines import read_metrics
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.rundir import RunDir, read_json
 from llmx.text import plural
 from llmx.train.divergence import SPIKE_WINDOW
 from llmx.train.engine.build import Engine

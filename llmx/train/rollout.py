@@ -17,7 +17,7 @@ import torch
 from llmx.data import collate
 from llmx.data.examples import Example, Schema, checked
 from llmx.data.order import rank_slice, samples_of_step
-from llmx.data.store import Sample, in_memory
+from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
 from llmx.plan.types import BatchPlan
 from llmx.tasks import Prompt, RolloutKey, Task

@@ -24,7 +24,7 @@ from llmx.checkpoint.state.layout import state_layout
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from llmx.train.checkpoint_files import TrainingProgress, small_files, state_of
 from llmx.train.consensus import Consensus, Flags
 from llmx.train.engine.build import Engine

@@ -14,9 +14,9 @@ import torch
 from llmx.checkpoint.distributed.topology import find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.config import Experiment
-from llmx.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir
+from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
+from llmx.run.rundir import RunDir
 from llmx.tasks import Task, task_of
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.consensus import Consensus

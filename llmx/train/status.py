@@ -18,7 +18,7 @@ from typing import Any
 
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.errors import ConfigError, DataError
-from llmx.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, write_json
 
 HEARTBEAT_S = 5.0
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.behaviour import samples
 from tests.behaviour.cases import CASES, Case, Prepared, Run, training_words
 from tests.command_runs import Finished, llmx

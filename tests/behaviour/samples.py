@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from llmx import snapshot
 from llmx.config import Experiment
 from llmx.data import has_eval, held_out_prompts, load_tokenizer, samples_of_step
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import prepare
 from llmx.train.schedule import run_length
 from tests.composing import composed

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmx.rundir import write_json
+from llmx.run.rundir import write_json
 from tests.chaos.campaign import campaign
 from tests.chaos.kinds import KINDS
 from tests.chaos.record import table, write_into_docs

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmx.metrics.lines import MetricsTail
-from llmx.rundir import RunDir, read_json
+from llmx.run.metrics.lines import MetricsTail
+from llmx.run.rundir import RunDir, read_json
 from tests.chaos.disks import Disk
 from tests.cluster.netns import Cluster, Host
 

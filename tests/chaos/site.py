@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from llmx.rundir import read_json
+from llmx.run.rundir import read_json
 from tests.chaos.disks import Disk
 from tests.chaos.run_files import RunFiles
 from tests.chaos.training import REPOSITORY, GaveUp, training_words

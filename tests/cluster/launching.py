@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.cluster.netns import INTERFACE, Cluster, Host, wait_until
 
 SMALL = (

@@ -59,7 +59,7 @@ def test_private_disks_and_no_checkout(
     nothing_left(cluster, timeout_s=5)
 
     # A second run sends only its own run directory, and notices a damaged file.
-    victim = far.path(code / "llmx/rundir.py")
+    victim = far.path(code / "llmx/run/rundir.py")
     victim.write_text("broken = True\n")
     stale = far.path(code / "llmx/stale.py")
     stale.write_text("removed here, still there\n")
@@ -70,7 +70,7 @@ def test_private_disks_and_no_checkout(
     sent = re.search(r"sync: node-b: (\d+) files? sent", again.out.read_text())
     assert sent is not None
     assert int(sent[1]) < 20
-    assert filecmp.cmp(near.path(code / "llmx/rundir.py"), victim, shallow=False)
+    assert filecmp.cmp(near.path(code / "llmx/run/rundir.py"), victim, shallow=False)
     assert not stale.exists()
 
 

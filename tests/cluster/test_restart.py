@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmx.launch.supervision.journal import read_attempts
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, Host, wait_until
 

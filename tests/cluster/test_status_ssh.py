@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from llmx.rundir import write_json
+from llmx.run.rundir import write_json
 from tests import tracked_run
 from tests.cluster.netns import Cluster, wait_until
 

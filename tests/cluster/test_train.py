@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llmx.rundir import read_json
+from llmx.run.rundir import read_json
 from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.slurm import start_slurm

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmx.arguments import OPTIONS
+from llmx.cli.arguments import OPTIONS
 from llmx.config import known_keys
+from llmx.config.groups import GROUPS, option_names
 from llmx.config.model_rules import FLAGS, FLOATS, KEYS, SIZES
-from llmx.config_groups import GROUPS, option_names
 
 NOWHERE = "/tmp/llmx-fuzz-nowhere"
 """An absolute path that is not there. ``run_dir`` may make it; every case begins without it."""

@@ -25,9 +25,9 @@ from pathlib import Path
 from unittest import mock
 
 from llmx.__main__ import main
-from llmx.commands import COMMANDS
+from llmx.cli.commands import COMMANDS
 from llmx.config import known_keys
-from llmx.config_groups import GROUPS
+from llmx.config.groups import GROUPS
 from tests.fuzz.cases import NOWHERE, Case
 
 MAX_CPU_S = 2.0
@@ -176,7 +176,7 @@ def _inside(directory: Path) -> Iterator[None]:
             mock.patch.dict(os.environ, {"LLMX_OUTPUTS": "outputs", "HF_HUB_OFFLINE": "1"}),
             mock.patch("subprocess.run", no_module),
             mock.patch("llmx.launch.supervise", _launched),
-            mock.patch("llmx.resume.command.supervise", _launched, create=True),
+            mock.patch("llmx.lifecycle.resume.command.supervise", _launched, create=True),
             warnings.catch_warnings(),
         ):
             yield

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llmx.doctor.detect import detect_gpus
+from llmx.hardware.detect import detect_gpus
 
 pytestmark = [
     pytest.mark.gpu,

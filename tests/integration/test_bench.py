@@ -66,7 +66,7 @@ def test_an_unknown_part_is_named_with_the_ones_that_exist(tmp_path) -> None:
 
 
 def test_a_machine_without_gpus_is_told_what_to_do(tmp_path) -> None:
-    from llmx.doctor.detect import detect_gpus
+    from llmx.hardware.detect import detect_gpus
 
     if detect_gpus():
         pytest.skip("this machine has GPUs")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from tests.checkpoint_saves import flip_bit
 from tests.command_runs import llmx
 from tests.forked_ranks import Server, server

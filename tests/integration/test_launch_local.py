@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from llmx.launch.agents.agent import ProcessTable
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.cluster.launching import SMALL
 
 pytestmark = pytest.mark.deepspeed

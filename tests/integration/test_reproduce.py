@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from llmx import snapshot
-from llmx.reproduce.command import compare_runs
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run import snapshot
+from llmx.run.metrics.equality import compare_runs
+from llmx.run.rundir import RunDir, read_json, write_json
 from tests.command_runs import SMALL
 from tests.conftest import REPOSITORY
 

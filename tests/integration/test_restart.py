@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from llmx import snapshot
 from llmx.errors import LaunchError
 from llmx.launch import supervise
 from llmx.launch.spec import make_spec
-from llmx.launch.supervision.journal import read_attempts, run_id, supervisor_lock
+from llmx.launch.supervision.journal import read_attempts, supervisor_lock
 from llmx.plan.types import Plan
-from llmx.rundir import read_json
+from llmx.run import snapshot
+from llmx.run.rundir import read_json
 from tests.cluster.netns import wait_until
 from tests.integration.test_launch_local import LocalRun
 
@@ -89,7 +89,7 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     check_metrics(run, 500)
     result = run.result()
     assert (result["outcome"], result["attempts"], result["restarts"]) == ("ok", 2, 1)
-    assert result["run_token"] == token == run.token() == run_id(run.dir)
+    assert result["run_token"] == token == run.token() == snapshot.run_id(run.dir)
     said = run.out.read_text()
     assert f"crash after step {first['last_step']}, rank 1 on localhost: the process was" in said
     newest = f"newest checkpoint: step {first['saved_step']}"
@@ -154,7 +154,9 @@ def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
     )
     assert run.wait() == 0, run.out.read_text()
     exp, plan = snapshot.load(run.dir), Plan.from_dict(read_json(run.dir.plan))
-    spec = make_spec(exp, plan, run.dir, port=0, token=run_id(run.dir), worker=DIVERGING)
+    spec = make_spec(
+        exp, plan, run.dir, port=0, token=snapshot.write_identity(run.dir), worker=DIVERGING
+    )
     console = io.StringIO()
     result = supervise(exp, plan, run.dir, launch=spec, stream=console)
     said = console.getvalue()

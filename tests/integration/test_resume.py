@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from llmx.checkpoint.selection import list_steps, usable
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from tests.forked_ranks import Server, server
 from tests.resumed_runs import EVERY, STEPS, events, has_saved, measurements, saving_run
 from tests.rundirs import logs

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from llmx import generate
+from llmx.cli import generate
 from llmx.config import Experiment
 from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
 from llmx.data.tokenize.train import train_tokenizer
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from tests.rundirs import experiment, launch, logs, write_run
 
 pytestmark = pytest.mark.deepspeed

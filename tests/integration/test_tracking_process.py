@@ -20,8 +20,8 @@ import psutil
 import pytest
 import yaml
 
-from llmx.metrics.lines import scalars
-from llmx.rundir import RunDir, read_json, write_json, write_text
+from llmx.run.metrics.lines import scalars
+from llmx.run.rundir import RunDir, read_json, write_json, write_text
 from tests import tracked_run
 from tests.wandb_file import WandbFile
 from tests.wandb_server import WandbServer

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from llmx.metrics.lines import read_metrics, scalars
-from llmx.rundir import RunDir, read_json
+from llmx.run.metrics.lines import read_metrics, scalars
+from llmx.run.rundir import RunDir, read_json
 from tests.wandb_server import WandbServer
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -15,7 +15,7 @@ import torch
 
 from llmx.config import Experiment
 from llmx.data import load_tokenizer
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import prepare
 from tests.reference import naive_loss
 from tests.rundirs import TINY_LLAMA, experiment, launch, logs, write_run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.command_runs import Finished, llmx, train
 from tests.conftest import GOLDEN
 

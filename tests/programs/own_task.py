@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from llmx.data.examples import Column, Example, Tokens
-from llmx.metrics import Metric
 from llmx.models.generate import Completion
 from llmx.models.model import CLASSIFICATION, Batch, Models, ModelSpec, sequence_numbers
 from llmx.models.sampling import Sampling
+from llmx.run.metrics import Metric
 from llmx.tasks import Loss, Prompt, RolloutKey, Task, next_token_loss
 
 

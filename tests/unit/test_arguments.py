@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.arguments import (
+from llmx.cli.arguments import (
     Line,
     read_line,
-    resolve_alias,
     split_command,
     sweep_overrides,
     with_demo,
 )
+from llmx.compose.overrides import resolve_alias
 from llmx.errors import ConfigError
 
 

@@ -50,7 +50,7 @@ def test_parts_run_in_their_order_whatever_was_typed() -> None:
 
 
 def test_the_gpus_are_those_that_this_process_sees(tmp_path, monkeypatch) -> None:
-    from llmx.doctor import detect
+    from llmx.hardware import detect
 
     gpus = [
         detect.Gpu("Tesla V100-PCIE-32GB", 32.0, 7.0, 0, "GPU-a"),

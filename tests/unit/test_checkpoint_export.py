@@ -23,10 +23,10 @@ from llmx.checkpoint.fragments import fragment_key
 from llmx.checkpoint.manifest import make_manifest, rank_file
 from llmx.checkpoint.state.values import buffer_table, parameter_table
 from llmx.checkpoint.tensors import Fragment
+from llmx.cli.export import export, main
 from llmx.errors import ConfigError, LlmxError
-from llmx.export import export, main
 from llmx.models.conversion import effective_conversions
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.checkpoint_saves import flip_bit, tree
 
 VOCABULARY, PADDED = 50, 64
@@ -291,7 +291,7 @@ def test_memory_does_not_grow_with_a_tensor(run: RunDir) -> None:
     commit.publish(run.checkpoints, 1)
     done = subprocess.run(
         [sys.executable, "-c",
-         "import sys; from llmx.export import main; code = main(sys.argv[1:]); "
+         "import sys; from llmx.cli.export import main; code = main(sys.argv[1:]); "
          "assert 'torch' not in sys.modules; "
          "print(open('/proc/self/status').read()); sys.exit(code)",
          str(run.root)],

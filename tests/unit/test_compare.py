@@ -7,11 +7,10 @@ import shutil
 
 import pytest
 
-from llmx import snapshot
-from llmx.compare import main, short_names
 from llmx.launch.supervision.result import Result
-from llmx.report.comparison import config_rows
-from llmx.rundir import RunDir, write_json
+from llmx.observe.compare import config_rows, main, short_names
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
 from tests.conftest import GOLDEN
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from llmx.__main__ import main
-from llmx.commands import COMMANDS
-from llmx.completion import SHELLS, candidates, split_line
+from llmx.cli.commands import COMMANDS
+from llmx.cli.completion import SHELLS, candidates, split_line
+from llmx.config.groups import GROUPS, options
 from llmx.config.reference import keys
-from llmx.config_groups import GROUPS, options
 from llmx.errors import ConfigError
 
 BREAKS = " \t\n\"'@><=;|&(:"
@@ -160,7 +160,7 @@ def test_no_line_is_too_odd(junk: str, capsys) -> None:
 
 
 def test_unknown_shell() -> None:
-    from llmx.completion import main as completion
+    from llmx.cli.completion import main as completion
 
     with pytest.raises(ConfigError, match=r"bash, zsh, fish.* Did you mean \"zsh\""):
         completion(["zshh"])

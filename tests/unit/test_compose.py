@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from llmx.config import to_dict
-from llmx.config_groups import GROUPS, conf_dir, options
+from llmx.config.groups import GROUPS, conf_dir, options
 from llmx.errors import ConfigError
 from tests.composing import composed
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmx.__main__ import main
-from llmx.arguments import split_own
+from llmx.cli.arguments import split_own
 from llmx.config.build import shown
 from llmx.data.store.preview import sample_lines
 from llmx.data.store.samples import Sample

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from llmx.config import DeviceConfig, HardwareConfig
+from llmx.config.groups import conf_dir
 from llmx.config.hardware_rules import native_precisions
-from llmx.config_groups import conf_dir
-from llmx.doctor import detect
 from llmx.errors import ConfigError
+from llmx.hardware import detect
 
 
 @pytest.fixture

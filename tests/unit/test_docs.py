@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from llmx.__main__ import main
-from llmx.arguments import split_own
-from llmx.commands import COMMANDS
-from llmx.compose import complete
+from llmx.cli.arguments import split_own
+from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
+from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
-from llmx.job import CONFIG_COMMANDS
 from llmx.plan.geometry import position_limit
 from tests.composing import values
 
@@ -161,8 +160,8 @@ def test_every_plan_in_the_readme_fits(here: Path, capsys) -> None:
 
 def test_keys_that_are_named_exist() -> None:
     """``optim.lr`` between backquotes in a guide is a key of the schema."""
+    from llmx.cli.topics import ENVIRONMENT
     from llmx.config.reference import keys, sections
-    from llmx.topics import ENVIRONMENT
 
     names = {key.name for key in keys()} | set(sections())
     mappings = tuple(f"{key.name}." for key in keys() if key.type.startswith("mapping"))

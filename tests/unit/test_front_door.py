@@ -9,10 +9,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
-from llmx.arguments import sweep_overrides
 from llmx.checkpoint.manifest import CheckpointError
+from llmx.cli.arguments import sweep_overrides
 from llmx.errors import EXIT_CODES, LlmxError
-from llmx.launch.supervision.result import EXIT_CODES as OF_OUTCOMES
+from llmx.launch.supervision.result import OUTCOME_EXIT_CODES
 from tests.fuzz.check import FOREIGN
 
 LONG = "x" * 300
@@ -268,7 +268,7 @@ def test_exit_codes_are_documented(llmx) -> None:
     documented = (Path(__file__).resolve().parents[2] / "docs" / "reliability.md").read_text()
     assert CheckpointError.exit_code == 5
     assert {error.exit_code for error in errors(LlmxError)} <= set(EXIT_CODES)
-    assert set(OF_OUTCOMES.values()) <= set(EXIT_CODES)
+    assert set(OUTCOME_EXIT_CODES.values()) <= set(EXIT_CODES)
     for code, when in EXIT_CODES.items():
         assert f"| {code} | {when} |" in documented
     code, out, _ = llmx("help", "exit-codes")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from llmx import generate
+from llmx.cli import generate
+from llmx.cli.generate import Stream, split_words, wanted
 from llmx.errors import ConfigError
-from llmx.generate import Stream, split_words, wanted
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.reference import word_tokenizer
 from tests.rundirs import experiment, write_run
 from tests.small_models import small_model

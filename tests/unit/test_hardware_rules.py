@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from llmx.compose import Composed, compose
+from llmx.compose.complete import Composed, compose
+from llmx.compose.user_files import check_user_files
 from llmx.config.addresses import address_problem, alias, bare, canonical
 from llmx.errors import ConfigError
 from llmx.launch.render.files import rendered_files
 from llmx.launch.spec import make_spec
-from llmx.rundir import RunDir
-from llmx.user_files import check_user_files
+from llmx.run.rundir import RunDir
 from tests.composing import composed, values
 
 

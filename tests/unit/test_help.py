@@ -12,13 +12,13 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
-from llmx.commands import COMMANDS, HEAVY
+from llmx.cli.commands import COMMANDS, HEAVY
+from llmx.cli.help import EXAMPLES, help_text
+from llmx.cli.topics import ENVIRONMENT, markdown, shell_word, topic
 from llmx.config import experiment_from_dict, known_keys
+from llmx.config.groups import GROUPS, first_comment, options
 from llmx.config.reference import PATHS, Key, keys, sections
-from llmx.config_groups import GROUPS, first_comment, options
 from llmx.errors import ConfigError
-from llmx.help import EXAMPLES, help_text
-from llmx.topics import ENVIRONMENT, markdown, shell_word, topic
 from tests.composing import composed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +177,7 @@ def test_every_command_has_its_own_help(command: str, capsys) -> None:
     """Its usage and every flag of the table; for those with a parser, exactly its flags."""
     if command in HEAVY:  # a process of its own otherwise
         module = importlib.import_module(
-            f"llmx.{command}" + (".__main__" if command in ("bench", "report") else "")
+            HEAVY[command] + (".__main__" if command in ("bench", "report") else "")
         )
         with pytest.raises(SystemExit):
             module.main(["--help"])
@@ -223,7 +223,7 @@ def test_every_variable_is_documented() -> None:
             for name in re.findall(r"\bLLMX_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")):
                 used.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     missing = {name: where for name, where in used.items() if name not in known}
-    assert not missing, "describe them in llmx.topics.ENVIRONMENT"
+    assert not missing, "describe them in llmx.cli.topics.ENVIRONMENT"
     assert {name for name in known if name.startswith("LLMX_")} <= set(used)
     page = markdown()
     assert all(f"`{name}`" in page for name in known)

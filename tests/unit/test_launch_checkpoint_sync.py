@@ -14,7 +14,7 @@ from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.journal import write_resume
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.sync.checkpoints import CheckpointSync
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 
 
 class Host:

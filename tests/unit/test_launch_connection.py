@@ -34,7 +34,7 @@ from llmx.launch.agents.shutdown import shut_down
 from llmx.launch.spec import make_spec
 from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.log import RunLog
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.tracked_run import plan
 from tests.unit.test_launch_agent import Rig, wait_until
 from tests.unit.test_launch_render import experiment, spec_of

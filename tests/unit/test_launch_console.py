@@ -16,7 +16,7 @@ from llmx.launch.agents.agent import REPLACED, STREAMED
 from llmx.launch.supervision.console import Console, train_line
 from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, shorten_traceback
 from llmx.launch.supervision.tail import LineReader, StatusReader, apply_update, tail_text
-from llmx.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, write_json
 from llmx.text import clock
 
 TRAIN: dict[str, Any] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmx.launch.supervision.journal import Journal, append_line, read_attempts
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 
 
 @contextlib.contextmanager

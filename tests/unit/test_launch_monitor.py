@@ -26,7 +26,7 @@ from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
 from llmx.launch.supervision.signals import ShutdownRequest
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.unit.test_launch_agent import wait_until
 from tests.unit.test_launch_render import experiment, spec_of
 

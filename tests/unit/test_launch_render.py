@@ -32,7 +32,7 @@ from llmx.launch.spec import LaunchSpec, share_of_cores, slurm_cores
 from llmx.launch.transports import TRANSPORTS, transport_of
 from llmx.plan import make_plan
 from llmx.plan.types import HostPlan, Plan
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 
 ENVIRON = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -479,7 +479,7 @@ def test_plan_is_typed() -> None:
 def test_nothing_heavy_is_imported() -> None:
     """The control process starts in well under a second because of it."""
     code = (
-        "import sys, llmx.launch, llmx.doctor.diagnose;"
+        "import sys, llmx.launch, llmx.observe.diagnose;"
         "heavy = {'torch', 'deepspeed', 'transformers', 'datasets', 'wandb', 'matplotlib', 'numpy',"
         "'hydra', 'omegaconf', 'rich', 'psutil'};"
         "print(sorted(heavy & set(sys.modules)))"

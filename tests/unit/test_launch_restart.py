@@ -25,7 +25,6 @@ from llmx.launch.supervision.journal import (
     Journal,
     read_attempts,
     read_resume,
-    run_id,
     supervisor_lock,
     write_resume,
 )
@@ -35,7 +34,8 @@ from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
+from llmx.run.snapshot import write_identity
 from tests.unit.test_launch_render import experiment, spec_of
 
 LAUNCH = LaunchConfig(max_restarts=3, restart_backoff_s=10, restart_backoff_max_s=25)
@@ -284,19 +284,19 @@ def test_fewer_hosts_sum_gradients_as_before(sums: str) -> None:
 
 def test_the_identity_is_kept(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    made = run_id(run_dir)
-    assert run_id(run_dir) == made == read_json(run_dir.identity)["run_id"]
+    made = write_identity(run_dir)
+    assert write_identity(run_dir) == made == read_json(run_dir.identity)["run_id"]
     run_dir.identity.write_text('{"run_id": "0123456789abcdef", "created": 1, "parent": null}')
-    assert run_id(run_dir) == "0123456789abcdef"
+    assert write_identity(run_dir) == "0123456789abcdef"
 
 
 def test_one_supervisor_a_run(tmp_path: Path) -> None:
     """Also against another process, and against a copy of the run directory."""
-    run_dir, token = RunDir(tmp_path / "run"), run_id(RunDir(tmp_path / "run"))
+    run_dir, token = RunDir(tmp_path / "run"), write_identity(RunDir(tmp_path / "run"))
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from llmx.launch.supervision.journal import supervisor_lock\n"
-        "from llmx.rundir import RunDir\n"
+        "from llmx.run.rundir import RunDir\n"
         "with supervisor_lock(RunDir(Path(sys.argv[1])), sys.argv[2]):\n"
         "    print('held', flush=True)\n    sys.stdin.readline()\n"
     )

@@ -20,7 +20,7 @@ from llmx.launch.supervision.attempt import local_disk_failure
 from llmx.launch.supervision.journal import read_attempts, write_resume
 from llmx.launch.supervision.outcome import AttemptRecord, Outcome
 from llmx.launch.supervision.supervisor import Supervisor
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from tests.unit.test_launch_render import experiment, spec_of
 
 KILLED = AttemptRecord(

@@ -16,7 +16,7 @@ from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.sync.files import differing, paths_to_push, push
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmx.arguments import read_line, split_command, sweep_overrides
-from llmx.commands import COMMANDS
+from llmx.cli.arguments import read_line, split_command, sweep_overrides
+from llmx.cli.commands import COMMANDS
+from llmx.compose.overrides import check_overrides
 from llmx.config import Experiment, ModelConfig, experiment_from_dict, migrate
 from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
 from llmx.launch.render.hostfile import parse_hostfile
-from llmx.overrides import check_overrides
 from tests.composing import composed
 from tests.fuzz.check import FOREIGN
 
@@ -134,7 +134,13 @@ def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """(title, messages)."""
     yield "Options", [said(lambda line=line: read_line(line.split())) for line in LINES]
     yield "Commands", [said(lambda: split_command(["trian"], tuple(COMMANDS)))]
-    yield "Words", [said(lambda word=word: check_overrides([word])) for word in WORDS]
+    yield (
+        "Words",
+        [
+            said(lambda word=word: check_overrides([word], commands=tuple(COMMANDS)))
+            for word in WORDS
+        ],
+    )
     yield (
         "Sweeps",
         [said(lambda words=words: check_overrides(words, multirun=True)) for words in SWEEPS],

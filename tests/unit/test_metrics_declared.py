@@ -10,8 +10,8 @@ import pytest
 
 from llmx.config import Experiment, TaskConfig
 from llmx.errors import ConfigError
-from llmx.metrics import Metric, declared_in, declared_of, measured, metric_of
-from llmx.metrics.declared import check_checkpoint_metric, check_declared
+from llmx.run.metrics import Metric, declared_in, declared_of, measured, metric_of
+from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.tasks import KINDS
 
 F1 = Metric("macro F1", "percent", higher_is_better=True)

@@ -15,17 +15,17 @@ import pytest
 from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.progress import AttemptProgress
 from llmx.launch.supervision.result import Result
-from llmx.metrics import Metric
-from llmx.report import wording
-from llmx.report.comparison import outcome_rows
-from llmx.report.page import page
-from llmx.report.run_data import load_run
-from llmx.report.sweep_table import read_trial, to_csv, to_markdown
-from llmx.reproduce.outcome import compare
-from llmx.rundir import RunDir, write_json
-from llmx.status import observe
-from llmx.status.show import panel
-from llmx.status.view import interpret
+from llmx.observe.compare import outcome_rows
+from llmx.observe.report import wording
+from llmx.observe.report.page import page
+from llmx.observe.report.run_data import load_run
+from llmx.observe.report.sweep_table import read_trial, to_csv, to_markdown
+from llmx.observe.status.observer import Observer
+from llmx.observe.status.show import panel
+from llmx.observe.status.view import interpret
+from llmx.run.metrics import Metric
+from llmx.run.metrics.equality import compare
+from llmx.run.rundir import RunDir, write_json
 from tests import tracked_run
 
 METRICS = {
@@ -99,7 +99,7 @@ def test_status_shows_them(run: RunDir) -> None:
     from rich.console import Console as RichConsole
 
     for brief in (False, True):
-        view = interpret(observe.Observer(str(run.root), brief=brief).facts())
+        view = interpret(Observer(str(run.root), brief=brief).facts())
         assert dict(view.eval_metrics)["macro F1"] == "62.5 %"
         assert view.train_metrics == [("accuracy", "90 %")]
     console = RichConsole(file=io.StringIO(), width=200)

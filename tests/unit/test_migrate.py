@@ -9,12 +9,12 @@ import os
 import pytest
 import yaml
 
-from llmx import snapshot
 from llmx.config import SCHEMA_VERSION, Experiment, experiment_from_dict, migrate, to_dict
 from llmx.config.migrate import MIGRATIONS
 from llmx.errors import ConfigError
 from llmx.plan import make_plan
-from llmx.rundir import RunDir
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir
 from tests.composing import composed
 from tests.conftest import GOLDEN
 

@@ -163,7 +163,7 @@ def test_groups_hold_every_prompt_once_by_length() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_samples_keep_the_completions_from_before(when: str, tmp_path: Path) -> None:
-    from llmx.rundir import RunDir, read_json
+    from llmx.run.rundir import RunDir, read_json
     from llmx.train.evaluation import write_samples
 
     run_dir = RunDir(tmp_path)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from llmx import packing
-from llmx.compose import Composed, plan_experiment
+from llmx.compose.complete import Composed, plan_experiment
 from llmx.errors import ConfigError
+from llmx.lifecycle import packing
+from llmx.lifecycle.packing import cached_result, resolve_layout
 from llmx.models.trial import cpu_substitutes, try_model
 from llmx.models.varlen import SEGMENTS
-from llmx.packing import cached_result, resolve_layout
 from tests.architectures import small_config
 from tests.rundirs import parity_experiment
 

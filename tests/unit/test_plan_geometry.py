@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from llmx.config_groups import conf_dir
+from llmx.config.groups import conf_dir
 from llmx.plan.geometry import geometry
 
 KNOWN = ["tiny", "gpt2", "llama2_7b", "llama3_8b", "qwen3_8b", "opt_1_3b", "llama_1_7b"]

@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from llmx.doctor import survey
-from llmx.provenance import code_files, content, git_state, record
-from llmx.provenance.content import fingerprint, fingerprints, hub_commit
+from llmx.hardware import survey
+from llmx.run.provenance import code_files, content, git_state, record
+from llmx.run.provenance.content import fingerprint, fingerprints, hub_commit
 from tests.composing import composed
 
 

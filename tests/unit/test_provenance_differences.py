@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmx.provenance.differences import (
+from llmx.run.provenance.differences import (
     BREAKS,
     HARMLESS,
     MAY,
@@ -90,6 +90,12 @@ def test_each_difference_has_its_severity_and_its_remedy(path, to, severity, wha
     assert advice in found.advice
     assert bool(advice) == bool(found.advice)
     assert found.then != found.now or what.startswith("code")
+
+
+def test_a_record_without_python_is_compared_by_the_rest() -> None:
+    """As a torn record, or that of a host that gave no survey, in the place of today's."""
+    now = {key: value for key, value in changed("cpu", to="Other").items() if key != "python"}
+    assert [found.what for found in differences(THEN, now)] == ["CPU"]
 
 
 def test_on_a_machine_without_gpus_the_cpu_computes() -> None:

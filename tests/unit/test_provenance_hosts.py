@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from llmx.doctor.survey import survey
-from llmx.provenance.differences import BREAKS, HARMLESS, MAY, Difference
-from llmx.provenance.hosts import ask_hosts, host_differences, hosts_then_and_now, of_this_machine
-from llmx.rundir import RunDir, write_json
+from llmx.hardware.survey import survey
+from llmx.run.provenance.differences import BREAKS, HARMLESS, MAY, Difference
+from llmx.run.provenance.hosts import (
+    ask_hosts,
+    host_differences,
+    hosts_then_and_now,
+    of_this_machine,
+)
+from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
 
 

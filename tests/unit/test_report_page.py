@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from llmx.report.chart import linear_axis, log_axis, numbers, step_ticks, thinned
-from llmx.report.page import page
-from llmx.report.run_data import load_run
-from llmx.rundir import RunDir, read_json, write_json, write_text
+from llmx.observe.report.chart import linear_axis, log_axis, numbers, step_ticks, thinned
+from llmx.observe.report.page import page
+from llmx.observe.report.run_data import load_run
+from llmx.run.rundir import RunDir, read_json, write_json, write_text
 from tests import tracked_run
 from tests.chromium import measured
 
@@ -155,7 +155,7 @@ def test_labels_of_an_axis_do_not_lie_over_each_other(found: Any, name: str, wid
 
 def test_all_parts_are_there(found: Any) -> None:
     assert found["failed", PHONE]["headings"] == [
-        "Summary", "Loss", "Answers", "Warnings", "Attempts", "Data", "Config", "Plan",
+        "Summary", "Loss", "Completions", "Warnings", "Attempts", "Data", "Config", "Plan",
         "Files and commands", "Metrics",
     ]  # fmt: skip
     assert "Attempts" not in found["finished", DESK]["headings"]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, ModelConfig, TaskConfig, ZeroConfig
+from llmx.observe.report.plan_table import batch_line, print_plan
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
-from llmx.report.plan_table import batch_line, print_plan
 
 COMMAND = (
     "cd /runs/mixed && DS_ENV_FILE=/runs/mixed/ds_env deepspeed --hostfile /runs/mixed/hostfile "

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from llmx import text as human
-from llmx.report import figure, wording
-from llmx.report.__main__ import main
-from llmx.report.run_data import load_run
-from llmx.rundir import RunDir, write_json, write_text
+from llmx.observe.report import figure, wording
+from llmx.observe.report.__main__ import main
+from llmx.observe.report.run_data import load_run
+from llmx.run.rundir import RunDir, write_json, write_text
 from tests import tracked_run
 
 SAMPLES = {
@@ -183,7 +183,7 @@ def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_answers_are_marked(run: RunDir) -> None:
-    rows = wording.answers(load_run(run.root))
+    rows = wording.completions(load_run(run.root))
     assert [(row.right_before, row.right_after) for row in rows] == [
         (False, True),
         (False, False),
@@ -194,9 +194,9 @@ def test_answers_are_marked(run: RunDir) -> None:
 def test_a_few_answers_of_many_are_chosen_evenly(run: RunDir) -> None:
     rows = [{"prompt": str(i), "expected": "", "before": "", "after": ""} for i in range(50)]
     write_json(run.samples, {"rows": rows})
-    chosen = [int(row.prompt) for row in wording.answers(load_run(run.root), limit=5)]
+    chosen = [int(row.prompt) for row in wording.completions(load_run(run.root), limit=5)]
     assert chosen == [0, 10, 20, 30, 40]
-    assert len(wording.answers(load_run(run.root))) == 50
+    assert len(wording.completions(load_run(run.root))) == 50
 
 
 def test_a_huge_diff_does_not_make_a_huge_page(
@@ -312,7 +312,7 @@ def test_forms(found: str, expected: str) -> None:
 
 def test_ascii_terminal(run: RunDir) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmx.report", str(run.root)],
+        [sys.executable, "-m", "llmx.observe.report", str(run.root)],
         env={"PATH": "", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
         capture_output=True,
         check=False,

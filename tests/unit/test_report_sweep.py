@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 from llmx.errors import ConfigError
-from llmx.report.sweep_table import (
+from llmx.observe.report.sweep_table import (
     Trial,
     axes,
     print_sweep,
@@ -16,7 +16,7 @@ from llmx.report.sweep_table import (
     to_markdown,
     write_sweep,
 )
-from llmx.rundir import RunDir, write_json, write_text
+from llmx.run.rundir import RunDir, write_json, write_text
 
 HERE = Path("/sweeps/one")
 

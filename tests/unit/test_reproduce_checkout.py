@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from llmx.errors import ConfigError
-from llmx.provenance.code import code_files, git_state
-from llmx.reproduce.checkout import check_out, discard, requested
-from llmx.reproduce.command import main, other_inputs, weight_hashes
-from llmx.rundir import RunDir, write_json
+from llmx.lifecycle.reproduce.checkout import check_out, discard, requested
+from llmx.lifecycle.reproduce.command import main, other_inputs
+from llmx.run.metrics.equality import weight_hashes
+from llmx.run.provenance.code import code_files, git_state
+from llmx.run.rundir import RunDir, write_json
 
 
 def git(directory: Path, *words: str) -> str:

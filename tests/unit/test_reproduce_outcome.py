@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.provenance.differences import BREAKS, MAY, Difference
-from llmx.reproduce.outcome import DIFFER, EQUAL, UNKNOWN, Outcome, compare
-from llmx.reproduce.show import print_outcome
+from llmx.lifecycle.reproduce.show import print_outcome
+from llmx.run.metrics.equality import DIFFER, EQUAL, UNKNOWN, Outcome, compare
+from llmx.run.provenance.differences import BREAKS, MAY, Difference
 
 
 def lines(steps: int = 40, every: int = 10, **more: object) -> list[dict]:

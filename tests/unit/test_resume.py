@@ -10,8 +10,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmx import snapshot
-from llmx.apply_overrides import apply, parse_run_command
 from llmx.checkpoint.manifest import (
     CheckpointError,
     digest_bytes,
@@ -19,19 +17,21 @@ from llmx.checkpoint.manifest import (
     read_manifest,
 )
 from llmx.checkpoint.pointers import read_pointer, set_pointer
+from llmx.compose.apply_overrides import apply, parse_run_command
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.supervision.journal import read_rollbacks, supervisor_lock, write_resume
-from llmx.provenance.differences import BREAKS, MAY, Difference
-from llmx.reproduce.before import all_differences
-from llmx.resume.changed import next_run, schedule_note
-from llmx.resume.choose import newest_usable, problems_of
-from llmx.resume.command import OWN, help_text, main
-from llmx.resume.command import _rewrite as rewrite
-from llmx.resume.history import archive_run, history, roll_back, set_aside
-from llmx.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
-from llmx.resume.run_state import committed, read_state
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.lifecycle.reproduce.before import all_differences
+from llmx.lifecycle.resume.changed import next_run, schedule_note
+from llmx.lifecycle.resume.choose import newest_usable, problems_of
+from llmx.lifecycle.resume.command import OWN, help_text, main
+from llmx.lifecycle.resume.command import _rewrite as rewrite
+from llmx.lifecycle.resume.history import archive_run, history, roll_back, set_aside
+from llmx.lifecycle.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
+from llmx.lifecycle.resume.run_state import committed, read_state
+from llmx.run import snapshot
+from llmx.run.provenance.differences import BREAKS, MAY, Difference
+from llmx.run.rundir import RunDir, read_json, write_json
 from tests.composing import composed
 
 
@@ -77,7 +77,7 @@ def test_every_key_of_the_schema_has_a_row_of_the_table() -> None:
     groups = {key for key in known_keys() if any(k.startswith(f"{key}.") for k in known_keys())}
     for key in known_keys():
         if key not in groups:
-            assert rule_of(key) in RULES, f"{key} has no row in llmx/resume/rules.py"
+            assert rule_of(key) in RULES, f"{key} has no row in llmx/lifecycle/resume/rules.py"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_large_checkpoint_is_left_to_the_ranks_and_that_is_said(run, capsys, m
     checkpoint(run, 50)
     assert main([str(run.root), "dry_run=true"]) == 0
     assert "sizes are right" not in capsys.readouterr().out
-    monkeypatch.setattr("llmx.resume.choose.HASHED_BYTES", 9)
+    monkeypatch.setattr("llmx.lifecycle.resume.choose.HASHED_BYTES", 9)
     assert main([str(run.root), "dry_run=true"]) == 0
     assert "its sizes are right; the ranks verify every byte" in capsys.readouterr().out
 

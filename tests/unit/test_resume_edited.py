@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx import snapshot
-from llmx.provenance.differences import BREAKS, HARMLESS, not_recorded
-from llmx.resume.edited import edited_config
-from llmx.rundir import RunDir, read_json
+from llmx.lifecycle.resume.edited import edited_config
+from llmx.run import snapshot
+from llmx.run.provenance.differences import BREAKS, HARMLESS, not_recorded
+from llmx.run.rundir import RunDir, read_json
 from tests import tracked_run
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llmx.__main__ import main
-from llmx.rundir import claim
+from llmx.run.rundir import claim
 
 
 def test_every_claim_of_a_name_is_another_directory(tmp_path: Path) -> None:

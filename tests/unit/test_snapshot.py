@@ -9,11 +9,11 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmx import snapshot
 from llmx.config import SCHEMA_VERSION, Experiment, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir, read_json
 from tests.composing import composed
 
 

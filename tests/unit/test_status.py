@@ -15,11 +15,12 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.errors import ConfigError
-from llmx.rundir import RunDir, read_json, write_json, write_text
-from llmx.status import observe, parse
-from llmx.status.remote import parse_location
-from llmx.status.show import sparkline
-from llmx.status.view import View, interpret
+from llmx.observe.status import observer as observing
+from llmx.observe.status import parse
+from llmx.observe.status.remote import parse_location
+from llmx.observe.status.show import sparkline
+from llmx.observe.status.view import View, interpret
+from llmx.run.rundir import RunDir, read_json, write_json, write_text
 from tests import tracked_run
 
 HERE = socket.gethostname()
@@ -58,7 +59,7 @@ def training(root: Path, *, steps: int = 20) -> RunDir:
 
 
 def view_of(run: RunDir) -> View:
-    return interpret(observe.Observer(str(run.root)).facts())
+    return interpret(observing.Observer(str(run.root)).facts())
 
 
 def ended(**values: Any) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def test_planned_only(tmp_path: Path) -> None:
 def test_metrics_after_a_resume(tmp_path: Path) -> None:
     """The file is cut back and written anew: no step twice, the events named."""
     run = training(tmp_path / "run")
-    observer = observe.Observer(str(run.root))
+    observer = observing.Observer(str(run.root))
     assert len(observer.facts()["metrics"]["losses"]) == 10
     kept = [r for r in tracked_run.lines() if r["kind"] != "end" and r.get("step", 0) <= 16]
     kept.append({"kind": "event", "event": "resumed", "step": 16, "attempt": 2, "time": 5.0})
@@ -228,7 +229,7 @@ def test_table(
         supervised(new, "finished")
     long = new.metrics.read_text().splitlines()
     new.metrics.write_text("\n".join([long[0], *long[2:] * 200, long[-1]]) + "\n")
-    assert new.metrics.stat().st_size > 4 * observe.BRIEF_BYTES
+    assert new.metrics.stat().st_size > 4 * observing.BRIEF_BYTES
     for age_s, run in ((300, old), (200, alive), (100, new)):
         os.utime(run.config, (time.time() - age_s,) * 2)
     assert main(["status"]) == 0
@@ -237,7 +238,7 @@ def test_table(
         "sweeps/today/0_zero-stage2", "new-0", "new-1", "old",
     ]  # fmt: skip
     assert [row[:2] for row in rows[:2]] == [["training", "24/40"], ["failed", "20/40"]]
-    facts = observe.table("outputs", 2)
+    facts = observing.table("outputs", 2)
     assert (facts["found"], len(facts["runs"])) == (4, 2)
     assert facts["runs"][0]["path"] == str(alive.root)
 
@@ -315,7 +316,7 @@ def test_sparkline() -> None:
 
 
 def test_the_start_is_light() -> None:
-    code = "import llmx.watch, llmx.status, sys, json; print(json.dumps(sorted(sys.modules)))"
+    code = "import llmx.observe.watch, sys, json; print(json.dumps(sorted(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     heavy = {"torch", "yaml", "rich", "numpy", "hydra", "wandb", "matplotlib"}
     assert heavy.isdisjoint(json.loads(found.stdout))

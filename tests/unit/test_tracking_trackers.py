@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from llmx.metrics.lines import MetricsTail, scalars
-from llmx.rundir import write_text
-from llmx.tracking import CompositeTracker, RunMeta, Status
+from llmx.run.metrics.lines import MetricsTail, scalars
+from llmx.run.rundir import write_text
+from llmx.tracking import CompositeTracker, RunMeta, Status, Tracker
 from llmx.tracking.csv_file import CsvTracker
 from llmx.tracking.process import run_id
 from llmx.tracking.tensorboard import TensorBoardTracker
@@ -22,7 +22,10 @@ from tests import tracked_run
 
 def tracked(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
     config = {"model": {"name": "tiny"}, "seed": 7}
-    tracker.start(config, {"stage": 2}, {"git": "abc"}, RunMeta("id", "name", root))
+    meta = RunMeta(
+        "id", "name", root, config=config, ds_config={"stage": 2}, provenance={"git": "abc"}
+    )
+    tracker.start(meta)
     for record in records:
         tracker.log(record)
     tracker.finish(tracked_run.result())
@@ -82,7 +85,7 @@ def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     trackers = [CsvTracker(lambda status: None), TensorBoardTracker(lambda status: None)]
     for tracker in trackers:
-        tracker.start({}, {}, {}, RunMeta("id", "name", tmp_path))
+        tracker.start(RunMeta("id", "name", tmp_path))
     tail = MetricsTail(path)
     for records in (first, final):
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
@@ -109,17 +112,21 @@ def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("resumed/attempt")] == [(10, 2.0)]
 
 
-class Kept:
+class Kept(Tracker):
     """A tracker that keeps what it gets."""
 
     name = "kept"
 
     def __init__(self) -> None:
+        super().__init__(lambda status: None)
         self.records: list[dict[str, Any]] = []
         self.result: dict[str, Any] | None = None
 
-    def start(self, *args: Any) -> None:
+    def start(self, meta: RunMeta) -> None:
         """Nothing to open."""
+
+    def rewind(self, step: int) -> None:
+        """Nothing to take back."""
 
     def log(self, record: dict[str, Any]) -> None:
         self.records.append(record)
@@ -137,7 +144,7 @@ class Hanging(Kept):
         super().__init__()
         self.release = threading.Event()
 
-    def start(self, *args: Any) -> None:
+    def start(self, meta: RunMeta) -> None:
         self.release.wait()
 
 
@@ -157,7 +164,7 @@ def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> Non
     hanging, failing, kept = Hanging(), Failing(), Kept()
     composite = CompositeTracker([hanging, failing, kept], notify=said.append)
     records = tracked_run.lines()
-    composite.start({}, {}, {}, RunMeta("id", "name", tmp_path, finish_timeout_s=0.3))
+    composite.start(RunMeta("id", "name", tmp_path, finish_timeout_s=0.3))
     for record in records:
         composite.log(record)
     composite.finish(tracked_run.result())

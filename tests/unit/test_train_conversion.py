@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llmx.checkpoint.export import model as exporting
+from llmx.cli.export import export
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
-from llmx.export import export
 from llmx.models.conversion import conversions_in_words, effective_conversions
 from llmx.models.factory import _empty_model
 from llmx.models.load import load_weights
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from tests.small_models import CONVERTED, converted_model, same_weights, small_model
 from tests.unit.test_checkpoint_export import save_model
 

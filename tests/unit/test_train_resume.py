@@ -13,7 +13,7 @@ from llmx.checkpoint.commit import begin
 from llmx.checkpoint.distributed.topology import StorageTopology
 from llmx.checkpoint.distributed.transfer import _publish, own_files_suffice
 from llmx.errors import ConfigError
-from llmx.metrics.lines import read_metrics
+from llmx.run.metrics.lines import read_metrics
 from llmx.train.metrics import MetricsWriter, lines_until, truncate_metrics
 from llmx.train.resume import check_identity, check_samples
 from llmx.train.schedule import RunLength

@@ -30,7 +30,7 @@ from llmx.checkpoint.state.engine_state import StateTensor
 from llmx.checkpoint.state.hashing import combine, lanes
 from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
-from llmx.rundir import RunDir, read_json, write_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train import saver as saver_module
 from llmx.train.consensus import Consensus, Flags
 from llmx.train.metrics import MetricsWriter

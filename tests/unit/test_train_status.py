@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llmx.errors import ConfigError, DataError
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from llmx.train import status as status_module
 from llmx.train.divergence import NonFiniteLoss
 from llmx.train.metrics import MetricsWriter, memory_gib

@@ -17,7 +17,7 @@ from llmx.config import to_dict
 from llmx.errors import ConfigError
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json
 from tests.rundirs import experiment, rank_environment
 
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -141,7 +141,7 @@ SIT = """
 import os, sys, threading
 from pathlib import Path
 from llmx import worker
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from llmx.train.status import RankStatus
 
 run_dir = RunDir(Path(sys.argv[1]))

@@ -24,9 +24,9 @@ from hydra.core.utils import (
 )
 from omegaconf import OmegaConf, open_dict
 
-from llmx.arguments import resolve_alias
+from llmx.compose.overrides import resolve_alias
 from llmx.errors import LlmxError
-from llmx.report.sweep_table import Trial, print_sweep, read_trial, write_sweep
+from llmx.observe.report.sweep_table import Trial, print_sweep, read_trial, write_sweep
 
 if TYPE_CHECKING:
     from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher

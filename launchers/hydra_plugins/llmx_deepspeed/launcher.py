@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
-    from llmx.report.sweep_table import Trial
+    from llmx.observe.report.sweep_table import Trial
 
 
 class DeepSpeedLauncher(Launcher):

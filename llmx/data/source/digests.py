@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from llmx.data.store.samples import sha256_of_file
-from llmx.rundir import write_json
+from llmx.run.rundir import write_json
 
 WORTH_BYTES = 1 << 20
 """Smaller files are sooner read again than looked up."""

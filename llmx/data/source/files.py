@@ -14,6 +14,18 @@ from pathlib import Path
 from typing import IO
 
 from llmx.config.build import shown
+from llmx.config.file_formats import (
+    COLUMNAR_SUFFIXES,
+    COMPRESSED,
+    DELIMITED_SUFFIXES,
+    JSON_SUFFIXES,
+    KNOWN,
+    TEXT_SUFFIXES,
+    files_in,
+    is_saved,
+    kind_of,
+    name_problem,
+)
 from llmx.data.source.compressed import DAMAGED, opened
 from llmx.data.source.json_array import array_elements
 from llmx.data.source.lines import (
@@ -39,18 +51,6 @@ from llmx.data.source.records import (
 )
 from llmx.data.source.tables import saved_files, table_rows
 from llmx.errors import DataError
-from llmx.file_formats import (
-    COLUMNAR_SUFFIXES,
-    COMPRESSED,
-    DELIMITED_SUFFIXES,
-    JSON_SUFFIXES,
-    KNOWN,
-    TEXT_SUFFIXES,
-    files_in,
-    is_saved,
-    kind_of,
-    name_problem,
-)
 
 __all__ = ["Record", "TextPiece", "Where", "excerpt", "read_file", "source_files"]
 

@@ -28,7 +28,7 @@ from llmx.data.examples import WEIGHT, Column, Schema
 from llmx.data.store.packing import PACKERS, Packing, of_sequences
 from llmx.data.store.samples import save_index
 from llmx.data.tokenize.documents import TokenBlock
-from llmx.rundir import write_json
+from llmx.run.rundir import write_json
 
 JOURNAL_BYTES = 64 << 20
 """Bytes of tokens after which the state is noted."""

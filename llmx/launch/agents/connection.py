@@ -22,23 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmx.hardware.remote import BOOTSTRAP, framed
 from llmx.launch.render.ssh_config import ssh_argv
 
 AGENT = Path(__file__).with_name("agent.py")
 AGENT_SOURCE = AGENT.read_bytes()
 """Read once: an update of llmx while a run continues must not mix two versions of the protocol."""
-# Reads the agent's source from stdin, and no byte more: what follows is for the agent.
-BOOTSTRAP = (
-    "import os\n"
-    "def take(k):\n"
-    " d=os.read(0,k)\n"
-    " return d or os._exit(1)\n"  # the connection broke
-    "n=b''\n"
-    "while not n.endswith(b'\\n'): n+=take(1)\n"
-    "s=b''\n"
-    "while len(s)<int(n): s+=take(int(n)-len(s))\n"
-    "exec(compile(s,'llmx-agent','exec'),{'__name__':'__main__'})\n"
-)
 Message = dict[str, Any]
 HEARTBEAT_S = 3.0
 """Between two pings to the agent of another host."""
@@ -96,7 +85,7 @@ class Connection:
                 start_new_session=True,
             )
         self.last_message_at = time.monotonic()
-        self._write(f"{len(AGENT_SOURCE)}\n".encode() + AGENT_SOURCE)
+        self._write(framed(AGENT_SOURCE))
         self._reader = threading.Thread(target=self._read, name=f"agent-{self.name}", daemon=True)
         self._reader.start()
         if self.is_remote:

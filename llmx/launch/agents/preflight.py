@@ -9,14 +9,12 @@ import dataclasses
 import json
 import queue
 import secrets
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from llmx.doctor import survey as survey_program
-from llmx.doctor.compare import asked_of_hosts, compare_hosts, extensions
-from llmx.doctor.diagnose import Failure, diagnose
 from llmx.errors import ConfigError, LaunchError
+from llmx.hardware.compare import asked_of_hosts, compare_hosts, extensions
+from llmx.hardware.remote import SurveyError, run_survey, survey_source
 from llmx.launch.agents.connection import (
     AgentError,
     Connection,
@@ -32,7 +30,8 @@ from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.sync.files import push
 from llmx.launch.transports import transport_of
-from llmx.rundir import write_json, write_text
+from llmx.observe.diagnose import Failure, diagnose
+from llmx.run.rundir import write_json, write_text
 from llmx.text import plural
 
 HANDSHAKE_TIMEOUT_S = 60.0
@@ -221,7 +220,7 @@ def check_environments(spec: LaunchSpec, connections: list[Connection]) -> tuple
     used = [connection for connection in connections if connection.hosts]
     request = {
         "python": spec.python,
-        "program": Path(survey_program.__file__).read_text(encoding="utf-8"),
+        "program": survey_source(),
         "arguments": [
             str(spec.run_dir.root),
             str(Path(spec.worker_path).parent),
@@ -257,15 +256,8 @@ def _check_this_machine(spec: LaunchSpec, asked: Message) -> tuple[str, ...]:
         return ()  # the hosts of Slurm cannot be checked from here
     arguments = [str(spec.run_dir.root), "", json.dumps({**asked, "torch": False})]
     try:
-        done = subprocess.run(
-            [spec.python, survey_program.__file__, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=SURVEY_TIMEOUT_S,
-            check=True,
-        )
-        facts = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        facts = run_survey([spec.python, "-", *arguments], timeout_s=SURVEY_TIMEOUT_S)
+    except SurveyError as error:
         return (f"this machine could not be checked before the start: {error}",)
     findings = compare_hosts(spec.exp, spec.plan, {host.name: facts})
     if findings.errors:

@@ -22,9 +22,9 @@ from llmx.config.launch_rules import (
     is_secret,
     is_variable_name,
 )
+from llmx.config.user_code import user_task
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
-from llmx.user_code import user_task
 
 COPIED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "OMP_", "MKL_",

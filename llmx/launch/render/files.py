@@ -17,10 +17,10 @@ from llmx.launch.render.environment import launcher_env, rank_env
 from llmx.launch.render.hostfile import render_hostfile
 from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec, make_spec
-from llmx.launch.supervision.journal import run_id
 from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, write_text
+from llmx.run.rundir import RunDir, write_text
+from llmx.run.snapshot import write_identity
 
 _SPECIAL_TO_SHELLS = re.compile(r"""[\s'"`$&;()<>|*?{}%\\]""")
 DEFAULT_PORT = 29500
@@ -72,7 +72,7 @@ def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSp
     """Check a launch and write its files; returns the spec from which they were rendered."""
     check_launch(exp, plan)
     port = exp.launch.master_port or DEFAULT_PORT
-    spec = make_spec(exp, plan, run_dir, port=port, token=run_id(run_dir))
+    spec = make_spec(exp, plan, run_dir, port=port, token=write_identity(run_dir))
     write_rendered(spec)
     return spec
 

@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from llmx.doctor.diagnose import NOTES
 from llmx.errors import ConfigError, DataError, LlmxError
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.agents.preflight import (
@@ -35,7 +34,8 @@ from llmx.launch.supervision.outcome import AttemptRecord, Outcome, classify
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync.checkpoints import CheckpointSync
 from llmx.launch.transports import transport_of
-from llmx.rundir import RunDir
+from llmx.observe.diagnose import NOTES
+from llmx.run.rundir import RunDir
 from llmx.text import plural
 
 FAILURE_GRACE_S = 3.0

@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
-from llmx.metrics import Metric, declared_in, measured, metric_of
-from llmx.metrics.declared import OF_EARLIER_VERSIONS, is_declaration
+from llmx.run.metrics import Metric, declared_in, measured, metric_of
+from llmx.run.metrics.declared import OF_EARLIER_VERSIONS, is_declaration
 from llmx.text import clock, printable
 
 if TYPE_CHECKING:

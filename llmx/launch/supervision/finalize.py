@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.result import Result
 from llmx.launch.supervision.tail import tail_text
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 from llmx.text import plural
 
 REPORT_TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ def finish_tracker(
 
 def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
     """Write the report; print its tables to ``stream``, where one is given. Returns a warning."""
-    argv = [sys.executable, "-m", "llmx.report", str(run_dir.root)]
+    argv = [sys.executable, "-m", "llmx.observe.report", str(run_dir.root)]
     # Directly to stdout where that is a terminal, for colours and the width.
     direct = stream is sys.stdout and stream.isatty()
     try:

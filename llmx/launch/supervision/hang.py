@@ -14,7 +14,7 @@ from typing import Any
 from llmx.launch.agents.connection import Connection
 from llmx.launch.supervision.outcome import Hang
 from llmx.launch.supervision.tail import tail_text
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 
 MIN_TIMEOUT_S = 600.0
 STEPS = 20

@@ -19,7 +19,7 @@ from llmx.launch.supervision.outcome import Outcome
 from llmx.plan import ds_config, make_plan
 from llmx.plan.make import LOCAL_NAMES
 from llmx.plan.types import Plan
-from llmx.rundir import write_json, write_text
+from llmx.run.rundir import write_json, write_text
 from llmx.text import clock, plural
 
 ELASTIC_GRACE_S = 20.0

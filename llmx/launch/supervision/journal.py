@@ -18,23 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import LaunchError
-from llmx.launch.spec import new_token
-from llmx.rundir import RunDir, read_json, write_json
-from llmx.tail import read_records
+from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.run.tail import read_records
 
 REFRESH_S = 3.0
 """``supervisor.json`` is written at each change, and this often while nothing changes."""
-
-
-def run_id(run_dir: RunDir) -> str:
-    """The id of the run, the same through all attempts; created where there is none yet."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = read_json(run_dir.identity)["run_id"]
-        if isinstance(found, str) and found:
-            return found
-    created = new_token()
-    write_json(run_dir.identity, {"run_id": created, "created": time.time(), "parent": None})
-    return created
 
 
 @contextlib.contextmanager

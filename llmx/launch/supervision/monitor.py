@@ -24,7 +24,7 @@ from llmx.launch.supervision.tail import (
     apply_update,
     tail_text,
 )
-from llmx.metrics.lines import MetricsTail
+from llmx.run.metrics.lines import MetricsTail
 
 SUSPENDED_S = 5.0
 """Between two polls: the supervisor itself was suspended, and has received nothing."""

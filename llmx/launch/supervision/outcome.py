@@ -11,14 +11,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmx.doctor.diagnose import (
+from llmx.launch.supervision.tail import FINAL_STATES
+from llmx.observe.diagnose import (
     Diagnosis,
     Failure,
     diagnose,
     signal_in_log,
     signal_of_silent_death,
 )
-from llmx.launch.supervision.tail import FINAL_STATES
 from llmx.plan.types import Plan
 
 FULL_BYTES = 1 << 16
@@ -92,7 +92,7 @@ class Outcome:
     host: str | None = None
     traceback: str = ""
     name: str = ""
-    """The known failure (llmx/doctor); empty where none matches."""
+    """The known failure (``llmx.observe.known_failures``); empty where none matches."""
     step: int | None = None
     """The step at which training diverged, where the rank reported it."""
     lost_hosts: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmx.launch.supervision.hang import HangDetector
 from llmx.launch.supervision.result import Result
-from llmx.metrics.declared import Metric, declared_in, is_declaration, measured
+from llmx.run.metrics.declared import Metric, declared_in, is_declaration, measured
 
 Record = Mapping[str, Any]
 

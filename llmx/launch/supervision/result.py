@@ -6,13 +6,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-EXIT_CODES = {"ok": 0, "config": 2, "data": 3, "interrupted": 130}
-"""By outcome; 1 for all others. A run that could not be started ends with 4."""
+from llmx.errors import INTERRUPTED, ConfigError, DataError, LaunchError, RunFailed
+
+OUTCOME_EXIT_CODES = {
+    "ok": 0,
+    "config": ConfigError.exit_code,
+    "data": DataError.exit_code,
+    "interrupted": INTERRUPTED,
+}
+"""``RunFailed.exit_code`` for all others; ``LaunchError.exit_code`` where no rank was started."""
 
 
 @dataclass
 class Result:
-    """Typed outcome, cause and fix, and the numbers a sweep compares (docs/contracts.md)."""
+    """Typed outcome, cause and fix, and the numbers a sweep compares (``llmx.launch``)."""
 
     run_token: str = ""
     outcome: str = "ok"
@@ -53,6 +60,6 @@ class Result:
 
 def exit_code_of(outcome: str, *, launched: bool) -> int:
     """What the shell gets."""
-    if not launched and outcome not in ("ok", "interrupted", "config", "data"):
-        return 4
-    return EXIT_CODES.get(outcome, 1)
+    if not launched and outcome not in OUTCOME_EXIT_CODES:
+        return LaunchError.exit_code
+    return OUTCOME_EXIT_CODES.get(outcome, RunFailed.exit_code)

@@ -30,14 +30,15 @@ from llmx.launch.supervision.finalize import (
     start_tracker,
 )
 from llmx.launch.supervision.hosts import HostSelection
-from llmx.launch.supervision.journal import Journal, read_resume, run_id, supervisor_lock
+from llmx.launch.supervision.journal import Journal, read_resume, supervisor_lock
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.outcome import AttemptRecord, Outcome
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.result import Result, exit_code_of
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan.types import Plan
-from llmx.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, write_json
+from llmx.run.snapshot import write_identity
 from llmx.text import clock
 
 CAUSE_CHARACTERS = 160
@@ -56,7 +57,7 @@ def supervise(
 
     LaunchError where another supervisor holds the run already.
     """
-    spec = launch or make_spec(exp, plan, run_dir, port=0, token=run_id(run_dir))
+    spec = launch or make_spec(exp, plan, run_dir, port=0, token=write_identity(run_dir))
     return Supervisor(spec, stream=stream).run()
 
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmx.rundir import RunDir
+from llmx.run.rundir import RunDir
 
 _STREAMED = re.compile(
     r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl|samples\.json|inputs\.json", re.ASCII

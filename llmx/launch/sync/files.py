@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmx.config.schema import Experiment
+from llmx.config.user_code import user_task
 from llmx.errors import LaunchError
 from llmx.launch.render.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.text import plural
-from llmx.user_code import user_task
 
 CHECKSUM_LIMIT_BYTES = 1 << 30
 CODE_EXCLUDES = (

@@ -1,0 +1,199 @@
+"""What the user typed, before Hydra sees it: commands, options, the demo default. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from llmx.cli.commands import HYDRA_WORDS
+from llmx.config.build import shown
+from llmx.config.groups import GROUPS
+from llmx.errors import ConfigError, did_you_mean
+
+_WHOLE_RUN = ("experiment", "model", "data")
+
+
+def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:
+    """``(command, rest)``; ``train`` when the first word is no command.
+
+    Raises ConfigError for a bare word that is neither a command nor an override.
+    """
+    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+        return "train", list(argv)
+    if argv[0] in commands:
+        return argv[0], list(argv[1:])
+    raise ConfigError(
+        f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
+        f"Commands: {', '.join(commands)}. See python -m llmx --help."
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command line that composes a config, sorted."""
+
+    overrides: tuple[str, ...]
+    multirun: bool = False
+    config_dir: str | None = None
+    show: tuple[str, ...] = ()
+    """What to print instead of starting anything, in Hydra's words: ``--cfg job``."""
+
+
+_SHOWN = {word.name: word.choices for word in HYDRA_WORDS if word.choices}
+_SHORT = {
+    "-m": "--multirun", "-r": "--run", "-c": "--cfg", "-i": "--info", "-p": "--package",
+    "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name",
+    "-sc": "--shell-completion", "-h": "--help",
+}  # fmt: skip
+_REFUSED = {
+    "--config-path": "the main config is llmx's own; your groups: --config-dir DIR",
+    "--config-name": "the main config is llmx's own; a whole run of yours is "
+    "--config-dir DIR experiment=NAME",
+    "--experimental-rerun": "a run is repeated by python -m llmx reproduce RUN_DIR",
+    "--shell-completion": "completion is printed by python -m llmx completion bash|zsh|fish",
+    "--version": "give it alone: python -m llmx --version",
+}
+OPTIONS = ("--multirun", "--run", "--cfg", "--resolve", "--package", "--info", "--config-dir")
+OPTIONS_HELP = """\
+Options of every command that takes a config:
+  -m, --multirun      comma lists become a sweep: -m zero=stage2,stage3
+  --config-dir DIR    a directory with your own groups: DIR/hardware/mine.yaml
+  --cfg job           print the composed config (also: hydra, all)
+  --package GROUP     only this part of it
+  --resolve           with the values of ${...}
+  --info [all]        how it was composed (also: config, defaults, defaults-tree, plugins,
+                      searchpath)
+"""
+
+
+def read_line(words: Sequence[str]) -> Line:
+    """Sort overrides and options, which stand in any order; ConfigError for what cannot be."""
+    overrides: list[str] = []
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            overrides.append(word)
+            continue
+        typed, equal, value = word.partition("=")
+        name = _SHORT.get(typed, typed)
+        if name in _REFUSED:
+            raise ConfigError(f"{typed}: has no use here: {_REFUSED[name]}.")
+        if name not in OPTIONS:
+            hint = did_you_mean(name[:100], OPTIONS)
+            raise ConfigError(
+                f"{shown(typed)}: no such option.{hint} Options: {', '.join(OPTIONS)}."
+            )
+        takes_value = name in ("--package", "--config-dir") or name in _SHOWN
+        if equal and not takes_value:
+            raise ConfigError(f"{shown(word)}: {name} takes no value.")
+        # --cfg and --info may stand before an override, without their value.
+        bare = name in _SHOWN and rest[:1] != [] and "=" in rest[0]
+        if takes_value and not equal and rest and not rest[0].startswith("-") and not bare:
+            value = rest.pop(0)
+        if name in found and name not in ("--multirun", "--run"):
+            raise ConfigError(f"{typed}: is given twice. Give it once.")
+        found[name] = value
+    return _line(overrides, found)
+
+
+def _line(overrides: list[str], found: dict[str, str]) -> Line:
+    modes = [name for name in ("--run", "--multirun", "--cfg", "--info") if name in found]
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)}: do not go together. Give one of them.")
+    show: list[str] = []
+    for name, allowed in _SHOWN.items():
+        if name in found:
+            value = found[name] or allowed[0]
+            if value not in allowed:
+                raise ConfigError(
+                    f"{name} {shown(value)}: must be one of {', '.join(allowed)}."
+                    f"{did_you_mean(value[:100], allowed)}"
+                )
+            show = [name, value]
+    for name in ("--resolve", "--package"):
+        if name in found:
+            if "--cfg" not in found:
+                raise ConfigError(f"{name}: only together with --cfg job.")
+            if name == "--package" and not re.fullmatch(r"[\w.]+", found[name]):
+                raise ConfigError("--package: names a part of the config, e.g. --package optim.")
+            show += [name, found[name]] if found[name] else [name]
+    directory = found.get("--config-dir")
+    if directory == "":
+        raise ConfigError("--config-dir: needs a directory: --config-dir DIR.")
+    if directory is not None and not Path(directory).expanduser().is_dir():
+        where = f"in {Path.cwd()}" if not Path(directory).is_absolute() else "on this machine"
+        raise ConfigError(f"--config-dir {shown(directory)}: no such directory {where}.")
+    return Line(
+        tuple(overrides), multirun="--multirun" in found, config_dir=directory, show=tuple(show)
+    )
+
+
+def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``(own, overrides)``: words like ``preview=3`` that are a command's own, and the rest."""
+    own = [word for word in words if word.split("=", 1)[0] in keys]
+    for word in words:
+        name, equal, _ = word.partition("=")
+        near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+        if equal and near and name not in (*keys, *GROUPS) and "." not in name:
+            raise ConfigError(f'{name}: no such key. Did you mean "{near[0]}"?')
+    return own, [word for word in words if word not in own]
+
+
+def with_demo(overrides: Sequence[str]) -> list[str]:
+    """Add ``experiment=demo`` when nothing says what to train: no experiment, model or data."""
+    chosen = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    if any(group in chosen for group in _WHOLE_RUN):
+        return list(overrides)
+    return ["experiment=demo", *overrides]
+
+
+def sweep_overrides(path: Path) -> list[str]:
+    """The overrides of a committed sweep file: ``grid`` (key: list) and ``overrides`` (list)."""
+    from llmx.compose.user_files import read_yaml
+
+    # For its messages, with file and line.
+    read_yaml(path)
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not isinstance(values.get("grid"), dict):
+        raise ConfigError(f"{path}: a sweep has a grid, e.g. grid: {{zero: [stage1, stage2]}}.")
+    unknown = set(values) - {"grid", "overrides"}
+    if unknown:
+        raise ConfigError(
+            f"{path}: {shown(sorted(map(str, unknown))[0])}: no such key. A sweep has grid and "
+            "overrides."
+        )
+    fixed = values.get("overrides") or []
+    if not isinstance(fixed, list) or not all(isinstance(item, str) for item in fixed):
+        raise ConfigError(
+            f"{path}: overrides={shown(fixed)}: must be a list of words, e.g. "
+            "[experiment=demo, task.steps=20]."
+        )
+    axes = []
+    for key, choices in values["grid"].items():
+        if not isinstance(choices, list) or not choices:
+            raise ConfigError(
+                f"{path}: grid.{key}={shown(choices)}: an axis is a list of values, e.g. [1, 2]."
+            )
+        if any(isinstance(choice, list | dict) for choice in choices):
+            raise ConfigError(
+                f"{path}: grid.{key}={shown(choices)}: the values of an axis are single ones. Make "
+                "an option of each, in a group of your own (--config-dir)."
+            )
+        axes.append(f"{key}={','.join(_literal(choice) for choice in choices)}")
+    return [*fixed, *axes]
+
+
+def _literal(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str) and "," in value and not value.startswith(("[", "{", "'", '"')):
+        # One value, which a sweep would read as several.
+        return '"{}"'.format(value.replace("\\", "\\\\").replace('"', '\\"'))
+    return str(value).lower() if isinstance(value, bool) else str(value)

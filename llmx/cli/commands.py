@@ -1,0 +1,292 @@
+"""The commands of ``python -m llmx``: one table for ``--help``, ``help COMMAND`` and completion.
+
+A command that reads its flags itself (``export``, ``status``, ...) prints its own help; a test
+holds that help and this table equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Word:
+    """A flag (``--step``) or an own key (``step=``) of a command."""
+
+    name: str
+    line: str
+    value: str = ""
+    """What stands behind it, e.g. ``N``; empty for a switch."""
+    choices: tuple[str, ...] = ()
+    takes: str = ""
+    """What completion offers: ``path``, ``directory``, ``step``; empty for the choices."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command."""
+
+    line: str
+    """Its line in ``--help``."""
+    usage: str = ""
+    """What follows its name; empty where the command prints its help itself."""
+    about: str = ""
+    """What it does, for its own help; empty where the command prints that itself."""
+    words: tuple[Word, ...] = ()
+    """Its own flags (each has ``--help``, too) and keys."""
+    arguments: tuple[str, ...] = ()
+    """What its bare words are, in order: ``run``, ``run+`` (any number), ``sweep``, ``topic``."""
+    overrides: bool = False
+    """Whether it takes ``group=option`` and ``key=value``."""
+    section: str = ""
+    """The group of keys that its help lists."""
+    examples: tuple[str, ...] = ()
+
+
+LIGHT = {
+    "resume": "llmx.lifecycle.resume",
+    "reproduce": "llmx.lifecycle.reproduce",
+    "status": "llmx.observe.status",
+    "watch": "llmx.observe.watch",
+}
+"""Commands that run in this process -> the module with ``main(words)`` and ``help_text()``."""
+HEAVY = {
+    "report": "llmx.observe.report",
+    "compare": "llmx.observe.compare",
+    "generate": "llmx.cli.generate",
+    "export": "llmx.cli.export",
+    "bench": "llmx.bench",
+}
+"""Commands that load heavy libraries -> the module that ``python -m`` runs in a process of its own,
+which also prints their help."""
+
+
+@dataclass(frozen=True)
+class ConfigCommand:
+    """A command that takes a composed config and starts no run."""
+
+    module: str
+    """Run as ``python -m MODULE CONFIG.yaml [OWN WORDS]``, in a process of its own."""
+    own_keys: tuple[str, ...] = ()
+    """Words ``KEY=VALUE`` that are the command's, not the config's."""
+    trains: bool = True
+    """The config is one to train with, and checked as such."""
+
+
+CONFIG_COMMANDS = {
+    "data": ConfigCommand("llmx.cli.data", ("preview", "split")),
+    "tokenizer": ConfigCommand(
+        "llmx.data.tokenize.train", ("vocab_size", "kind", "output"), trains=False
+    ),
+}
+
+_OVERRIDES = "[group=option] [key=value] ..."
+_TRUE = ("true", "false")
+_DRY_RUN = Word("dry_run=", "say what would happen, start nothing", "true", _TRUE)
+_CONFIG_DIR = Word("--config-dir", "a directory with your own groups", "DIR", takes="directory")
+_WIDTH = Word("--width", "columns of the tables", "N")
+_SSH_CONFIG = Word("--ssh-config", "for user@host:RUN, as ssh -F", "FILE", takes="path")
+_EVERY = Word("--every", "seconds between two looks", "S")
+HELP = Word("--help", "what the command does, and its flags")
+
+HYDRA_WORDS = (
+    HELP,
+    Word("--multirun", "comma lists become a sweep"),
+    Word("-m", "comma lists become a sweep"),
+    Word("--cfg", "print the composed config", "job", ("job", "hydra", "all")),
+    Word(
+        "--info",
+        "how the config was composed",
+        "all",
+        ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    ),
+    _CONFIG_DIR,
+    Word("--version", "print the version"),
+)
+"""Flags of every command that composes a config."""
+
+COMMANDS = {
+    "train": Command(
+        "compose, check, snapshot, launch, train, report (the default)",
+        _OVERRIDES,
+        "Trains. The config is composed and checked before a GPU is touched; a snapshot of it and\n"
+        "the exact command are written into a new run directory under outputs/ (run_dir=DIR: into\n"
+        "DIR); then the ranks are started, watched, and restarted where that helps. Without\n"
+        "experiment, model or data, the bundled demo runs.",
+        overrides=True,
+        examples=("python -m llmx", "python -m llmx experiment=demo task.steps=20"),
+    ),
+    "plan": Command(
+        "the same up to the launch: the run directory, the plan, the exact command",
+        _OVERRIDES,
+        "Composes and checks the config, writes the run directory, and prints the plan: hosts and\n"
+        "ranks, micro batches, steps, memory a rank, precision and why, the exact command. Starts\n"
+        "nothing. The same as dry_run=true.",
+        overrides=True,
+        examples=("python -m llmx plan hardware=a100x2_v100x2 zero=stage3",),
+    ),
+    "sweep": Command(
+        "run a committed grid: sweep NAME [overrides] (see sweeps/)",
+        f"NAME|FILE.yaml {_OVERRIDES}",
+        "Runs every combination of a grid, one trial after another, and ends with a table of them\n"
+        "(also in sweep.csv and sweep.md). A file has a grid and, if you like, overrides:\n\n"
+        "  grid:\n"
+        "    zero: [stage1, stage2]\n"
+        "    batch.micro_batch: [8, 16]\n"
+        "  overrides: [experiment=demo, task.steps=20]\n\n"
+        "A trial that fails does not stop the others. Without a file:\n"
+        "  python -m llmx -m zero=stage1,stage2 batch.micro_batch=8,16",
+        arguments=("sweep",),
+        overrides=True,
+        examples=("python -m llmx sweep lr task.steps=50",),
+    ),
+    "resume": Command(
+        "resume a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
+        words=(
+            Word("step=", "from that checkpoint", "N", takes="step"),
+            _DRY_RUN,
+            _CONFIG_DIR,
+        ),
+        arguments=("run",),
+        overrides=True,
+    ),
+    "reproduce": Command(
+        "start a new run from the snapshot of an old one: reproduce RUN_DIR",
+        words=(
+            Word("to_step=", "train the first K steps only", "K"),
+            Word("strict=", "refuse where anything differs", "true", _TRUE),
+            Word("checkout=", "run the recorded commit", "true", _TRUE),
+            _DRY_RUN,
+            Word("run_dir=", "where the new run goes", "DIR", takes="directory"),
+            _CONFIG_DIR,
+        ),
+        arguments=("run",),
+        overrides=True,
+    ),
+    "status": Command(
+        "what runs are doing, or one of them: status [RUN_DIR | user@host:RUN_DIR]",
+        words=(
+            Word("--all", "all runs, not only the first"),
+            Word("--json", "the facts as JSON, for scripts"),
+            _SSH_CONFIG,
+        ),
+        arguments=("run",),
+    ),
+    "watch": Command(
+        "the same, live: watch RUN_DIR",
+        words=(_EVERY, _SSH_CONFIG),
+        arguments=("run",),
+    ),
+    "compare": Command(
+        "what differs between two runs, and both loss curves: compare RUN_A RUN_B",
+        "RUN_A RUN_B [--out FILE.png] [--width N]",
+        words=(Word("--out", "the picture", "FILE.png", takes="path"), _WIDTH),
+        arguments=("run", "run"),
+    ),
+    "export": Command(
+        "a checkpoint as a Hugging Face model: export RUN_DIR [--step N] [--check]",
+        "RUN_DIR [--step N] [--out DIR] [--check]",
+        words=(
+            Word("--step", "which checkpoint", "N", takes="step"),
+            Word("--out", "the directory to write", "DIR", takes="path"),
+            Word("--dtype", "of the weights", "DTYPE", ("bf16", "fp16", "fp32")),
+            Word("--shard-gib", "size of a file of weights", "X"),
+            Word("--check", "verify the checkpoints instead"),
+        ),
+        arguments=("run",),
+    ),
+    "report": Command(
+        "tables, loss curve and HTML of a run directory: report RUN_DIR",
+        "RUN_DIR [--width N]",
+        words=(_WIDTH,),
+        arguments=("run",),
+    ),
+    "data": Command(
+        "prepare the data, say what became of it; preview=3 shows samples token by token",
+        f"[preview=N] [split=train|eval] {_OVERRIDES}",
+        "Reads, tokenizes and packs the data as a training with the same words would, and prints\n"
+        "what became of every record: used, truncated, dropped, and why. The prepared data is\n"
+        "kept; a training finds it.",
+        words=(
+            Word("preview=", "show N samples token by token, target tokens marked", "N"),
+            Word("split=", "only the training or the evaluation data", "SPLIT", ("train", "eval")),
+        ),
+        overrides=True,
+        section="data",
+        examples=(
+            "python -m llmx data preview=3",
+            "python -m llmx data data=file data.path=chats.jsonl model=hf model.path=Qwen/Qwen3-8B",
+        ),
+    ),
+    "tokenizer": Command(
+        "train one on the data: tokenizer.kind=bbpe|sentencepiece vocab_size=64000",
+        "data=text data.path=DIR [vocab_size=N] [key=value] ...",
+        "Trains a tokenizer on the data's text, proves that AutoTokenizer loads it and that text\n"
+        "comes back as it was, and writes a directory for model.tokenizer=DIR.",
+        words=(
+            Word("vocab_size=", "the same as tokenizer.vocab_size=", "N"),
+            Word("kind=", "the same as tokenizer.kind=", "KIND", ("bbpe", "sentencepiece")),
+            Word("output=", "the same as tokenizer.output=", "DIR", takes="path"),
+        ),
+        overrides=True,
+        section="tokenizer",
+        examples=(
+            "python -m llmx tokenizer data=text data.path=corpus/ output=tokenizers/mine",
+            "python -m llmx task=pretrain data=text data.path=corpus/ "
+            "model.tokenizer=tokenizers/mine",
+        ),
+    ),
+    "generate": Command(
+        'complete a prompt with a trained model: generate RUN_DIR "What ...?"',
+        "RUN_DIR [PROMPT ...] [key=value ...] [--model DIR] [--json]",
+        words=(
+            Word("temperature=", "divides the logits; 0 is greedy", "T"),
+            Word("top_p=", "draw from the most probable tokens that sum to P", "P"),
+            Word("top_k=", "draw from the K most probable tokens", "K"),
+            Word("seed=", "the same seed gives the same completion", "N"),
+            Word("n=", "completions of each prompt", "N"),
+            Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
+            Word("--max-new-tokens", "of one completion", "N"),
+            Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            Word("--json", "tokens and log-probabilities, for scripts"),
+        ),
+        arguments=("run",),
+    ),
+    "bench": Command(
+        "what this machine does: kernels, training speed and memory: bench [--parts A,B]",
+        "[--parts A,B] [--tiny] [--minutes N] [--out DIR]",
+        words=(
+            Word("--parts", "only these", "A,B"),
+            Word("--tiny", "shrunken sizes: does it run at all?"),
+            Word("--minutes", "begin no part after so long", "N"),
+            Word("--out", "where gpu-CHIP.md and .json go", "DIR", takes="directory"),
+            Word("--work-dir", "for runs and data", "DIR", takes="directory"),
+        ),
+    ),
+    "help": Command(
+        "what a key, a group, an option or a command does: help optim.lr",
+        "[KEY | GROUP | GROUP=OPTION | COMMAND | environment] ...",
+        "Prints type, range, default, meaning and an example of a key; the options and all keys\n"
+        "of a group; the file of an option; the help of a command; the LLMX_* variables. A part\n"
+        "of a name lists what it may mean. All keys on one page: docs/config.md.",
+        arguments=("topic+",),
+        examples=(
+            "python -m llmx help optim.lr",
+            "python -m llmx help zero",
+            "python -m llmx help zero=stage3_offload",
+            "python -m llmx help seq_len",
+        ),
+    ),
+    "completion": Command(
+        "tab completion for a shell: completion bash|zsh|fish prints the script",
+        "bash|zsh|fish",
+        "Prints a script that completes commands, groups and options (also those of\n"
+        "--config-dir), keys, values, paths and run directories behind `llmx` and\n"
+        "`python -m llmx`. For this terminal, or in the shell's start-up file for every one:\n\n"
+        '  bash  eval "$(llmx completion bash)"                 (~/.bashrc)\n'
+        '  zsh   eval "$(llmx completion zsh)"                  (~/.zshrc, after compinit)\n'
+        "  fish  llmx completion fish | source                  (~/.config/fish/config.fish)",
+        arguments=("shell",),
+        examples=("python -m llmx completion bash",),
+    ),
+}

@@ -1,0 +1,501 @@
+"""Tab completion for bash, zsh and fish: ``python -m llmx completion bash`` prints the script.
+
+    eval "$(llmx completion bash)"
+
+The script asks ``llmx completion --answer SHELL ...`` at every tab: what is typed so far goes in, a
+candidate a line comes out. No Hydra, no torch: an answer takes about a tenth of a second. Commands
+and their flags are those of ``llmx.cli.commands``, keys and values those of the schema, options
+those of ``conf/`` and of ``--config-dir``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmx.cli.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
+from llmx.config.groups import ALIASES, GROUPS, conf_dir, first_comment, sweeps_dir
+from llmx.errors import ConfigError, did_you_mean
+
+SHELLS = ("bash", "zsh", "fish")
+MOST_RUNS = 50
+_OPEN = ("=", ".", "/", ",")
+"""Ends of a candidate behind which typing goes on: no space follows."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One word that may stand at the cursor."""
+
+    value: str
+    line: str = ""
+    """What zsh and fish show beside it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the word goes on behind it."""
+        return self.value.endswith(_OPEN)
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the script of a shell, or answer one (``--answer``, for the scripts)."""
+    if words[:1] == ["--answer"]:
+        sys.stdout.write(_answer(words[1], list(words[2:])))
+        return 0
+    if len(words) != 1 or words[0] not in SHELLS:
+        said = " ".join(words)
+        hint = did_you_mean(said, SHELLS) if said else ""
+        raise ConfigError(
+            f"completion {said}".rstrip() + f": name one shell of {', '.join(SHELLS)}.{hint} "
+            'E.g. eval "$(llmx completion bash)"'
+        )
+    sys.stdout.write(script(words[0]))
+    return 0
+
+
+def script(shell: str) -> str:
+    """The text that the shell evaluates."""
+    return {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
+
+
+def candidates(before: Sequence[str], current: str) -> list[Candidate]:
+    """What may stand at the cursor.
+
+    ``before``: the words behind ``llmx``, up to the one being typed; ``current``: that word's part
+    before the cursor, without quotes.
+    """
+    found = {c.value: c for c in _candidates(list(before), current) if c.value.startswith(current)}
+    return list(found.values())
+
+
+def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
+    name = before[0] if before and before[0] in COMMANDS else ""
+    rest = before[1:] if name else before
+    command = COMMANDS[name or "train"]
+    flags = (*command.words, *(HYDRA_WORDS if command.overrides else (HELP,)))
+
+    flag = _flag_before(flags, before)
+    if flag is not None:
+        yield from _values_of(flag, current, rest)
+        return
+    if current.startswith("-"):
+        option, equal, value = current.partition("=")
+        if equal:
+            for word in flags:
+                if word.name == option:
+                    for each in _values_of(word, value, rest):
+                        yield Candidate(f"{option}={each.value}", each.line)
+            return
+        yield from (Candidate(w.name, w.line) for w in flags if w.name.startswith("-"))
+        return
+    if not before:
+        yield from (Candidate(name, command.line) for name, command in COMMANDS.items())
+    bare = [word for word in _bare(rest, flags) if "=" not in word or Path(word).is_dir()]
+    yield from _arguments(command, len(bare), current)
+    for word in command.words:
+        if word.name.endswith("=") and current.startswith(word.name):
+            for each in _values_of(word, current[len(word.name) :], rest):
+                yield Candidate(f"{word.name}{each.value}", each.line)
+            return
+        if word.name.endswith("="):
+            yield Candidate(word.name, word.line)
+    if command.overrides and (bare or not command.arguments):
+        yield from _overrides(current, _config_dirs(before))
+
+
+def _arguments(command: Command, given: int, current: str) -> Iterator[Candidate]:
+    """Bare words: a run, the name of a sweep, a topic of help, a shell."""
+    kinds = command.arguments
+    if not kinds or (given >= len(kinds) and not kinds[-1].endswith("+")):
+        return
+    kind = kinds[min(given, len(kinds) - 1)].rstrip("+")
+    if kind == "run":
+        runs = [Candidate(run) for run in _runs() if run.startswith(current)]
+        yield from runs or _paths(current, directories=True)
+    elif kind == "sweep":
+        for path in sorted(sweeps_dir().glob("*.yaml")):
+            yield Candidate(path.stem, first_comment(path))
+        yield from _paths(current, suffixes=(".yaml",))
+    elif kind == "shell":
+        yield from map(Candidate, SHELLS)
+    elif kind == "topic":
+        yield from _topics(current)
+
+
+def _topics(current: str) -> Iterator[Candidate]:
+    from llmx.config.reference import keys
+
+    group, equal, _ = current.partition("=")
+    if equal:
+        yield from _options(group, "", ())
+        return
+    yield from (Candidate(name, command.line) for name, command in COMMANDS.items())
+    yield Candidate("environment", "the LLMX_* variables")
+    yield from map(Candidate, GROUPS)
+    if "." not in current:
+        yield from (
+            Candidate(f"{group}.") for group in dict.fromkeys(k.group for k in keys()) if group
+        )
+        yield from (Candidate(key.name, key.doc) for key in keys() if not key.group)
+        return
+    for key in keys():
+        if "[]" not in key.name and ".NAME." not in key.name:
+            yield Candidate(key.name, key.doc)
+
+
+def _overrides(current: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
+    sign = re.match(r"\+{0,2}", current)
+    start = sign.group() if sign else ""
+    word = current[len(start) :]
+    name, equal, value = word.partition("=")
+    found = _override_values(name, value, config_dirs) if equal else _names(word)
+    for each in found:
+        yield Candidate(start + each.value, each.line)
+
+
+def _names(word: str) -> Iterator[Candidate]:
+    """Groups and keys: one level at a time, as they have dots."""
+    from llmx.config.reference import keys, sections
+
+    head = word.rpartition(".")[0]
+    if not head:
+        from llmx.cli.topics import GROUP_LINES
+
+        yield from (Candidate(f"{group}=", GROUP_LINES[group]) for group in GROUPS)
+        for alias, group in ALIASES.items():
+            yield Candidate(f"{alias}=", f"the same as {group}=")
+    if word:
+        for name, line in sections().items():
+            if name.rpartition(".")[0] == head and name not in ("data.sources", "hardware.hosts"):
+                yield Candidate(f"{name}.", line)
+    for key in keys():
+        if key.is_list_item or key.name.rpartition(".")[0] != head:
+            continue
+        line = f"{key.doc} ({key.takes()})" if key.doc else key.takes()
+        if key.type == "mapping" or key.type.startswith("mapping to"):
+            yield Candidate(f"{key.name}.", line)
+        if word or not key.group:
+            yield Candidate(f"{key.name}=", line)
+
+
+def _override_values(name: str, value: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
+    """What may follow ``name=``; behind a comma the next one of a sweep."""
+    from llmx.config.reference import keys
+
+    group = ALIASES.get(name, name)
+    if group in GROUPS:
+        yield from _options(name, value, config_dirs)
+        return
+    key = next((key for key in keys() if key.name == name), None)
+    if key is None:
+        return
+    if key.is_path:
+        head = f"{name}=" + value[: value.rfind("[") + 1 or value.rfind(",") + 1]
+        for each in _paths(f"{name}={value}"[len(head) :], directories=name == "run_dir"):
+            yield Candidate(head + each.value, each.line)
+        if name == "data.path" or name == "model.tokenizer":
+            yield Candidate(f"{name}=demo", "the bundled one")
+        return
+    known = key.values
+    if name == "hardware.device":
+        known = tuple(_devices())
+    if key.type.startswith("list"):
+        head = value[: max(value.rfind("["), value.rfind(",")) + 1] or "["
+        yield from (Candidate(f"{name}={head}{each}]") for each in known)
+        return
+    head = value[: value.rfind(",") + 1]
+    taken = set(head.split(","))
+    yield from (Candidate(f"{name}={head}{each}") for each in known if each not in taken)
+
+
+def _options(name: str, value: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
+    from llmx.cli.topics import all_options
+
+    group, head = ALIASES.get(name, name), value[: value.rfind(",") + 1]
+    if group not in GROUPS:
+        return
+    taken = set(head.split(","))
+    for option, line in all_options(group, config_dirs).items():
+        if option not in taken:
+            yield Candidate(f"{name}={head}{option}", line)
+
+
+def _devices() -> Iterator[str]:
+    for path in sorted((conf_dir() / "hardware" / "devices").glob("*.yaml")):
+        yield from re.findall(r"^([A-Za-z]\w*):", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def _values_of(word: Word, value: str, rest: Sequence[str]) -> Iterator[Candidate]:
+    if word.takes == "step":
+        for step in _steps(rest):
+            yield Candidate(str(step), "a checkpoint")
+    elif word.takes:
+        yield from _paths(value, directories=word.takes == "directory")
+    else:
+        yield from map(Candidate, word.choices)
+
+
+def _flag_before(flags: Iterable[Word], before: Sequence[str]) -> Word | None:
+    """The flag whose value is being typed; None where it is no such place."""
+    last = before[-1] if before else ""
+    last = {"-cd": "--config-dir", "-c": "--cfg", "-i": "--info"}.get(last, last)
+    found = next((word for word in flags if word.name == last and last.startswith("-")), None)
+    return found if found is not None and found.value else None
+
+
+def _bare(words: Sequence[str], flags: Iterable[Word]) -> list[str]:
+    """Words that are neither a flag nor the value of one."""
+    takes = {word.name for word in flags if word.value and word.name.startswith("-")} | {"-cd"}
+    found, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in takes:
+            rest[:1] = []
+        elif not word.startswith("-"):
+            found.append(word)
+    return found
+
+
+def _config_dirs(words: Sequence[str]) -> list[Path]:
+    found = []
+    for at, word in enumerate(words):
+        option, equal, value = word.partition("=")
+        if option in ("--config-dir", "-cd"):
+            found.append(value if equal else "".join(words[at + 1 : at + 2]))
+    return [Path(each).expanduser() for each in found if each]
+
+
+def _runs() -> list[str]:
+    """Run directories under ``outputs/``, the newest first."""
+    base = Path(os.environ.get("LLMX_OUTPUTS", "outputs"))
+    found = []
+    for pattern in ("*/config.yaml", "sweeps/*/*/config.yaml"):
+        for path in base.glob(pattern):
+            try:
+                found.append((path.stat().st_mtime, str(path.parent)))
+            except OSError:
+                continue
+    return [path for _, path in sorted(found, reverse=True)[:MOST_RUNS]]
+
+
+def _steps(words: Sequence[str]) -> list[int]:
+    """Steps of the checkpoints of the run among ``words``, the newest first."""
+    for word in words:
+        names = (path.name for path in Path(word).expanduser().glob("checkpoints/step-*"))
+        found = [int(name[5:]) for name in names if name[5:].isdigit()]
+        if found:
+            return sorted(found, reverse=True)
+    return []
+
+
+def _paths(
+    typed: str, *, directories: bool = False, suffixes: tuple[str, ...] = ()
+) -> Iterator[Candidate]:
+    """Files and directories that begin with ``typed``; hidden ones where a dot is typed."""
+    head, _, start = typed.rpartition("/")
+    folder = Path(f"{head}/" if "/" in typed else ".").expanduser()
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    lead = typed[: len(typed) - len(start)]
+    for entry in entries:
+        if entry.name.startswith(".") and not start.startswith("."):
+            continue
+        if not entry.name.startswith(start):
+            continue
+        if entry.is_dir():
+            yield Candidate(f"{lead}{entry.name}/")
+        elif not directories and (not suffixes or entry.name.endswith(suffixes)):
+            yield Candidate(f"{lead}{entry.name}")
+
+
+# --- What the shells send, and what they get -------------------------------------------------
+
+
+def _answer(shell: str, said: list[str]) -> str:
+    """``bash WORDBREAKS LINE``, or ``zsh|fish WORD ... CURRENT`` (with the command in front)."""
+    if shell == "bash":
+        breaks, line = said
+        words, typed = split_line(line)
+        found = candidates(_without_program(words), typed.text)
+        lines = [typed.completed(candidate, breaks) for candidate in found]
+    else:
+        words, current = said[:-1], said[-1]
+        found = candidates(_without_program(words), current)
+        lines = [f"{candidate.value}\t{candidate.line}" for candidate in found]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _without_program(words: Sequence[str]) -> list[str]:
+    """The words behind ``llmx``, or behind ``python -m llmx``."""
+    return list(words[3:] if list(words[1:3]) == ["-m", "llmx"] else words[1:])
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The word at bash's cursor."""
+
+    raw: str
+    """As it stands on the line, with quotes and backslashes."""
+    text: str
+    """What it means."""
+    quote: str
+    """The quote that is still open; empty where none is."""
+
+    def completed(self, candidate: Candidate, breaks: str) -> str:
+        """What bash puts in place of the part that it completes.
+
+        That part begins behind the last character of ``COMP_WORDBREAKS`` (``=``, ``:``), or
+        behind an open quote, not at the beginning of the word.
+        """
+        kept = self._kept(breaks)
+        rest = candidate.value[kept:]
+        if self.quote:
+            return rest if candidate.is_open else f"{rest}{self.quote} "
+        escaped = re.sub(r"([^A-Za-z0-9_./=:,+@%~-])", r"\\\1", rest)
+        return escaped if candidate.is_open else f"{escaped} "
+
+    def _kept(self, breaks: str) -> int:
+        """How many characters of ``text`` stay on the line as they are."""
+        kept, length, at, quote = 0, 0, 0, ""
+        while at < len(self.raw):
+            char = self.raw[at]
+            if quote:
+                if char == quote:
+                    quote = ""
+                else:
+                    length += 1
+            elif char in "'\"":
+                quote = char
+                kept = length if self.raw.find(char, at + 1) < 0 else kept
+            elif char == "\\":
+                at += 1
+                length += at < len(self.raw)
+            else:
+                length += 1
+                kept = length if char in breaks else kept
+            at += 1
+        return kept
+
+
+def split_line(line: str) -> tuple[list[str], Typed]:
+    """The words of a line as bash reads them, and the one at its end, which may be empty."""
+    words: list[str] = []
+    text, begin, quote, at, inside = "", 0, "", 0, False
+    while at < len(line):
+        char = line[at]
+        if quote:
+            if char == quote:
+                quote = ""
+            elif char == "\\" and quote == '"' and line[at + 1 : at + 2] in ('"', "\\", "$", "`"):
+                at += 1
+                text += line[at]
+            else:
+                text += char
+        elif char in "'\"":
+            quote, inside = char, True
+        elif char == "\\":
+            at += 1
+            text += line[at : at + 1]
+            inside = True
+        elif char.isspace():
+            if inside:
+                words.append(text)
+            text, inside, begin = "", False, at + 1
+        else:
+            text += char
+            inside = True
+        if not inside:
+            begin = at + 1
+        at += 1
+    return words, Typed(raw=line[begin:] if inside else "", text=text, quote=quote)
+
+
+BASH = r"""# Tab completion of llmx for bash: eval "$(llmx completion bash)"
+_llmx_answer() {
+    mapfile -t COMPREPLY < <(
+        "$@" completion --answer bash "$COMP_WORDBREAKS" "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
+}
+_llmx() {
+    _llmx_answer "${1/#\~/$HOME}"
+}
+_llmx_python() {
+    if [[ ${COMP_WORDS[1]} == -m && ${COMP_WORDS[2]} == llmx && $COMP_CWORD -gt 2 ]]; then
+        _llmx_answer "${1/#\~/$HOME}" -m llmx
+        compopt -o nospace +o default +o bashdefault
+    elif [[ -n $_llmx_python_before ]]; then
+        "$_llmx_python_before" "$@"
+    fi
+}
+# What completed `python` before goes on for everything but `python -m llmx`.
+if declare -F _comp_load >/dev/null; then
+    _comp_load -- python 2>/dev/null
+elif declare -F _completion_loader >/dev/null; then
+    _completion_loader python 2>/dev/null
+fi
+if [[ $(complete -p python 2>/dev/null) =~ \ -F\ ([^ ]+) && ${BASH_REMATCH[1]} != _llmx_python ]]
+then
+    _llmx_python_before=${BASH_REMATCH[1]}
+fi
+complete -o nospace -F _llmx llmx
+complete -o default -o bashdefault -F _llmx_python python python3
+"""
+
+ZSH = r"""# Tab completion of llmx for zsh: eval "$(llmx completion zsh)"
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u }
+_llmx_answer() {
+    local line value
+    local -a closed closed_shown open open_shown
+    for line in "${(@f)$("$@" completion --answer zsh \
+            "${(@Q)words[1,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)}"; do
+        value=${line%%$'\t'*}
+        [[ -n $value ]] || continue
+        line="$value${${line#*$'\t'}:+  -- ${line#*$'\t'}}"
+        if [[ $value == *[=./,] ]]; then
+            open+=("$value") open_shown+=("${line[1,COLUMNS-2]}")
+        else
+            closed+=("$value") closed_shown+=("${line[1,COLUMNS-2]}")
+        fi
+    done
+    (( $#open )) && compadd -l -S '' -d open_shown -a open
+    (( $#closed )) && compadd -l -d closed_shown -a closed
+}
+_llmx() {
+    _llmx_answer "${words[1]/#\~/$HOME}"
+}
+_llmx_python() {
+    if [[ ${words[2]} == -m && ${words[3]} == llmx && $CURRENT -gt 3 ]]; then
+        _llmx_answer "${words[1]/#\~/$HOME}" -m llmx
+    elif (( $+functions[_python] )); then
+        _python "$@"
+    else
+        _default "$@"
+    fi
+}
+compdef _llmx llmx
+compdef _llmx_python python python3
+"""
+
+FISH = r"""# Tab completion of llmx for fish: llmx completion fish | source
+function __llmx_answer
+    set -l words (commandline -opc)
+    set -l program (string replace -r '^~' $HOME $words[1])
+    if test (count $words) -ge 3; and test "$words[2..3]" = "-m llmx"
+        set program $program -m llmx
+    end
+    $program completion --answer fish $words (commandline -ct) 2>/dev/null
+end
+function __llmx_is_module
+    set -l words (commandline -opc)
+    test (count $words) -ge 3; and test "$words[2..3]" = "-m llmx"
+end
+complete -c llmx -f -k -a '(__llmx_answer)'
+for python in python python3
+    complete -c $python -n __llmx_is_module -f -k -a '(__llmx_answer)'
+end
+"""

@@ -1,0 +1,266 @@
+"""A checkpoint as a Hugging Face model: ``python -m llmx export RUN_DIR [--step N]``.
+
+Offline, on one machine, without a GPU, and without torch where files have the weights as memory
+has them (the others, such as fused experts, are converted by transformers): the fragments are
+read, joined and written a piece at a time. The directory gets its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmx import text as human
+from llmx.checkpoint import commit, selection
+from llmx.checkpoint.console import ProgressLine, check_all, explain, verify
+from llmx.checkpoint.disk import DISK, make_directories, write_file
+from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
+from llmx.checkpoint.export.weights import SHARD_BYTES, list_weights, write_weights
+from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.manifest import (
+    MODEL,
+    STATE,
+    CheckpointError,
+    step_of,
+)
+from llmx.cli.flags import Parser, positive_number, whole_number
+from llmx.errors import ConfigError, LlmxError, exit_code
+from llmx.run.rundir import RunDir, no_run, read_json
+from llmx.run.snapshot import config_values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, export; returns the exit code."""
+    parser = Parser(
+        prog="python -m llmx export",
+        description="Write a checkpoint as a Hugging Face model directory.",
+    )
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints"
+    )
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=whole_number(0),
+        help="which checkpoint; default: the newest usable",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="default: RUN/export/step-N; must not exist"
+    )
+    parser.add_argument("--dtype", choices=sorted(NAMES), help="default: what the run trains in")
+    parser.add_argument(
+        "--shard-gib",
+        metavar="X",
+        type=positive_number(),
+        default=SHARD_BYTES / 2**30,
+        help="largest file, in GiB (default 2)",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="verify the checkpoints instead, write nothing"
+    )
+    options = parser.parse_args(argv)
+
+    def work() -> int:
+        run, step = _which(options.run, options.step)
+        if options.check:
+            return check(run)
+        export(
+            run,
+            step=step,
+            out=options.out,
+            dtype=options.dtype,
+            shard_bytes=int(options.shard_gib * 2**30),
+        )
+        return 0
+
+    return exit_code(work, interrupted="nothing was left at the place of the export")
+
+
+def check(run: RunDir) -> int:
+    """Say of every checkpoint whether it is usable; 0 if the newest is."""
+    lines, good = check_all(run.checkpoints, stream=sys.stderr)
+    if not lines:
+        raise CheckpointError(_without_checkpoints(run))
+    print("\n".join(lines))
+    return 0 if good else CheckpointError.exit_code
+
+
+def _which(path: Path, step: int | None) -> tuple[RunDir, int | None]:
+    """The run, also where one of its checkpoints was named instead."""
+    inside = step_of(Path(os.path.abspath(path)).name)
+    if inside is None:
+        return RunDir(path), step
+    if step not in (None, inside):
+        raise ConfigError(f"{path} is the checkpoint of step {inside}, not of --step {step}.")
+    return RunDir(Path(os.path.abspath(path)).parent.parent), inside
+
+
+def export(
+    run: RunDir,
+    *,
+    step: int | None = None,
+    out: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    stream: Any = None,
+) -> Path:
+    """Write the model of one checkpoint; its directory.
+
+    Args:
+        step: None is the newest usable one.
+        out: must not exist; None is ``RUN/export/step-00000120``.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None is what the run trained in.
+
+    Raises:
+        LlmxError: there is no such checkpoint, it is damaged, the disk is full.
+    """
+    began, stream = time.monotonic(), stream or sys.stderr
+    if out is not None:
+        _refuse_existing(out)  # before the checkpoint is read, which takes minutes
+    checkpoint = _select(run, step, stream=stream)
+    directory = Path(os.path.abspath(out or run.root / "export" / checkpoint.name))
+    _refuse_existing(directory)
+    try:
+        state = read_json(checkpoint / STATE)
+        index = FragmentIndex(sorted(checkpoint.glob("rank-*.safetensors")))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{checkpoint} was removed just now: the run that is training keeps only some (see "
+            "checkpoint.keep). Export again."
+        ) from error
+    precision = dtype or state["precision"]
+    index.check(state["parameters"], state.get("buffers"))
+    weights = list_weights(state, index, dtype=NAMES[precision])
+    total = sum(weight.num_bytes for weight in weights)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    progress = ProgressLine("writing", total, stream=stream)
+    try:
+        make_directories(DISK, partial)
+        _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
+        if conversions := state.get("conversions"):
+            # transformers alone knows how fused weights are laid out in files.
+            from llmx.checkpoint.export.converted import write_converted
+
+            write_converted(
+                partial,
+                weights,
+                index,
+                conversions,
+                model=checkpoint / MODEL,
+                trust_remote_code=_trusts_remote_code(run),
+                shard_bytes=shard_bytes,
+                on_bytes=progress.add,
+            )
+        else:
+            write_weights(partial, weights, index, shard_bytes=shard_bytes, on_bytes=progress.add)
+        DISK.sync_directory(partial)
+        DISK.rename(partial, directory)
+        DISK.sync_directory(directory.parent)
+    except OSError as error:
+        raise _disk_error(error, directory, total) from error
+    finally:
+        progress.end()
+        index.close()
+        shutil.rmtree(partial, ignore_errors=True)
+    elements = sum(weight.num_elements for weight in weights)
+    print(
+        f"{directory}: step {state['step']}, {elements:,} parameters in {precision}, "
+        f"{human.size(total)}, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return directory
+
+
+def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
+    """The checkpoint's directory, verified."""
+    steps = selection.list_steps(run.checkpoints)
+    if not steps:
+        raise CheckpointError(_without_checkpoints(run))
+    if step is not None and step not in steps:
+        have = ", ".join(map(str, steps))
+        raise ConfigError(f"{run.root} has no checkpoint of step {step}. It has: {have}.")
+    refused: list[str] = []
+    for candidate in [step] if step is not None else reversed(steps):
+        directory = commit.committed_dir(run.checkpoints, candidate)
+        problems = verify(directory, stream=stream)
+        if not problems:
+            for line in refused:
+                print(f"llmx: {line}", file=stream)
+            return directory
+        refused.append(f"{directory.name} cannot be used: {explain(directory, problems)}")
+    others = [each for each in steps if each != step]
+    hint = f" Other steps: {', '.join(map(str, others))}." if step is not None and others else ""
+    raise CheckpointError("\n      ".join(refused) + hint)
+
+
+def _without_checkpoints(run: RunDir) -> str:
+    if not run.config.is_file():
+        return no_run(run.root)
+    words = f"{run.root} has no checkpoints (see checkpoint.every_steps and checkpoint.at_end)."
+    if (run.final_model / "config.json").is_file():
+        words += f" Its final model, {run.final_model}, is a Hugging Face directory already."
+    return words
+
+
+def _copy_description(source: Path, target: Path, *, dtype: str) -> None:
+    """Config, generation config and tokenizer; the config names the dtype of the weights."""
+    for path in sorted(each for each in source.rglob("*") if each.is_file()):
+        data = path.read_bytes()
+        if path == source / "config.json":
+            config = json.loads(data)
+            if _set_dtype(config, dtype):
+                data = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        place = target / path.relative_to(source)
+        make_directories(DISK, place.parent)
+        write_file(DISK, place, data)
+
+
+def _trusts_remote_code(run: RunDir) -> bool:
+    """``model.trust_remote_code`` of the run; False where its snapshot has none."""
+    model = (config_values(run.config) or {}).get("model")
+    return isinstance(model, dict) and model.get("trust_remote_code") is True
+
+
+def _set_dtype(config: Any, dtype: str) -> bool:
+    """Name ``dtype`` wherever a config names one; whether that changed anything."""
+    if not isinstance(config, dict):
+        return False
+    changed = False
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and isinstance(value, str):
+            changed |= value != dtype
+            config[key] = dtype
+        else:
+            changed |= _set_dtype(value, dtype)
+    return changed
+
+
+def _refuse_existing(directory: Path) -> None:
+    # Not Path.exists(), which raises for a name that is too long.
+    if os.path.lexists(directory):
+        raise ConfigError(f"{directory} is there already. Remove it, or set --out to another name.")
+
+
+def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = commit.free_bytes(directory.parent)
+        return CheckpointError(
+            f"{directory}: the export needs {human.size(num_bytes)}, {human.size(free)} are free. "
+            "Nothing was left there. Free some disk, or set --out to another one."
+        )
+    return ConfigError(
+        f"{directory}: cannot be written ({error.strerror or error}). Nothing was left there. Set "
+        "--out to a directory that can be made."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The Hydra application: overrides to a composed config, and what is done with it.
+
+Light until Hydra is needed: the imports are inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
+from llmx.errors import ConfigError, LlmxError
+
+
+def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
+    """Compose the config and start what it describes; a sweep goes through the launcher plugin.
+
+    ``command``: hand the composed config to this command, with its ``own`` words, instead of
+    starting a run.
+    """
+    from llmx.cli.arguments import read_line, with_demo
+    from llmx.compose.overrides import check_overrides
+
+    line = read_line(words)
+    if command and line.multirun:
+        raise ConfigError(f"{command}: takes one config; a sweep (-m) is for training.")
+    checked = check_overrides(
+        with_demo(line.overrides),
+        multirun=line.multirun,
+        config_dirs=[line.config_dir] if line.config_dir else [],
+        commands=tuple(COMMANDS),
+    )
+    argv = list(checked.words)
+    if line.multirun:
+        # A sweep's directories are named after what differs between its jobs.
+        fixed = ",".join(checked.fixed)
+        argv = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", *argv, "--multirun"]
+    if line.config_dir:
+        argv += ["--config-dir", str(Path(line.config_dir).expanduser())]
+    return _compose([*argv, *line.show], checked.words, command=command, own=own)
+
+
+def _compose(
+    argv: list[str], overrides: list[str], *, command: str | None, own: Sequence[str]
+) -> int:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from llmx.compose.defaults import register_defaults
+    from llmx.compose.explain import explain_hydra
+    from llmx.config.groups import conf_dir
+    from llmx.lifecycle.start import require_success, run_job
+    from llmx.run.rundir import claim
+
+    register_defaults()
+    ended: list[int | LlmxError] = []
+    inside = False
+
+    def job(cfg: DictConfig) -> int:
+        nonlocal inside
+        inside = True
+        hydra_config = HydraConfig.get()
+        made = Path(hydra_config.runtime.output_dir)
+        try:
+            values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            assert isinstance(values, dict)
+            values = {str(key): value for key, value in values.items()}
+            if command or values.get("run_dir") != str(made):
+                _remove_if_empty(made)
+            elif hydra_config.mode == RunMode.RUN:
+                # Named after the second, which another command may share.
+                made = claim(made)
+                values["run_dir"] = str(made)
+            if command:
+                code = _run_command(command, values, own=own)
+            else:
+                code = run_job(values, overrides=list(hydra_config.overrides.task))
+            if hydra_config.mode == RunMode.MULTIRUN:
+                require_success(code)
+        except (LlmxError, OmegaConfBaseException) as error:
+            # Hydra made the directory; one that nothing was written to is not a run.
+            _remove_if_empty(made)
+            problem = error
+            if not isinstance(error, LlmxError):
+                problem = ConfigError(explain_hydra(error, overrides))
+            if hydra_config.mode == RunMode.MULTIRUN:
+                raise problem from error
+            # Raised inside, Hydra would print its own words around ours.
+            ended.append(problem)
+            return problem.exit_code
+        finally:
+            inside = False
+        ended.append(code)
+        return code
+
+    # Without it Hydra prints its own traceback and exits before our message can be made.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    decorated = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+    saved, sys.argv = sys.argv, ["llmx", *argv]
+    try:
+        decorated(job)()
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(explain_hydra(error, overrides)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        if isinstance(error, LlmxError) or not _of_hydra(error):
+            raise
+        raise ConfigError(explain_hydra(error, overrides)) from error
+    except OSError as error:
+        if inside:
+            raise
+        raise ConfigError(
+            f"{error.filename}: the run directory cannot be made ({error.strerror}). Set "
+            "run_dir=DIR, or LLMX_OUTPUTS=DIR for all runs."
+        ) from error
+    finally:
+        sys.argv = saved
+    for end in ended:
+        if isinstance(end, LlmxError):
+            raise end
+    return next((end for end in ended if isinstance(end, int) and end), 0)
+
+
+def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) -> int:
+    """Hand the completed config to a command's process; returns its exit code."""
+    from llmx.compose.complete import complete
+    from llmx.config import experiment_from_dict
+    from llmx.config.validate import validate
+    from llmx.plan.geometry import position_limit
+    from llmx.run.snapshot import dump_config
+
+    chosen = CONFIG_COMMANDS[command]
+    exp, problems = complete(experiment_from_dict(values))
+    if chosen.trains:
+        validate(exp, problems, position_limit=position_limit(exp.model.config))
+    elif problems:
+        raise ConfigError("\n".join(problems))
+    with tempfile.TemporaryDirectory(prefix=f"llmx-{command}-") as directory:
+        config = Path(directory) / "config.yaml"
+        config.write_text(dump_config(exp), encoding="utf-8")
+        return run_module(chosen.module, [str(config), *own])
+
+
+def run_module(module: str, words: Sequence[str]) -> int:
+    """``python -m module words`` in a process of its own; its exit code as a shell has it: 128 and
+    the signal for one that a signal ended."""
+    code = subprocess.run([sys.executable, "-m", module, *words], check=False).returncode
+    return code if code >= 0 else 128 - code
+
+
+def _of_hydra(error: BaseException) -> bool:
+    """Whether Hydra, or what it reads configs with, has raised it: of a word, not a defect here."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Remove a directory that was made for nothing, and ``outputs`` if it held only that; never
+    the directory where the command was typed, or one that holds it."""
+    from llmx.run.rundir import RunDir
+
+    here = Path.cwd()
+    outputs = here / (os.environ.get("LLMX_OUTPUTS") or "outputs")
+    # A name with a slash in it has made more than one directory below outputs.
+    above = [path for path in directory.parents if path == outputs or outputs in path.parents]
+    with contextlib.suppress(OSError):
+        RunDir(directory).logs.rmdir()
+    with contextlib.suppress(OSError):
+        for path in dict.fromkeys([directory, directory.parent, *above]):
+            if path == here or path in here.parents:
+                return
+            path.rmdir()

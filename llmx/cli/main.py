@@ -1,0 +1,100 @@
+"""The command line: which command the words name, and where it is.
+
+Light on purpose: the control process imports neither torch nor deepspeed, and starts
+``deepspeed`` within a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS, HEAVY, LIGHT
+from llmx.cli.hydra_app import run_hydra, run_module
+from llmx.errors import ConfigError, did_you_mean, exit_code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors for the user are printed, not raised."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _dispatch(words))
+
+
+def _dispatch(words: list[str]) -> int:
+    # Before --help: words that are being completed may hold one.
+    if words[:1] == ["help"]:
+        from llmx.cli.topics import main as help_main
+
+        return help_main(words[1:])
+    if words[:1] == ["completion"] and words[1:2] not in (["-h"], ["--help"]):
+        from llmx.cli.completion import main as completion_main
+
+        return completion_main(words[1:])
+    if any(word in ("-h", "--help") for word in words):
+        if words[0] in HEAVY:
+            return _module(words[0], ["--help"])
+        print(_help(words))
+        return 0
+    if words == ["--version"]:
+        from llmx import __version__
+
+        print(f"llmx {__version__}")
+        return 0
+    if words == ["--hydra-help"]:
+        from llmx.cli.arguments import OPTIONS_HELP
+
+        print(OPTIONS_HELP, end="")
+        return 0
+    from llmx.cli.arguments import split_command, split_own
+
+    command, rest = split_command(words, tuple(COMMANDS))
+    if command == "plan":
+        return run_hydra([*rest, "dry_run=true"])
+    if command == "sweep":
+        return _sweep(rest)
+    if command in LIGHT:
+        main_of_command = importlib.import_module(LIGHT[command]).main
+        code: int = main_of_command(rest)
+        return code
+    if command in HEAVY:
+        return _module(command, rest)
+    if command in CONFIG_COMMANDS:
+        own, overrides = split_own(rest, CONFIG_COMMANDS[command].own_keys)
+        return run_hydra(overrides, command=command, own=own)
+    return run_hydra(rest)
+
+
+def _help(words: list[str]) -> str:
+    """A command's own help where one is named, else the whole."""
+    if words[0] in COMMANDS:
+        from llmx.cli.topics import command_help
+
+        return command_help(words[0])
+    from llmx.cli.help import help_text
+
+    return help_text()
+
+
+def _sweep(words: list[str]) -> int:
+    from llmx.cli.arguments import sweep_overrides
+    from llmx.config.groups import sweeps_dir
+
+    names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
+    if not words:
+        raise ConfigError(f"sweep needs a name or a YAML file. Committed: {', '.join(names)}.")
+    path = Path(words[0]) if words[0].endswith(".yaml") else sweeps_dir() / f"{words[0]}.yaml"
+    if not path.is_file():
+        hint = did_you_mean(words[0], names)
+        raise ConfigError(f"no sweep {words[0]!r}.{hint} Committed: {', '.join(names)}.")
+    return run_hydra(["--multirun", *sweep_overrides(path), *words[1:]])
+
+
+def _module(command: str, words: list[str]) -> int:
+    """Commands that load heavy libraries run in a process of their own."""
+    if not words and command != "bench":
+        needs = "two run directories" if command == "compare" else "a run directory"
+        names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
+        raise ConfigError(f"{command} needs {needs}: python -m llmx {command} {names}")
+    return run_module(HEAVY[command], words)

@@ -1,0 +1,163 @@
+"""Overrides applied to a snapshot, by Hydra itself: ``resume`` and ``reproduce`` share it.
+
+A dotted key changes one value; a whole group (``hardware=a100x8``) is composed anew from the
+group's file over the schema's defaults, and replaces the snapshot's section.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmx.compose.explain import explain_hydra
+from llmx.compose.overrides import check_overrides, resolve_alias
+from llmx.config import Experiment, experiment_from_dict, to_dict
+from llmx.config.build import shown
+from llmx.config.groups import GROUPS, conf_dir
+from llmx.errors import ConfigError
+
+_SNAPSHOT = "llmx_snapshot"
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """The command line of ``resume`` or ``reproduce``, sorted."""
+
+    run: Path
+    own: dict[str, str]
+    """The command's own ``key=value`` words."""
+    overrides: tuple[str, ...]
+    config_dirs: tuple[str, ...]
+
+    def flag(self, name: str) -> bool:
+        """An own word that is true or false."""
+        value = self.own.get(name, "false").lower()
+        if value not in ("true", "false"):
+            raise ConfigError(f"{name}={self.own[name]}: write {name}=true or {name}=false.")
+        return value == "true"
+
+    def step(self, name: str, *, least: int) -> int | None:
+        """An own word that is a step; None where it was not given."""
+        text = self.own.get(name)
+        if text is None:
+            return None
+        if not re.fullmatch(r"\d+", text) or int(text) < least:
+            raise ConfigError(f"{name}={text}: a step, a whole number from {least} on.")
+        return int(text)
+
+
+def parse_run_command(command: str, words: Sequence[str], *, own: Sequence[str]) -> RunCommand:
+    """Sort the words of a command that takes one run directory and overrides."""
+    runs: list[str] = []
+    mine: dict[str, str] = {}
+    overrides: list[str] = []
+    config_dirs: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        option, _, value = word.partition("=")
+        if option in ("--config-dir", "-cd"):
+            if not value and not rest:
+                raise ConfigError("--config-dir needs a directory: --config-dir DIR")
+            config_dirs.append(value or rest.pop(0))
+        elif word.startswith("--step"):
+            raise ConfigError(f"{word}: options of {command} are words: step=N.")
+        elif word.startswith("-"):
+            raise ConfigError(f"{word}: {command} has no such option. It knows --config-dir.")
+        elif Path(word).is_dir() or "=" not in word:
+            runs.append(word)
+        elif option in own:
+            mine[option] = value
+        else:
+            overrides.append(resolve_alias(word))
+    if len(runs) != 1:
+        said = f" Given: {', '.join(runs)}." if runs else ""
+        raise ConfigError(
+            f"{command} takes one run directory: python -m llmx {command} RUN_DIR.{said}"
+        )
+    for directory in config_dirs:
+        if not Path(directory).expanduser().is_dir():
+            raise ConfigError(f"--config-dir {directory}: no such directory.")
+    return RunCommand(Path(runs[0]).expanduser(), mine, tuple(overrides), tuple(config_dirs))
+
+
+def group_of(override: str) -> str | None:
+    """``hardware=a100x8`` -> ``hardware``; None for a dotted key."""
+    name = override.lstrip("+~").split("=", 1)[0].split("@", 1)[0]
+    head = name.split("/", 1)[0]
+    return head if head in GROUPS and "." not in name else None
+
+
+def apply(
+    exp: Experiment, overrides: Sequence[str], *, config_dirs: Sequence[str] = ()
+) -> Experiment:
+    """The experiment with the overrides; ConfigError as at a first start.
+
+    Nothing is completed or checked yet: see ``llmx.compose.complete``.
+    """
+    if not overrides:
+        return exp
+    values = _compose(to_dict(exp), list(overrides), config_dirs)
+    return experiment_from_dict(values)
+
+
+def _compose(
+    values: dict[str, Any], overrides: list[str], config_dirs: Sequence[str]
+) -> dict[str, Any]:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from llmx.compose.defaults import free_mappings
+
+    for word in overrides:
+        if group_of(word) == "experiment":
+            raise ConfigError(
+                f"{shown(word)}: a run keeps its experiment. Change its groups and keys: "
+                "zero=stage3, optim.lr=1e-4."
+            )
+    chosen = {group for word in overrides if (group := group_of(word))}
+    fresh = to_dict(Experiment())
+    base = {key: fresh[key] if key in chosen else value for key, value in values.items()}
+    node = OmegaConf.create(_escaped(base))
+    for key in free_mappings(Experiment):
+        OmegaConf.set_struct(OmegaConf.select(node, key), False)
+    defaults: list[Any] = [f"{_SNAPSHOT}_values", {"hardware/devices": None}]
+    defaults += [{group: None} for group in GROUPS if group != "experiment"]
+    store = ConfigStore.instance()
+    store.store(name=f"{_SNAPSHOT}_values", node=node)
+    store.store(name=_SNAPSHOT, node={"defaults": [*defaults, "_self_"]})
+    words = check_overrides(overrides, config_dirs=config_dirs).words
+    if "hardware" in chosen:
+        words.insert(0, "hardware/devices=catalogue")
+    if config_dirs:
+        paths = ",".join(f"file://{os.path.abspath(os.path.expanduser(d))}" for d in config_dirs)  # noqa: PTH111
+        words.insert(0, f"hydra.searchpath=[{paths}]")
+    GlobalHydra.instance().clear()
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            cfg = compose(_SNAPSHOT, overrides=words)
+        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain_hydra(error, overrides)) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _escaped(value: Any) -> Any:
+    """Text that OmegaConf would read as an interpolation, so that it reads it as text."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, str) and "${" in value:
+        return re.sub(r"(\\*)\$\{", lambda found: found.group(1) * 2 + r"\${", value)
+    return value

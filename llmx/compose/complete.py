@@ -1,0 +1,134 @@
+"""From composed values to a complete, validated experiment with its plan.
+
+The one road from a config to a run, used by the command line and by the launcher plugin:
+type the values, make the hardware explicit, make local paths absolute, check the rules,
+plan. What a snapshot holds is the result, so it means the same on another machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmx.compose.local_paths import absolute, is_directory, local_paths, missing_here
+from llmx.config import Experiment, ModelConfig, experiment_from_dict
+from llmx.config.model_rules import as_typed
+from llmx.config.user_code import with_code_path
+from llmx.config.validate import validate
+from llmx.errors import ConfigError
+from llmx.hardware.detect import local_names
+from llmx.hardware.resolve import resolve_hardware
+from llmx.plan import Plan, ds_config, make_plan
+from llmx.plan.geometry import position_limit
+
+
+@dataclass(frozen=True)
+class Composed:
+    """An experiment ready to be written down and launched."""
+
+    experiment: Experiment
+    plan: Plan
+    ds_config: dict[str, Any]
+
+
+def compose(values: dict[str, Any]) -> Composed:
+    """Type, complete, validate and plan; raises ConfigError with all that is wrong."""
+    exp, problems = complete(experiment_from_dict(values))
+    return plan_experiment(exp, problems)
+
+
+def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
+    """Validate and plan an experiment that is complete already (a snapshot).
+
+    ``problems``: what completing it has found, to be reported with the rest.
+    """
+    validate(exp, problems, position_limit=position_limit(exp.model.config))
+    plan = make_plan(exp, local_names=local_names())
+    return Composed(exp, plan, ds_config(exp, plan))
+
+
+def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
+    """Make explicit what the config leaves to this machine: hardware, paths, geometry.
+
+    Also returns one message for each path that cannot be used.
+    """
+    hardware = resolve_hardware(exp.hardware)
+    zero = exp.zero
+    if zero.hpz_partition_size == 0 and hardware.hosts:
+        zero = dataclasses.replace(zero, hpz_partition_size=hardware.hosts[0].slots)
+    names = local_names()
+    all_here = exp.launch.sync == "rsync" or all(
+        {host.name, host.address} & names for host in hardware.hosts
+    )
+    data, model, problems = local_paths(exp, all_here=all_here)
+    # Groups bring epochs and warmup_fraction; a user who types steps means steps.
+    task, optim = with_code_path(exp.task), exp.optim
+    if task.steps is not None:
+        task = dataclasses.replace(task, epochs=None)
+    if optim.warmup_steps is not None:
+        optim = dataclasses.replace(optim, warmup_fraction=None)
+    # What a local model says of itself wins over nothing, and loses to what the user set.
+    found, about = _local_model_config(model, all_here=all_here)
+    problems += about
+    if model.kind == "hf" and found:
+        model = dataclasses.replace(model, config={**found, **model.config})
+    model = dataclasses.replace(model, config=as_typed(model.config))
+    run_dir = absolute(exp.run_dir) if exp.run_dir else ""
+    name = exp.name or (Path(run_dir).name if run_dir else "")
+    exp = dataclasses.replace(
+        exp,
+        name=name,
+        run_dir=run_dir,
+        model=model,
+        data=data,
+        task=task,
+        zero=zero,
+        hardware=hardware,
+        optim=optim,
+    )
+    return exp, problems
+
+
+def check_paths(exp: Experiment, plan: Plan) -> None:
+    """Raise ConfigError for an absolute path that is not here, when all ranks are.
+
+    A path of other hosts may be missing on this machine; their agents see to it.
+    """
+    if not all(host.is_local for host in plan.hosts):
+        return
+    missing = list(missing_here(exp))
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
+def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str, Any], list[str]]:
+    """``config.json`` of a model directory on this machine, else empty; and what is wrong."""
+    if not model.path or not is_directory(model.path):
+        return {}, []
+    problems = []
+    directory = Path(model.path)
+    weights = any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    if model.init == "pretrained" and all_here and not weights:
+        problems.append(
+            f"model.path={directory}: no weights there (*.safetensors or *.bin). Set "
+            "model.init=scratch to train from its config alone."
+        )
+    config = directory / "config.json"
+    if not config.is_file():
+        if model.kind == "hf":
+            problems.append(
+                f"model.path={directory}: no config.json there, so it is no Hugging Face model. "
+                "Give the directory that has one."
+            )
+        return {}, problems
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        return {}, [*problems, f"{config}: is not valid JSON ({error}). Is the download complete?"]
+    if not isinstance(found, dict):
+        return {}, [*problems, f"{config}: must be a JSON object. Is it a model's config?"]
+    return found, problems

@@ -1,0 +1,99 @@
+"""What composing a config has refused, in words of the config: the key, what is wrong, the fix.
+
+Overrides and the user's files are checked before (``overrides.py``, ``user_files.py``), so what is
+left is mostly ``${...}`` and values that a choice leaves open. Nothing of the libraries' own text
+is passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from llmx.config import experiment_from_dict
+from llmx.config.groups import no_such_option
+from llmx.config.keys import key_problem, shown
+from llmx.errors import ConfigError
+
+
+def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
+    """One line on an exception of Hydra or OmegaConf. ``overrides``: what was typed."""
+    text = str(error)
+    chain = [error, *filter(None, (error.__cause__, error.__context__))]
+    key = next((str(k) for each in chain if (k := getattr(each, "full_key", None))), "")
+    name = " ".join(type(each).__name__ for each in chain)
+    if "MissingMandatory" in name or "Missing mandatory value" in text:
+        found = re.search(r"full_key: ([\w.\[\]]+)", text)
+        key = key or (found[1] if found else "")
+        return f"{key} has no value yet, and this choice needs one: set {key}=..."
+    missing = re.search(r"Could not (?:override|delete|append|add) [^']*'([^']+)'", text)
+    if missing:
+        wanted = missing[1].lstrip("+~").split("=", 1)[0]
+        if problem := key_problem(wanted):
+            return problem
+        return f"{_typed(wanted, overrides)}: cannot be set here. Leave out + and ~."
+    option = re.search(r"Could not find '([\w/]+)/([^']+)'", text)
+    if option:
+        return no_such_option(option[1], option[2])
+    if "nterpolation" in name or "Grammar" in name or "nterpolation" in text:
+        return _interpolation(key, text, name)
+    if key.startswith("hydra."):
+        return f"{_typed(key, overrides)}: the value does not fit here. Leave it out."
+    if key:
+        problem = key_problem(key)
+        return problem or _unfit(key, overrides)
+    named = [word for word in overrides if word.split("=", 1)[0].lstrip("+~") in text]
+    words = ", ".join(shown(word) for word in named or overrides[:5])
+    return f"{words}: cannot be composed together. Leave out one after the other to find which."
+
+
+def _interpolation(key: str, text: str, name: str) -> str:
+    """``${...}`` in a value: what it asks for, and is not there."""
+    where = key or "a value"
+    variable = re.search(r"[Ee]nvironment variable '([^']*)' not found", text)
+    if variable:
+        return (
+            f"{where}: asks for the environment variable {variable[1]}, which is not set. Set it, "
+            f"or set {key or 'the key'}=..."
+        )
+    resolver = re.search(r"Unsupported interpolation type (\S+)", text)
+    if resolver:
+        return (
+            f"{where}: there is no ${{{resolver[1]}:...}}. ${{oc.env:NAME}} is an environment "
+            "variable, ${optim.lr} another key."
+        )
+    other = re.search(r"Interpolation key '([^']*)' not found", text)
+    if other:
+        return f"{where}: ${{{other[1]}}} names no key of the config. Correct the name."
+    if "ecursi" in text or "RecursionError" in name:
+        return f"{where}: ${{...}} leads back to the key itself. Write the value."
+    return (
+        f"{where}: the ${{...}} in it cannot be read. Write ${{optim.lr}} for another key, "
+        "${oc.env:NAME} for an environment variable, \\${ for the text itself."
+    )
+
+
+def _unfit(key: str, overrides: Sequence[str]) -> str:
+    """A list where a mapping must be, or the like: what the key takes instead."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for word in overrides:
+        typed, _, _ = word.partition("=")
+        if typed == key or key.startswith(f"{typed}."):
+            value: Any = OverridesParser.create().parse_override(word).value()
+            for part in reversed(typed.split(".")):
+                value = {part: value}
+            try:
+                experiment_from_dict(value)
+            except ConfigError as error:
+                return str(error).splitlines()[0]
+    return f"{_typed(key, overrides)}: the value does not fit here. See python -m llmx help {key}."
+
+
+def _typed(key: str, overrides: Sequence[str]) -> str:
+    """The override that sets a key, as it was typed; else the key."""
+    for word in overrides:
+        if word.lstrip("+~").split("=", 1)[0] == key:
+            return shown(word)
+    return shown(key)

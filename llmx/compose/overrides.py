@@ -1,0 +1,343 @@
+"""The overrides of a command line, checked word by word before Hydra composes them.
+
+Each word is read by Hydra's own parser; what it, or the composing, would refuse is said here in
+one line: the word, the rule and the fix. Used by a run, a sweep, ``resume`` and ``reproduce``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmx.compose.user_files import check_user_files
+from llmx.config.groups import (
+    ALIASES,
+    GROUPS,
+    OPTIONAL_GROUPS,
+    find_option,
+    no_such_option,
+    option_names,
+)
+from llmx.config.keys import key_problem, shown
+from llmx.errors import ConfigError, did_you_mean
+
+STAGES = ("0", "1", "2", "3")
+"""``zero=3`` is ``zero=stage3``."""
+
+_ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<rest>[=.@].*)?$")
+
+MAX_WORD = 65536
+"""Characters of one override: reading takes some 20 microseconds for each."""
+MAX_JOBS = 10_000
+"""Jobs of one sweep."""
+
+_NESTED = ("hardware/devices",)
+"""Groups inside a group."""
+
+
+def resolve_alias(override: str) -> str:
+    """As Hydra reads it: ``zero_stage=stage3`` or ``zero=3`` -> ``zero=stage3``,
+    ``data.path=数据.jsonl`` -> ``data.path='数据.jsonl'``; anything else unchanged."""
+    override = _quoted(override)
+    match = _ALIAS.match(override)
+    if match is None:
+        return override
+    name, rest = ALIASES.get(match["name"], match["name"]), match["rest"] or ""
+    if name == "zero" and rest.startswith("="):
+        stages = [f"stage{word}" if word in STAGES else word for word in rest[1:].split(",")]
+        rest = f"={','.join(stages)}"
+    return f"{match['sign'] or ''}{name}{rest}"
+
+
+def _quoted(override: str) -> str:
+    """Values with letters beyond ASCII, or that begin with ``~``, in quotes, without which Hydra's
+    grammar takes none.
+
+    Where there are quotes or brackets, the user has said what belongs together.
+    """
+    key, equal, value = override.partition("=")
+    if not equal or any(mark in value for mark in "'\"[]{}()\\"):
+        return override
+    words = [
+        f"'{word}'" if word.startswith("~") or not word.isascii() else word
+        for word in value.split(",")
+    ]
+    return f"{key}={','.join(words)}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Overrides that Hydra composes."""
+
+    words: list[str]
+    axes: tuple[str, ...]
+    """The keys that a sweep varies."""
+    fixed: tuple[str, ...]
+    """The keys that it does not."""
+
+
+def check_overrides(
+    words: Sequence[str],
+    *,
+    multirun: bool = False,
+    config_dirs: Sequence[str] = (),
+    commands: Sequence[str] = (),
+) -> Checked:
+    """The words as Hydra takes them; ConfigError for the first that it would refuse.
+
+    ``commands``: what a word without ``=`` may have been meant as.
+    """
+    parsed = [(word, _parsed(word, commands)) for word in map(resolve_alias, words)]
+    multirun = multirun or any(_is_multirun(override) for _, override in parsed)
+    directories = [Path(each).expanduser().absolute() for each in config_dirs]
+    for word, override in parsed:
+        directories += _search_path(word, override)
+    kept: dict[tuple[str, str], tuple[str, Any]] = {}
+    choices: list[tuple[str, str]] = []
+    for word, override in parsed:
+        key = override.key_or_group
+        word = _without_plus(word, key)
+        chosen = _check(word, override, multirun=multirun, directories=directories)
+        if chosen == [None]:
+            continue
+        choices += [(key, shown(name)) for name in chosen]
+        # Of a key that is given twice the last counts, as in Hydra; here also of a group.
+        place = (key, "-" if override.is_delete() else "")
+        kept.pop(place, None)
+        kept[place] = (word, override)
+    check_user_files(choices, directories)
+    axes = [override.key_or_group for _, override in kept.values() if override.is_sweep_override()]
+    if multirun:
+        _check_sweep([override for _, override in kept.values()])
+    return Checked(
+        [word for word, _ in kept.values()],
+        tuple(axes),
+        tuple(o.key_or_group for _, o in kept.values() if not o.is_sweep_override()),
+    )
+
+
+def _parsed(word: str, commands: Sequence[str]) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, equal, value = word.partition("=")
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{shown(word)}: is not valid UTF-8 text. Type it again.") from error
+    if len(word) > MAX_WORD:
+        raise ConfigError(
+            f"{shown(key)}: the value has {len(value)} characters, at most {MAX_WORD} are read. "
+            "Put it into a YAML file: --config-dir DIR."
+        )
+    if equal and not key.strip("+~ "):
+        raise ConfigError(
+            f"{shown(word)}: has no key before the =. Write group=option or key=value."
+        )
+    if not equal and not word.startswith("~"):
+        raise ConfigError(f"{shown(word)}: is not key=value.{_meant(word, commands)}")
+    try:
+        override = OverridesParser.create().parse_override(word)
+        # A number of more than 4300 digits fails only when its value is asked for.
+        if not override.is_sweep_override():
+            override.value()
+    except (HydraException, ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"{shown(word)}: cannot be read. {_unreadable(word)}") from error
+    return override
+
+
+def _meant(word: str, commands: Sequence[str]) -> str:
+    if word in commands:
+        return f" A command comes first: python -m llmx {word} ..."
+    hint = did_you_mean(word, [*commands, *GROUPS]) if len(word) < 100 else ""
+    return hint or " Write group=option or key=value."
+
+
+def _unreadable(word: str) -> str:
+    """What most likely is wrong with a word that Hydra's grammar does not take."""
+    key, _, value = word.partition("=")
+    if not re.fullmatch(r"(\+\+|\+|~)?[A-Za-z_][\w./@:-]*", key):
+        return f"{shown(key)} is not a key: letters, digits, _ and dots, as in optim.lr=1e-4."
+    quotes = [mark for mark in "'\"" if len(re.findall(rf"(?<!\\){mark}", value)) % 2]
+    if quotes:
+        return f"A quote ({quotes[0]}) is not closed."
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) != value.count(closing):
+            more = opening if value.count(opening) > value.count(closing) else closing
+            other = closing if more == opening else opening
+            return f"A {more} has no {other}; text with brackets is quoted: '{key}=\"...\"'."
+    if re.search(r"\d{4000}", value):
+        return "A number has more than 4000 digits."
+    if not value.isascii():
+        return f"Letters beyond ASCII inside brackets are quoted: '{key}={{0: \"é\"}}'."
+    return (
+        "A value with commas, colons, brackets or = is quoted: "
+        f"'{key if len(key) < 60 else 'key'}=\"a, b\"'."
+    )
+
+
+def _without_plus(word: str, key: str) -> str:
+    """``+optim.lr=1`` means ``optim.lr=1``: nothing can be added that is not there."""
+    return word.lstrip("+") if not key.startswith("hydra") else word
+
+
+def _is_multirun(override: Any) -> bool:
+    return override.key_or_group == "hydra.mode" and shown(override.value()).endswith("MULTIRUN")
+
+
+def _search_path(word: str, override: Any) -> list[Path]:
+    if override.key_or_group != "hydra.searchpath":
+        return []
+    value = override.value()
+    found = []
+    for entry in value if isinstance(value, list) else [value]:
+        entry = str(entry)
+        if entry.startswith("pkg://"):
+            continue
+        path = Path(entry.removeprefix("file://"))
+        if not isinstance(value, list) or not path.is_dir():
+            raise ConfigError(
+                f"{shown(word)}: must be a list of directories that exist: "
+                "'hydra.searchpath=[file:///path/to/dir]', or --config-dir DIR."
+            )
+        found.append(path.absolute())
+    return found
+
+
+def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Path]) -> list[Any]:
+    """Options chosen by a word that is a group's; ``[None]`` for a group that is left out.
+    ConfigError for what cannot be composed."""
+    key = override.key_or_group
+    if override.is_sweep_override() and not multirun:
+        written = f" A list is written '{key}=[a,b]', text with a comma '{key}=\"a, b\"'."
+        raise ConfigError(
+            f"{shown(word)}: several values are for a sweep: add -m."
+            f"{'' if key in GROUPS else written}"
+        )
+    if override.package is not None:
+        raise ConfigError(f"{shown(word)}: @ is not supported here. Write {shown(key)}=...")
+    if key.startswith("hydra"):
+        _check_hydra(word, override)
+        return []
+    if key in GROUPS or key in _NESTED:
+        return _check_group(word, override, directories)
+    if "/" in key or any((directory / key).is_dir() for directory in directories):
+        known = option_names(key, directories)
+        if not known:
+            groups = [*GROUPS, *_NESTED]
+            raise ConfigError(
+                f"{shown(key)}: no such group.{did_you_mean(key[:100], groups)} Groups: "
+                f"{', '.join(groups)}; your own: --config-dir DIR."
+            )
+        return _check_group(word, override, directories)
+    if problem := key_problem(key):
+        raise ConfigError(problem)
+    return []
+
+
+def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[Any]:
+    group = override.key_or_group
+    known = option_names(group, directories)
+    if override.is_delete():
+        if group in OPTIONAL_GROUPS:
+            return [None]
+        if override.value() in (None, ""):
+            return []
+        raise ConfigError(f"{shown(word)}: write ~{group} to leave the group out.")
+    values = [override.value()]
+    if override.is_sweep_override():
+        values = [_plain(value) for value in _sweep_values(override)]
+    for value in values:
+        if value is None and group in OPTIONAL_GROUPS:
+            if len(values) > 1:
+                raise ConfigError(
+                    f"{shown(word)}: null is no option of a sweep. Sweep over the keys of the "
+                    "experiment, or over experiments."
+                )
+            return [None]
+        if isinstance(value, list | dict):
+            raise ConfigError(
+                f"{shown(word)}: {group} takes one option: {group}={known[0]}. Options of "
+                f"{group}: {', '.join(known)}."
+            )
+        name = value if isinstance(value, str) else shown(value)
+        if find_option(group, name, directories) is None:
+            raise ConfigError(no_such_option(group, name, directories))
+    return values
+
+
+_REFUSED = {
+    "hydra.job.chdir": "relative paths start where you are; the run's files are in run_dir",
+    "hydra.job.config.override_dirname.exclude_keys": "llmx sets it for a sweep",
+    "hydra.output_subdir": "the run directory holds the config already",
+}
+_MODES = ("RUN", "MULTIRUN")
+
+
+def _check_hydra(word: str, override: Any) -> None:
+    key = override.key_or_group
+    if key == "hydra":
+        raise ConfigError(f"{shown(word)}: set one of its keys, e.g. hydra.sweep.dir=DIR.")
+    if "/" in key and not override.is_delete() and not isinstance(override.value(), str):
+        raise ConfigError(f"{shown(word)}: {key} takes the name of an option.")
+    if key in _REFUSED:
+        raise ConfigError(f"{shown(word)}: cannot be set: {_REFUSED[key]}. Leave it out.")
+    if override.is_sweep_override():
+        raise ConfigError(f"{shown(word)}: a sweep varies keys of the config, none of hydra's.")
+    if key == "hydra.mode" and shown(override.value()).removeprefix("RunMode.") not in _MODES:
+        raise ConfigError(f"{shown(word)}: must be RUN or MULTIRUN. Use -m for a sweep.")
+
+
+def _sweep_values(override: Any) -> list[Any]:
+    from hydra.core.override_parser.types import ValueType
+
+    if override.value_type is ValueType.RANGE_SWEEP:
+        sweep = override.value()
+        start, stop, step = (float(each) for each in (sweep.start or 0, sweep.stop, sweep.step))
+        count = (stop - start) / step if step else math.inf
+        if not 0 < count <= MAX_JOBS:
+            raise ConfigError(
+                f"{shown(override.input_line or '')}: range(start, stop, step) must give 1 to "
+                f"{MAX_JOBS} values."
+            )
+    if override.value_type is ValueType.INTERVAL_SWEEP:
+        raise ConfigError(
+            f"{shown(override.input_line or '')}: interval() is for sweepers that search. Write "
+            "the values: a,b,c, or range(start, stop, step)."
+        )
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        return []
+    try:
+        return list(itertools.islice(override.sweep_iterator(), MAX_JOBS + 1))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{shown(override.input_line or '')}: cannot be read. Write the values: a,b,c."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """The text of a quoted value."""
+    text = getattr(value, "text", None)
+    return value if text is None else text
+
+
+def _check_sweep(overrides: Sequence[Any]) -> None:
+    jobs = 1
+    for override in overrides:
+        if override.is_sweep_override():
+            jobs *= max(1, len(_sweep_values(override)))
+        elif override.key_or_group == "run_dir":
+            raise ConfigError(
+                f"{shown(override.input_line or 'run_dir')}: every job of a sweep has its own "
+                "run directory. Set hydra.sweep.dir=DIR for all of them."
+            )
+    if jobs > MAX_JOBS:
+        axes = ", ".join(o.key_or_group for o in overrides if o.is_sweep_override())
+        raise ConfigError(
+            f"{axes}: the sweep has {jobs} jobs; at most {MAX_JOBS} are run. Vary fewer values."
+        )

@@ -1,0 +1,230 @@
+"""A user's own YAML files (``--config-dir``, ``hydra.searchpath``), checked before they are used.
+
+What is wrong is said with file and line: a tab, a brace that is not closed, a key that is there
+twice, another encoding, a key or an option that does not exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from llmx.config.groups import GROUPS, find_option, no_such_option, option_names
+from llmx.config.keys import key_problem, shape, shown
+from llmx.errors import ConfigError
+
+_ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")
+_MAX_FILES = 1000
+_MAX_VALUES = 100_000
+
+
+def check_user_files(choices: Sequence[tuple[str, str]], directories: Sequence[Path]) -> None:
+    """Raise ConfigError for the first file of the user's that cannot be used.
+
+    ``choices``: (group, option) as chosen on the command line; what their defaults lists choose
+    is followed.
+    """
+    open_choices, seen = list(choices), set[Path]()
+    while open_choices and len(seen) < _MAX_FILES:
+        group, name = open_choices.pop()
+        path = find_option(group, name, directories)
+        if path is None or path in seen:
+            continue
+        seen.add(path)
+        if any(path.is_relative_to(directory) for directory in directories):
+            open_choices += _checked(path, group, directories)
+
+
+def read_yaml(path: Path) -> yaml.Node | None:
+    """The nodes of a YAML file; ConfigError with file and line for one that cannot be read."""
+    text = read_text(path)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_yaml_problem(path, error, text)) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{path}, line {line}: the character #x{ord(text[error.position]):04x} is not allowed "
+            "in YAML. Remove it."
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML. Is it nested too deeply?") from error
+    if node is not None:
+        _refuse_twice(path, node, itertools.count())
+    return node
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8; ConfigError with file and line for another encoding."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise ConfigError(
+            f"{path}, line 1: begins with a byte order mark (BOM). Save it as UTF-8 without BOM."
+        )
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ConfigError(f"{path}, line 1: is UTF-16. Save it as UTF-8.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: is not UTF-8 (byte 0x{data[error.start]:02x}). Save it as UTF-8."
+        ) from error
+
+
+def _yaml_problem(path: Path, error: yaml.MarkedYAMLError, text: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else 1
+    said = f"{error.context or ''} {error.problem or ''}"
+    lines = text.split("\n")
+    at = lines[line - 1] if line <= len(lines) else ""
+    if "'\\t'" in said or at.lstrip(" ").startswith("\t"):
+        return f"{path}, line {line}: a tab. YAML is indented with spaces."
+    if "flow" in said and error.context_mark is not None:
+        opened = error.context_mark
+        sign = "[" if "sequence" in said else "{"
+        return f"{path}, line {opened.line + 1}: the {sign} is not closed. Close it."
+    if "quoted scalar" in said and error.context_mark is not None:
+        return f"{path}, line {error.context_mark.line + 1}: the quote is not closed. Close it."
+    if "mapping values" in said:
+        return f"{path}, line {line}: a colon where none may be. Quote text that has ': ' in it."
+    if "undefined alias" in said or "anchor" in said or "alias" in said:
+        return f"{path}, line {line}: * and & have a meaning in YAML. Quote text that begins so."
+    return (
+        f"{path}, line {line}: is not valid YAML. Check the indentation, colons and quotes of "
+        "this line and of the one before."
+    )
+
+
+def _refuse_twice(path: Path, node: yaml.Node, seen: Iterator[int], depth: int = 0) -> None:
+    if depth > 100:
+        raise ConfigError(f"{path}: is nested more than 100 levels deep.")
+    if next(seen) >= _MAX_VALUES:  # aliases of aliases: few lines, and no end
+        raise ConfigError(f"{path}: has more than {_MAX_VALUES} values. Use fewer aliases (*).")
+    if isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{path}, line {line}: a key must be a word, not a list.")
+            if key.value in first and key.value != "<<":
+                raise ConfigError(
+                    f"{path}, line {line}: {shown(key.value)} is set twice (first in line "
+                    f"{first[key.value]}). Leave one."
+                )
+            first[key.value] = line
+            _refuse_twice(path, value, seen, depth + 1)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_twice(path, item, seen, depth + 1)
+
+
+def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[str, str]]:
+    node = read_yaml(path)
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path}, line 1: must be lines of key: value.")
+    package = _package(path, group)
+    choices: list[tuple[str, str]] = []
+    for key, value in node.value:
+        if key.value == "defaults":
+            choices += _defaults(path, group, value, directories)
+        elif package is not None and not (package == "" and key.value == "hydra"):
+            where = f"{package}.{key.value}" if package else key.value
+            _check_keys(path, where, key, value)
+    return choices
+
+
+def _package(path: Path, group: str) -> str | None:
+    """Where the keys of a file belong: the group, or everything; None where it says otherwise."""
+    header = re.search(r"^#\s*@package\s+(\S+)", read_text(path), re.MULTILINE)
+    if header is None or header[1] in ("_group_", group):
+        return group.replace("/", ".")
+    return "" if header[1] == "_global_" else None
+
+
+def _check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
+    problem = key_problem(where)
+    wanted, form = shape(where) if not problem else "", ""
+    if wanted == "mapping" and not isinstance(value, yaml.MappingNode) and not _is_open(value):
+        form = "a mapping: lines of name: value below it"
+    elif wanted == "list" and not isinstance(value, yaml.SequenceNode) and not _is_open(value):
+        form = "a list: lines that begin with - below it"
+    if form:
+        problem = f"{where} must be {form}."
+    if problem:
+        raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {problem}")
+    if isinstance(value, yaml.MappingNode):
+        for inner, item in value.value:
+            if inner.value != "<<":
+                _check_keys(path, f"{where}.{inner.value}", inner, item)
+
+
+def _is_open(node: yaml.Node) -> bool:
+    """Whether a value is said elsewhere: null, ``???`` or an interpolation."""
+    return isinstance(node, yaml.ScalarNode) and (
+        node.tag.endswith(":null") or node.value == "???" or "${" in node.value
+    )
+
+
+def _defaults(
+    path: Path, group: str, node: yaml.Node, directories: Sequence[Path]
+) -> Iterator[tuple[str, str]]:
+    """The choices of a defaults list; ConfigError for one that does not exist."""
+    if not isinstance(node, yaml.SequenceNode):
+        raise ConfigError(
+            f"{path}, line {node.start_mark.line + 1}: defaults is a list, e.g. "
+            "- override /zero: stage3."
+        )
+    for entry in node.value:
+        line = entry.start_mark.line + 1
+        if isinstance(entry, yaml.ScalarNode):
+            if entry.value != "_self_":
+                parent, _, name = f"{group}/{entry.value}".rpartition("/")
+                yield _existing(path, line, parent, name, directories, entry.value)
+            continue
+        pairs = entry.value if isinstance(entry, yaml.MappingNode) else []
+        match = _ENTRY.match(str(pairs[0][0].value)) if len(pairs) == 1 else None
+        if match is None:
+            raise ConfigError(
+                f"{path}, line {line}: an entry of defaults is - override /GROUP: OPTION, "
+                "- OPTION or - _self_."
+            )
+        key, value = pairs[0]
+        chosen = match["group"] if match["root"] else f"{group}/{match['group']}"
+        if match["root"] and chosen in GROUPS and "override" not in key.value:
+            raise ConfigError(
+                f"{path}, line {line}: the config already has the group {chosen}. Write "
+                f"- override /{chosen}: {shown(value.value)}."
+            )
+        names = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        for item in names:
+            name = str(item.value)
+            if item.tag.endswith(":null") or "${" in name or "optional" in key.value:
+                continue
+            yield _existing(path, line, chosen, name, directories, name)
+
+
+def _existing(
+    path: Path, line: int, group: str, name: str, directories: Sequence[Path], written: str
+) -> tuple[str, str]:
+    if find_option(group, name, directories) is None:
+        known = option_names(group, directories)
+        own = group.split("/")[-1]
+        if not known and own in GROUPS:
+            hint = f" Write - override /{own}: {shown(written)}."
+        elif known:
+            raise ConfigError(f"{path}, line {line}: {no_such_option(group, name, directories)}")
+        else:
+            hint = ""
+        raise ConfigError(f"{path}, line {line}: {group}={shown(name)}: no such option.{hint}")
+    return group, name

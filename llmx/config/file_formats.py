@@ -1,0 +1,61 @@
+"""Which files hold data, by their names. Standard library only: the command line asks before a
+launch (``llmx.compose.local_paths``), the ranks when they read (``llmx.data.source.files``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+TEXT_SUFFIXES = (".txt", ".text")
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+DELIMITED_SUFFIXES = (".tsv", ".csv")
+COLUMNAR_SUFFIXES = (".parquet", ".arrow")
+KNOWN = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *DELIMITED_SUFFIXES, *COLUMNAR_SUFFIXES)
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+"""Files that describe a data set and lie beside it."""
+SAVED = ("state.json", "dataset_dict.json")
+"""By these files a directory of ``Dataset.save_to_disk`` or ``DatasetDict`` is known."""
+
+
+def kind_of(file: Path) -> str:
+    """The suffix that tells the format, in lower case, without that of a compression."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def name_problem(file: Path) -> str:
+    """Why a file with this name cannot be read as data, with the fix; empty where it can."""
+    kind, last = kind_of(file), file.suffix.lower()
+    if kind not in KNOWN:
+        what = f"{kind} files are not read" if kind else "its name has no suffix"
+        return (
+            f"{what}; those that end in {', '.join(KNOWN)} are, also compressed "
+            f"({', '.join(COMPRESSED)}). Rename it, or convert it to JSON Lines"
+        )
+    if kind in COLUMNAR_SUFFIXES and last in COMPRESSED:
+        return (
+            f"a {kind} file is compressed inside and cannot be read through another compression. "
+            f"Decompress it ({last} off)"
+        )
+    return ""
+
+
+def files_in(directory: Path) -> Iterator[Path]:
+    """The data files of a directory and below it, in no order; hidden ones left out, which tools
+    leave behind (``.ipynb_checkpoints``, ``._rows.jsonl``)."""
+    for place, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            file = Path(place, name)
+            is_data = kind_of(file) in KNOWN and name not in NOT_DATA
+            if is_data and not name.startswith(".") and file.is_file():
+                yield file
+
+
+def is_saved(directory: Path) -> bool:
+    """Whether a directory is what ``save_to_disk`` writes."""
+    return any((directory / name).is_file() for name in SAVED)

@@ -1,0 +1,283 @@
+"""What keeps hosts from training together, seen in their surveys. Pure.
+
+Errors stop the launch with the fix; warnings are shown and the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.config.schema import Experiment
+from llmx.plan import cuda_builds
+from llmx.plan.types import Plan
+
+MIB, GIB = 1024**2, 1024**3
+BUILT = ("cpu_adam", "fused_adam")
+"""Optimizers that DeepSpeed compiles on each host."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What DeepSpeed compiles on each host for a setting of the config."""
+
+    setting: str
+    instead: str
+    """What to set where it cannot be compiled."""
+    cuda: bool = False
+    """Needs NVIDIA's compiler, of the CUDA that torch is built for."""
+    libaio: bool = False
+
+
+def extensions(exp: Experiment) -> tuple[Extension, ...]:
+    """Those of an experiment, none of which a rank can do without."""
+    zero, found = exp.zero, []
+    if exp.optim.kind in BUILT:
+        kind = exp.optim.kind
+        found.append(Extension(f"optim.kind={kind}", "optim.kind=adamw", cuda=kind == "fused_adam"))
+    for key in ("quantized_weights", "quantized_gradients"):
+        if getattr(zero, key):
+            found.append(Extension(f"zero.{key}=true", f"zero.{key}=false", cuda=True))
+    if "nvme" in (zero.offload_optimizer, zero.offload_param):
+        key = "offload_optimizer" if zero.offload_optimizer == "nvme" else "offload_param"
+        found.append(Extension(f"zero.{key}=nvme", f"zero.{key}=cpu", libaio=True))
+    return tuple(found)
+
+
+def asked_of_hosts(exp: Experiment, plan: Plan) -> dict[str, Any]:
+    """What a survey of this experiment looks at besides (``llmx/hardware/survey.py``)."""
+    nvme = any(extension.libaio for extension in extensions(exp))
+    return {
+        "torch": plan.accelerator == "cuda",
+        "aio": nvme,
+        "nvme": exp.zero.nvme_path if nvme else None,
+    }
+
+
+ATTENTION = {
+    "flash_attention_2": (
+        "flash_attn",
+        "flash-attn (pip install flash-attn --no-build-isolation)",
+    ),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "flash-attn-3 (https://github.com/Dao-AILab/flash-attention, directory hopper)",
+    ),
+}
+"""``model.attention`` -> the module of its kernels, and where it is from."""
+CLOCK_S = 5.0
+"""A difference of clocks that makes logs of hosts hard to read side by side."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Whole sentences for the user."""
+
+    errors: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def compare_hosts(
+    exp: Experiment,
+    plan: Plan,
+    surveys: Mapping[str, dict[str, Any]],
+    *,
+    offsets_s: Mapping[str, float] | None = None,
+) -> Findings:
+    """Judge the surveys of the hosts, by name, in hostfile order.
+
+    ``offsets_s``: each host's clock minus the supervisor's, seconds.
+    """
+    errors, warnings = _versions(surveys)
+    codes = {name: str(facts.get("code")) for name, facts in surveys.items()}
+    # With rsync the code comes after the survey.
+    if exp.launch.sync != "rsync" and len(set(codes.values())) > 1:
+        errors.append(
+            f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same on all "
+            "of them, or set launch.sync=rsync, which brings it."
+        )
+    if plan.accelerator == "cuda":
+        errors += _builds(surveys)
+        errors += _devices(exp, plan, surveys)
+    for name, facts in surveys.items():
+        more_errors, more_warnings = _host(exp, plan, name, facts)
+        errors += more_errors
+        warnings += more_warnings
+    for name, offset_s in (offsets_s or {}).items():
+        if abs(offset_s) > CLOCK_S:
+            warnings.append(
+                f"{name}: its clock is {offset_s:+.0f} s off; start chrony or ntpd there."
+            )
+    return Findings(tuple(errors), tuple(warnings))
+
+
+def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+    errors: list[str] = []
+    warnings: list[str] = []
+    pythons = {name: facts["python"].rsplit(".", 1)[0] for name, facts in surveys.items()}
+    if len(set(pythons.values())) > 1:
+        errors.append(f"Python differs between hosts: {_by_value(pythons)}. Install one version.")
+    packages = sorted({package for facts in surveys.values() for package in facts["packages"]})
+    for package in packages:
+        versions = {name: facts["packages"].get(package) for name, facts in surveys.items()}
+        if len(set(versions.values())) > 1:
+            line = (
+                f"{package} differs between hosts: {_by_value(versions)}. Install the same "
+                "everywhere (pip install -c constraints.txt ...)."
+            )
+            (errors if package in ("torch", "deepspeed") else warnings).append(line)
+    # What torch has loaded counts; the names of packages only where it could not be asked.
+    loaded = {name: _torch(facts).get("nccl") for name, facts in surveys.items()}
+    named = {name: ", ".join(facts["nccl"]) or "none" for name, facts in surveys.items()}
+    nccl = loaded if all(loaded.values()) else named
+    if len(set(nccl.values())) > 1:
+        errors.append(
+            f"NCCL differs between hosts: {_by_value(nccl)}. Ranks with different NCCL fail at the "
+            "first collective; install the same torch everywhere."
+        )
+    return errors, warnings
+
+
+def _torch(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the build of torch; empty in a survey of an older llmx."""
+    return facts.get("torch_build") or {}
+
+
+def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
+    """GPUs and drivers that the installed torch does not run on."""
+    return cuda_builds.problems(
+        {
+            name: {
+                "capabilities": facts.get("capabilities"),
+                "driver": facts.get("driver"),
+                "torch": facts["packages"].get("torch"),
+                **_torch(facts),
+            }
+            for name, facts in surveys.items()
+        }
+    )
+
+
+def _host(
+    exp: Experiment, plan: Plan, name: str, facts: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    errors: list[str] = []
+    warnings: list[str] = []
+    slots = sum(host.slots for host in plan.hosts if host.name == name)
+    if plan.accelerator == "cuda" and (facts["gpus"] or 0) < slots:
+        errors.append(
+            f"{name}: slots={slots}, but its NVIDIA driver has {facts['gpus'] or 'no'} GPUs. Set "
+            "slots to what is there."
+        )
+    if len(facts["nccl"]) > 1:
+        errors.append(
+            f"{name}: several NCCL builds are installed ({', '.join(facts['nccl'])}); torch loads "
+            "one of them by chance. Uninstall the one that is not torch's (pip uninstall)."
+        )
+    needed = extensions(exp)
+    errors += [line for each in needed for line in _cannot_build(each, plan, name, facts)]
+    needs_build = bool(needed)
+    errors += _nvme(exp, plan, name, facts)
+    module, package = ATTENTION.get(exp.model.attention, ("", ""))
+    if module and module not in facts.get("modules", [module]):
+        errors.append(
+            f"{name}: model.attention={exp.model.attention} needs the package {package}, which "
+            "is not installed there. Install it on every host, or set model.attention=auto, which "
+            "uses what is installed."
+        )
+    if facts["stale_locks"]:
+        line = (
+            f"{name}: a build of an extension was left unfinished ({facts['stale_locks'][0]}); "
+            'ranks would wait for it at "Loading extension module". Remove the lock.'
+        )
+        (errors if needs_build else warnings).append(line)
+    if facts["free_bytes"] < GIB:
+        warnings.append(
+            f"{name}: {facts['free_bytes'] / GIB:.1f} GiB free on the disk of the run directory."
+        )
+    if plan.accelerator == "cuda" and 0 < facts["shm_bytes"] < 512 * MIB:
+        warnings.append(
+            f"{name}: /dev/shm has {facts['shm_bytes'] // MIB} MiB; NCCL between GPUs of a host "
+            "may fail there. In a container: --shm-size=8g or --ipc=host."
+        )
+    if 0 <= facts["open_files"] < 4096:
+        warnings.append(
+            f"{name}: at most {facts['open_files']} open files a process (ulimit -n); data "
+            'workers may fail with "Too many open files". Raise it to 65536.'
+        )
+    return errors, warnings
+
+
+def _cannot_build(
+    extension: Extension, plan: Plan, name: str, facts: Mapping[str, Any]
+) -> list[str]:
+    """Why a host cannot compile what DeepSpeed compiles there, if it cannot."""
+    missing = []
+    if not facts["compiler"]:
+        missing.append("a C++ compiler (apt-get install g++)")
+    if not facts["ninja"]:
+        missing.append("ninja (pip install ninja)")
+    if extension.libaio and facts.get("libaio") is False and facts["compiler"]:
+        missing.append("libaio with its header (apt-get install libaio-dev)")
+    cuda = _torch(facts).get("cuda")
+    if extension.cuda and plan.accelerator == "cuda" and "nvcc" in facts:
+        nvcc = facts["nvcc"]
+        if not nvcc:
+            missing.append(f"the CUDA toolkit {cuda or ''}".rstrip() + " (nvcc; set CUDA_HOME)")
+        elif cuda and nvcc.split(".")[0] != cuda.split(".")[0]:
+            missing.append(f"the CUDA toolkit {cuda} of torch (nvcc there is of {nvcc})")
+    if not missing:
+        return []
+    return [
+        f"{name}: {extension.setting} is an extension that DeepSpeed compiles on each host, and "
+        f"this one lacks {' and '.join(missing)}. Install it, or set {extension.instead}."
+    ]
+
+
+def _nvme(exp: Experiment, plan: Plan, name: str, facts: Mapping[str, Any]) -> list[str]:
+    """The disk that states are offloaded to."""
+    found = facts.get("nvme")
+    if not found:
+        return []
+    path = exp.zero.nvme_path
+    if not found["writable"]:
+        return [
+            f"{name}: zero.nvme_path={path} is not writable there. Give a directory of a fast disk "
+            "that exists on every host."
+        ]
+    # fp32 weights and AdamW's two moments; parameters and gradients in 16 bits.
+    bytes_each = 12 * (exp.zero.offload_optimizer == "nvme") + 2 * (
+        exp.zero.offload_param == "nvme"
+    )
+    ranks = sum(host.slots for host in plan.hosts if host.name == name)
+    need = plan.num_parameters * bytes_each * ranks // plan.world_size
+    if found["free_bytes"] >= need:
+        return []
+    return [
+        f"{name}: zero.nvme_path={path} has {found['free_bytes'] / GIB:.0f} GiB free, and the "
+        f"states of its ranks take {need / GIB:.0f} GiB. Free some space, or give another disk."
+    ]
+
+
+def _devices(exp: Experiment, plan: Plan, surveys: Mapping[str, dict[str, Any]]) -> list[str]:
+    """GPUs that are not those that the hardware file describes."""
+    found = []
+    for host in plan.hosts:
+        there = (surveys.get(host.name) or {}).get("capabilities") or []
+        said = exp.hardware.devices[host.device].compute_capability
+        if said and there and said not in there:
+            listed = ", ".join(sorted({f"{each:g}" for each in there}))
+            found.append(
+                f"{host.name}: device={host.device} has compute capability {said:g}, but its GPUs "
+                f"have {listed}. Name the true device in the hardware file."
+            )
+    return found
+
+
+def _by_value(values: Mapping[str, Any]) -> str:
+    """``2.13.0 on a, b; 2.9.1 on c``."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(str(value), []).append(name)
+    return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())

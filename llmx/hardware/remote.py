@@ -1,0 +1,80 @@
+"""Programs of llmx on a host that has a Python and nothing else: sent there, run there.
+
+``BOOTSTRAP`` is what ``python -c`` gets on the command line; the source follows on its standard
+input, which stays open for what the program reads (agents) or for as long as it may live
+(``status``, ``watch``). The survey needs neither: ``python -`` reads it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Reads the source from stdin, and no byte more: what follows is for the program.
+BOOTSTRAP = (
+    "import os\n"
+    "def take(k):\n"
+    " d=os.read(0,k)\n"
+    " return d or os._exit(1)\n"  # the connection broke
+    "n=b''\n"
+    "while not n.endswith(b'\\n'): n+=take(1)\n"
+    "s=b''\n"
+    "while len(s)<int(n): s+=take(int(n)-len(s))\n"
+    "exec(compile(s,'llmx-remote','exec'),{'__name__':'__main__'})\n"
+)
+_MODULES = (
+    "import sys,types\n"
+    "for n,s in %s:\n"
+    " m=types.ModuleType(n);sys.modules[n]=m;exec(compile(s,n,'exec'),m.__dict__)\n"
+    "sys.exit(m.main(sys.argv[1:]))\n"
+)
+
+
+def framed(source: bytes) -> bytes:
+    """The source of a program as ``BOOTSTRAP`` reads it."""
+    return f"{len(source)}\n".encode() + source
+
+
+def program_of(modules: Iterable[ModuleType]) -> bytes:
+    """One source of several modules, each of which imports only those before it; the last one has
+    ``main(words)``."""
+    sources = [(m.__name__, Path(str(m.__file__)).read_text(encoding="utf-8")) for m in modules]
+    return (_MODULES % ascii(sources)).encode()
+
+
+def survey_source() -> str:
+    """The source of the survey (``survey.py``)."""
+    return Path(__file__).with_name("survey.py").read_text(encoding="utf-8")
+
+
+class SurveyError(Exception):
+    """A host gave no survey; ``str()`` says why."""
+
+
+def run_survey(argv: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
+    """The survey by ``argv``: a Python that reads its program from stdin, here or over ssh.
+
+    Raises:
+        SurveyError: it cannot be started, fails, or does not answer in time.
+    """
+    try:
+        done = subprocess.run(
+            argv,
+            input=survey_source(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if done.returncode == 0:
+            # The last line: the start of an environment may print something.
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        raise SurveyError(str(error)) from error
+    said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    raise SurveyError(f"{said} (tried: {shlex.join(argv[:3])} ...)")

@@ -1,0 +1,133 @@
+"""The hardware of a run made explicit: this machine, a hostfile or a list become hosts with names,
+addresses, slots and devices that say what they compute. What cannot be is left to the rules
+(``llmx.config.hardware_rules``).
+
+``python -m llmx plan hardware=hostfile hardware.path=/etc/hostfile hardware.device=a100_80g``
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from pathlib import Path
+
+from llmx.config import DeviceConfig, HardwareConfig, HostConfig
+from llmx.config.addresses import address_problem, alias, bare, ipv6
+from llmx.config.hardware_rules import native_precisions
+from llmx.errors import ConfigError
+from llmx.hardware.detect import detect_hardware
+from llmx.text import printable
+
+MAX_HOSTFILE_BYTES = 1 << 20
+"""Of a hostfile; what is larger was named by mistake."""
+
+
+def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
+    """``local`` and ``hostfile`` become a static list of hosts; ``slots`` is applied; names,
+    addresses and precisions that follow from others are written out."""
+    if hardware.kind == "local":
+        hardware = detect_hardware(hardware)
+    elif hardware.kind == "hostfile":
+        hardware = _from_hostfile(hardware)
+    hardware = dataclasses.replace(
+        hardware,
+        master_addr=hardware.master_addr and bare(hardware.master_addr),
+        devices={name: with_precisions(device) for name, device in hardware.devices.items()},
+    )
+    hosts = [
+        dataclasses.replace(named(host), device=host.device or hardware.device or "")
+        for host in hardware.hosts
+    ]
+    limit = hardware.slots
+    if limit is not None and hosts and all(1 <= limit <= host.slots for host in hosts):
+        hosts = [dataclasses.replace(host, slots=limit) for host in hosts]
+    return dataclasses.replace(hardware, hosts=hosts)
+
+
+def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:
+    from llmx.launch.render.hostfile import parse_hostfile
+
+    if not hardware.path:
+        raise ConfigError(
+            "hardware=hostfile needs hardware.path=/path/to/hostfile (lines: NAME slots=N)."
+        )
+    if not hardware.device:
+        raise ConfigError(
+            "hardware=hostfile needs hardware.device=NAME, the device type of its slots; known: "
+            f"{', '.join(hardware.devices)}."
+        )
+    path = Path(hardware.path).expanduser()
+    hosts = [
+        HostConfig(
+            name=entry.name,
+            address=entry.address,
+            slots=entry.slots,
+            device=hardware.device,
+            ssh_port=hardware.ssh_port,
+            user=hardware.user,
+            interface=hardware.interface,
+        )
+        for entry in parse_hostfile(_hostfile_text(path), source=printable(str(path), keep=""))
+    ]
+    return dataclasses.replace(hardware, kind="static", hosts=hosts)
+
+
+def _hostfile_text(path: Path) -> str:
+    """The text of a hostfile; ConfigError where it is none."""
+    where = f"hardware.path={printable(str(path), keep='')}"
+    try:
+        if not path.is_file():
+            raise ConfigError(
+                f"{where}: no such file (seen from {Path.cwd()}). Give a hostfile's path."
+            )
+        with path.open("rb") as stream:
+            content = stream.read(MAX_HOSTFILE_BYTES + 1)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{where}: cannot be read ({reason}). Give a hostfile's path.") from None
+    if len(content) > MAX_HOSTFILE_BYTES:
+        raise ConfigError(
+            f"{where}: over {MAX_HOSTFILE_BYTES >> 20} MiB, which is no hostfile. It has one line "
+            "a host: NAME slots=N."
+        )
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(f"{where}: the file is UTF-16. Save it as UTF-8 or ASCII.")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{where}: line {line} is not text (UTF-8), so it is no hostfile. It has one line a "
+            "host: NAME slots=N."
+        ) from None
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise ConfigError(
+            f"{where}: line {line} has a zero byte, so it is no hostfile. It has one line a host: "
+            "NAME slots=N."
+        )
+    return text
+
+
+def named(host: HostConfig) -> HostConfig:
+    """A host whose name and address follow from each other; IPv6 without brackets."""
+    address = host.address and bare(host.address.strip())
+    name = host.name.strip()
+    if ipv6(name):
+        return dataclasses.replace(host, name=alias(name), address=address or bare(name))
+    if not name and address and not address_problem(address):
+        name = alias(address)
+    return dataclasses.replace(host, name=name, address=address)
+
+
+def with_precisions(device: DeviceConfig) -> DeviceConfig:
+    """A device whose precisions follow from its compute capability, where nothing says them."""
+    if device.precisions:
+        return device
+    if device.accelerator == "cpu":
+        return dataclasses.replace(device, precisions=["fp32"])
+    if not device.compute_capability:
+        return device  # a rule says what to set
+    return dataclasses.replace(device, precisions=native_precisions(device.compute_capability))

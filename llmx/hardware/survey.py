@@ -1,0 +1,279 @@
+"""Facts of a host that ranks depend on: printed as one JSON line by the Python of the ranks.
+
+Standard library only, one file: the supervisor sends its text to every host, where the
+environment's own Python runs it, so that a host needs neither llmx nor the code.
+
+    python llmx/hardware/survey.py /path/of/the/run [/path/of/the/package/llmx] ['{"torch": true}']
+
+The third argument asks for what takes time: ``torch`` imports it, in a process of its own,
+``aio`` compiles a line against libaio, ``nvme`` names a directory to look at; ``env`` has variables
+of the ranks.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata, util
+from typing import Any
+
+COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")
+MODULES = ("flash_attn", "flash_attn_interface")
+"""Of attention kernels; looked for without importing them."""
+STALE_LOCK_S = 600
+TORCH = """
+import json, torch
+print(json.dumps({
+    "cuda": torch.version.cuda,
+    "arch_list": torch.cuda.get_arch_list() or torch._C._cuda_getArchFlags().split()
+    if torch.version.cuda else [],
+    "works": torch.cuda.is_available(),
+    "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if torch.version.cuda else "",
+}))
+"""
+"""``get_arch_list`` is empty where no GPU can be used, as with a driver that is too old."""
+TORCH_S = 90
+
+
+def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The facts, as plain values. ``package``: the directory of llmx's code; ``asked``: what is
+    looked at besides."""
+    asked = asked or {}
+    os.environ.update(asked.get("env") or {})  # compilers are looked for where ranks look
+    return {
+        "python": ".".join(str(part) for part in sys.version_info[:3]),
+        "packages": {name: version(name) for name in COMPARED},
+        "nccl": sorted(
+            f"{dist.metadata['Name']}=={dist.version}"
+            for dist in metadata.distributions()
+            if (dist.metadata["Name"] or "").startswith("nvidia-nccl")
+        ),
+        "gpus": count_gpus(),
+        "gpu_names": gpu_names(),
+        "capabilities": compute_capabilities(),
+        "torch_build": torch_build() if asked.get("torch") else {"cuda": cuda_of_torch()},
+        "driver": nvidia_driver(),
+        "cpu": cpu_model(),
+        "free_bytes": shutil.disk_usage(nearest_directory(run_dir)).free,
+        "shm_bytes": size_bytes("/dev/shm"),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "ninja": which("ninja"),
+        "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
+        "nvcc": nvcc(),
+        "libaio": has_libaio() if asked.get("aio") else None,
+        "nvme": directory_facts(asked["nvme"]) if asked.get("nvme") else None,
+        "modules": [name for name in MODULES if has_module(name)],
+        "stale_locks": stale_locks(),
+        "code": code_hash(package),
+    }
+
+
+def which(name: str) -> bool:
+    """Whether a rank finds the program: beside its Python first, however this one was started."""
+    beside = os.path.dirname(sys.executable)  # noqa: PTH120
+    return shutil.which(name, path=f"{beside}:{os.environ.get('PATH', '')}") is not None
+
+
+def code_hash(package: str) -> str | None:
+    """Of every source below a directory, by name and content; None where there is none."""
+    if not package:
+        return None
+    found = hashlib.blake2b(digest_size=6)
+    paths = sorted(glob.glob(f"{glob.escape(package)}/**/*.py", recursive=True))  # noqa: PTH207
+    for path in paths:
+        with open(path, "rb") as stream:  # noqa: PTH123
+            content = stream.read()
+        name = os.path.relpath(path, package)
+        found.update(f"{name}\0{len(content)}\0".encode() + content)
+    return found.hexdigest() if paths else None
+
+
+def version(name: str) -> str | None:
+    """Of an installed package; None without it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def has_module(name: str) -> bool:
+    """Whether it could be imported; it is not."""
+    try:
+        return util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def compute_capabilities() -> list[float]:
+    """Of each GPU, as the driver's own program says; empty without it."""
+    if count_gpus() is None:
+        return []
+    words = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    lines = said_by(words, timeout_s=30).split("\n")
+    return [float(line) for line in lines if re.fullmatch(r"\s*[0-9]+\.[0-9]+\s*", line)]
+
+
+def said_by(words: list[str], *, timeout_s: float) -> str:
+    """What a program prints; empty where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def torch_build() -> dict[str, Any]:
+    """What torch itself says of its build: CUDA, the GPUs it has code for, the NCCL it loads."""
+    said = said_by([sys.executable, "-c", TORCH], timeout_s=TORCH_S)
+    try:
+        return dict(json.loads(said.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        return {"cuda": cuda_of_torch()}
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA that torch is built for, without importing it; None where it has none."""
+    try:
+        found = util.find_spec("torch")
+    except (ImportError, ValueError):
+        found = None
+    if found is None or not found.origin:
+        return None
+    text = _text(os.path.join(os.path.dirname(found.origin), "version.py"))  # noqa: PTH118, PTH120
+    match = re.search(r"""^cuda[^=\n]*= *['"]([0-9.]+)['"]""", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def nvcc() -> str | None:
+    """Version of the CUDA compiler where torch looks for it; None without one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")  # noqa: PTH118
+    said = said_by([found or "/usr/local/cuda/bin/nvcc", "-V"], timeout_s=30)
+    match = re.search(r"release ([0-9]+\.[0-9]+)", said)
+    return match.group(1) if match else None
+
+
+def has_libaio() -> bool:
+    """Whether a program can be compiled and linked against libaio, as DeepSpeed does."""
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if compiler is None:
+        return False
+    flags = (os.environ.get("CFLAGS", "") + " " + os.environ.get("LDFLAGS", "")).split()
+    with tempfile.TemporaryDirectory(prefix="llmx-survey-") as directory:
+        source = os.path.join(directory, "aio.cpp")  # noqa: PTH118
+        with open(source, "w") as stream:  # noqa: PTH123
+            stream.write("#include <libaio.h>\nint main() { return io_submit(0, 0, nullptr); }\n")
+        words = [compiler, source, *flags, "-laio", "-o", os.path.join(directory, "aio")]  # noqa: PTH118
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+            )
+        except (OSError, subprocess.SubprocessError):
+            return False
+    return done.returncode == 0
+
+
+def directory_facts(path: str) -> dict[str, Any]:
+    """Of the directory, or of the nearest one above it that exists: writable, free bytes."""
+    there = nearest_directory(path)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            writable = True
+    except OSError:
+        writable = False
+    return {"writable": writable, "free_bytes": shutil.disk_usage(there).free}
+
+
+def count_gpus() -> int | None:
+    """GPUs of the NVIDIA driver; None without a driver."""
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208
+    except OSError:
+        return None
+
+
+def gpu_names(directory: str = "/proc/driver/nvidia/gpus") -> list[str]:
+    """The ``Model:`` of each GPU that the driver lists, in its order."""
+    names = []
+    for path in sorted(glob.glob(f"{directory}/*/information")):  # noqa: PTH207
+        found = re.search(r"^Model:\s*(.+)$", _text(path), re.MULTILINE)
+        if found:
+            names.append(found.group(1).strip())
+    return names
+
+
+def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
+    """``570.86.15``, else the whole line where it has another form; None without a driver."""
+    line = _text(path).split("\n", 1)[0].strip()
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", line)
+    return found.group(0) if found else line or None
+
+
+def cpu_model(path: str = "/proc/cpuinfo") -> str | None:
+    """The CPU's name and its widest vector instructions, which choose the kernels."""
+    text = _text(path)
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    known = set((flags.group(1) if flags else "").split())
+    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in known]
+    return " ".join([name.group(1).strip() if name else "unknown", *wide]) if text else None
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
+            return stream.read()
+    except OSError:
+        return ""
+
+
+def nearest_directory(path: str) -> str:
+    """``path``, or the nearest directory above it that exists."""
+    while path and not os.path.isdir(path):  # noqa: PTH112
+        path = os.path.dirname(path)  # noqa: PTH120
+    return path or "/"
+
+
+def size_bytes(path: str) -> int:
+    """Size of a mounted file system; 0 where it is not there."""
+    try:
+        return shutil.disk_usage(path).total
+    except OSError:
+        return 0
+
+
+def stale_locks() -> list[str]:
+    """Locks of extension builds that nobody finishes: a run hangs at "Loading extension module"."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(  # noqa: PTH111
+        "~/.cache/torch_extensions"
+    )
+    found = []
+    for lock in glob.glob(f"{root}/*/lock") + glob.glob(f"{root}/*/*/lock"):  # noqa: PTH207
+        try:
+            if time.time() - os.path.getmtime(lock) > STALE_LOCK_S:  # noqa: PTH204
+                found.append(lock)
+        except OSError:
+            continue
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    run_directory, code, request = (sys.argv[1:] + ["/", "", "{}"][len(sys.argv) - 1 :])[:3]
+    print(json.dumps(survey(run_directory, code, json.loads(request))))

@@ -1,0 +1,18 @@
+"""Start, resume and reproduce a run: everything is checked before a file is touched.
+
+A start (``start.run_job``, also for each trial of a sweep):
+
+1. ``compose.complete.compose`` types and completes the config, checks its rules, and plans.
+2. ``launch.check_launch`` refuses a secret in ``launch.env`` or ``hardware.env``, say, before
+   anything is written.
+3. ``packing.resolve_layout`` asks ``python -m llmx.models.trial``, a process of its own, whether
+   rows can be packed. Where they cannot, ``data.layout=auto`` becomes ``padded`` in the snapshot;
+   else the ranks decide at their start, and again at a resume.
+4. ``run.snapshot.write`` writes the snapshot and checks its round trip.
+5. ``launch.write_launch_files`` writes hostfile, ssh_config, ds_env and command.txt.
+   ``dry_run=true`` ends here.
+6. ``launch.supervise`` starts the ranks, monitors and restarts them, and writes ``result.json``.
+
+``resume`` and ``reproduce`` begin with an old snapshot in the place of step 1, and say first what
+differs from then.
+"""

@@ -1,0 +1,183 @@
+"""Before a launch: can the rows of this model be packed, and can it be trained at all?
+
+The result comes from a trial on a tiny model (``llmx.models.isolation``), made by a process of its
+own, since this one loads neither torch nor transformers. It is kept in the cache by all that it
+depends on. Where it cannot be had (no transformers here, a model that only the hosts have, code of
+the Hub), the ranks decide at their start; they try in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import llmx
+from llmx.compose.complete import Composed, plan_experiment
+from llmx.config import Experiment
+from llmx.errors import ConfigError
+from llmx.run import snapshot
+from llmx.run.provenance.content import hub_commit
+from llmx.run.rundir import write_json
+
+PROGRAM = "llmx.models.trial"
+TIME_LIMIT_S = 120.0
+CODE = ("attention", "factory", "isolation", "loss", "select_attention", "tiny", "trial", "varlen")
+"""Modules of ``llmx.models`` that a result depends on."""
+PACKAGES = ("torch", "transformers")
+
+
+def resolve_layout(composed: Composed, *, stream: TextIO) -> Composed:
+    """With ``data.layout=padded`` where rows cannot be packed, which a line then says.
+
+    Where they can, ``data.layout=auto`` stays: the ranks try the attention of their own devices,
+    now and whenever the run is resumed, and pad the rows if none of it isolates them.
+
+    ConfigError for a model that cannot be trained, and for ``data.layout=packed`` where rows would
+    see each other. A plan (``dry_run``) takes what the cache knows, and starts nothing. So does a
+    run of one of llmx's own kinds (llama, qwen3, ...): no start is worth seconds of waiting for a
+    result that the tests know, and the ranks try it in any case.
+    """
+    exp, accelerator = composed.experiment, composed.plan.accelerator
+    result = cached_result(exp, accelerator=accelerator)
+    if result is None and not exp.dry_run and exp.model.kind == "hf":
+        result = _run_trial(exp, accelerator=accelerator)
+    if result is None:
+        return composed
+    model = exp.model.path or exp.model.name or exp.model.kind
+    if result["problem"]:
+        raise ConfigError(
+            f"{model} cannot be trained: {result['problem']}. Choose a causal language model."
+        )
+    if exp.data.layout == "packed" and not result["packs"]:
+        raise ConfigError(
+            f"data.layout=packed cannot be used with {model}: {result['why']}. Set "
+            "data.layout=auto (or padded)."
+        )
+    if exp.data.layout == "auto" and not result["packs"]:
+        print(f"{model}: rows are not packed (data.layout=auto): {result['why']}.", file=stream)
+        padded = dataclasses.replace(exp.data, layout="padded")
+        return plan_experiment(dataclasses.replace(exp, data=padded))
+    if result["packs"] and result["dense"]:
+        return _warn_of_dense_mask(composed)
+    return composed
+
+
+def _warn_of_dense_mask(composed: Composed) -> Composed:
+    """A line in the plan for each type of GPU on which only a dense mask isolates packed rows."""
+    exp, plan = composed.experiment, composed.plan
+    if exp.model.attention != "auto":
+        return composed  # sdpa and eager: the plan has said it already
+    size = f"{exp.data.seq_len:,} x {exp.data.seq_len:,}"
+    found = []
+    for device, attention in plan.attention:
+        if exp.hardware.devices[device].accelerator != "cuda":
+            continue
+        # Flex attention takes what the other kernels refuse; it runs where varlen does.
+        unless = ", unless flex_attention fits it" if attention == "varlen" else ""
+        found.append(
+            f"{device}: packed rows are isolated with a mask of {size}, kept for each layer"
+            f"{unless}: this model's attention is none that the kernels without a mask compute. "
+            "data.layout=padded needs no mask."
+        )
+    plan = dataclasses.replace(plan, warnings=(*plan.warnings, *found))
+    return dataclasses.replace(composed, plan=plan)
+
+
+def cached_result(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
+    """``packs``, ``dense``, ``why``, ``problem`` of an earlier trial of the same; None where there
+    is none."""
+    try:
+        result = json.loads(_cached(exp, accelerator).read_text(encoding="utf-8"))
+        return {name: result[name] for name in ("packs", "dense", "why", "problem")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _cached(exp: Experiment, accelerator: str) -> Path:
+    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
+    return root / "trials" / f"{_key(exp, accelerator)}.json"
+
+
+def _key(exp: Experiment, accelerator: str) -> str:
+    """Of all that the result depends on: the config, its switches, packages, and our code."""
+    model = exp.model
+    code = hashlib.sha256()
+    for name in CODE:
+        code.update((Path(llmx.__file__).parent / "models" / f"{name}.py").read_bytes())
+    parts = {
+        "kind": model.kind,
+        "path": model.path,
+        "revision": model.revision,
+        # A branch of the Hub moves: the trial reads the commit that is in the cache.
+        "commit": model.path and hub_commit(model.path, kind="models", revision=model.revision),
+        "trust_remote_code": model.trust_remote_code,
+        "config": model.config,
+        "files": _config_file(model.path),
+        "attention": model.attention,
+        "layout": exp.data.layout,
+        "seq_len": exp.data.seq_len,
+        "accelerator": accelerator,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "code": code.hexdigest(),
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _config_file(path: str | None) -> str | None:
+    """Of a local model: another one may be written to the same directory."""
+    try:
+        return (Path(path or "").expanduser() / "config.json").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run_trial(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
+    """The trial in a process of its own; None where it gives no result."""
+    if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
+        return None
+    with tempfile.TemporaryDirectory(prefix="llmx-trial-") as name:
+        config, out = Path(name) / "config.yaml", Path(name) / "result.json"
+        config.write_text(snapshot.dump_config(exp), encoding="utf-8")
+        words = [sys.executable, "-m", PROGRAM, str(config), str(out), accelerator]
+        # No GPU is touched before the launch, and nothing is downloaded.
+        environment = {
+            **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        try:
+            subprocess.run(
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TIME_LIMIT_S,
+                check=True,
+            )
+            result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+    if result.get("unknown"):
+        return None
+    path = _cached(exp, accelerator)
+    with contextlib.suppress(OSError):  # the next launch asks again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+    return result

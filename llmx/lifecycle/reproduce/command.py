@@ -1,0 +1,173 @@
+"""The command ``reproduce``: what differs from then, the run, whether the numbers are the same."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmx.compose.apply_overrides import RunCommand, parse_run_command
+from llmx.compose.complete import check_paths, plan_experiment
+from llmx.errors import ConfigError, LlmxError
+from llmx.lifecycle.reproduce.before import all_differences
+from llmx.lifecycle.reproduce.checkout import check_out, discard, requested, run_there
+from llmx.lifecycle.reproduce.show import print_differences, print_outcome
+from llmx.lifecycle.reproduce.target import ALLOWED, fresh_sibling, next_experiment
+from llmx.lifecycle.resume.changed import plan_of
+from llmx.lifecycle.resume.rules import Change
+from llmx.run import snapshot
+from llmx.run.metrics.equality import compare_runs
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.provenance import code_files, git_state, record
+from llmx.run.provenance.differences import HARMLESS, not_recorded
+from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.text import plural
+
+OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
+FILE = "reproduction.json"
+
+
+class NotReproduced(LlmxError, RuntimeError):
+    """``strict=true``, and something differs."""
+
+    exit_code = 1
+
+
+def help_text() -> str:
+    """What ``python -m llmx reproduce --help`` prints."""
+    return (
+        "python -m llmx reproduce RUN_DIR [overrides] [to_step=K] [strict=true] [checkout=true]\n\n"
+        "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
+        "start it lists what differs from the recorded run, by severity; at the end it says\n"
+        "whether the numbers are bitwise identical, or which step differs first and how much.\n\n"
+        "  to_step=K       train the first K steps only, with the schedule of the whole run\n"
+        "  strict=true     refuse where anything differs that may change numbers; exit code 1\n"
+        "                  also where the numbers differ at the end\n"
+        "  checkout=true   run the recorded commit with the recorded changes, from a worktree\n"
+        "  dry_run=true    list what differs, start nothing\n"
+        "  run_dir=DIR     where the new run goes\n\n"
+        "Overrides: where and how it runs, and where its inputs lie now (their content is\n"
+        f"compared):\n{textwrap.indent(textwrap.fill(', '.join(ALLOWED[:-1]), 86), '  ')}\n"
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line; returns the exit code."""
+    return reproduce(parse_run_command("reproduce", words, own=OWN))
+
+
+def reproduce(words: RunCommand) -> int:
+    """List, refuse or run, compare."""
+    run = RunDir(words.run)
+    exp = snapshot.load(run)
+    strict, to_step = words.flag("strict"), words.step("to_step", least=1)
+    where = words.own.get("run_dir")
+    target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
+    if target.config.exists():
+        raise ConfigError(f"run_dir={target.root} holds a run already. Choose another directory.")
+    old_plan = plan_of(run, exp)
+    new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
+    composed = plan_experiment(new)
+    print(f"reproducing {run.root}\n       into {target.root}")
+    for note in snapshot.migrations(run):
+        print(f"   migrated {note}")
+    then = _record_of(run)
+    now = record(new, composed.plan, [])
+    code = None
+    if words.flag("checkout"):
+        # What its schema cannot hold is said before anything is written.
+        requested(_config_as_written(run), {change.key: change.new for change in changed})
+        code = check_out(then, target.root / "code")
+        now |= {"code": code_files(code / "llmx"), "git": git_state(code / "llmx")}
+    found = all_differences(run, new, composed, then=then, now=now)
+    sys.stdout.flush()
+    print_differences(found, not_recorded(then), stream=sys.stdout)
+    grave = [difference for difference in found if difference.severity != HARMLESS]
+    if code is not None and (words.flag("dry_run") or (strict and grave)):
+        discard(code)
+    if strict and grave:
+        raise NotReproduced(
+            f"strict=true: {plural(len(grave), 'difference')} above may change the "
+            "numbers, so nothing was started. Restore them, or leave out strict."
+        )
+    if words.flag("dry_run"):
+        print("nothing was started (dry_run=true)")
+        return 0
+    check_paths(new, composed.plan)
+    exit_code = _start(run, target, words, changed, composed)
+    outcome = compare_runs(run, target)
+    other = other_inputs(run, target)
+    write_json(
+        target.root / FILE,
+        {
+            "source": str(run.root),
+            "run_id": snapshot.run_id(run),
+            "to_step": to_step,
+            **outcome.to_dict(),
+            "other_inputs": other,
+            "exit_code": exit_code,
+            "changed": {change.key: [change.old, change.new] for change in changed},
+            "differences": [difference.to_dict() for difference in found],
+        },
+    )
+    print_outcome(outcome, other, found, stream=sys.stdout, where=str(target.root / FILE))
+    if strict and not outcome.identical:
+        return exit_code or NotReproduced.exit_code
+    return exit_code
+
+
+def other_inputs(run: RunDir, target: RunDir) -> list[str]:
+    """What the ranks of the two runs did not read alike, by fingerprints over every byte."""
+    then, now = read_mapping(run.inputs), read_mapping(target.inputs)
+    names = {"data": "data", "eval_data": "evaluation data", "tokenizer": "tokenizer",
+             "model": "model"}  # fmt: skip
+    return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
+
+
+def _start(
+    run: RunDir, target: RunDir, words: RunCommand, changed: list[Change], composed: Any
+) -> int:
+    """With today's code, or with that of then; returns the exit code of the run."""
+    from llmx.launch import check_launch, supervise, write_launch_files
+    from llmx.launch.supervision.journal import read_resume, write_resume
+
+    said = [f"reproduce={run.root}", *words.overrides]
+    check_launch(composed.experiment, composed.plan)
+    skipped = set(read_resume(run)[1])
+    skipped |= {
+        int(line["step"]) for line in read_metrics(run.metrics) if line.get("event") == "skipped"
+    }
+    checkout = target.root / "code"
+    if checkout.is_dir():
+        recorded = _config_as_written(run)
+        keys = {change.key: change.new for change in changed}
+        keys |= {"run_dir": str(target.root), "dry_run": False}
+        snapshot.write_identity(target, parent=run)
+        if skipped:
+            write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
+        return run_there(checkout, requested(recorded, keys), said)
+    new, plan = composed.experiment, composed.plan
+    snapshot.write(new, plan, composed.ds_config, overrides=said, parent=run)
+    if skipped:
+        # What the run passed over when it diverged, it passes over again.
+        write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
+    launch = write_launch_files(new, plan, target)
+    return supervise(new, plan, target, launch=launch).exit_code
+
+
+def _config_as_written(run: RunDir) -> dict[str, Any]:
+    """``config.yaml`` in the schema of then."""
+    return dict(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+
+
+def _record_of(run: RunDir) -> dict[str, Any]:
+    values = read_mapping(run.provenance)
+    if not values:
+        raise ConfigError(
+            f"{run.provenance} is missing or incomplete, so nothing can be compared with it."
+        )
+    return values

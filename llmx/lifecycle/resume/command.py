@@ -1,0 +1,253 @@
+"""The command ``resume``: what would change, what is refused, where it goes on; then go."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from llmx.checkpoint.manifest import CheckpointError
+from llmx.compose.apply_overrides import RunCommand, parse_run_command
+from llmx.compose.complete import check_paths
+from llmx.errors import ConfigError
+from llmx.lifecycle.resume.changed import Next, next_run, schedule_note
+from llmx.lifecycle.resume.choose import is_hashed, newest_usable, problems_of
+from llmx.lifecycle.resume.edited import edited_config
+from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
+from llmx.lifecycle.resume.rules import SAME, refuse_other_content, table
+from llmx.lifecycle.resume.run_state import RunState, read_state
+from llmx.run import snapshot
+from llmx.run.provenance import record
+from llmx.run.provenance.differences import (
+    BREAKS,
+    HARMLESS,
+    MEANING,
+    Difference,
+    differences,
+)
+from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
+from llmx.run.rundir import RunDir, read_mapping, write_text
+
+OWN = ("step",)
+
+
+def help_text() -> str:
+    """What ``python -m llmx resume --help`` prints."""
+    return (
+        "python -m llmx resume RUN_DIR [overrides] [step=N] [--config-dir DIR]\n\n"
+        "Resumes a run that ended early, from its newest usable checkpoint, in the same\n"
+        "directory. On the same hardware the result is bitwise that of the undisturbed run.\n\n"
+        "  step=N          resume from that checkpoint; newer ones are moved to history/\n"
+        "  hardware=NAME   a whole group is composed anew; also launch=, zero=, tracking=, ...\n"
+        "  task.steps=N    make the run longer, a finished one too\n"
+        "  dry_run=true    say what would happen, change nothing\n\n"
+        f"What may change, and what it does to the numbers\n\n{table()}"
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line; returns the exit code of the run."""
+    found = parse_run_command("resume", words, own=OWN)
+    return resume(found, typed=words)
+
+
+def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
+    """Check everything, say it, rewrite what changes, launch."""
+    from llmx.launch import check_launch, supervise, write_launch_files
+
+    run = RunDir(words.run)
+    exp = snapshot.load(run)
+    refuse_alive(run)
+    state = read_state(run)
+    step = words.step("step", least=0)
+    upcoming = next_run(run, exp, words, state)
+    if nothing_left(run, upcoming, state, step):
+        return 0
+    origin = first_step(run, state, step)
+    new = upcoming.composed
+    check_launch(new.experiment, new.plan)
+    check_paths(new.experiment, new.plan)
+    now = record(new.experiment, new.plan, list(typed))
+    then = read_mapping(run.provenance)
+    refuse_other_content(upcoming.changes, then, now)
+    found = of_this_machine(differences(then, now), new.plan) if then else []
+    found += hosts_then_and_now(run, new.experiment, new.plan)
+    found += edited_config(run, then)
+    if origin:
+        refuse_other_data(found)
+    _print_changes(run, upcoming, state, origin=origin, step=step, found=found)
+    if upcoming.dry_run:
+        print("  nothing was changed or started (dry_run=true)")
+        return 0
+    severe = [row for row in found if row.severity != HARMLESS]
+    _rewrite(
+        run, upcoming, state, severe,
+        origin=origin, step=step, then=then, now=now, typed=typed,
+    )  # fmt: skip
+    launch = write_launch_files(new.experiment, new.plan, run)
+    return supervise(new.experiment, new.plan, run, launch=launch).exit_code
+
+
+def refuse_alive(run: RunDir) -> None:
+    """LaunchError where a supervisor of this run lives."""
+    from llmx.launch.supervision.journal import supervisor_lock
+
+    if run.supervisor_lock.exists():
+        with supervisor_lock(run, snapshot.run_id(run) or "-"):
+            pass
+
+
+def refuse_other_data(found: Sequence[Difference]) -> None:
+    """ConfigError where the samples of a step would no longer be what they were."""
+    other = [row for row in found if row.what in ("data", "tokenizer") and row.severity == BREAKS]
+    if other:
+        lines = [f"{row.what}: {row.then} then, {row.now} now; {row.advice}." for row in other]
+        raise ConfigError(
+            "the run was trained on other data, so it cannot be resumed:\n  " + "\n  ".join(lines)
+        )
+
+
+def nothing_left(run: RunDir, upcoming: Next, state: RunState, step: int | None) -> bool:
+    """Say so, and return True, where the run has finished all that it is asked for."""
+    if state.finished_at is None or step is not None:
+        return False
+    last = upcoming.last_step
+    if last is not None and last > state.finished_at:
+        return False
+    at, whole = state.finished_at, upcoming.total
+    if whole is not None and whole > at:
+        word, said = "task.stop_at_step=null", f" of {whole} (task.stop_at_step={last})"
+    else:
+        word, said = f"task.steps={max(2 * at, (last or 0) + 1)}", ""
+    print(
+        f"{run.root}\n  has finished at step {at}{said}: nothing to resume.\n"
+        f"  To train longer: python -m llmx resume {shlex.quote(str(run.root))} {word}"
+    )
+    return True
+
+
+def first_step(run: RunDir, state: RunState, step: int | None) -> int:
+    """The step it goes on from; ConfigError for a ``step=N`` that has no good checkpoint."""
+    if step == 0:
+        return 0
+    if step is not None:
+        known = ", ".join(str(known) for known in state.checkpoints) or "none"
+        if step not in state.checkpoints:
+            raise ConfigError(
+                f"step={step}: no checkpoint of that step in {run.checkpoints}. There are: "
+                f"{known}; step=0 starts from the beginning."
+            )
+        problems = problems_of(run, step)
+        if problems:
+            raise ConfigError(
+                f"step={step}: that checkpoint is damaged: {'; '.join(problems)}. Choose another: "
+                f"{known}."
+            )
+        return step
+    found = newest_usable(run, state.checkpoints)
+    # The ranks refuse it, too (llmx.train.resume), but on hosts, and minutes later.
+    if found.step is None and state.saved - set(found.damaged) and found.damaged:
+        raise CheckpointError(
+            f"none of the checkpoints in {run.checkpoints} can be used:\n{found.words()}\nPut a "
+            f"good copy of the named file back, or begin again: python -m llmx resume "
+            f"{shlex.quote(str(run.root))} step=0 (the damaged ones are kept in history/)."
+        )
+    for damaged, problems in found.damaged.items():
+        print(f"  damaged   checkpoint of step {damaged}: {'; '.join(problems)}")
+    return found.step or 0
+
+
+def _print_changes(
+    run: RunDir,
+    upcoming: Next,
+    state: RunState,
+    *,
+    origin: int,
+    step: int | None,
+    found: Sequence[Difference],
+) -> None:
+    """What happens next, before it does."""
+    print(f"resuming {run.root}\n  state     {state.ending}")
+    for note in snapshot.migrations(run):
+        print(f"  migrated  {note}")
+    if origin:
+        again = max(0, state.last_step - origin)
+        repeated = f"; {again} steps are trained again" if again else ""
+        print(f"  from      the checkpoint of step {origin}{repeated}")
+        if not is_hashed(run, origin):
+            print(
+                "            its sizes are right; the ranks verify every byte before they load it"
+            )
+    elif step == 0:
+        print("  from      step 0, as asked for: all steps are trained again")
+    elif not state.last_step:
+        print("  from      step 0")
+    elif not state.checkpoints and not all(h.is_local for h in upcoming.composed.plan.hosts):
+        print("  from      the checkpoints on its hosts: none is on this machine")
+    else:
+        print("  from      step 0: there is no usable checkpoint, all steps are trained again")
+    widest = max((len(change.key) for change in upcoming.changes), default=0)
+    for change in upcoming.changes:
+        effect = "" if change.rule.effect == SAME else f"  ({change.rule.effect})"
+        print(f"  changed   {change.key:<{widest}}  {change.values}{effect}")
+    note = schedule_note(upcoming, state, origin)
+    if note:
+        print(f"  schedule  {note}")
+    for difference in found:
+        if difference.severity != HARMLESS:
+            print(
+                f"  differs   {difference.what}: {difference.then} then, {difference.now} now"
+                f" ({MEANING[difference.severity]})"
+            )
+    sys.stdout.flush()
+
+
+def _rewrite(
+    run: RunDir,
+    upcoming: Next,
+    state: RunState,
+    severe: Sequence[Difference],
+    *,
+    origin: int,
+    step: int | None,
+    then: dict[str, object],
+    now: dict[str, object],
+    typed: Sequence[str],
+) -> None:
+    """The former files into history, the new ones in their place."""
+    from llmx.launch.supervision.journal import (
+        read_attempts,
+        read_resume,
+        read_rollbacks,
+        write_resume,
+    )
+
+    migrated = bool(snapshot.migrations(run))
+    newer = [known for known in state.checkpoints if step is not None and known > step]
+    again = state.last_step > origin == 0
+    other = state.was_launched and bool(severe)
+    keeps = bool(upcoming.changes or newer or migrated or again or other)
+    if keeps:
+        directory = archive_run(
+            run, found=upcoming.changes, differs=severe, words=typed, step=origin
+        )
+        print(f"  kept      the previous files in {directory.relative_to(run.root)}/")
+        set_aside(run, newer, directory)
+        if newer:
+            moved = ", ".join(str(known) for known in newer)
+            print(f"  moved     newer checkpoints ({moved}) are there, too")
+        overrides = [*snapshot.read_overrides(run), *upcoming.words]
+        write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
+    new = upcoming.composed
+    # Without a change worth keeping, a run that was only planned has dry_run=true in it.
+    if keeps or snapshot.load(run) != new.experiment:
+        snapshot.write_config(run, new.experiment, new.plan, new.ds_config)
+    snapshot.write_provenance(run, {**now, "parent": then.get("parent")})
+    snapshot.write_identity(run)
+    _, skipped = read_resume(run)
+    number = len(read_attempts(run)) + 1
+    back = None if step is None else roll_back(run, read_rollbacks(run), step)
+    write_resume(run, step=step, skip_steps=skipped, attempt=number, rollbacks=back)
+    sys.stdout.flush()

@@ -1,0 +1,47 @@
+"""From composed values to a finished run: what a single run and a trial of a sweep share.
+
+``python -m llmx`` calls it once; the Hydra launcher plugin calls it for every trial.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+from llmx.compose.complete import Composed, check_paths, compose
+from llmx.errors import RunFailed
+from llmx.lifecycle.packing import resolve_layout
+from llmx.run import snapshot
+
+
+def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:
+    """Compose, snapshot and launch one job; returns the exit code (0: it ended well)."""
+    return run_composed(compose(values), overrides=overrides, stream=stream)
+
+
+def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | None = None) -> int:
+    """Write the run directory, then plan only (``dry_run``) or launch and supervise."""
+    from llmx.launch import check_launch, supervise, write_launch_files
+
+    out = stream or sys.stdout
+    # Before anything is written: a secret in launch.env must not reach config.yaml.
+    check_launch(composed.experiment, composed.plan)
+    check_paths(composed.experiment, composed.plan)
+    composed = resolve_layout(composed, stream=out)
+    exp, plan = composed.experiment, composed.plan
+    run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
+    launch = write_launch_files(exp, plan, run)
+    if exp.dry_run:
+        from llmx.launch.render.files import render_command
+        from llmx.observe.report.plan_table import print_plan
+
+        print_plan(plan, exp, command=render_command(launch), run_dir=run.root, stream=out)
+        return 0
+    result = supervise(exp, plan, run, launch=launch)
+    return result.exit_code
+
+
+def require_success(exit_code: int) -> None:
+    """Raise RunFailed for an exit code other than 0 (what a trial of a sweep needs)."""
+    if exit_code != 0:
+        raise RunFailed(f"the run ended with exit code {exit_code}; its result.json has the cause.")

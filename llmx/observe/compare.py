@@ -1,0 +1,275 @@
+"""What differs between two runs, and both loss curves in one picture.
+
+python -m llmx compare RUN_A RUN_B [--out FILE.png] [--width N]
+
+Reads the two run directories; works for runs that still train, and for those that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmx.cli.flags import Parser, whole_number
+from llmx.config import migrate, to_dict
+from llmx.config.build import experiment_from_dict
+from llmx.errors import ConfigError, exit_code
+from llmx.observe.report import wording
+from llmx.observe.report.figure import draw_both
+from llmx.observe.report.run_data import RunData, load_run
+from llmx.observe.report.screen import open_console
+from llmx.run.metrics.equality import Outcome, compare_runs
+from llmx.run.provenance.differences import (
+    MEANING,
+    Difference,
+    changed_values,
+    differences,
+    flattened,
+    not_recorded,
+    plan_differences,
+    short_value,
+)
+from llmx.run.rundir import read_mapping
+from llmx.text import plural
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OWN_KEYS = ("name", "run_dir", "dry_run", "schema_version")
+"""What every run has of its own."""
+NOT_SET = "not set"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code (0 also where the runs differ: it is reported)."""
+    parser = Parser(
+        prog="python -m llmx compare",
+        description="What differs between two runs: config, environment, outcome, every logged "
+        "loss; and both loss curves in one picture. Works for runs that are still training, and "
+        "for failed ones.",
+    )
+    parser.add_argument("run_a", metavar="RUN_A", type=Path, help="a run directory")
+    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="another one")
+    parser.add_argument(
+        "--out", metavar="FILE.png", type=Path, help="the picture; default: in RUN_B"
+    )
+    parser.add_argument(
+        "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
+    )
+    options = parser.parse_args(argv)
+    return exit_code(
+        lambda: compare(options.run_a, options.run_b, out=options.out, width=options.width)
+    )
+
+
+def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | None = None) -> int:
+    """Print everything, write the picture, say where."""
+    if out is not None and out.is_dir():
+        raise ConfigError(
+            f"--out {out}: is a directory. Name a file, e.g. --out {out}/compare.png."
+        )
+    a, b = load_run(run_a), load_run(run_b)
+    if a.run.root.resolve() == b.run.root.resolve():
+        raise ConfigError(f"{a.run.root} is compared with itself. Give two run directories.")
+    names = short_names(a.run.root, b.run.root)
+    console = open_console(sys.stdout, width=width)
+    console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
+    config = config_rows(_config(a), _config(b))
+    _print_config(console, config)
+    records = [read_mapping(data.run.provenance) for data in (a, b)]
+    found = environment_rows(
+        records[0], records[1],
+        plans=(a.plan, b.plan), ds=(read_mapping(a.run.ds_config), read_mapping(b.run.ds_config)),
+        config=config,
+    )  # fmt: skip
+    _print_environment(console, found, records)
+    _print_outcome(console, a, b)
+    console.print(f"\n{curves(compare_runs(a.run, b.run))}\n")
+    for name, data in (("A", a), ("B", b)):
+        for warning in data.warnings:
+            console.print(f"{name}: {warning}", style="dim")
+    picture = _picture(a, b, names, out)
+    console.print(
+        f"both curves: {picture}" if picture else "no picture: neither run has logged a loss yet.",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def curves(outcome: Outcome) -> str:
+    """What became of the numbers, for two runs that need not be the same."""
+    if not outcome.lines:
+        return "losses: the two runs have no logged step in common."
+    if outcome.identical:
+        return f"losses: {outcome.summary()}"
+    first = outcome.first
+    parts = [f"losses: {outcome.lines} lines in common, up to step {outcome.last_step}."]
+    if first is not None:
+        where = "from the start" if first.step <= 1 else f"first at step {first.step}"
+        parts.append(
+            f"They differ {where} ({str(first).replace('then', 'in A').replace('now', 'in B')})."
+        )
+    elif outcome.weights == "differ":
+        parts.append("All logged values are identical, but the weights are not.")
+    largest = outcome.largest
+    if largest is not None and largest != first:
+        said = str(largest).replace("then", "in A").replace("now", "in B")
+        parts.append(f"Largest difference, at step {largest.step}: {said}.")
+    return " ".join(parts)
+
+
+def short_names(a: Path, b: Path) -> tuple[str, str]:
+    """What tells two directories apart: their last parts from where they differ."""
+    if a.name != b.name:
+        return a.name, b.name
+    common = Path(os.path.commonpath([a, b]))
+    return str(a.relative_to(common)), str(b.relative_to(common))
+
+
+def _config(data: RunData) -> dict[str, Any]:
+    """The config in today's schema, so that two versions are compared by what they mean."""
+    values = migrate(data.config, source=str(data.run.config)).values
+    return to_dict(experiment_from_dict(values))
+
+
+def _print_config(console: Console, rows: Sequence[ConfigRow]) -> None:
+    from rich.table import Table
+
+    if not rows:
+        console.print("config: no difference\n")
+        return
+    console.print("config", style="bold")
+    table = Table(box=None, header_style="dim")
+    for name in ("", "A", "B"):
+        table.add_column(name, overflow="fold")
+    group = rows[0].group
+    for row in rows:
+        if row.group != group:
+            table.add_section()
+            group = row.group
+        table.add_row(row.key, short_value(row.a), short_value(row.b))
+    console.print(table)
+    console.print()
+
+
+def _print_environment(
+    console: Console, found: Sequence[Difference], records: Sequence[dict[str, Any]]
+) -> None:
+    from rich.table import Table
+
+    missing = sorted({name for record in records for name in not_recorded(record)})
+    if not found:
+        console.print("environment: no difference")
+    else:
+        console.print("environment", style="bold")
+        table = Table(box=None, header_style="dim")
+        for name in ("", "A", "B", "which"):
+            table.add_column(name, overflow="fold")
+        for row in found:
+            table.add_row(row.what, row.then, row.now, MEANING[row.severity])
+        console.print(table)
+    if missing:
+        console.print(f"not recorded by both: {', '.join(missing)}", style="dim")
+    console.print()
+
+
+def _print_outcome(console: Console, a: RunData, b: RunData) -> None:
+    from rich.table import Table
+
+    console.print("outcome", style="bold")
+    table = Table(box=None, header_style="dim")
+    for name in ("", "A", "B"):
+        table.add_column(name, overflow="fold")
+    for row in outcome_rows(a, b):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _picture(a: RunData, b: RunData, names: tuple[str, str], out: Path | None) -> Path | None:
+    """Draw to ``out``, else into B's directory, else here where that cannot be written."""
+    name = f"compare_{a.run.root.name}.png"
+    places = [out] if out else [b.run.root / name, Path.cwd() / name]
+    for place in places:
+        try:
+            return place if draw_both(a, b, names, place) else None
+        except OSError as error:
+            if place is places[-1]:
+                raise ConfigError(
+                    f"{place}: the picture cannot be written ({error.strerror or error}). Set "
+                    "--out to another file, e.g. --out compare.png."
+                ) from error
+    return None
+
+
+@dataclass(frozen=True)
+class ConfigRow:
+    """One key with its value in both runs; ``NOT_SET`` where a run has no such key."""
+
+    key: str
+    a: Any
+    b: Any
+
+    @property
+    def group(self) -> str:
+        return self.key.split(".", 1)[0] if "." in self.key else ""
+
+
+def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ConfigRow]:
+    """Keys whose values differ, in the order of the schema, without a run's own."""
+    one, two = flattened(a), flattened(b)
+    return [
+        ConfigRow(key, one.get(key, NOT_SET), two.get(key, NOT_SET))
+        for key in changed_values(b, a)
+        if key not in OWN_KEYS
+    ]
+
+
+def environment_rows(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    *,
+    plans: tuple[Any, Any],
+    ds: tuple[Any, Any],
+    config: list[ConfigRow],
+) -> list[Difference]:
+    """Code, packages, devices, inputs, and what the plan made of them.
+
+    DeepSpeed's JSON only where the ``config`` that it is made from is the same.
+    """
+    found = differences(a, b) if a and b else []
+    if {row.group for row in config} & {"zero", "batch", "optim", "model", "data", "hardware"}:
+        ds = ({}, {})
+    if plans[0] and plans[1]:
+        found += plan_differences(plans[0], plans[1], ds_then=ds[0], ds_now=ds[1])
+    return found
+
+
+def outcome_rows(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
+    """What became of each: the rows of the report side by side."""
+    one, two = dict(_rows(a)), dict(_rows(b))
+    names = [*one, *(name for name in two if name not in one)]
+    return [(name, one.get(name, "-"), two.get(name, "-")) for name in names]
+
+
+def _rows(data: RunData) -> list[tuple[str, str]]:
+    found = wording.headline(data)
+    line = found.line.removeprefix(f"{data.name}: ")
+    rows = [("outcome", line)]
+    if found.cause:
+        rows.append(("cause", found.cause.splitlines()[0]))
+    rows += wording.summary_rows(data)
+    restarts = (data.result or {}).get("restarts")
+    if restarts:
+        rows.append(("restarts", str(restarts)))
+    ranks, hosts = data.plan.get("ranks") or [], data.plan.get("hosts") or []
+    if ranks:
+        rows.append(("ranks", f"{len(ranks):,} on {plural(len(hosts), 'host')}"))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

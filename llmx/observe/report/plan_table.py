@@ -1,0 +1,257 @@
+"""The plan as a person reads it, before a GPU is touched. Only rich, imported late.
+
+``python -m llmx dry_run=true hardware=a100x2_v100x2`` prints it.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from llmx import text as human
+from llmx.config import Experiment
+from llmx.observe.report.screen import open_console
+from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.text import plural
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+MEMORY_PARTS = (
+    ("parameters", "parameters_gib"),
+    ("gradients", "gradients_gib"),
+    ("optimizer", "optimizer_gib"),
+    ("activations", "activations_gib"),
+    ("logits", "logits_gib"),
+    ("buffers", "buffers_gib"),
+    ("update", "update_gib"),
+    ("context", "context_gib"),
+)
+
+
+def print_plan(
+    plan: Plan,
+    exp: Experiment,
+    *,
+    command: str | None,
+    run_dir: Path,
+    stream: TextIO,
+    width: int | None = None,
+) -> None:
+    """Print the whole plan to ``stream``, and where the run directory lies."""
+    from rich.text import Text
+
+    console = open_console(stream, width=width)
+    for part in render_plan(plan, exp, command):
+        # Text is never wrapped by us: the command is there to be copied.
+        console.print(part, soft_wrap=isinstance(part, Text))
+    console.print(f"Nothing was started (dry_run=true). Rendered in {run_dir}", soft_wrap=True)
+
+
+def render_plan(plan: Plan, exp: Experiment, command: str | None) -> list[RenderableType]:
+    """Hosts, batch algebra, memory by part, warnings and the exact command, in this order."""
+    from rich.text import Text
+
+    title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
+    parts: list[RenderableType] = [title, hosts_table(plan), facts_table(plan, exp)]
+    if plan.memory:
+        parts += [Text("\nPredicted peak memory of one rank, GiB", style="bold"), _memory(plan)]
+    if plan.warnings:
+        # A table ends with an empty line of its own.
+        parts += [] if plan.memory else [Text("")]
+        parts.append(warnings_table(plan.warnings))
+    if command:
+        parts += [Text("\nCommand", style="bold"), Text(command.rstrip() + "\n")]
+    return parts
+
+
+def hosts_table(plan: Plan) -> Table:
+    """One row a host: its ranks, devices, micro batches, accumulation and precision."""
+    table = _table()
+    for name, justify in (
+        ("host", "left"),
+        ("ranks", "left"),
+        ("device", "left"),
+        ("micro batch", "right"),
+        ("accumulation", "right"),
+        ("precision", "left"),
+    ):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for index, host in enumerate(plan.hosts):
+        ranks = [rank for rank in plan.ranks if rank.host == index]
+        table.add_row(
+            _host_name(host),
+            _span([rank.rank for rank in ranks]),
+            f"{len(ranks)}{human.TIMES}{host.device}",
+            _micro_batches(ranks),
+            str(plan.batch.accumulation),
+            plan.precision,
+        )
+    return table
+
+
+def facts_table(plan: Plan, exp: Experiment) -> Table:
+    """What holds for the whole run: precision and why, batch, steps, model, ZeRO, transport."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [
+        ("precision", f"{plan.precision}: {plan.precision_reason}"),
+        ("batch", batch_line(plan)),
+        ("steps", _steps_line(plan, exp)),
+        ("model", _model_line(plan, exp)),
+        ("zero", _zero_line(exp)),
+        *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
+        ("attention", _attention_line(plan, exp)),
+        ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
+    ]
+    for name, text in rows:
+        table.add_row(f" {name}", Text(text))
+    return table
+
+
+def warnings_table(warnings: tuple[str, ...]) -> Table:
+    """Each warning behind a ``!``, wrapped under itself."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    for warning in warnings:
+        table.add_row(Text(" !", style="bold yellow"), Text(warning, style="yellow"))
+    return table
+
+
+def batch_line(plan: Plan) -> str:
+    """The batch algebra: ``(4 + 4 + 2 + 2) x 8 = 96 samples of 4,096 = ...``."""
+    batch = plan.batch
+    sizes = batch.micro_batches
+    if len(sizes) <= 8:
+        total = " + ".join(map(str, sizes))
+    else:
+        runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+        total = " + ".join(f"{length} ranks{human.TIMES}{size}" for size, length in runs)
+    if len(sizes) > 1:
+        total = f"({total})"
+    return (
+        f"{total}{human.TIMES}{batch.accumulation} = {batch.global_batch:,} samples "
+        f"of {batch.seq_len:,} = {batch.tokens_per_step:,} tokens a step"
+    )
+
+
+def _steps_line(plan: Plan, exp: Experiment) -> str:
+    if exp.task.steps is not None:
+        tokens = human.count(exp.task.steps * plan.batch.tokens_per_step)
+        return f"{exp.task.steps:,}, {tokens} tokens in all"
+    if exp.task.epochs is not None:
+        epochs = plural(exp.task.epochs, "epoch")
+        return f"{epochs}; steps follow from the number of samples"
+    return "not set; give task.steps or task.epochs"
+
+
+def _model_line(plan: Plan, exp: Experiment) -> str:
+    size = human.count(plan.num_parameters) if plan.num_parameters else "an unknown number of"
+    start = "from scratch" if exp.model.init == "scratch" else "pretrained"
+    return f"{exp.model.name or exp.model.kind}, {size} parameters, {start}"
+
+
+def _zero_line(exp: Experiment) -> str:
+    zero = exp.zero
+    words = [f"stage {zero.stage}"]
+    if zero.offload_optimizer != "none":
+        words.append(f"optimizer on {zero.offload_optimizer}")
+    if zero.offload_param != "none":
+        words.append(f"parameters on {zero.offload_param}")
+    if zero.hpz_partition_size > 1:
+        words.append(f"hpZ {zero.hpz_partition_size}")
+    if zero.quantized_weights:
+        words.append("qwZ")
+    if zero.quantized_gradients:
+        words.append("qgZ")
+    if exp.model.activation_checkpointing != "none":
+        words.append(f"{exp.model.activation_checkpointing} activation checkpointing")
+    return ", ".join(words)
+
+
+def _sum_line(plan: Plan) -> str:
+    return f"summed over micro steps in {plan.grad_accum_dtype}"
+
+
+def _attention_line(plan: Plan, exp: Experiment) -> str:
+    kinds = dict(plan.attention)
+    each = ", ".join(f"{way} ({name})" for name, way in kinds.items())
+    rows = {
+        "auto": "rows are packed where the model isolates them",
+        "packed": "rows are packed",
+        "padded": "each row in a line of its own",
+    }[exp.data.layout]
+    same = len(set(kinds.values())) == 1
+    return f"{next(iter(kinds.values())) if same else each}; {rows}"
+
+
+def _memory(plan: Plan) -> Table:
+    """Parts as rows, device types as columns: stays narrow with many parts."""
+    from rich.text import Text
+
+    table = _table()
+    table.add_column("")
+    for memory in plan.memory:
+        table.add_column(memory.device, justify="right", overflow="fold")
+    for name, attribute in MEMORY_PARTS:
+        table.add_row(name, *(human.gib(getattr(memory, attribute)) for memory in plan.memory))
+    table.add_section()
+    table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
+    table.add_row("device has", *(_capacity(memory) for memory in plan.memory))
+    table.add_row("", *(_fits(memory) for memory in plan.memory))
+    if any(memory.host_gib for memory in plan.memory):
+        table.add_row("host RAM", *(human.gib(memory.host_gib) for memory in plan.memory))
+    if any(memory.saves_host_gib for memory in plan.memory):
+        copies = (human.gib(memory.saves_host_gib) for memory in plan.memory)
+        table.add_row("host RAM of saves", *copies)
+    return table
+
+
+def _capacity(memory: MemoryPlan) -> str:
+    return human.gib(memory.capacity_gib) if memory.capacity_gib else "unknown"
+
+
+def _fits(memory: MemoryPlan) -> RenderableType:
+    from rich.text import Text
+
+    if memory.capacity_gib == 0:
+        return Text("not checked")
+    if memory.fits:
+        return Text("fits", style="green")
+    return Text("does not fit", style="bold red")
+
+
+def _table() -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+
+
+def _host_name(host: HostPlan) -> str:
+    if host.is_local:
+        return host.name
+    port = f":{host.ssh_port}" if host.ssh_port != 22 else ""
+    address = f" ({host.address}{port})" if host.address != host.name or port else ""
+    return host.name + address
+
+
+def _span(ranks: list[int]) -> str:
+    if not ranks:
+        return "none"
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _micro_batches(ranks: list[RankPlan]) -> str:
+    sizes = [rank.micro_batch for rank in ranks]
+    if len(sizes) > 1 and len(set(sizes)) == 1:
+        return f"{sizes[0]} each"
+    return " + ".join(map(str, sizes))

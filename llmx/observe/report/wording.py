@@ -1,0 +1,273 @@
+"""What a run comes to, in words: the result line, the summary, where everything lies.
+
+Pure; the terminal and the HTML show the same rows.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from llmx import text as human
+from llmx.observe.report.run_data import RunData
+from llmx.run.metrics import metric_of
+from llmx.text import plural
+
+SHOWN_COMPLETIONS = 6
+SHOWN_ATTEMPTS = 4
+TRACEBACK_LINES = 12
+
+
+@dataclass(frozen=True)
+class Headline:
+    """How a run ended, in one line, with its cause and the fix."""
+
+    state: str
+    """``ok``, ``failed`` or ``open`` (no result yet)."""
+    line: str
+    cause: str = ""
+    fix: str = ""
+
+
+def headline(data: RunData) -> Headline:
+    """The result line."""
+    # The last steps before an end are not all logged; a checkpoint tells of them.
+    count = max(data.summary.get("steps", 0), data.summary.get("last_checkpoint", 0))
+    total = data.summary.get("total_steps")
+    of = f"{count:,} of {total:,} steps" if total not in (None, 0, count) else ""
+    of = of or plural(count, "step")
+    if data.result is None and not data.was_started:
+        return Headline("open", f"{data.name}: planned, not started")
+    if data.result is None:
+        last = max((record.get("time") or 0.0 for record in data.records), default=0.0)
+        seen = f", last line {human.duration(max(0.0, data.now - last))} ago" if last else ""
+        return Headline("open", f"{data.name}: no result.json yet ({of}{seen})")
+    took_s = (data.result.get("ended") or 0.0) - (data.result.get("started") or 0.0)
+    took = f" in {human.duration(took_s)}" if took_s > 0 else ""
+    if took and data.resumed_at is not None:
+        took = f" (resumed at step {data.resumed_at:,}, {human.duration(took_s)} since)"
+    outcome = data.result.get("outcome", "crash")
+    if outcome == "ok":
+        return Headline("ok", f"{data.name}: trained {of}{took}")
+    where = [f"rank {data.result['failed_rank']}"] * (data.result.get("failed_rank") is not None)
+    where += [str(data.result["host"])] * bool(data.result.get("host"))
+    at = f" ({', '.join(where)})" if where else ""
+    fix = data.result.get("fix") or ""
+    if outcome == "interrupted":  # the command is among the places
+        fix = "; ".join(
+            part for part in fix.split("; ") if not part.startswith(("to resume: ", "to go on: "))
+        )
+    return Headline(
+        "failed",
+        f"{data.name}: {outcome} after {of}{took}{at}",
+        cause=data.result.get("cause") or "",
+        fix=fix,
+    )
+
+
+def summary_rows(data: RunData) -> list[tuple[str, str]]:
+    """What is known of loss, evaluation, speed, time, memory and size, as (what, value)."""
+    values, rows = data.summary, []
+    if "first_loss" in values:
+        first, last = human.number(values["first_loss"]), human.number(values["final_loss"])
+        steps = [record["step"] for record in data.train]
+        text = f"{first} → {last}   (steps {steps[0]:,} → {steps[-1]:,}"
+        mean, loss = data.train[-1].get("loss_mean"), data.train[-1].get("loss")
+        if mean is not None and not (loss and math.isclose(mean, loss, rel_tol=1e-6)):
+            text += f"; mean of the last steps {human.number(mean)}"
+        rows.append(("train loss", f"{text})"))
+    if "final_eval_loss" in values:
+        first, last = values["first_eval_loss"], values["final_eval_loss"]
+        text = human.number(last) if len(data.evals) == 1 else f"{human.number(first)} → "
+        text += human.number(last) if len(data.evals) > 1 else ""
+        if values["best_eval_loss"] < last:
+            text += f"   (best {human.number(values['best_eval_loss'])}"
+            text += f" at step {values['best_eval_step']:,})"
+        rows.append(("eval loss", text))
+    rows += _metrics(data)
+    if "tokens_per_s" in values:
+        text = f"{human.count(values['tokens_per_s'])} tokens/s"
+        text += f", MFU {human.percent(values['mfu'])}" if "mfu" in values else ""
+        rows.append(("speed", text))
+    if data.result and data.result.get("ended"):
+        took_s = data.result["ended"] - data.result["started"]
+        text = human.duration(took_s)
+        trained_s = data.train_time_s
+        if trained_s:
+            text += f", of which {human.duration(trained_s)} from the first to the last metric"
+        if data.resumed_at is not None:
+            text += f"   (since the resume at step {data.resumed_at:,})"
+        rows.append(("time", text))
+    if len(data.attempts) > 1:
+        ends = [
+            f"{line.get('outcome')} "
+            + (f"at step {line['last_step']:,}" if line.get("last_step") else "before training")
+            for line in data.attempts
+            if line.get("outcome") != "ok"
+        ]
+        # Of many, the last few: those that a reader asks about.
+        before = "..., " if len(ends) > SHOWN_ATTEMPTS else ""
+        shown = before + ", ".join(ends[-SHOWN_ATTEMPTS:])
+        rows.append(("attempts", f"{len(data.attempts)}" + (f"   ({shown})" if ends else "")))
+    if "memory_gib_max" in values:
+        text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
+        rows.append(("peak memory", text))
+    if values.get("num_parameters") or values.get("tokens"):
+        size, tokens = values.get("num_parameters"), values.get("tokens")
+        parts = [f"{human.count(size)} parameters"] if size else []
+        parts += [f"{human.count(tokens)} tokens"] if tokens else []
+        text = ", ".join(parts)
+        if values.get("epoch"):
+            text += f", {plural(float(format(values['epoch'], '.3g')), 'epoch')}"
+        rows.append(("trained", text))
+    return rows
+
+
+def _metrics(data: RunData) -> list[tuple[str, str]]:
+    """Every metric of the evaluations: before and after training, and the best on the way."""
+    declared, rows = data.declared, []
+    for name, points in data.metric_points("eval").items():
+        metric = metric_of(name, declared)
+        of_samples = f"{name}_before" in data.samples
+        before = data.samples.get(f"{name}_before")
+        after = data.samples.get(f"{name}_after")
+        trained = [(step, value) for step, value in points if step > 0]
+        if before is None and points and points[0][0] == 0:
+            before = points[0][1]
+        if after is None and trained:
+            after = trained[-1][1]
+        shown = [metric.shown(value) for value in (before, after) if value is not None]
+        if not shown:
+            continue
+        notes = []
+        if trained and metric.higher_is_better is not None:
+            sign = 1 if metric.higher_is_better else -1
+            step, best = max(trained, key=lambda point: sign * point[1])
+            if metric.shown(best) != metric.shown(trained[-1][1]):
+                notes.append(f"best {metric.shown(best)} at step {step:,}")
+        count = len(data.samples.get("rows") or []) if of_samples else 0
+        notes += [plural(count, "eval prompt")] * bool(count)
+        rows.append((metric.title, " → ".join(shown) + (f"   ({'; '.join(notes)})" * bool(notes))))
+    return rows
+
+
+@dataclass(frozen=True)
+class Completed:
+    """One eval prompt with its completions; ``right_*`` is None where there is none yet."""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+    right_before: bool | None
+    right_after: bool | None
+
+
+def completions(data: RunData, *, limit: int | None = None) -> list[Completed]:
+    """The eval prompts with their completions before and after training; ``limit`` of them, evenly
+    chosen, because neighbours are often of one kind."""
+    rows: list[dict[str, Any]] = data.samples.get("rows") or []
+    if limit is not None and len(rows) > limit:
+        rows = [rows[index * len(rows) // limit] for index in range(limit)]
+    return [
+        Completed(
+            prompt=row.get("prompt") or "",
+            expected=row.get("expected") or "",
+            before=row.get("before") or "",
+            after=row.get("after") or "",
+            right_before=_right(row, "before"),
+            right_after=_right(row, "after"),
+        )
+        for row in rows
+    ]
+
+
+def _right(row: dict[str, Any], key: str) -> bool | None:
+    if row.get(key) is None:
+        return None
+    if row.get("expected") is None:  # a prompt without one right completion
+        return None
+    return bool(str(row[key]).strip() == str(row.get("expected") or "").strip())
+
+
+def locations(data: RunData) -> list[tuple[str, str]]:
+    """Where everything lies, and the commands that go on from here."""
+    run = data.run
+    rows = [("run directory", str(run.root))]
+    for name, path in (
+        ("model", run.final_model),
+        ("loss curve", run.loss_curve),
+        ("report", run.report),
+        ("logs", run.logs),
+    ):
+        if path.exists():
+            rows.append((name, str(path)))
+    failed = (data.result or {}).get("failed_rank")
+    if failed is not None and run.rank_log(failed).exists():
+        rows.append((f"log of rank {failed}", str(run.rank_log(failed))))
+    for tracker, status in data.tracking.items():
+        if status.get("sync"):
+            rows.append((f"{tracker}, to upload", status["sync"]))
+        elif status.get("state") != "failed" and status.get("message"):
+            rows.append((tracker, status["message"]))
+    if run.final_model.exists():
+        rows.append(("try it", _try_it(data)))
+    here = shlex.quote(str(run.root))
+    if not data.was_started:
+        return [*rows, ("start", f"python -m llmx resume {here}")]
+    if data.result and data.result.get("outcome") != "ok":
+        rows.append(("resume", f"python -m llmx resume {here}"))
+    rows.append(("reproduce", f"python -m llmx reproduce {here}"))
+    return rows
+
+
+def _try_it(data: RunData) -> str:
+    """A command with a prompt that is short and needs no escapes in a shell, if there is one."""
+    prompts = [row.prompt.strip() for row in completions(data)]
+    short = [text for text in prompts if 0 < len(text) <= 120 and "\n" not in text]
+    short.sort(key=lambda text: bool(set(text) & set("'\"$`!\\")))
+    words = ["python", "-m", "llmx", "generate", str(data.run.root), *(short or ["Hello"])[:1]]
+    return shlex.join(words)
+
+
+def warnings(data: RunData) -> list[str]:
+    """The plan's warnings, what could not be read, and trackers that failed."""
+    failed = [
+        f"{tracker}: {status.get('message')}. To upload later: {status.get('fix')}"
+        for tracker, status in data.tracking.items()
+        if status.get("state") == "failed"
+    ]
+    return [*data.warnings, *failed]
+
+
+def events(data: RunData) -> list[str]:
+    """What happened to a run besides training: checkpoints that failed, steps not trained."""
+    texts = []
+    for record in data.records:
+        step, event, reason = record.get("step") or 0, record.get("event"), record.get("reason")
+        if event == "damaged":
+            checkpoint = record.get("checkpoint") or 0
+            texts.append(f"The checkpoint of step {checkpoint:,} could not be used: {reason}")
+        elif event == "save_failed":
+            texts.append(f"The checkpoint of step {step:,} could not be saved: {reason}")
+        elif event == "passed_over":
+            texts.append(f"No checkpoint at step {step:,}: the one before was still being written.")
+        elif event == "skipped":
+            first, end = record.get("samples") or (0, 0)
+            texts.append(
+                f"Step {step:,} was not trained: training diverged there "
+                f"({plural(end - first, 'sample')})."
+            )
+    return texts
+
+
+def traceback_excerpt(data: RunData) -> str:
+    """The end of the failing rank's traceback, which is where the reason stands."""
+    lines = ((data.result or {}).get("traceback") or "").rstrip().splitlines()
+    if len(lines) <= TRACEBACK_LINES:
+        return "\n".join(lines)
+    left_out = len(lines) - TRACEBACK_LINES
+    before = f"... {plural(left_out, 'line')} before"
+    return "\n".join([before, *lines[-TRACEBACK_LINES:]])

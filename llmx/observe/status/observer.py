@@ -1,0 +1,308 @@
+"""The facts of a run, read from the files of its run directory and from nothing else.
+
+Standard library and ``llmx.run.tail`` only: both are sent over ssh to a host that has neither llmx
+nor its packages. What the facts mean is decided on this side (``view.py``).
+
+    python -m llmx status RUN --json          prints them
+"""
+
+# os instead of pathlib, whose import would be a third of the start on a far host.
+# ruff: noqa: PTH110, PTH111, PTH112, PTH113, PTH116, PTH118, PTH119, PTH123, PTH208, RUF007, B905
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import socket
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from llmx.run.tail import LineTail, read_records, records_of
+
+if TYPE_CHECKING:
+    Facts = dict[str, Any]  # at run time an old Python on a host must do
+MOST_LOSSES = 240
+MOST_EVENTS = 12
+BRIEF_BYTES = 1 << 16
+DEEPEST = 4
+
+
+class Observer:
+    """Facts of one run, again and again; of ``metrics.jsonl`` only what is new is read.
+
+    ``brief`` reads only its end: enough for a line of a table, whatever its size.
+    """
+
+    def __init__(self, root: str, brief: bool = False) -> None:
+        self.root = os.path.abspath(os.path.expanduser(root))
+        self.tail = LineTail(self._path("metrics.jsonl"))
+        self.metrics = Metrics()
+        self.brief = brief
+        self.head: tuple[str, int | None] | None = None
+
+    def facts(self) -> Facts:
+        """Everything that can be shown; what is not there is None or empty."""
+        supervisor = self._json("supervisor.json")
+        result = self._json("result.json")
+        if result:
+            result.pop("traceback", None)
+        if self.head is None:
+            self.head = _name_and_stop(self._path("config.yaml"))
+        self._read_metrics()
+        return {
+            "path": self.root,
+            "name": self.head[0] or os.path.basename(self.root),
+            "stop_at_step": self.head[1],
+            "host": socket.gethostname(),
+            "now": time.time(),
+            "identity": self._json("run.json"),
+            "supervisor": supervisor,
+            "supervisor_alive": _is_alive(supervisor),
+            "attempts": self._lines("attempts.jsonl")[-50:],
+            "lock": self._json("supervisor.lock"),
+            "result": result,
+            "started": self._mtime("config.yaml"),
+            "launched": os.path.isdir(self._path("ranks")),
+            "disk_free_bytes": _free_bytes(self.root),
+            "hosts": self._hosts(),
+            "ranks": self._ranks(),
+            "checkpoints": self._checkpoints(),
+            "report": os.path.exists(self._path("report.html")),
+            "metrics": self.metrics.facts(),
+        }
+
+    def _path(self, *names: str) -> str:
+        return os.path.join(self.root, *names)
+
+    def _json(self, *names: str) -> Facts | None:
+        try:
+            with open(self._path(*names), encoding="utf-8") as stream:
+                value = json.load(stream)
+        except (OSError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def _lines(self, name: str) -> list[Facts]:
+        return read_records(self._path(name))
+
+    def _mtime(self, *names: str) -> float | None:
+        try:
+            return os.stat(self._path(*names)).st_mtime
+        except OSError:
+            return None
+
+    def _hosts(self) -> list[Facts]:
+        """Host names of the plan, each with its ranks."""
+        plan = self._json("plan.json") or {}
+        hosts = [{"name": host.get("name"), "ranks": []} for host in plan.get("hosts") or []]
+        for rank in plan.get("ranks") or []:
+            if rank.get("host", -1) < len(hosts):
+                hosts[rank["host"]]["ranks"].append(rank["rank"])
+        return hosts
+
+    def _ranks(self) -> list[Facts]:
+        found = []
+        for name in _listed(self._path("ranks")):
+            if re.match(r"rank-\d+\.json$", name):
+                status = self._json("ranks", name)
+                if status:
+                    error = status.get("error") or {}
+                    error.pop("traceback", None)
+                    found.append(status)
+        return found
+
+    def _checkpoints(self) -> Facts:
+        names = _listed(self._path("checkpoints"))
+        steps = sorted(int(name[5:]) for name in names if re.match(r"step-\d+$", name))
+        writing = [int(n[6:-8]) for n in names if re.match(r"\.step-\d+\.partial$", n)]
+        newest = None
+        if steps:
+            name = f"step-{steps[-1]:08d}"
+            manifest = self._json("checkpoints", name, "manifest.json") or {}
+            files = (manifest.get("files") or {}).values()
+            newest = {
+                "step": steps[-1],
+                "time": manifest.get("created") or self._mtime("checkpoints", name),
+                "bytes": sum(entry.get("bytes") or 0 for entry in files),
+            }
+        return {"steps": steps, "newest": newest, "writing": max(writing) if writing else None}
+
+    def _read_metrics(self) -> None:
+        if self.brief:
+            self.metrics = Metrics()
+            for record in _head_and_end(self._path("metrics.jsonl")):
+                self.metrics.add(record)
+            return
+        lines = self.tail.read()
+        if self.tail.began_anew:
+            self.metrics = Metrics()
+        for record in records_of(lines):
+            self.metrics.add(record)
+
+
+class Metrics:
+    """What a viewer needs of ``metrics.jsonl``."""
+
+    def __init__(self) -> None:
+        self.start: Facts | None = None
+        self.eval: Facts | None = None
+        self.end: Facts | None = None
+        self.train: list[Facts] = []
+        self.losses: list[tuple[int, float | None]] = []
+        self.events: list[Facts] = []
+
+    def add(self, record: Facts) -> None:
+        kind = record.get("kind")
+        if kind == "start":
+            self.start = record
+        elif kind == "train":
+            self.losses.append((record.get("step", 0), record.get("loss")))
+            self.train = [*self.train[-29:], record]
+        elif kind == "eval":
+            self.eval = record
+        elif kind == "end":
+            self.end = record
+        elif kind == "event":
+            self.events = [*self.events[1 - MOST_EVENTS :], record]
+            if self.start and record.get("event") == "resumed":
+                again = {k: record[k] for k in ("total_steps", "metrics") if record.get(k)}
+                self.start = dict(self.start, **again)
+
+    def facts(self) -> Facts:
+        paces = [r["step_time_s"] for r in self.train[1:] or self.train if r.get("step_time_s")]
+        return {
+            "start": self.start,
+            "last": self.train[-1] if self.train else None,
+            "before": self.train[-2] if len(self.train) > 1 else None,
+            "eval": self.eval,
+            "end": self.end,
+            "events": self.events,
+            "step_time_s": statistics.median(paces) if paces else None,
+            "first_loss": self.losses[0][1] if self.losses else None,
+            "losses": _thinned(self.losses),
+        }
+
+
+def find_runs(base: str) -> list[str]:
+    """Run directories at or under ``base``, the newest first."""
+    base = os.path.abspath(os.path.expanduser(base))
+    found = []
+    for directory, names, files in os.walk(base):
+        if "config.yaml" in files and "plan.json" in files:
+            found.append((os.stat(os.path.join(directory, "config.yaml")).st_mtime, directory))
+            names.clear()
+        elif directory[len(base) :].count(os.sep) >= DEEPEST:
+            names.clear()
+    return [directory for _, directory in sorted(found, reverse=True)]
+
+
+def is_run(path: str) -> bool:
+    """Whether ``path`` itself is a run directory."""
+    return os.path.isfile(os.path.join(os.path.expanduser(path), "config.yaml"))
+
+
+def is_over(root: str) -> bool:
+    """Quickly: nothing of this run can be alive."""
+    if os.path.exists(os.path.join(root, "result.json")):
+        return True
+    return Observer(root)._json("supervisor.json") is None
+
+
+def table(base: str, most: int) -> Facts:
+    """Facts of the runs under ``base``: all that may be alive, then the newest, ``most`` in all."""
+    runs = find_runs(base)
+    live = [run for run in runs if not is_over(run)]
+    chosen = (live + [run for run in runs if run not in live])[:most]
+    facts = [Observer(run, brief=True).facts() for run in chosen]
+    return {"base": os.path.abspath(os.path.expanduser(base)), "found": len(runs), "runs": facts}
+
+
+def main(argv: list[str]) -> int:
+    """``PATH MOST EVERY_S``: JSON lines on stdout, one, or one every so often until stdin ends."""
+    path, most, every_s = argv[0], int(argv[1]), float(argv[2])
+    if not os.path.isdir(os.path.expanduser(path)):
+        print(json.dumps({"error": "there is no directory " + path}), flush=True)
+        return 2
+    observer = Observer(path) if is_run(path) else None
+    while True:
+        print(json.dumps(observer.facts() if observer else table(path, most)), flush=True)
+        if not every_s or select.select([0], [], [], every_s)[0]:
+            return 0
+
+
+def _head_and_end(path: str) -> list[Facts]:
+    """The first line and the last ones of a file that may be long."""
+    try:
+        with open(path, "rb") as stream:
+            first = stream.readline()
+            size = os.fstat(stream.fileno()).st_size
+            if size - len(first) > BRIEF_BYTES:
+                stream.seek(size - BRIEF_BYTES)
+                stream.readline()
+            lines = stream.read().split(b"\n")[:-1]
+    except OSError:
+        return []
+    return records_of([first, *lines])
+
+
+def _thinned(losses: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
+    """At most MOST_LOSSES of them, evenly; one that is not finite wins over its neighbours."""
+    if len(losses) <= MOST_LOSSES:
+        return losses
+    edges = [len(losses) * i // MOST_LOSSES for i in range(MOST_LOSSES + 1)]
+    chosen = []
+    for begin, end in zip(edges, edges[1:]):  # an older Python on a host must do
+        part = losses[begin:end]
+        lost = [entry for entry in part if entry[1] is None]
+        chosen.append(lost[0] if lost else part[-1])
+    return chosen
+
+
+def _name_and_stop(config: str) -> tuple[str, int | None]:
+    """Two values of ``config.yaml``, without a YAML parser: it is written in one style."""
+    try:
+        with open(config, encoding="utf-8") as stream:
+            text = stream.read()
+    except OSError:
+        return "", None
+    name = re.search(r"^name: (.*)$", text, re.M)
+    stop = re.search(r"^  stop_at_step: (\d+)$", text, re.M)
+    word = name.group(1).strip().strip("'\"") if name else ""
+    return ("" if word == "null" else word), (int(stop.group(1)) if stop else None)
+
+
+def _is_alive(supervisor: Facts | None) -> bool | None:
+    """Whether the supervisor's process is there; None where it is on another host.
+
+    The pid may be used again by another process; then ``time`` in the file grows old.
+    """
+    if not supervisor or supervisor.get("host") != socket.gethostname():
+        return None
+    pid = int(supervisor.get("pid") or 0)
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def _free_bytes(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _listed(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,236 @@
+"""A run, or a table of runs, on the terminal; plain text where it is none."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+from llmx import text as human
+from llmx.observe.status.view import LIVE, View, duration_text
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+STYLES = {
+    "training": "bold green",
+    "finished": "green",
+    "failed": "bold red",
+    "dead": "bold red",
+    "interrupted": "yellow",
+    "waiting": "bold yellow",
+    "not started": "dim",
+}
+BLOCKS = "▁▂▃▄▅▆▇█"
+PLAIN_BLOCKS = ".:-=+*#@"
+SHOWN_RESTARTS = 4
+SHOWN_EVENTS = 4
+WIDTH = 44
+"""Columns of the loss curve."""
+
+
+def panel(view: View, *, blocks: str = BLOCKS) -> Group:
+    """Everything about one run."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    style = STYLES.get(view.state, "bold cyan")
+    mark = "●" if view.state in LIVE and blocks == BLOCKS else "*" if view.state in LIVE else " "
+    head = Text.assemble((f"{mark} {view.state}".strip(), style), "  ", (view.name, "bold"))
+    if view.took_s is not None:
+        head.append(f"  {duration_text(view.took_s)}", style="dim")
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(overflow="fold")
+    for name, value in _rows(view, blocks):
+        rows.add_row(f"  {name}", value)
+    return Group(Text(""), head, rows)
+
+
+def _rows(view: View, blocks: str) -> list[tuple[str, Text]]:
+    from rich.text import Text
+
+    rows = [("why", view.why), ("do", view.fix)]
+    rows += [("step", _progress(view, blocks)), ("loss", _loss(view, blocks))]
+    rows += [("metrics", ", ".join(f"{title} {value}" for title, value in view.train_metrics))]
+    rows += [("eval", _evaluation(view)), ("speed", _speed(view)), ("memory", _memory(view))]
+    rows += [("saved", _saved(view)), ("restarts", _restarts(view))]
+    rows += [(name, what) for name, what in view.hosts]
+    rows += [("events", "\n".join(_events(view)))]
+    rows += [("run", view.path)]
+    if view.report and view.is_over:
+        rows += [("report", f"{view.path}/report.html")]
+    return [(name, Text(value)) for name, value in rows if value]
+
+
+def _progress(view: View, blocks: str) -> str:
+    if view.step is None:
+        return ""
+    of = f" of {view.total:,}" if view.total else ""
+    text = f"{view.step:,}{of}"
+    if view.total:
+        part = min(1.0, view.step / view.total)
+        full, empty = ("━", "─") if blocks == BLOCKS else ("#", ".")
+        text += f"   {full * round(20 * part)}{empty * (20 - round(20 * part))} {part:.0%}"
+    if view.left_s is not None and view.step < (view.total or 0):
+        done = time.strftime("%a %H:%M", time.localtime(time.time() + view.left_s))
+        text += f"   {duration_text(view.left_s)} left, done {done}"
+    return text
+
+
+def _loss(view: View, blocks: str) -> str:
+    if view.loss is None and not view.lost:
+        return ""
+    now = "not finite" if view.lost or view.loss is None else human.number(view.loss)
+    began = "" if view.first_loss is None else f"   from {human.number(view.first_loss)}"
+    return f"{now}   {sparkline(view.losses, blocks=blocks)}{began}"
+
+
+def _evaluation(view: View) -> str:
+    parts = [] if view.eval_loss is None else [f"loss {human.number(view.eval_loss)}"]
+    parts += [f"{title} {value}" for title, value in view.eval_metrics]
+    return f"{', '.join(parts)} at step {view.eval_step or 0:,}" if parts else ""
+
+
+def _speed(view: View) -> str:
+    if view.tokens_per_s is None:
+        return ""
+    parts = [f"{human.count(view.tokens_per_s)} tokens/s"]
+    if view.mfu is not None:
+        parts.append(f"MFU {human.percent(view.mfu)}")
+    if view.step_time_s:
+        parts.append(f"{view.step_time_s:.3g} s a step")
+    if view.waited_for_data is not None:
+        parts.append(f"{view.waited_for_data:.1%} waiting for data")
+    return ", ".join(parts)
+
+
+def _memory(view: View) -> str:
+    if not view.memory_gib:
+        return ""
+    most = max(view.memory_gib)
+    text = f"{human.gib(most)} GiB at most"
+    if len(view.memory_gib) > 1:
+        text += f" (rank {view.memory_gib.index(most)}), {human.gib(min(view.memory_gib))} at least"
+    return text
+
+
+def _saved(view: View) -> str:
+    parts = []
+    if view.saved_step is not None:
+        ago = "" if view.saved_ago_s is None else f", {duration_text(view.saved_ago_s)} ago"
+        size = "" if not view.saved_bytes else f", {human.size(view.saved_bytes)}"
+        parts.append(f"step {view.saved_step:,}{ago}{size}; {view.kept} kept")
+    elif view.step and view.state != "finished":
+        parts.append("nothing yet" if view.state in LIVE else "nothing")
+    if view.saving_step is not None and view.saving_step != view.saved_step:
+        parts.append(f"step {view.saving_step:,} is being written")
+    low = view.disk_free_bytes is not None and view.disk_free_bytes < 4 * (view.saved_bytes or 0)
+    if low and view.state in LIVE:
+        parts.append(f"only {human.size(view.disk_free_bytes or 0)} of disk left")
+    return "; ".join(parts)
+
+
+def _restarts(view: View) -> str:
+    if not view.restarts:
+        return ""
+    again = [line for line in view.attempts if line.get("decision") == "restart"]
+    lines = [str(view.restarts)]
+    for line in again[-SHOWN_RESTARTS:]:
+        when = time.strftime("%H:%M:%S", time.localtime(float(line.get("ended") or 0.0)))
+        step = line.get("last_step")
+        at = f" at step {step:,}" if isinstance(step, int) else ""
+        cause = human.one_line(str(line.get("cause") or ""), limit=54)
+        lines.append(f"{when} {line.get('outcome')}{at}: {cause}")
+    return "\n".join(lines)
+
+
+def _events(view: View) -> list[str]:
+    return [
+        f"{time.strftime('%H:%M:%S', time.localtime(when))} {human.one_line(words, limit=76)}"
+        for when, words in view.events[-SHOWN_EVENTS:]
+    ]
+
+
+def table(views: list[View], *, found: int) -> Table:
+    """One line a run: what lives first, then the newest."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    for name in ("state", "step", "loss", "tokens/s", "time", "restarts", "saved"):
+        grid.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
+    grid.add_column("run", overflow="fold")
+    for view in sorted(views, key=lambda view: view.state not in LIVE):
+        step = "" if view.step is None else f"{view.step:,}"
+        grid.add_row(
+            Text(view.state, style=STYLES.get(view.state, "bold cyan")),
+            f"{step}/{view.total:,}" if step and view.total else step,
+            _short_loss(view),
+            "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
+            _time(view),
+            str(view.restarts or ""),
+            "" if view.saved_step is None else f"{view.saved_step:,}",
+            Text(view.path),
+        )
+    if found > len(views):
+        grid.caption = f"{found - len(views)} older runs are not shown (--all shows them)"
+    return grid
+
+
+def _short_loss(view: View) -> str:
+    if view.lost:
+        return "nan"
+    return "" if view.loss is None else human.number(view.loss)
+
+
+def _time(view: View) -> str:
+    if view.left_s is not None:
+        return f"{duration_text(view.left_s)} left"
+    return "" if view.took_s is None else duration_text(view.took_s)
+
+
+def plain_line(view: View) -> str:
+    """One line for a log file: the state, and what is known of the last logged step."""
+    parts = [time.strftime("%H:%M:%S", time.localtime()), view.state]
+    if view.step is not None:
+        parts.append(f"step {view.step}/{view.total}" if view.total else f"step {view.step}")
+    if view.loss is not None or view.lost:
+        parts.append(f"loss {_short_loss(view)}")
+    if view.tokens_per_s is not None and view.state in LIVE:
+        parts.append(f"{human.count(view.tokens_per_s)} tokens/s")
+    if view.left_s is not None:
+        parts.append(f"{duration_text(view.left_s)} left")
+    if view.restarts:
+        parts.append(f"{view.restarts} restarts")
+    text = "  ".join(parts)
+    why = "; ".join(words for words in (view.why, view.fix) if words)
+    return f"{text}  {why}" if why else text
+
+
+def sparkline(values: list[float | None], *, blocks: str = BLOCKS, width: int = WIDTH) -> str:
+    """The curve in one line; a value that is not finite is an x."""
+    if not values:
+        return ""
+    finite = [value for value in values if value is not None]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    edges = [len(values) * i // width for i in range(width + 1)] if len(values) > width else None
+    parts = (
+        [values[a:b] for a, b in itertools.pairwise(edges)]
+        if edges
+        else [[value] for value in values]
+    )
+    return "".join(_block(part, low, high, blocks) for part in parts)
+
+
+def _block(part: list[float | None], low: float, high: float, blocks: str) -> str:
+    known = [value for value in part if value is not None]
+    if len(known) < len(part):
+        return "x"
+    mean = sum(known) / len(known)
+    level = (mean - low) / (high - low) if high > low else 0.0
+    return blocks[min(len(blocks) - 1, int(level * len(blocks)))]

@@ -1,0 +1,159 @@
+"""``python -m llmx watch RUN``: a run, live, until it is over.
+
+    python -m llmx watch                      the newest run under outputs/
+    python -m llmx watch user@host:RUN        on another machine; it connects again by itself
+
+On a terminal a picture, refreshed every second (``--every S``); elsewhere a line a logged step.
+Ctrl-C ends the watching, never the run. The exit code is 0 for a run that finished.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llmx.errors import ConfigError, LaunchError
+from llmx.observe.status import Options, gather, outputs, parse
+from llmx.observe.status.observer import Observer, find_runs, is_over
+from llmx.observe.status.remote import RunLocation, stream_facts
+from llmx.observe.status.view import View, interpret
+
+LONGEST_PAUSE_S = 30.0
+START_S = 30.0
+"""A run that has a snapshot and no supervisor for so long was only planned."""
+
+
+def help_text() -> str:
+    """What ``python -m llmx watch --help`` prints."""
+    return (
+        "python -m llmx watch [RUN | DIR | user@host:RUN] [options]\n\n"
+        "A run, live, until it is over. Without a run: the one under outputs/ (or DIR) that\n"
+        "lives, else the newest. Over ssh it connects again by itself, and needs nothing but a\n"
+        "Python 3 there. Ctrl-C ends the watching, never the run.\n\n"
+        "  --every S          seconds between two looks (default 1)\n"
+        "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
+        "Off a terminal it prints a line for every logged step. The exit code is 0 for a run that\n"
+        "finished, else 1.\n"
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Watch until the run is over; 0 where it finished, 1 where not."""
+    options = parse(words, command="watch")
+    location = options.location or _newest()
+    if not location.host:
+        facts = gather(location, most=1)
+        if "runs" in facts:
+            location = _newest(location.path)
+    show = _live if sys.stdout.isatty() else _lines
+    view = show(_views(location, options))
+    return 0 if view is not None and view.state == "finished" else 1
+
+
+def _newest(base: str | None = None) -> RunLocation:
+    """The run under ``base`` that lives, or else the newest."""
+    base = base or outputs()
+    runs = find_runs(base)
+    if not runs:
+        raise ConfigError(
+            f"no run under {base} to watch. Give its directory, here or as user@host:path."
+        )
+    live = [run for run in runs if not is_over(run)]
+    return RunLocation((live or runs)[0])
+
+
+def _views(location: RunLocation, options: Options) -> Iterator[View | str]:
+    """What is seen, again and again; a text while there is no connection. Ends with the run."""
+    if not location.host:
+        observer = Observer(location.path)
+        pause = threading.Event()
+        while True:
+            view = interpret(observer.facts())
+            yield view
+            if view.is_over or _only_planned(view):
+                return
+            pause.wait(options.every_s)
+    tries = 0
+    while True:
+        try:
+            for facts in stream_facts(location, every_s=options.every_s):
+                if "runs" in facts:
+                    raise ConfigError(
+                        f"{location} is no run directory. Runs there: "
+                        f"python -m llmx status {location.host}:{facts['base']}"
+                    )
+                tries = 0
+                view = interpret(facts)
+                yield view
+                if view.is_over or _only_planned(view):
+                    return
+        except LaunchError as error:
+            pause_s = min(LONGEST_PAUSE_S, 2.0**tries)
+            tries += 1
+            yield from _again_in(pause_s, str(error))
+
+
+def _only_planned(view: View) -> bool:
+    """Nobody starts it any more: there is nothing to watch."""
+    return view.state == "not started" and view.now - (view.started or 0.0) > START_S
+
+
+def _again_in(pause_s: float, why: str) -> Iterator[str]:
+    """Say every second how long it is until the next try."""
+    until = time.monotonic() + pause_s
+    pause = threading.Event()
+    while (left_s := until - time.monotonic()) > 0:
+        yield f"no connection ({why.rstrip('.')}); again in {left_s:.0f} s"
+        pause.wait(min(1.0, left_s))
+
+
+def _live(views: Iterator[View | str]) -> View | None:
+    """A picture that is refreshed in place; the last one stays on the screen."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from llmx.observe.report.screen import open_console
+    from llmx.observe.status.show import BLOCKS, PLAIN_BLOCKS, panel
+
+    console = open_console(sys.stdout)
+    blocks = BLOCKS if (console.encoding or "").lower().startswith("utf") else PLAIN_BLOCKS
+    last: View | None = None
+    picture: Any = Text("connecting ...", style="dim")
+    with Live(picture, console=console, auto_refresh=False) as live:
+        for seen in views:
+            if isinstance(seen, View):
+                last = seen
+                picture = panel(seen, blocks=blocks)
+                live.update(picture, refresh=True)
+            else:
+                live.update(Group(picture, Text(f"\n  {seen}", style="yellow")), refresh=True)
+    return last
+
+
+def _lines(views: Iterator[View | str]) -> View | None:
+    """A line whenever there is something new to say."""
+    from llmx.observe.status.show import plain_line
+
+    last: View | None = None
+    said: tuple[Any, ...] = ()
+    lost, told = False, 0.0
+    for seen in views:
+        if isinstance(seen, str):
+            if not lost:
+                print(f"{time.strftime('%H:%M:%S')} {seen}", flush=True)
+            lost = True
+            continue
+        lost = False
+        for when, words in seen.events:
+            if when > told and last is not None:
+                print(f"{time.strftime('%H:%M:%S', time.localtime(when))} {words}", flush=True)
+            told = max(told, when)
+        news = (seen.state, len(seen.losses), seen.loss, seen.restarts, seen.is_over)
+        if news != said:
+            print(plain_line(seen), flush=True)
+        said, last = news, seen
+    return last

@@ -1,9 +1,0 @@
-"""``python -m llmx reproduce RUN``: a new run from the snapshot of an old one, compared with it.
-
-A run always starts from its snapshot, so this is the normal path, entered one step later.
-Before the start it says what differs from then; at the end, whether the numbers are the same.
-"""
-
-from llmx.reproduce.command import help_text, main
-
-__all__ = ["help_text", "main"]

@@ -1,0 +1,258 @@
+"""Two metrics files, value by value: identical bit for bit, or the first step that differs.
+
+Only what is a function of the run counts (losses, gradient norms, token counts); times,
+speeds and memory do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmx.run.metrics.declared import Metric, declared_of, measured
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.rundir import RunDir, read_mapping
+
+Line = Mapping[str, Any]
+
+COMPARED = {
+    "train": ("loss", "grad_norm", "lr", "loss_scale", "samples", "tokens", "target_tokens"),
+    "eval": ("loss", "target_tokens", "weight"),
+}
+"""By kind of line; and every metric of the task."""
+EQUAL, DIFFER, UNKNOWN = "equal", "differ", "unknown"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One value that is not the same in both runs."""
+
+    step: int
+    kind: str
+    name: str
+    then: float | None
+    now: float | None
+
+    @property
+    def absolute(self) -> float:
+        """NaN where one of them is no number."""
+        if self.then is None or self.now is None:
+            return math.nan
+        return abs(self.now - self.then)
+
+    @property
+    def relative(self) -> float:
+        """To the larger of the two; 0 for two zeros."""
+        if self.then is None or self.now is None:
+            return math.nan
+        size = max(abs(self.then), abs(self.now))
+        return self.absolute / size if size else 0.0
+
+    def __str__(self) -> str:
+        what = self.name if self.kind == "train" else f"{self.kind} {self.name}"
+        if math.isnan(self.absolute):
+            return f"{what} {_number(self.then)} then, {_number(self.now)} now"
+        return (
+            f"{what} {_number(self.then)} then, {_number(self.now)} now: off by "
+            f"{self.absolute:.3g} ({self.relative:.3g} relative)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        known = not math.isnan(self.absolute)
+        extra = {
+            "absolute": self.absolute if known else None,
+            "relative": self.relative if known else None,
+        }
+        return {**asdict(self), **extra}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comparing two runs gave."""
+
+    lines: int
+    """Lines that both have."""
+    last_step: int
+    """The last step that both logged."""
+    missing: tuple[int, ...]
+    """Steps that the first run logged and the second passed without a line."""
+    first: Gap | None
+    largest: Gap | None
+    """Of all that differ, the largest relative difference of a loss, else of any value."""
+    gaps: int
+    weights: str
+    """``equal``, ``differ`` or ``unknown``."""
+    weights_at: int | None = None
+    """The last step at which both runs have a hash of the weights; the first that differs."""
+    lines_then: int = 0
+    """Lines that the first run has."""
+    last_step_then: int = 0
+    """The last step that the first run logged."""
+
+    @property
+    def identical(self) -> bool:
+        """Everything that both recorded is the same, and there is something."""
+        return self.lines > 0 and self.first is None and not self.missing and self.weights != DIFFER
+
+    @property
+    def is_proven(self) -> bool:
+        """Equal down to the weights: equal losses alone do not say that the weights are."""
+        return self.identical and self.weights == EQUAL
+
+    def summary(self) -> str:
+        """One to three sentences, with what was compared and what was not."""
+        if not self.lines:
+            return "nothing to compare: the two runs have no logged step in common."
+        of = f" of {self.lines_then:,}" if self.lines_then > self.lines else ""
+        to = f"up to step {self.last_step:,}"
+        if self.last_step_then > self.last_step:
+            to += f" of {self.last_step_then:,}"
+        if self.is_proven:
+            words = f"bitwise identical: {self.lines:,}{of} {_lines(self.lines)} {to}, and the "
+            words += f"hash of the weights at step {self.weights_at:,}."
+            if self.weights_at is not None and self.weights_at < self.last_step:
+                words += " Later weights were not compared."
+            return words
+        if self.identical:
+            return (
+                f"equal over the {self.lines:,}{of} {_lines(self.lines)} {to}. The weights were "
+                "not compared: the runs have no hash of them at the same step, so this is no "
+                "proof that they are equal."
+            )
+        parts = []
+        if self.first is not None:
+            parts.append(f"differs first at step {self.first.step}: {self.first}.")
+        elif self.weights == DIFFER:
+            parts.append(
+                f"every logged value up to step {self.last_step} is identical, but the weights "
+                f"at step {self.weights_at} are not."
+            )
+        if self.largest is not None and self.largest != self.first:
+            parts.append(f"Largest difference, at step {self.largest.step}: {self.largest}.")
+        if self.missing:
+            shown = ", ".join(map(str, self.missing[:5])) + (" ..." if self.missing[5:] else "")
+            which = "step" if len(self.missing) == 1 else "steps"
+            parts.append(f"The second run logged nothing at {which} {shown}.")
+        return " ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "identical": self.identical,
+            "summary": self.summary(),
+            "lines": self.lines,
+            "last_step": self.last_step,
+            "missing": list(self.missing),
+            "values_that_differ": self.gaps,
+            "first_difference": self.first and self.first.to_dict(),
+            "largest_difference": self.largest and self.largest.to_dict(),
+            "lines_of_the_first_run": self.lines_then,
+            "last_step_of_the_first_run": self.last_step_then,
+            "weights": self.weights,
+            "weights_at_step": self.weights_at,
+        }
+
+
+def compare_runs(run: RunDir, target: RunDir) -> Outcome:
+    """Compare what two runs logged; works while they run, and for those that failed."""
+    return compare(
+        read_metrics(run.metrics),
+        read_metrics(target.metrics),
+        hashes_then=weight_hashes(run),
+        hashes_now=weight_hashes(target),
+    )
+
+
+def weight_hashes(run: RunDir) -> dict[int, str]:
+    """Step -> hash of the weights: of the ``end`` line, and of the checkpoints here."""
+    found: dict[int, str] = {}
+    for state in sorted(run.checkpoints.glob("step-*/state.json")):
+        values = read_mapping(state)
+        if values.get("weights_hash") and isinstance(values.get("step"), int):
+            found[values["step"]] = str(values["weights_hash"])
+    for line in read_metrics(run.metrics):
+        if line.get("kind") == "end" and line.get("weights_hash"):
+            found[int(line["step"])] = str(line["weights_hash"])
+    return found
+
+
+def compare(
+    then: Iterable[Line],
+    now: Iterable[Line],
+    *,
+    hashes_then: Mapping[int, str] | None = None,
+    hashes_now: Mapping[int, str] | None = None,
+) -> Outcome:
+    """Compare two runs' lines, and their hashes of weights (step -> hash) at common steps."""
+    then, now = list(then), list(now)
+    declared = {**declared_of(then), **declared_of(now)}
+    old, new = _by_place(then), _by_place(now)
+    common = sorted(set(old) & set(new))
+    gaps = [gap for place in common for gap in _gaps(place, old[place], new[place], declared)]
+    reached = max((step for step, _ in new), default=0)
+    # A run that was cut short logs its own last step; those lines are in one file only.
+    ends = {max((step for step, _ in lines), default=0) for lines in (old, new)}
+    steps_now = {step for step, kind in new if kind == "train"}
+    missing = [
+        step
+        for step, kind in sorted(old)
+        if kind == "train" and step < reached and step not in steps_now and step not in ends
+    ]
+    losses = [gap for gap in gaps if gap.name == "loss" and not math.isnan(gap.relative)]
+    known = losses or [gap for gap in gaps if not math.isnan(gap.relative)]
+    ours, theirs = dict(hashes_now or {}), dict(hashes_then or {})
+    shared = set(ours) & set(theirs)
+    other = {step for step in shared if ours[step] != theirs[step]}
+    weights = DIFFER if other else EQUAL if shared else UNKNOWN
+    return Outcome(
+        lines=len(common),
+        last_step=max((step for step, _ in common), default=0),
+        missing=tuple(missing),
+        first=gaps[0] if gaps else None,
+        largest=max(known, key=lambda gap: gap.relative, default=None),
+        gaps=len(gaps),
+        weights=weights,
+        weights_at=min(other) if other else max(shared, default=None),
+        lines_then=len(old),
+        last_step_then=max((step for step, _ in old), default=0),
+    )
+
+
+def _lines(count: int) -> str:
+    return "logged line" if count == 1 else "logged lines"
+
+
+def _by_place(lines: Iterable[Line]) -> dict[tuple[int, str], Line]:
+    """(step, kind) -> line; of a step that was trained again, the last. Train before eval."""
+    found: dict[tuple[int, str], Line] = {}
+    for line in lines:
+        kind, step = line.get("kind"), line.get("step")
+        if kind in COMPARED and isinstance(step, int):
+            found[(step, "train" if kind == "train" else "eval")] = line
+    return found
+
+
+def _gaps(
+    place: tuple[int, str], then: Line, now: Line, declared: Mapping[str, Metric]
+) -> list[Gap]:
+    step, kind = place
+    metrics = {**measured(then, declared), **measured(now, declared)}
+    return [
+        Gap(step, kind, name, then.get(name), now.get(name))
+        for name in (*COMPARED[kind], *metrics)
+        if name in then and name in now and not _same(then[name], now[name])
+    ]
+
+
+def _same(then: Any, now: Any) -> bool:
+    """Bit for bit: JSON's shortest form of a float is exact; 0.0 and -0.0 are not the same."""
+    if isinstance(then, float) and isinstance(now, float):
+        return then == now and math.copysign(1, then) == math.copysign(1, now)
+    return bool(then == now)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "no number"
+    return str(value) if isinstance(value, int) else f"{value:.9g}"

@@ -1,0 +1,124 @@
+"""Reads ``metrics.jsonl``, and gives its values the names that trackers show.
+
+The lines are described in ``llmx/run/metrics/__init__.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from llmx.run.metrics.declared import is_number
+from llmx.run.tail import LineTail, read_records, record_of
+
+Record = dict[str, Any]
+
+GROUPS = {
+    "tokens_per_s": "perf",
+    "mfu": "perf",
+    "step_time_s": "perf",
+    "data_wait_s": "perf",
+    "memory_gib": "perf",
+}
+"""The trackers' group of a key of a ``train`` line; every other one is ``train``."""
+
+NOT_METRICS = {"kind", "step", "time", "nonfinite"}
+
+
+def step_of(record: Record) -> int:
+    """The optimizer step a line belongs to; a ``start`` line to the step it resumed from."""
+    return int(record.get("step", record.get("resumed_from", 0)) or 0)
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Flat tracker names and values of one line: ``train/loss``, ``perf/memory_gib_max``, ...
+
+    A list of numbers, one a rank, becomes its maximum and one value a rank. A ``null`` that
+    stands for NaN (``"nonfinite": true``) becomes NaN, any other is left out. Lines other
+    than ``train`` and ``eval`` have no scalars.
+    """
+    kind = record.get("kind")
+    if kind not in ("train", "eval"):
+        return {}
+    values: dict[str, float] = {}
+    for key, value in record.items():
+        if key in NOT_METRICS:
+            continue
+        group = GROUPS.get(key, "train") if kind == "train" else kind
+        name = f"{group}/{key}"
+        if value is None and record.get("nonfinite") and key in ("loss", "grad_norm"):
+            values[name] = math.nan
+        elif isinstance(value, bool | int | float):
+            values[name] = float(value)
+        elif isinstance(value, list) and value and all(is_number(item) for item in value):
+            values[f"{name}_max"] = float(max(value))
+            if len(value) > 1:
+                for rank, item in enumerate(value):
+                    values[f"{name}/rank_{rank}"] = float(item)
+    return values
+
+
+def event_scalars(record: Record) -> dict[str, float]:
+    """Names and values of an ``event`` line: ``saved/step``, ``saved/bytes``, ``resumed/step``."""
+    if record.get("kind") != "event":
+        return {}
+    name = record.get("event", "event")
+    numbers = {k: v for k, v in record.items() if k not in ("kind", "time") and is_number(v)}
+    return {f"{name}/{key}": float(value) for key, value in numbers.items()}
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Every line of ``metrics.jsonl`` but torn ones; an empty list where there is no file yet."""
+    return read_records(path)
+
+
+class MetricsTail:
+    """Reads what was appended to ``metrics.jsonl`` since the last call.
+
+    A line that is not finished yet stays for the next call; a line that is not JSON is
+    counted in ``bad_lines`` and left out. A resume rewrites the file without the steps that it
+    repeats: then ``cut_to`` is the last step that is left, and only the lines are given that
+    were not given before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bad_lines = 0
+        self.cut_to: int | None = None
+        """The step to which lines already given were taken back, at the last call; else None."""
+        self._lines = LineTail(path)
+        self._given: list[tuple[int, int]] = []
+        """Of every line: a hash of its bytes, and its step (that of the line before where it
+        has none)."""
+
+    def read(self) -> list[Record]:
+        """The new records, in order."""
+        lines = [line for line in self._lines.read() if line.strip()]
+        self.cut_to = None
+        if self._lines.began_anew:
+            lines = lines[self._take_back(lines) :]
+        records = []
+        for line in lines:
+            record = record_of(line)
+            if record is None:
+                self.bad_lines += 1
+            else:
+                records.append(record)
+            step = self._given[-1][1] if self._given else 0
+            if record is not None and "step" in record and record.get("kind") != "event":
+                step = step_of(record)
+            self._given.append((hash(line), step))
+        return records
+
+    def _take_back(self, lines: list[bytes]) -> int:
+        """Forget what is no longer in the file; returns how many lines were given and still are."""
+        same = 0
+        for line, (given, _) in zip(lines, self._given, strict=False):
+            if hash(line) != given:
+                break
+            same += 1
+        if same < len(self._given):
+            self.cut_to = self._given[same - 1][1] if same else 0
+            del self._given[same:]
+        return same

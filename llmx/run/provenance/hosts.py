@@ -1,0 +1,99 @@
+"""The hosts of a run over several, then and now: each asked for its own facts over ssh.
+
+``hosts.json`` of a run has what its launch found; before a reproduction or a resume the hosts
+are asked again, with the same program, so that a difference is known before the start.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmx.config import Experiment
+from llmx.hardware.remote import SurveyError, run_survey
+from llmx.plan.types import HostPlan, Plan
+from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
+from llmx.run.provenance.machine import PACKAGES
+from llmx.run.rundir import RunDir, read_mapping
+
+TIMEOUT_S = 30.0
+
+
+def hosts_then_and_now(run: RunDir, exp: Experiment, plan: Plan) -> list[Difference]:
+    """Of a run over several hosts, asked now: what differs on those that took part then."""
+    then = read_mapping(run.hosts)
+    if len(plan.hosts) < 2 or not then:
+        return []
+    return host_differences(then, ask_hosts(exp, plan))
+
+
+def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Host -> its survey; ``{"error": why}`` for one that does not answer. Hosts at once."""
+    from llmx.launch.render.ssh_config import render_ssh_config, ssh_argv
+
+    python = exp.launch.python or sys.executable
+    with tempfile.TemporaryDirectory(prefix="llmx-hosts-") as directory:
+        config = Path(directory) / "ssh_config"
+        config.write_text(render_ssh_config(plan.hosts), encoding="utf-8")
+
+        def ask(host: HostPlan) -> dict[str, Any]:
+            words = [python, "-", exp.run_dir]
+            argv = words if host.is_local else ssh_argv(config, host.name, words)
+            try:
+                return run_survey(argv, timeout_s=TIMEOUT_S)
+            except SurveyError as error:
+                return {"error": str(error)}
+
+        with ThreadPoolExecutor(max_workers=16) as pool:
+            answers = list(pool.map(ask, plan.hosts))
+    return {host.name: answer for host, answer in zip(plan.hosts, answers, strict=True)}
+
+
+def host_differences(
+    then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+) -> list[Difference]:
+    """What differs on each host that took part then and does now. Pure."""
+    found = []
+    for name, facts in now.items():
+        if "error" in facts:
+            found.append(Difference(MAY, f"{name}: cannot be asked", "-", str(facts["error"])))
+        elif name in then and "error" not in then[name]:
+            found += [
+                replace(row, what=f"{name}: {row.what}")
+                for row in differences(_record(then[name]), _record(facts))
+            ]
+    return found
+
+
+def of_this_machine(found: list[Difference], plan: Plan) -> list[Difference]:
+    """Where no rank runs on this machine, its packages and devices compute nothing."""
+    if any(host.is_local for host in plan.hosts):
+        return found
+    machine = {*PACKAGES, "GPUs", "CPU", "NVIDIA driver", "CUDA of torch", "NCCL", "Python"}
+
+    def judged(row: Difference) -> Difference:
+        if row.what not in machine:
+            return row
+        what = f"{row.what} (here, where no rank runs)"
+        return replace(row, severity=HARMLESS, what=what, advice="")
+
+    return [judged(row) for row in found]
+
+
+def _record(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A survey in the form of ``provenance.json``; what an older one lacks is left out."""
+    record: dict[str, Any] = {
+        "python": {"version": facts.get("python")},
+        "packages": facts.get("packages") or {},
+        "nvidia_driver": facts.get("driver"),
+        "nccl": dict(pin.split("==", 1) for pin in facts.get("nccl") or ()),
+        "cpu": facts.get("cpu"),
+    }
+    if "gpu_names" in facts:
+        record["gpus"] = facts["gpu_names"]
+    return record

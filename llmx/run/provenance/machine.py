@@ -1,0 +1,93 @@
+"""What numbers depend on in this machine: packages, CUDA, NCCL, GPUs, CPU, variables.
+
+Read from files; nothing is imported, and no driver is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+
+from llmx.config import Experiment
+from llmx.hardware.survey import cpu_model, gpu_names, nvidia_driver, version
+from llmx.plan.types import Plan
+from llmx.run.rundir import RunDir
+
+PACKAGES = (
+    "torch", "deepspeed", "transformers", "datasets", "tokenizers", "tiktoken", "sentencepiece",
+    "accelerate", "safetensors", "hydra-core", "omegaconf", "numpy", "wandb",
+)  # fmt: skip
+NCCL_PACKAGES = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+NUMERIC_PREFIXES = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "TORCH_", "PYTORCH_",
+    "TORCHINDUCTOR_", "TRITON_", "DS_", "ONEDNN_", "DNNL_", "NVIDIA_TF32",
+)  # fmt: skip
+_OTHER = (
+    "DS_ACCELERATOR",
+    "NCCL_SOCKET_IFNAME",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_HOME",
+    "CUDA_HOME",
+    "CUDA_PATH",
+)
+"""Variables with such a prefix that say where, not how, or that the plan says already."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of this machine; None or empty where there is none of it."""
+
+    driver: str | None
+    cuda: str | None
+    """The CUDA that torch was built for."""
+    nccl: dict[str, str]
+    gpus: list[str]
+    """Their names, in the driver's order."""
+    cpu: str | None
+
+
+def this_machine() -> Machine:
+    """This machine."""
+    return Machine(
+        driver=nvidia_driver(),
+        cuda=torch_cuda(),
+        nccl={name: found for name in NCCL_PACKAGES if (found := version(name))},
+        gpus=gpu_names(),
+        cpu=cpu_model(),
+    )
+
+
+def packages() -> dict[str, str | None]:
+    """Name -> installed version, null where it is not installed."""
+    return {name: version(name) for name in PACKAGES}
+
+
+def torch_cuda() -> str | None:
+    """The CUDA (or ROCm) of the installed torch, from its ``version.py``; None for a CPU build."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for name in ("cuda", "hip"):
+        found = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        if found:
+            return found.group(1) if name == "cuda" else f"ROCm {found.group(1)}"
+    return None
+
+
+def numeric_environment(exp: Experiment, plan: Plan) -> dict[str, str]:
+    """The variables of the ranks that may change numbers, as the launch will set them."""
+    from llmx.launch.render.environment import rank_env
+    from llmx.launch.spec import make_spec
+
+    env = rank_env(make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0, token="-"))
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(NUMERIC_PREFIXES) and name not in _OTHER
+    }

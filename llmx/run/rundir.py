@@ -1,0 +1,258 @@
+"""The run directory: the only place where the control process and the ranks meet.
+
+Names of the files of the contract, and the two ways of writing one: replaced atomically,
+or appended line by line. ``launch`` and ``train`` never import each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmx.errors import did_you_mean
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside one run directory. Nothing is created by naming a path."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(os.path.abspath(self.root)))
+
+    # Written by snapshot, before anything is launched.
+    @property
+    def config(self) -> Path:
+        """``config.yaml``: the whole resolved config; all that the ranks read."""
+        return self.root / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        """``overrides.yaml``: what the user typed."""
+        return self.root / "overrides.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        """``provenance.json``: code, packages, machines, fingerprints."""
+        return self.root / "provenance.json"
+
+    @property
+    def hosts(self) -> Path:
+        """``hosts.json``: what each host has (Python, packages, NCCL, GPUs), of a run over
+        several."""
+        return self.root / "hosts.json"
+
+    # Written by plan.
+    @property
+    def plan(self) -> Path:
+        """``plan.json``: hosts, ranks, batch, precision, memory."""
+        return self.root / "plan.json"
+
+    @property
+    def ds_config(self) -> Path:
+        """``ds_config.json``: what ``deepspeed.initialize`` gets."""
+        return self.root / "ds_config.json"
+
+    # Written by launch.
+    @property
+    def hostfile(self) -> Path:
+        return self.root / "hostfile"
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.root / "ssh_config"
+
+    @property
+    def ds_env(self) -> Path:
+        """``ds_env`` (0600): the allow-listed environment of the ranks."""
+        return self.root / "ds_env"
+
+    @property
+    def command(self) -> Path:
+        """``command.txt``: can be pasted into a shell."""
+        return self.root / "command.txt"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """``logs/rank-000.log``: stdout and stderr of one rank."""
+        return self.logs / f"rank-{rank:03d}.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs / "supervisor.log"
+
+    @property
+    def launcher_log(self) -> Path:
+        """``logs/launcher.log``: what ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said."""
+        return self.logs / "launcher.log"
+
+    # Written by the ranks.
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
+
+    def rank_status(self, rank: int) -> Path:
+        """``ranks/rank-000.json``: state of one rank, replaced atomically (see RankStatus)."""
+        return self.ranks / f"rank-{rank:03d}.json"
+
+    def synchronisations(self, rank: int) -> Path:
+        """``ranks/synchronisations-000.json``: where a watched run waited for the GPU."""
+        return self.ranks / f"synchronisations-{rank:03d}.json"
+
+    @property
+    def inputs(self) -> Path:
+        """``inputs.json``: exact fingerprints of data, tokenizer and model, by rank 0."""
+        return self.root / "inputs.json"
+
+    @property
+    def data(self) -> Path:
+        """``data.json``: what became of the records of each split, in words, by rank 0."""
+        return self.root / "data.json"
+
+    @property
+    def metrics(self) -> Path:
+        """``metrics.jsonl``: one line a logged step, written by rank 0. The truth."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """``samples.json``: eval prompts with their completions before and after training."""
+        return self.root / "samples.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def final_model(self) -> Path:
+        """``model/``: the final model as a Hugging Face directory."""
+        return self.root / "model"
+
+    def checkpoint(self, step: int) -> Path:
+        """``checkpoints/step-00000120/``: one committed checkpoint."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    # What outlives one attempt (docs/contracts.md, "Resuming").
+    @property
+    def identity(self) -> Path:
+        """``run.json``: the run's id, the same through all attempts."""
+        return self.root / "run.json"
+
+    @property
+    def resume(self) -> Path:
+        """``resume.json``: where the next attempt begins, and which steps it passes over."""
+        return self.root / "resume.json"
+
+    @property
+    def attempts(self) -> Path:
+        """``attempts.jsonl``: how each attempt ended and what was decided."""
+        return self.root / "attempts.jsonl"
+
+    @property
+    def supervisor(self) -> Path:
+        """``supervisor.json``: what the supervisor is doing."""
+        return self.root / "supervisor.json"
+
+    @property
+    def supervisor_lock(self) -> Path:
+        """``supervisor.lock``: held while a supervisor of this run lives."""
+        return self.root / "supervisor.lock"
+
+    # Written by the supervisor and the report.
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def loss_curve(self) -> Path:
+        return self.root / "loss.png"
+
+
+def claim(root: Path) -> Path:
+    """``root``, or ``root_2``, ``root_3``, ...: the first that no other command has claimed.
+
+    For directories that are named after the second they were made in. The claim is the making of
+    ``logs``, which one command only can make. A directory that cannot be written is returned as it
+    is: the snapshot says why.
+    """
+    for number in itertools.count(1):
+        path = root if number == 1 else root.with_name(f"{root.name}_{number}")
+        try:
+            RunDir(path).logs.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass
+        return path
+    raise AssertionError("unreachable")
+
+
+def no_run(root: Path) -> str:
+    """For the message of an error: why ``root`` is no run directory, and where runs are."""
+    root = Path(os.path.abspath(root))
+    if not root.is_dir():
+        near = did_you_mean(root.name, [path.name for path in _runs_in(root.parent)])
+        return f"{root} is no run directory: there is no such directory.{near}{_LIST}"
+    inside = [path.name for path in _runs_in(root)]
+    shown = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
+    return f"{root} is no run directory: it has no config.yaml.{shown or _LIST}"
+
+
+_LIST = " `python -m llmx status DIR` lists the runs under a directory."
+
+
+def _runs_in(directory: Path) -> list[Path]:
+    """The newest first; empty where nothing can be read."""
+    try:
+        found = [(path.stat().st_mtime, path.parent) for path in directory.glob("*/config.yaml")]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Replace ``path`` atomically: a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        # A full disk: the old content stays, and nothing else.
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+    """Replace ``path`` atomically with ``value`` as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode=mode)
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON file of the contract."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where it is missing, torn, or something else."""
+    try:
+        values = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,168 @@
+"""Write, load and verify the snapshot of a run: what the ranks read and nothing else.
+
+``config.yaml`` is the whole resolved config. Before anything is launched it is read back and
+compared, so a value that YAML or the schema would change cannot slip through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmx.compose.user_files import read_yaml
+from llmx.config import Experiment, Migrated, experiment_from_dict, migrate, to_dict
+from llmx.config.build import shown
+from llmx.errors import ConfigError
+from llmx.plan.types import Plan
+from llmx.run.provenance import record
+from llmx.run.rundir import RunDir, no_run, read_json, write_json, write_text
+
+
+def write(
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    overrides: list[str],
+    parent: RunDir | None = None,
+) -> RunDir:
+    """Write the snapshot into ``exp.run_dir``; refuses a directory that holds a run already.
+
+    ``parent``: the run that this one repeats.
+    """
+    run = RunDir(Path(exp.run_dir))
+    try:
+        held = run.config.exists()
+        if not held:
+            run.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    if held:
+        raise ConfigError(
+            f"run_dir={run.root} holds a run already; a run is never overwritten. Choose another "
+            "directory, or move that one away."
+        )
+    try:
+        write_config(run, exp, plan, ds_config)
+        write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
+        write_provenance(run, record(exp, plan, overrides, parent=parent))
+        write_identity(run, parent=parent)
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    return run
+
+
+def _unwritable(run: RunDir, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run_dir={shown(str(run.root))}: cannot be written ({error.strerror or error}). Set "
+        "run_dir to a directory where you may write."
+    )
+
+
+def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:
+    """``provenance.json``, with the hash of ``config.yaml`` as it is now: an edit is noticed."""
+    config = config_values(run.config)
+    write_json(run.provenance, {**values, "config": None if config is None else hash_of(config)})
+
+
+def config_values(path: Path) -> dict[str, Any] | None:
+    """The mapping in a ``config.yaml``; None where it is missing or not one."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def read_overrides(run: RunDir) -> list[str]:
+    """What the user typed (``overrides.yaml``); empty where it cannot be read."""
+    try:
+        words = yaml.safe_load(run.overrides.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def hash_of(config: Mapping[str, Any]) -> str:
+    """32 hexadecimal digits of the values: comments, order and layout do not count."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def write_config(run: RunDir, exp: Experiment, plan: Plan, ds_config: dict[str, Any]) -> None:
+    """Write what the ranks read, and compare what reads back; ConfigError where it differs."""
+    write_text(run.config, dump_config(exp))
+    if load(run) != exp:
+        raise ConfigError(
+            f"{run.config} does not read back as it was written; a value of the config has no "
+            "faithful form in YAML. Values are plain text, numbers, lists and mappings."
+        )
+    write_json(run.plan, plan.to_dict())
+    if Plan.from_dict(read_json(run.plan)) != plan:
+        raise ConfigError(f"{run.plan} does not read back as it was written.")
+    write_json(run.ds_config, ds_config)
+
+
+def write_identity(run: RunDir, *, parent: RunDir | None = None) -> str:
+    """``run.json``: the id that all attempts of this run share; an id that is there stays."""
+    known = run_id(run)
+    if known:
+        return known
+    made = secrets.token_hex(8)
+    origin = None if parent is None else run_id(parent) or str(parent.root)
+    write_json(run.identity, {"run_id": made, "created": time.time(), "parent": origin})
+    return made
+
+
+def run_id(run: RunDir) -> str | None:
+    """The id in ``run.json``; None where there is none (a run of an older llmx)."""
+    try:
+        found = read_json(run.identity)["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found) if found else None
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML writes Unicode's own line breaks bare, and reads them back as spaces."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def dump_config(exp: Experiment) -> str:
+    """The text of ``config.yaml``: groups in the order of the schema."""
+    return yaml.dump(to_dict(exp), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def load(run: RunDir) -> Experiment:
+    """Read ``config.yaml`` back, brought to today's schema; ConfigError for a newer llmx's."""
+    if not run.config.is_file():
+        raise ConfigError(no_run(run.root))
+    return experiment_from_dict(_migrated(run).values)
+
+
+def migrations(run: RunDir) -> tuple[str, ...]:
+    """What ``load`` had to do to an older snapshot, a line each; empty for one of today."""
+    return _migrated(run).notes
+
+
+def _migrated(run: RunDir) -> Migrated:
+    try:
+        values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        read_yaml(run.config)  # says what is wrong, and in which line
+        raise ConfigError(f"{run.config}: cannot be read as YAML. Is the file whole?") from error
+    return migrate(values, source=str(run.config))

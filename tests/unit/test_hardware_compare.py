@@ -1,0 +1,300 @@
+"""Hosts are compared before a launch: what cannot train together is named, with the fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from llmx.hardware import survey as program
+from llmx.hardware.compare import GIB, asked_of_hosts, compare_hosts
+from llmx.plan import cuda_builds
+from tests.composing import composed
+
+CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+V100 = {"gpu_names": ["Tesla V100-SXM2-32GB"] * 2, "capabilities": [7.0, 7.0]}
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.4.6"},
+        "nccl": ["nvidia-nccl-cu12==2.27.3"],
+        "gpus": 2,
+        "gpu_names": ["NVIDIA A100-SXM4-40GB"] * 2,
+        "capabilities": [8.0, 8.0],
+        "torch_build": {"cuda": "12.6", "arch_list": CU126, "nccl": "2.27.3"},
+        "driver": "570.86.15",
+        "cpu": "Big CPU avx2",
+        "free_bytes": 500 * GIB,
+        "shm_bytes": 64 * GIB,
+        "open_files": 65536,
+        "ninja": True,
+        "compiler": True,
+        "nvcc": "12.6",
+        "libaio": None,
+        "nvme": None,
+        "modules": ["flash_attn"],
+        "stale_locks": [],
+        "code": "0123456789ab",
+    }
+    return {**found, **changes}
+
+
+def judge(a: dict[str, Any], b: dict[str, Any], *overrides: str, **keywords: Any):
+    done = composed(["hardware=a100x2_v100x2", *overrides])
+    b = {**b, **V100} if b["capabilities"] == [8.0, 8.0] else b
+    return compare_hosts(done.experiment, done.plan, {"node-a": a, "node-b": b}, **keywords)
+
+
+def test_equal_hosts_have_nothing_to_say() -> None:
+    findings = judge(facts(), facts(), offsets_s={"node-a": 0.1, "node-b": -0.3})
+    assert findings.errors == findings.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"python": "3.10.2"}, "Python differs between hosts: 3.11 on node-a; 3.10 on node-b"),
+        (
+            {"packages": {"torch": "2.9.1", "deepspeed": "0.19.8", "numpy": "2.4.6"}},
+            "torch differs between hosts: 2.13.0 on node-a; 2.9.1 on node-b",
+        ),
+        (
+            {"torch_build": {"cuda": "12.6", "arch_list": CU126, "nccl": "2.21.5"}},
+            "NCCL differs between hosts: 2.27.3 on node-a; 2.21.5 on node-b",
+        ),
+        (
+            {"torch_build": {"cuda": "12.6"}, "nccl": ["nvidia-nccl-cu12==2.21.5"]},
+            "NCCL differs between hosts: nvidia-nccl-cu12==2.27.3 on node-a",
+        ),
+        (
+            {"torch_build": {"cuda": "13.0", "arch_list": CU130, "nccl": "2.27.3"}},
+            "node-b: torch 2.13.0 (CUDA 13.0) has no code for its GPUs: their compute capability "
+            "is 7, torch has sm_75",
+        ),
+        ({"capabilities": [9.0, 9.0]}, "device=v100_32g has compute capability 7, but its GPUs"),
+        (
+            {"nccl": ["nvidia-nccl-cu11==2.19.3", "nvidia-nccl-cu12==2.27.3"]},
+            "node-b: several NCCL builds",
+        ),
+        ({"gpus": 1}, "node-b: slots=2, but its NVIDIA driver has 1 GPUs"),
+        ({"gpus": None}, "has no GPUs"),
+    ],
+)
+def test_what_cannot_work_is_an_error(change, message) -> None:
+    assert any(message in error for error in judge(facts(), facts(**change)).errors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"free_bytes": GIB // 2}, "0.5 GiB free"),
+        ({"shm_bytes": 64 * 1024**2}, "/dev/shm has 64 MiB"),
+        ({"open_files": 1024}, "at most 1024 open files"),
+        ({"stale_locks": ["/c/x/lock"]}, "Remove the lock"),
+        (
+            {"packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.0.0"}},
+            "numpy differs",
+        ),
+    ],
+)
+def test_what_may_hurt_is_a_warning(change, message) -> None:
+    findings = judge(facts(), facts(**change))
+    assert findings.errors == ()
+    assert any(message in warning for warning in findings.warnings)
+
+
+def test_two_versions_of_the_code() -> None:
+    """Unless rsync brings it, which comes after the hosts are asked."""
+    other = facts(code="ba9876543210")
+    (error,) = judge(facts(), other).errors
+    assert "differs between hosts: 0123456789ab on node-a; ba9876543210 on node-b" in error
+    assert judge(facts(), other, "launch.sync=rsync").errors == ()
+
+
+def test_the_code_by_its_content(tmp_path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "launch").mkdir(parents=True)
+        (tmp_path / name / "launch/agent.py").write_text("pass\n")
+        (tmp_path / name / f"{name}.pyc").touch()
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert program.code_hash(one) == program.code_hash(two) is not None
+    (tmp_path / "two/launch/agent.py").write_text("pass \n")
+    assert program.code_hash(one) != program.code_hash(two)
+    assert program.code_hash(str(tmp_path / "nothing")) is program.code_hash("") is None
+
+
+def test_a_ninja_beside_the_python_of_the_ranks(tmp_path, monkeypatch) -> None:
+    """A host is asked over ssh, where no environment is activated; the ranks' PATH begins there."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert not program.which("ninja")
+    (tmp_path / "ninja").touch(mode=0o755)
+    assert program.which("ninja")
+
+
+def test_clocks() -> None:
+    (warning,) = judge(facts(), facts(), offsets_s={"node-b": 90.0}).warnings
+    assert "node-b: its clock is +90 s off" in warning
+
+
+def test_an_optimizer_that_is_compiled_needs_a_compiler_everywhere() -> None:
+    findings = judge(facts(), facts(ninja=False), "optim.kind=fused_adam")
+    assert "lacks ninja (pip install ninja)" in findings.errors[0]
+    locked = judge(facts(), facts(stale_locks=["/c/x/lock"]), "optim.kind=fused_adam")
+    assert "Remove the lock" in locked.errors[0]
+
+
+def test_the_index_that_serves_all_hosts() -> None:
+    """PyPI's torch of CUDA 13 runs on the A100s and not on the V100s, and its driver is newer."""
+    newest = {"cuda": "13.0", "arch_list": CU130, "nccl": "2.27.3"}
+    old = judge(facts(torch_build=newest), facts(torch_build=newest), "precision=fp16").errors
+    index = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+    assert len(old) == 3
+    assert all(index in error for error in old)
+    assert "node-a: NVIDIA driver 570.86.15 is too old for torch 2.13.0" in old[0]
+    assert "needs driver 580" in old[0]
+    done = composed(["hardware=a800x2_n7"])
+    surveys = {host.name: facts(torch_build=newest, driver="550.54.15") for host in done.plan.hosts}
+    found = compare_hosts(done.experiment, done.plan, surveys).errors
+    assert len(found) == 7
+    assert index in found[0]
+    none = judge(facts(torch_build={"cuda": None}), facts()).errors
+    assert "node-a: torch 2.13.0 is built without CUDA" in none[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs_126", "runs_130"),
+    [
+        *((old, True, False) for old in (5.2, 6.1, 7.0)),
+        *((each, True, True) for each in (7.5, 8.0, 8.6, 8.9, 9.0)),
+        *((new, False, True) for new in (10.0, 12.0, 12.1)),
+    ],
+)
+def test_the_gpus_that_a_build_runs_on(capability: float, runs_126: bool, runs_130: bool) -> None:
+    assert cuda_builds.has_code_for(capability, CU126) is runs_126
+    assert cuda_builds.has_code_for(capability, CU130) is runs_130
+    indices = {index.name: index for index in cuda_builds.INDICES}
+    for name, runs in (("cu126", runs_126), ("cu130", runs_130)):
+        assert (indices[name].oldest <= capability <= indices[name].newest) is runs
+
+
+def test_code_for_one_kind_alone() -> None:
+    assert not cuda_builds.has_code_for(10.0, ["sm_90a"])
+    assert cuda_builds.has_code_for(9.0, ["sm_90a"])
+    assert not cuda_builds.has_code_for(8.0, ["sm_86"])
+    assert cuda_builds.has_code_for(9.0, ["compute_80"])
+    assert not cuda_builds.has_code_for(7.5, ["compute_80", "noise"])
+    assert "leave out the hosts of one kind" in cuda_builds.advice([7.0, 12.0], [580])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change", "message"),
+    [
+        (["optim.kind=fused_adam"], {"nvcc": None}, "lacks the CUDA toolkit 12.6 (nvcc"),
+        (["optim.kind=fused_adam"], {"nvcc": "11.8"}, "(nvcc there is of 11.8)"),
+        (["zero=stage3", "zero.quantized_weights=true"], {"nvcc": None}, "quantized_weights=false"),
+        (["zero=stage3_zeropp"], {"compiler": False}, "a C++ compiler (apt-get install g++)"),
+        (["zero=infinity"], {"libaio": False}, "libaio with its header"),
+        (["zero=infinity"], {"ninja": False}, "zero.offload_optimizer=nvme is an extension"),
+        (
+            ["zero=infinity", "zero.nvme_path=/nvme"],
+            {"nvme": {"writable": False, "free_bytes": 0}},
+            "zero.nvme_path=/nvme is not writable there",
+        ),
+        (
+            ["zero=infinity", "model=llama2_7b", "data.seq_len=512"],
+            {"nvme": {"writable": True, "free_bytes": GIB}},
+            "has 1 GiB free, and the states of its ranks take",
+        ),
+    ],
+)
+def test_what_is_compiled_has_its_compiler(overrides, change, message) -> None:
+    here = facts(libaio=True, nvme={"writable": True, "free_bytes": 10**14})
+    found = judge(here, {**here, **change}, *overrides).errors
+    assert any(error.startswith("node-b: ") and message in error for error in found), found
+    assert judge(here, here, *overrides).errors == ()
+
+
+def test_flash_attention_needs_its_package() -> None:
+    done = composed(["hardware=a100x8", "model.attention=flash_attention_2", "precision=bf16"])
+    here = facts(gpus=8, modules=[])
+    (error,) = compare_hosts(done.experiment, done.plan, {"localhost": here}).errors
+    assert "needs the package flash-attn" in error
+
+
+def test_what_is_asked_of_hosts() -> None:
+    cpu = composed(["hardware=cpu2"])
+    assert asked_of_hosts(cpu.experiment, cpu.plan) == {"torch": False, "aio": False, "nvme": None}
+    gpu = composed(["hardware=a100x8", "zero=infinity", "zero.nvme_path=/nvme"])
+    asked = asked_of_hosts(gpu.experiment, gpu.plan)
+    assert asked == {"torch": True, "aio": True, "nvme": "/nvme"}
+
+
+def test_a_survey_of_an_older_llmx_is_compared() -> None:
+    new = set(facts()) - {"capabilities", "torch_build", "nvcc", "libaio", "nvme"}
+    old = {key: value for key, value in facts().items() if key in new - {"modules"}}
+    done = composed(["hardware=a100x2_v100x2", "optim.kind=fused_adam"])
+    surveys = {"node-a": old, "node-b": old}
+    assert compare_hosts(done.experiment, done.plan, surveys).errors == ()
+
+
+def test_torch_is_asked_where_that_is_wanted(tmp_path) -> None:
+    """Here torch has no CUDA; and the compiler looks for libaio as DeepSpeed does."""
+    asked = json.dumps({"torch": True, "aio": True, "nvme": str(tmp_path / "not" / "there")})
+    done = subprocess.run(
+        [sys.executable, program.__file__, str(tmp_path), "", asked],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert "arch_list" in found["torch_build"]
+    assert isinstance(found["libaio"], bool)
+    assert found["nvme"]["writable"]
+
+
+def test_the_cuda_of_torch_without_importing_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "torch/version.py").write_text(
+        "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program.__file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["torch_build"] == {"cuda": "13.0"}
+
+
+def test_the_cuda_compiler_where_torch_looks(tmp_path, monkeypatch) -> None:
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.85'\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert program.nvcc() == "12.6"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "runtime_only"))
+    assert program.nvcc() is None
+
+
+def test_the_program_runs_by_itself(tmp_path) -> None:
+    old = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    os.utime(old, (0, 0))
+    done = subprocess.run(
+        [sys.executable, "-I", program.__file__, str(tmp_path / "not" / "there")],
+        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert set(found) == set(facts())
+    assert found["packages"]["torch"]
+    assert found["free_bytes"] > 0
+    assert found["stale_locks"] == [str(old)]
