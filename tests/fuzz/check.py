@@ -176,7 +176,6 @@ def _inside(directory: Path) -> Iterator[None]:
             mock.patch.dict(os.environ, {"LLMX_OUTPUTS": "outputs", "HF_HUB_OFFLINE": "1"}),
             mock.patch("subprocess.run", no_module),
             mock.patch("llmx.launch.supervise", _launched),
-            mock.patch("llmx.lifecycle.resume.command.supervise", _launched, create=True),
             warnings.catch_warnings(),
         ):
             yield
