@@ -17,7 +17,10 @@ SURROGATES = "\ud800-\udfff"
 BIDIRECTIONAL = "\u202a-\u202e\u2066-\u2069"
 """Of a class: overrides of the direction, with which text reads otherwise than it is."""
 
-_UNSAFE = re.compile(f"[{CONTROL}{BIDIRECTIONAL}{SURROGATES}]")
+MARK = "\ufeff"
+"""The byte order mark: nothing that can be seen, and in no file's name on purpose."""
+
+_UNSAFE = re.compile(f"[{CONTROL}{BIDIRECTIONAL}{SURROGATES}{MARK}]")
 TIMES = " \N{MULTIPLICATION SIGN} "
 
 

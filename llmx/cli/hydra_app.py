@@ -6,16 +6,17 @@ Light until Hydra is needed: the imports are inside.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
-from llmx.errors import ConfigError, LlmxError
+from llmx.errors import ConfigError, LlmxError, did_you_mean
 
 
 def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
@@ -58,6 +59,8 @@ def _compose(
 
     from llmx.compose.defaults import register_defaults
     from llmx.compose.explain import explain_hydra
+    from llmx.config import known_keys
+    from llmx.config.build import shown
     from llmx.config.groups import conf_dir
     from llmx.lifecycle.start import require_success, run_job
     from llmx.run.rundir import claim
@@ -107,8 +110,18 @@ def _compose(
     os.environ["HYDRA_FULL_ERROR"] = "1"
     decorated = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     saved, sys.argv = sys.argv, ["llmx", *argv]
+    part = argv[argv.index("--package") + 1] if "--package" in argv else None
+    unheard = contextlib.redirect_stderr(io.StringIO()) if part else contextlib.nullcontext()
     try:
-        decorated(job)()
+        with unheard:
+            decorated(job)()
+    except SystemExit:  # how Hydra ends where the config has no such part
+        if not part:
+            raise
+        raise ConfigError(
+            f"--package {shown(part)}: the config has no such part."
+            f"{did_you_mean(part[:100], known_parts(known_keys()))} See all of it with --cfg job."
+        ) from None
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(explain_hydra(error, overrides)) from error
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
@@ -128,6 +141,12 @@ def _compose(
         if isinstance(end, LlmxError):
             raise end
     return next((end for end in ended if isinstance(end, int) and end), 0)
+
+
+def known_parts(keys: Iterable[str]) -> list[str]:
+    """Keys and what holds them: ``optim.lr`` and ``optim``."""
+    names = (key.split(".") for key in keys)
+    return sorted({".".join(words[:end]) for words in names for end in range(1, len(words) + 1)})
 
 
 def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) -> int:

@@ -103,6 +103,8 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["--experimental-rerun", "X"], "reproduce RUN_DIR"),
         (["--cfg", "job", "-m"], "do not go together"),
         (["--resolve"], "only together with --cfg job"),
+        (["--cfg", "job", "--package", "optm"], 'no such part. Did you mean "optim"?'),
+        (["plan", "-p", "all", "-c"], "--package all: the config has no such part"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(llmx, words, message) -> None:

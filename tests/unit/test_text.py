@@ -22,8 +22,8 @@ def test_nouns_that_do_not_take_an_s() -> None:
 
 
 def test_a_terminal_is_not_steered() -> None:
-    text = "a\x1b[2J\x1b]0;title\x07b\r\x9bc\u202ed\ud800"
-    assert printable(text) == r"a\x1b[2J\x1b]0;title\x07b\x0d\x9bc\u202ed\ud800"
+    text = "a\x1b[2J\x1b]0;title\x07b\r\x9bc\u202ed\ud800\ufeff"
+    assert printable(text) == r"a\x1b[2J\x1b]0;title\x07b\x0d\x9bc\u202ed\ud800\ufeff"
     printable(text).encode()
 
 
