@@ -50,17 +50,38 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     compiled for any. Attention row by row is left as it is, or its loop would be compiled anew for
     each number of rows, and given up after eight.
 
-    The forward pass of the whole stays Python, with DeepSpeed's hooks in it; blocks with activation
-    checkpointing are compiled within it.
+    The forward pass of the whole stays Python, with DeepSpeed's hooks in it. A block's activation
+    checkpointing is compiled with it, so that the compiler knows what is to be kept.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     as_it_is: Any = torch.compiler.disable(segments_forward)
     ALL_ATTENTION_FUNCTIONS.register(SEGMENTS, as_it_is)
+    around = torch.compile(_checkpointed_block, **options)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(**options)
+            if "__call__" in vars(GradientCheckpointingLayer) and module.gradient_checkpointing:
+                # Transformers before 5.23 checkpoints around what Module.compile compiles.
+                # Selective checkpointing is then a dispatch mode around the block, under which
+                # torch 2.6 compiles nothing, without a word (pytorch/pytorch#161889).
+                module._gradient_checkpointing_func = partial(
+                    _call_around, around, module._gradient_checkpointing_func
+                )
+
+
+def _call_around(around: Any, checkpoint: Any, call: partial[Any], *args: Any) -> Any:
+    """``call`` is what transformers gives to its checkpointing: the block, and its keywords."""
+    block: Any = call.func
+    return around(checkpoint, block.__self__, args, call.keywords)
+
+
+def _checkpointed_block(
+    checkpoint: Any, block: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    # Not block(...), which is compiled by itself.
+    return checkpoint(partial(block._call_impl, **keywords), *args)
 
 
 def recompute(model: nn.Module, kind: str) -> None:

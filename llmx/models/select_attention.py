@@ -27,6 +27,7 @@ from llmx.models.varlen import (
     IMPLEMENTATIONS,
     SEGMENTS,
     VARLEN,
+    has_kernel,
     name_of_attention,
     register,
 )
@@ -225,8 +226,8 @@ def _possible(name: str, chosen: str, device: torch.device) -> str:
         )
     if name == VARLEN and not _has_varlen(device):
         raise ConfigError(
-            f"model.attention={chosen} needs PyTorch 2.10 or newer and a GPU of compute capability "
-            "8.0 or higher. Set model.attention=auto."
+            f"model.attention={chosen} needs PyTorch 2.12 or newer (here: {torch.__version__}) and "
+            "a GPU of compute capability 8.0 or higher. Set model.attention=auto."
         )
     return name
 
@@ -237,9 +238,7 @@ def _installed(name: str) -> bool:
 
 
 def _has_varlen(device: torch.device) -> bool:
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
-    except ImportError:
+    if not has_kernel():
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -3,8 +3,8 @@
 Two functions behind transformers' own interface for attention. Both get where each row begins,
 which the collation knows, so that no layer asks the device for it:
 
-- ``llmx_varlen``: the variable-length flash kernel that PyTorch brings (CUDA, 16 bits, compute
-  capability 8.0 and up). One launch a layer, no mask.
+- ``llmx_varlen``: the variable-length flash kernel that PyTorch brings (2.12 and newer; CUDA,
+  16 bits, compute capability 8.0 and up). One launch a layer, no mask.
 - ``llmx_segments``: PyTorch's scaled_dot_product_attention, row by row. Runs everywhere; on a
   V100 each row gets the memory-efficient kernel. No mask is kept for the backward pass.
 
@@ -15,6 +15,7 @@ Shown by ``python -m pytest tests/unit/test_train_varlen.py``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -46,6 +47,16 @@ def register() -> None:
     # does not ask the device whether the positions restart.
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_forward)
     ALL_ATTENTION_FUNCTIONS.register(SEGMENTS, segments_forward)
+
+
+def has_kernel() -> bool:
+    """Whether this torch has the kernel behind ``llmx_varlen``, with all that it is asked for:
+    windows came with torch 2.11, shared key heads with 2.12."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before 2.10
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 def varlen_kernel(

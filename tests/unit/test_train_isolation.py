@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
 from llmx.models import isolation
 from llmx.models.attention import AttentionMethod
@@ -24,6 +24,11 @@ PADDED = (
 @pytest.mark.parametrize("name", architectures())
 def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
     """All of them: half a minute of one core."""
+    if name == "qwen4_exp_text" and not _scatters_by_int32():
+        pytest.skip(
+            f"torch {torch.__version__} scatters by int64 indices only (int32 from 2.8 on); the "
+            "forward pass of qwen4_exp in transformers has int32 ones"
+        )
     found = find_methods(full_config(name))
     assert not found.unknown, f"{name}: {found.unknown}"
     assert found.packed or found.why_not_packed
@@ -38,11 +43,22 @@ def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
         assert found.padded is not None
 
 
+def _scatters_by_int32() -> bool:
+    try:
+        torch.zeros(1).scatter(0, torch.zeros(1, dtype=torch.int32), 1.0)
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_windows_and_chunks_are_kept_where_rows_are_packed() -> None:
     """Refused once: a mask of ours would have replaced the window."""
+    # Transformers before 5.23 counts chunks from the beginning of the line, not of the row: its own
+    # masks are then found wrong, and ours taken.
+    counts_from_row = hasattr(masking_utils, "remap_positions_for_packed_sequence")
     for name, told in (
         ("mistral", "position_ids"),
-        ("llama4_text", "position_ids"),
+        ("llama4_text", "position_ids" if counts_from_row else "layer_masks"),
         ("gpt_oss", "layer_masks"),
     ):
         packed = find_methods(full_config(name)).packed

@@ -63,6 +63,33 @@ def test_compiled_blocks_compute_the_same(how: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+def test_compiled_blocks_compute_no_matrix_product_again() -> None:
+    """By the compiler's own choice of what to keep: forward and backward pass of a block."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    products: dict[str, list[int]] = {}
+    for how in ("selective", "full"):
+        counts: list[int] = []
+
+        def count(graph: Any, _inputs: Any, counts: list[int] = counts) -> Any:
+            nodes = graph.graph.nodes
+            counts.append(sum(node.target is torch.ops.aten.mm.default for node in nodes))
+            return make_boxed_func(graph.forward)
+
+        # More blocks than the compiler compiles one function for: they must share one graph.
+        model = small_model("llama", dtype=torch.float32, num_hidden_layers=9)
+        recompute(model, how)
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+        compile_blocks(model, backend=backend)
+        model.base_model(**small_inputs(batch=2, length=64), use_cache=False)[0].sum().backward()
+        products[how] = counts
+    # Seven weights: one product forward and two backward. The last one's result is not needed
+    # again, so full checkpointing computes six of them twice.
+    assert products == {"selective": [7, 14], "full": [7, 20]}
+
+
 class Count(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, operator: Any) -> None:
         super().__init__()

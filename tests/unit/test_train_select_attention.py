@@ -150,8 +150,14 @@ def candidates(exp: Experiment, plan: OnlyPlan) -> list[str]:
 def test_the_order_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exp = experiment(tmp_path)
     gpu(monkeypatch, capability=(9, 0), packages=("flash_attention_2",))
+    monkeypatch.setattr(select_attention, "has_kernel", lambda: True)
     assert candidates(exp, OnlyPlan("varlen")) == [
         VARLEN, "flash_attention_2", "flex_attention", SEGMENTS, "sdpa", "eager",
+    ]  # fmt: skip
+    # The plan does not know the torch of the hosts.
+    monkeypatch.setattr(select_attention, "has_kernel", lambda: False)
+    assert candidates(exp, OnlyPlan("varlen")) == [
+        "flash_attention_2", "flex_attention", SEGMENTS, "sdpa", "eager",
     ]  # fmt: skip
     # A V100, or fp32: no flash kernel; row by row, without a mask that is kept.
     gpu(monkeypatch, capability=(7, 0), packages=())

@@ -158,10 +158,23 @@ def test_no_layer_looks_at_a_tensor_of_the_device(kernel: None, monkeypatch) -> 
     assert reads == []
 
 
+def test_a_torch_whose_kernel_has_no_window_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.10 has it: there, but a call of ours would be a TypeError."""
+    import sys
+    from types import ModuleType
+
+    older = ModuleType("torch.nn.attention.varlen")
+    older.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, older.__name__, older)
+    assert not varlen.has_kernel()
+
+
 def test_the_call_of_pytorchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CUDA kernel gets: PyTorch's own function, by its own signature."""
     import inspect
 
+    if not varlen.has_kernel():
+        pytest.skip(f"torch {torch.__version__} has not this kernel, which came with 2.12")
     import torch.nn.attention.varlen as module
 
     calls: list[dict[str, Any]] = []
