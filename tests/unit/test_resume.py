@@ -270,8 +270,8 @@ def test_going_back_is_noted_for_good_and_may_be_taken_back(run) -> None:
     again = roll_back(run, back, 30)
     assert again == [30, 30]
     known = read_manifest(run.checkpoint(30))
-    assert known.is_given_up(back)
-    assert not known.is_given_up(again)
+    assert known.is_abandoned(back)
+    assert not known.is_abandoned(again)
 
 
 def test_what_a_run_was_before_is_kept_and_a_reproduction_says_so(run) -> None:

@@ -114,7 +114,7 @@ APART = StorageTopology(Path("x"), 0, (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("state", "place", "stage", "lacking", "wanted"),
+    ("state", "topology", "stage", "lacking", "wanted"),
     [
         ({}, APART, 2, {0: ["rank-00001.safetensors"], 1: ["rank-00000.safetensors"]}, True),
         ({}, APART, 2, {0: ["rank-00000.safetensors"]}, False),  # hosts have changed places
