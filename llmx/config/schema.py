@@ -421,9 +421,13 @@ class OptimConfig:
     """Decoupled weight decay of matrices; biases and norms do not decay."""
     clip_norm: float = number(1.0, minimum=0, maximum=10**6)
     """Global gradient norm; 0 does not clip."""
-    schedule: str = choice("cosine", "linear", "constant")
-    """After the warm-up: ``cosine`` or ``linear`` decay to ``lr * min_lr_ratio``, or
-    ``constant``."""
+    schedule: str = choice(
+        "cosine", "linear", "constant", "wsd", "polynomial", "cosine_restarts", "one_cycle"
+    )
+    """After the warm-up: ``cosine``, ``linear`` or ``polynomial`` decay to ``lr * min_lr_ratio``;
+    ``constant``; ``wsd`` stays at ``lr`` and decays at the end (warm-up, stable, decay);
+    ``cosine_restarts`` jumps back to ``lr`` on the way; ``one_cycle`` rises and falls on cosines
+    (PyTorch's ``OneCycleLR``; the momentum is not cycled). docs/training.md has the values."""
     warmup_steps: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
     """Steps of linear warm-up, 0 allowed; when set, it wins over ``warmup_fraction``."""
     warmup_fraction: float | None = number(None, minimum=0, maximum=1, example=0.03)
@@ -433,6 +437,16 @@ class OptimConfig:
     """The schedule reaches its floor at this part of all steps, and stays there."""
     min_lr_ratio: float = number(0.0, minimum=0, maximum=1)
     """The floor, as a part of ``lr``."""
+    decay_fraction: float = number(0.1, above=0, maximum=1)
+    """``wsd``: how long the decay is, as a part of all steps."""
+    decay_shape: str = choice("linear", "cosine", "1-sqrt")
+    """``wsd``: how it falls."""
+    decay_power: float = number(1.0, above=0, maximum=100)
+    """``polynomial``: the power of the part that is left; 1 is ``linear``."""
+    cycles: int = number(2, minimum=1, maximum=10**6)
+    """``cosine_restarts``: cosines from ``lr`` to the floor, of equal length; 1 is ``cosine``."""
+    start_lr_ratio: float = number(0.04, minimum=0, maximum=1)
+    """``one_cycle``: the first update's part of ``lr``."""
 
 
 @dataclass

@@ -76,18 +76,49 @@ def warmup_steps(optim: OptimConfig, *, total: int) -> int:
 def lr_at(step: int, *, optim: OptimConfig, total: int) -> float:
     """The learning rate of the update number ``step`` (0 is the first one).
 
-    Rises linearly over the warm-up (the first update already has ``lr / warmup``), then falls
-    from ``lr`` to ``lr * min_lr_ratio``, which it reaches at ``decay_end_fraction * total``
-    updates and keeps.
+    Rises linearly over the warm-up (the first update already has ``lr / warmup``), then follows
+    ``optim.schedule`` from ``lr`` to ``lr * min_lr_ratio``, which it reaches at
+    ``decay_end_fraction * total`` updates and keeps. ``one_cycle`` is PyTorch's ``OneCycleLR``:
+    both halves are cosines, and the last update before that end has the floor.
     """
     warmup = warmup_steps(optim, total=total)
+    decay_end = max(warmup + 1, round(optim.decay_end_fraction * total))
+    if optim.schedule == "one_cycle":
+        return optim.lr * _one_cycle(step, optim=optim, warmup=warmup, end=decay_end)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     if optim.schedule == "constant":
         return optim.lr
-    decay_end = max(warmup + 1, round(optim.decay_end_fraction * total))
-    progress = min(1.0, (step - warmup) / (decay_end - warmup))
-    remaining = 1.0 - progress
-    if optim.schedule == "cosine":
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    begin = warmup
+    if optim.schedule == "wsd":
+        begin = max(warmup, decay_end - max(1, round(optim.decay_fraction * total)))
+        if step < begin:
+            return optim.lr
+    progress = min(1.0, (step - begin) / (decay_end - begin))
+    remaining = _remaining(progress, optim)
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * remaining)
+
+
+def _remaining(progress: float, optim: OptimConfig) -> float:
+    """1 at the start of the decay (``progress`` 0), 0 at its end."""
+    shape = optim.decay_shape if optim.schedule == "wsd" else optim.schedule
+    if shape == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    if shape == "1-sqrt":
+        return 1.0 - math.sqrt(progress)
+    if shape == "polynomial":
+        return float((1.0 - progress) ** optim.decay_power)
+    if shape == "cosine_restarts":
+        if progress >= 1.0:
+            return 0.0
+        return 0.5 * (1.0 + math.cos(math.pi * (optim.cycles * progress % 1.0)))
+    return 1.0 - progress
+
+
+def _one_cycle(step: int, *, optim: OptimConfig, warmup: int, end: int) -> float:
+    def between(start: float, stop: float, progress: float) -> float:
+        return stop + 0.5 * (start - stop) * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+    if step < warmup:
+        return between(optim.start_lr_ratio, 1.0, step / (warmup - 1) if warmup > 1 else 1.0)
+    return between(1.0, optim.min_lr_ratio, (step + 1 - warmup) / (end - warmup))

@@ -105,3 +105,94 @@ def test_steps_that_were_asked_for_are_whole() -> None:
     for kind in ("wrap", "drop", "short"):
         found = run_length(task, num_samples=249, global_batch=10, last_batch=kind)
         assert found == RunLength(30, 300, 10)
+
+
+def of_transformers(name: str, total: int, *, lr: float = 3e-4, **values: Any) -> list[float]:
+    """Rates of one of ``transformers``' schedules at each update."""
+    import torch
+    import transformers
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=lr)
+    schedule = getattr(transformers, name)(optimizer, **values)
+    return of_scheduler(optimizer, schedule, total)
+
+
+def of_scheduler(optimizer: Any, schedule: Any, total: int) -> list[float]:
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        ("get_cosine_with_hard_restarts_schedule_with_warmup", {"num_cycles": 3},
+         {"schedule": "cosine_restarts", "cycles": 3}),
+        ("get_polynomial_decay_schedule_with_warmup", {"power": 2.5, "lr_end": 3e-5},
+         {"schedule": "polynomial", "decay_power": 2.5, "min_lr_ratio": 0.1}),
+        ("get_linear_schedule_with_warmup", {}, {"schedule": "polynomial"}),
+        ("get_cosine_schedule_with_warmup", {}, {"schedule": "cosine_restarts", "cycles": 1}),
+        *(
+            ("get_wsd_schedule", {"num_decay_steps": 8, "decay_type": shape, "min_lr_ratio": 0.05},
+             {"schedule": "wsd", "decay_shape": shape, "min_lr_ratio": 0.05, "decay_fraction": 0.2})
+            for shape in ("linear", "cosine", "1-sqrt")
+        ),
+    ],
+)  # fmt: skip
+def test_values_of_transformers_from_the_end_of_the_warmup(
+    name: str, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    total, warmup = 40, 5
+    wanted = of_transformers(
+        name, total, num_warmup_steps=warmup, num_training_steps=total, **theirs
+    )
+    found = rates(total, lr=3e-4, warmup_steps=warmup, **ours)
+    assert found[warmup:] == pytest.approx(wanted[warmup:], rel=1e-12, abs=1e-18)
+    assert found[:warmup] == pytest.approx([3e-4 * (k + 1) / warmup for k in range(warmup)])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.3])
+def test_one_cycle_is_pytorchs(fraction: float) -> None:
+    import torch
+
+    total, lr = 40, 3e-4
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, lr, total_steps=total, pct_start=fraction, cycle_momentum=False
+    )
+    wanted = of_scheduler(optimizer, theirs, total - 1)
+    found = rates(
+        total, lr=lr, warmup_steps=None, warmup_fraction=fraction, schedule="one_cycle",
+        min_lr_ratio=1 / 25 / 1e4,
+    )  # fmt: skip
+    assert found[:-1] == pytest.approx(wanted, rel=1e-9)
+    assert found[-1] == pytest.approx(lr / 25 / 1e4)
+
+
+def test_every_schedule_stays_between_nothing_and_its_peak() -> None:
+    for schedule in ("cosine", "linear", "wsd", "polynomial", "cosine_restarts", "one_cycle"):
+        for total in (1, 2, 3, 10):
+            for warmup in (0, 1, 2):
+                for end in (0.0, 0.5, 1.0):
+                    found = rates(
+                        total, schedule=schedule, warmup_steps=warmup, decay_end_fraction=end,
+                        decay_fraction=1.0, min_lr_ratio=0.25, start_lr_ratio=0.25, cycles=3,
+                    )  # fmt: skip
+                    assert all(0.25 <= rate <= 1.0 for rate in found), (schedule, total, warmup)
+                    # Afterwards the floor stays, for a run that is made longer.
+                    after = lr_at(
+                        5 * total, total=total,
+                        optim=OptimConfig(schedule=schedule, lr=1.0, warmup_steps=warmup,
+                                          decay_end_fraction=end, min_lr_ratio=0.25),
+                    )  # fmt: skip
+                    assert after == pytest.approx(0.25)
+
+
+def test_wsd_goes_on_at_the_stable_rate_when_a_run_is_made_longer() -> None:
+    values = {"schedule": "wsd", "warmup_steps": 2}
+    assert rates(20, **values)[:18] == rates(40, **values)[:18]
+    assert rates(20, **values)[17:] == pytest.approx([1.0, 1.0, 0.5])
