@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from llmx.config import Experiment
+from llmx.data.examples import Column
 from llmx.data.order import samples_of_step
 from llmx.data.store.samples import Sample, SampleStore
 from llmx.models.factory import build_model, model_config
@@ -69,6 +70,37 @@ def synthetic_store(path: Path) -> SampleStore:
     if path.exists():
         return SampleStore.open(path)
     return write_store(path, samples, fingerprint="synthetic", seq_len=SEQ_LEN, meta={})
+
+
+STRENGTH = Column("strength", per="example")
+
+
+def paired_store(path: Path) -> SampleStore:
+    """Samples of one or two pairs: a prompt, and two completions of it that share it."""
+    if path.exists():
+        return SampleStore.open(path)
+    draw = np.random.Generator(np.random.Philox(key=8))
+    samples = []
+    for _ in range(NUM_SAMPLES):
+        rows, targets, strengths = [], [], []
+        for _ in range(int(draw.integers(1, 3))):
+            prompt = draw.integers(3, VOCABULARY, size=int(draw.integers(1, 6)))
+            for length in draw.integers(1, 6, size=2).tolist():
+                rows.append(np.concatenate([prompt, draw.integers(3, VOCABULARY, size=length)]))
+                targets.append(np.arange(len(rows[-1])) >= len(prompt))
+            strengths.append(float(draw.integers(1, 5)) / 2)
+        samples.append(
+            Sample(
+                tokens=np.concatenate(rows).astype(np.uint32),
+                targets=np.concatenate(targets),
+                sequence_starts=np.cumsum([0, *map(len, rows[:-1])]).astype(np.int64),
+                example_starts=np.arange(0, len(rows), 2, dtype=np.int64),
+                columns={STRENGTH.name: np.array(strengths, np.float32)},
+            )
+        )
+    return write_store(
+        path, samples, fingerprint="paired", seq_len=SEQ_LEN, meta={}, columns=(STRENGTH,)
+    )
 
 
 def naive_loss(

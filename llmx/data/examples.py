@@ -213,15 +213,14 @@ class Schema:
         return tuple(c for c in self.columns if c.per == kind and c.name != WEIGHT)
 
 
-def checked(example: Example, schema: Schema, *, task: str) -> Example:
+def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()") -> Example:
     """The example, if it is one and has the declared columns; raises ConfigError else: this is
-    wrong in the task, not in the data."""
+    wrong in the task, not in the data. ``by``: the method of the task that made it."""
     if not isinstance(example, Example):
-        raise ConfigError(
-            f"task={task}: encode() gave {type(example).__name__}; it gives an Example or None."
-        )
+        gives = "an Example or None" if by == "encode()" else "lists of Examples"
+        raise ConfigError(f"task={task}: {by} gave {type(example).__name__}; it gives {gives}.")
     if not example.sequences:
-        raise ConfigError(f"task={task}: encode() gave an Example without a sequence.")
+        raise ConfigError(f"task={task}: {by} gave an Example without a sequence.")
     if not _are_sequences(example):
         raise ConfigError(
             f"task={task}: a sequence of an Example is a Conversation, a Document or Tokens, not "
@@ -235,9 +234,10 @@ def checked(example: Example, schema: Schema, *, task: str) -> Example:
         )
     wanted = {c.name for c in schema.columns if c.per != "token"}
     if set(example.columns) != wanted:
+        declared = "columns" if by == "encode()" else "rollout_columns"
         raise ConfigError(
-            f"task={task}: encode() gave the columns {_listed(example.columns)}, and the task "
-            f"declares {_listed(wanted)} by sequence and by example. Declare them in `columns`, "
+            f"task={task}: {by} gave the columns {_listed(example.columns)}, and the task "
+            f"declares {_listed(wanted)} by sequence and by example. Declare them in `{declared}`, "
             'e.g. Column("label", per="example", dtype="int64").'
         )
     return example
@@ -249,6 +249,46 @@ def _are_sequences(example: Example) -> bool:
 
 def _listed(names: Any) -> str:
     return ", ".join(sorted(names)) or "none"
+
+
+def values_of_tokens(
+    part: Tokens, schema: Schema, *, task: str, vocab_size: int, by: str = "encode()"
+) -> tuple[np.ndarray, np.ndarray, dict[Column, np.ndarray]]:
+    """(ids uint32, targets, columns by token) of a sequence that a task gave as tokens. Targets
+    are bool; where the schema has weights, float32.
+
+    Raises:
+        ConfigError: no ids of this vocabulary, or not the values of the declared columns.
+    """
+    ids = np.asarray(part.ids)
+    right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
+    if not right or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ConfigError(
+            f"task={task}: Tokens are at least one id, each from 0 to {vocab_size - 1} (the "
+            f"tokenizer's last); {by} gave {excerpt(str(part.ids))}."
+        )
+    count = len(ids)
+    declared = "columns" if by == "encode()" else "rollout_columns"
+    weight = np.ones(count) if part.weight is None else part.weight
+    targets = values_of(weight, TOKEN_WEIGHT, count=count, task=task)
+    if not schema.weighted:
+        if not np.isin(targets, (0, 1)).all():
+            raise ConfigError(
+                f"task={task}: Tokens have weights that are neither 0 nor 1. Declare the "
+                f'column: {declared} = (Column("weight", per="token"),).'
+            )
+        targets = targets != 0
+    wanted = schema.per("token")
+    if set(part.columns) != {column.name for column in wanted}:
+        raise ConfigError(
+            f"task={task}: Tokens have the columns {_listed(part.columns)}, and the task "
+            f"declares {_listed(column.name for column in wanted)} by token in `{declared}`."
+        )
+    columns = {
+        column: values_of(part.columns[column.name], column, count=count, task=task)
+        for column in wanted
+    }
+    return ids.astype(np.uint32), targets, columns
 
 
 def values_of(values: Any, column: Column, *, count: int, task: str) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 from llmx import data
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Mean, Prompt, RolloutKey, Task, exact_match, next_token_loss
 from llmx.tasks.pretrain import Pretrain
 from llmx.tasks.sft import Sft

@@ -64,12 +64,20 @@ class Mean:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a task that generates its samples draws from: a sequence of the data."""
+    """What a task that generates its samples draws from: one example of the data."""
 
     tokens: tuple[int, ...]
-    """Up to the first target: of a conversation, the cue to answer is the last."""
-    reference: tuple[int, ...]
-    """The rest of the sequence: the completion in the data, for a reward. May be empty."""
+    """Its first sequence up to the first target: of a conversation, the cue to answer is the
+    last. The whole sequence where it has no target."""
+    completions: tuple[tuple[int, ...], ...]
+    """What the data has after the prompt, of each sequence of the example; may be empty."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Of the stored example, by name: an array by sequence, or the value of the example."""
+
+    @property
+    def reference(self) -> tuple[int, ...]:
+        """The completion of the first sequence: the right answer, or the better of a pair."""
+        return self.completions[0]
 
 
 @dataclass(frozen=True)

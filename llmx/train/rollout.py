@@ -8,14 +8,17 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_state_resume.py`
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from llmx.collectives import all_gather
 from llmx.data import collate
-from llmx.data.examples import Example, Schema, checked
+from llmx.data.examples import Column, Example, Schema, checked
 from llmx.data.order import rank_slice, samples_of_step
 from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
@@ -48,7 +51,7 @@ def rollout_step(
     indices = samples_of_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
-    found = [prompts_of(store[int(index)]) for index in indices]
+    found = [prompts_of(store[int(index)], store.columns) for index in indices]
     prompts = [prompt for sample in found for prompt in sample]
     engine.engine.eval()
     with torch.no_grad():
@@ -60,7 +63,10 @@ def rollout_step(
             "prompts; it gives one list for each."
         )
     schema = Schema(task.rollout_columns)
-    samples = [[_sample(one, schema, task) for one in examples] for examples in made]
+    samples = _checked(
+        made, schema, task=task, seq_len=layout.seq_len, vocab_size=engine.vocab_size
+    )
+    _check_alike(samples, task=task)
     ends = np.cumsum([0, *(len(sample) for sample in found)])
     by_sample = [
         [one for examples in samples[first:last] for one in examples]
@@ -104,18 +110,78 @@ def rollout_step(
     )
 
 
-def prompts_of(sample: Sample) -> list[Prompt]:
-    """Each sequence of a stored sample, cut before its first target: what the model is given, and
-    what the data has as the completion."""
-    found = []
-    for tokens, targets in sample.rows():
-        first = int(np.argmax(targets)) if targets.any() else len(tokens)
-        found.append(Prompt(tuple(tokens[:first].tolist()), tuple(tokens[first:].tolist())))
+def prompts_of(sample: Sample, columns: Sequence[Column] = ()) -> list[Prompt]:
+    """One of each example of a stored sample: what the model is given, and what the data has as
+    completions.
+
+    Args:
+        columns: those of the store.
+    """
+    schema, found = Schema(tuple(columns)), []
+    rows = list(sample.sequences())
+    first = 0
+    for number, size in enumerate(sample.example_sizes()):
+        parts = []
+        for tokens, targets in rows[first : first + size]:
+            at = int(np.argmax(targets)) if targets.any() else len(tokens)
+            parts.append((tuple(tokens[:at].tolist()), tuple(tokens[at:].tolist())))
+        by_sequence = {
+            column.name: np.array(sample.columns[column.name][first : first + size])
+            for column in schema.per("sequence")
+        }
+        of_example = {
+            column.name: _plain(sample.columns[column.name][number])
+            for column in schema.per("example")
+        }
+        completions = tuple(completion for _, completion in parts)
+        found.append(Prompt(parts[0][0], completions, {**by_sequence, **of_example}))
+        first += size
     return found
 
 
-def _sample(example: Example, schema: Schema, task: Task) -> Sample:
-    return in_memory(checked(example, schema, task=task.name), schema, task=task.name)
+def _plain(value: Any) -> Any:
+    """A number as Python's, an array as it is."""
+    return value.item() if np.ndim(value) == 0 else np.array(value)
+
+
+def _checked(
+    made: list[list[Example]], schema: Schema, *, task: Task, seq_len: int, vocab_size: int
+) -> list[list[Sample]]:
+    """What ``rollout`` gave, as samples; raises ConfigError where it is something else."""
+    found = []
+    for examples in made:
+        samples = []
+        for one in examples:
+            right = checked(one, schema, task=task.name, by="rollout()")
+            sample = in_memory(right, schema, task=task.name, vocab_size=vocab_size)
+            if (length := len(sample.tokens)) > seq_len:
+                raise ConfigError(
+                    f"task={task.name}: rollout() gave an example of {length} tokens (of all its "
+                    f"sequences together), data.seq_len is {seq_len}. Cut the prompts, draw fewer "
+                    f"tokens (max_new_tokens), or set data.seq_len={length}."
+                )
+            samples.append(sample)
+        found.append(samples)
+    return found
+
+
+def _check_alike(made: list[list[Sample]], *, task: Task) -> None:
+    """Raise ConfigError unless all ranks have made the same tokens: each trains its part of them.
+    Collective."""
+    digest = hashlib.blake2b(digest_size=16)
+    for samples in made:
+        digest.update(f"{len(samples)};".encode())
+        for one in samples:
+            for values in (one.tokens, one.targets, one.sequence_starts):
+                digest.update(f"{len(values)},".encode() + np.ascontiguousarray(values).tobytes())
+    found = all_gather(digest.hexdigest())
+    if len(set(found)) > 1:
+        other = next(rank for rank, value in enumerate(found) if value != found[0])
+        raise ConfigError(
+            f"task={task.name}: rollout() gave other examples on rank {other} than on rank 0. It "
+            "must be a function of its arguments alone: draw random numbers from key.of(prompt, "
+            "sample), and use no clock, no order of a set and no answer that differs by host."
+        )
 
 
 def _token_weight(sample: Sample) -> float:

@@ -39,7 +39,7 @@ from llmx.train.engine.process_group import join_process_group
 from llmx.train.step import train_step
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
-from tests.programs.state import build, fp16_allowed, job_experiment, train
+from tests.programs.state import build, fp16_allowed, job_experiment, store_of, train
 from tests.reference import SEQ_LEN, VOCABULARY, synthetic_store, word_tokenizer
 from tests.rundirs import experiment, free_port
 from tests.synchronisations import Synchronisations
@@ -60,7 +60,7 @@ def trained(job: dict[str, Any], out: Path, *, steps: int) -> tuple[Engine, list
     exp, plan = job_experiment(job, out)
     with fp16_allowed(job):
         engine = build(job, exp, plan, first_weights=exp.seed)
-        numbers = train(engine, exp, plan, synthetic_store(out / "store"), steps=range(steps))
+        numbers = train(engine, exp, plan, store_of(job, out), steps=range(steps))
     return engine, numbers
 
 
@@ -208,7 +208,7 @@ def generated(task: str, stage: str, out: Path) -> dict[str, Any]:
     }
     exp, plan = job_experiment(job, out)
     engine = build(job, exp, plan, first_weights=exp.seed)
-    store = synthetic_store(out / "store")
+    store = store_of(job, out)
     numbers = train(engine, exp, plan, store, steps=range(2))
     stops = frozenset({2, *range(60, 66)})
     drawn = Sampling(temperature=1.2, top_p=0.95, max_new_tokens=8, stop_ids=stops)

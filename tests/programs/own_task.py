@@ -1,19 +1,23 @@
-"""A task that uses all of the seam: a policy, a scorer of its own, a frozen reference, weights by
-token, a normaliser of its own and metrics. ``task.kind=tests.programs.own_task:Everything``."""
+"""A task that uses all of the seam at once: ``task.kind=tests.programs.own_task:Everything``.
+
+Pairs that are stored and pairs that are generated, a policy, a scorer with a classification head, a
+frozen reference, weights by token, a normaliser that is no count, and metrics of its own. It
+imports nothing of the tests, so that a test can put the file where a user would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from llmx.data.examples import Column, Example, Tokens
+from llmx.data import Column, Example, Preference, Tokens
 from llmx.models.generate import Completion
-from llmx.models.model import CLASSIFICATION, Batch, Models, ModelSpec, sequence_numbers
+from llmx.models.model import CLASSIFICATION, Batch, Models, ModelSpec
 from llmx.models.sampling import Sampling
-from llmx.run.metrics import Metric
-from llmx.tasks import Loss, Prompt, RolloutKey, Task, next_token_loss
+from llmx.tasks import Loss, Mean, Metric, Prompt, RolloutKey, Task, next_token_loss
 
 
 @dataclass
@@ -21,22 +25,29 @@ class Options:
     """Of ``task.options``."""
 
     beta: float = 0.5
+    max_new_tokens: int = 4
 
 
 class Everything(Task):
-    """Weighted cross entropy, a penalty for leaving the reference, and two classes of sequences."""
+    """Of two completions that the policy draws the one with more even tokens is preferred (DPO,
+    each pair times its strength) and imitated; a second network learns to tell the two apart."""
 
     Options = Options
+    takes = (Preference,)
+    columns = (Column("strength", per="example"),)
+    loss_on = "last"
+    generates = True
+    rollout_columns = (
+        Column("weight", per="token"),
+        Column("strength", per="example"),
+        Column("rank", per="sequence", dtype="int64"),
+    )
     normaliser = "batch"
-
-    @property
-    def metrics(self) -> dict[str, Metric]:
-        return {
-            "accuracy": Metric(
-                "accuracy", "percent", higher_is_better=True, kinds=("train", "eval")
-            ),
-            "drift": Metric("drift", "number", higher_is_better=False, kinds=("train", "eval")),
-        }
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=("train", "eval")),
+        "margin": Metric("margin", "number", higher_is_better=True, kinds=("train",)),
+        "drift": Metric("drift", "number", higher_is_better=False, kinds=("train", "eval")),
+    }
 
     def models(self) -> dict[str, ModelSpec]:
         return {
@@ -45,82 +56,80 @@ class Everything(Task):
             "scorer": ModelSpec(head=CLASSIFICATION, num_labels=2),
         }
 
-    def weight(self, batch: Batch) -> float:
-        """The sequences of the batch."""
-        return float(sequence_numbers(batch["segment_ids"])[1])
-
-    def loss(self, models: Models, batch: Batch) -> Loss:
-        numbers, count = sequence_numbers(batch["segment_ids"])
-        real = numbers >= 0
-        weighted = {**batch, "weights": (batch["position_ids"] % 2 + 1) / 2}
-        likelihood = next_token_loss(models.policy, weighted).sum
-        policy = models.policy.log_probabilities(batch)
-        drift = (policy.sums() - models.reference.log_probabilities(batch).sums()) ** 2
-        # The class of a sequence is whether the sum of its tokens is odd.
-        sums = torch.zeros(count, dtype=torch.long)
-        sums.index_add_(0, numbers[real], batch["input_ids"][real])
-        label = (sums % 2).to(policy.values.device)
-        logits = models.scorer.logits(batch)
-        classes = torch.nn.functional.cross_entropy(logits, label, reduction="sum")
-        return Loss(
-            likelihood + self.options.beta * drift.sum() + classes,
-            weight=float(count),
-            metrics={
-                "accuracy": (logits.detach().argmax(dim=-1) == label).sum(),
-                "drift": drift.detach().sum(),
-            },
-        )
-
-
-class Drawn(Task):
-    """Policy gradient on what the model draws: even tokens are rewarded."""
-
-    generates = True
-    normaliser = "examples"
-    rollout_columns = (
-        Column("advantage", per="example"),
-        Column("old_logp", per="token"),
-    )
-
-    def models(self) -> dict[str, ModelSpec]:
-        return {"policy": ModelSpec(), "reference": ModelSpec(trained=False)}
-
-    @property
-    def metrics(self) -> dict[str, Metric]:
-        return {"ratio": Metric("ratio", "number", kinds=("train",))}
+    def encode(self, pair: Preference) -> Example:
+        length = len(pair.chosen.messages[-1].content)
+        return Example.of(pair.chosen, pair.rejected, strength=1 + length % 3 / 2)
 
     def rollout(
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
     ) -> list[list[Example]]:
-        draw = Sampling(max_new_tokens=4, temperature=1)
-        starts = [prompt.tokens[:3] or prompt.reference[:3] for prompt in prompts]
-        found = models.policy.sample(starts, draw, n=2, seeds=key.of)
-        return [
-            [self.example(start, one, group) for one in group]
-            for start, group in zip(starts, found, strict=True)
-        ]
+        draw = Sampling(max_new_tokens=self.options.max_new_tokens, temperature=1)
+        starts = [prompt.tokens for prompt in prompts]
+        drawn = models.policy.sample(starts, draw, n=2, seeds=key.of)
+        return [[self.pair(prompt, *two)] for prompt, two in zip(prompts, drawn, strict=True)]
 
-    def example(
-        self, start: tuple[int, ...], one: Completion, group: Sequence[Completion]
-    ) -> Example:
-        rewards = [sum(token % 2 == 0 for token in each.tokens) for each in group]
-        reward = sum(token % 2 == 0 for token in one.tokens)
-        before = [0.0] * len(start)
+    def pair(self, prompt: Prompt, one: Completion, other: Completion) -> Example:
+        """The better of the two first, by the part of its tokens that are even."""
+
+        def reward(completion: Completion) -> float:
+            return sum(t % 2 == 0 for t in completion.tokens) / max(1, len(completion.tokens))
+
+        two = (one, other) if reward(one) >= reward(other) else (other, one)
+        before = [0.0] * len(prompt.tokens)
         return Example.of(
-            Tokens(
-                [*start, *one.tokens],
-                weight=[*before, *(1.0 for _ in one.tokens)],
-                columns={"old_logp": [*before, *one.logps]},
+            *(
+                Tokens(
+                    [*prompt.tokens, *each.tokens],
+                    weight=[*before, *(1 / (1 + place) for place in range(len(each.tokens)))],
+                )
+                for each in two
             ),
-            advantage=reward - sum(rewards) / len(rewards),
+            strength=prompt.columns["strength"],
+            rank=[0, 1],
         )
 
+    def weight(self, batch: Batch) -> float:
+        """The strength of its pairs."""
+        return float(batch["strength"].double().sum())
+
     def loss(self, models: Models, batch: Batch) -> Loss:
-        policy = models.policy.log_probabilities(batch)
-        models.reference.log_probabilities(batch)
-        targets = batch["labels"] != -100
-        old = batch["old_logp"][targets].to(policy.values.device)
-        advantage = batch["advantage"].to(policy.values.device)[policy.sequences]
-        ratio = (policy.values - old).exp()
-        count = float(len(batch["example_ids"]))
-        return Loss(-(ratio * advantage).sum(), count, {"ratio": ratio.detach().sum()})
+        policy, reference = self.sums(models, batch)
+        device = policy.device
+        strength = batch["strength"].to(device)
+        ratio = policy - reference
+        margin = self.options.beta * (ratio[:, 0] - ratio[:, 1])
+        preferred = -(torch.nn.functional.logsigmoid(margin) * strength).sum()
+        # The better ones are imitated, the first tokens most.
+        better = {**batch, "weights": batch["weights"] * self.first_of_pairs(batch)}
+        imitated = next_token_loss(models.policy, better).sum
+        logits, label = models.scorer.logits(batch), batch["rank"].to(device)
+        told_apart = torch.nn.functional.cross_entropy(logits, label, reduction="sum")
+        right = (logits.detach().argmax(dim=-1) == label).sum()
+        return Loss(
+            preferred + 0.1 * imitated + told_apart,
+            weight=self.weight(batch),
+            metrics={
+                "accuracy": (right, float(len(label))),
+                "margin": (margin.detach() * strength).sum(),
+                "drift": (ratio.detach().abs().sum(), float(len(label))),
+            },
+        )
+
+    def sums(self, models: Models, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities under policy and reference, [pairs, 2] each."""
+        policy = models.policy.log_probabilities(batch).sums().view(-1, 2)
+        return policy, models.reference.log_probabilities(batch).sums().view(-1, 2)
+
+    def first_of_pairs(self, batch: Batch) -> torch.Tensor:
+        """1 at the tokens of the better sequences, by line."""
+        return (batch["sequence_ids"] % 2).float()
+
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
+        """Of the stored pairs: how often the policy finds the better one more probable."""
+        found = {"accuracy": Mean(), "drift": Mean()}
+        for batch in batches:
+            policy, reference = self.sums(models, batch)
+            ratio = policy - reference
+            found["accuracy"].add(float((ratio[:, 0] > ratio[:, 1]).sum()), len(ratio))
+            found["drift"].add(float(ratio.abs().sum()), 2.0 * len(ratio))
+        return found

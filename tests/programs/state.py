@@ -48,7 +48,7 @@ from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
 from llmx.train.step import seed_step, train_step, with_weight
 from tests.programs.leaving import run_and_leave
-from tests.reference import SEQ_LEN, synthetic_store, word_tokenizer
+from tests.reference import SEQ_LEN, paired_store, synthetic_store, word_tokenizer
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
 
 TOTAL = 7
@@ -130,6 +130,13 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
 def task_of(exp: Experiment) -> Task:
     """By default the one that trains one model on next tokens."""
     return task_class(exp.task.kind)(exp, word_tokenizer())
+
+
+def store_of(job: dict[str, Any], out: Path) -> Any:
+    """What the job's task is trained on."""
+    if job.get("task", "pretrain") == "pretrain":
+        return synthetic_store(out / "store")
+    return paired_store(out / "pairs")
 
 
 @contextlib.contextmanager
@@ -279,9 +286,9 @@ def go_on(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
 def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     join_process_group(make_plan(experiment(out, ranks=jobs[0]["world"])))
-    rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
+    rank = torch.distributed.get_rank()
     for job in jobs:
-        began = time.perf_counter()
+        began, store = time.perf_counter(), store_of(job, out)
         with fp16_allowed(job):
             result = (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
         result["seconds"] = time.perf_counter() - began

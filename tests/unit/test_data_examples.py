@@ -507,7 +507,7 @@ def test_what_a_task_gives_is_checked(example: Any, message: str):
         (Example.of(Tokens([1, 10**6]), label=1), "each from 0 to 257 (the tokenizer's last)"),
         (Example.of(Tokens([1, 2], weight=[0, 0.5]), label=1), "neither 0 nor 1. Declare the col"),
         (Example.of(Tokens([1, 2], weight=[1]), label=1), "have together the shape (1,), not (2,)"),
-        (Example.of(Tokens([1], columns={"x": [1]}), label=1), "Tokens have the columns ['x']"),
+        (Example.of(Tokens([1], columns={"x": [1]}), label=1), "Tokens have the columns x"),
     ],
 )
 def test_values_that_are_no_values_of_a_column(

@@ -35,13 +35,13 @@ from typing import Any
 import numpy as np
 
 from llmx.data.examples import (
-    TOKEN_WEIGHT,
     WEIGHT,
     Column,
     Example,
     Schema,
     Tokens,
     values_of,
+    values_of_tokens,
 )
 from llmx.errors import ConfigError, DataError
 
@@ -87,43 +87,48 @@ class Sample:
         return sizes
 
 
-def in_memory(example: Example, schema: Schema, *, task: str) -> Sample:
+def in_memory(
+    example: Example, schema: Schema, *, task: str, vocab_size: int, by: str = "rollout()"
+) -> Sample:
     """A sample of one example that was never stored: generated tokens and their columns.
 
     Args:
         example: of ``Tokens`` alone, with the columns of ``schema`` (``examples.checked``).
+        by: the method of the task that made it, for messages.
 
     Raises:
         ConfigError: what the task gave are no tokens, or no values of its columns.
     """
-    if not all(isinstance(one, Tokens) and len(one.ids) for one in example.sequences):
-        raise ConfigError(f"task={task}: generated examples are of Tokens, with at least one id.")
-    sequences = [one for one in example.sequences if isinstance(one, Tokens)]
-    lengths = np.array([len(one.ids) for one in sequences], np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    given = [
-        np.ones(len(one.ids)) if one.weight is None else np.asarray(one.weight) for one in sequences
+    kinds = {type(one).__name__ for one in example.sequences if not isinstance(one, Tokens)}
+    if kinds:
+        raise ConfigError(
+            f"task={task}: the sequences of generated examples are Tokens; {by} gave "
+            f"{', '.join(sorted(kinds))}."
+        )
+    parts = [
+        values_of_tokens(one, schema, task=task, vocab_size=vocab_size, by=by)
+        for one in example.sequences
+        if isinstance(one, Tokens)
     ]
-    count = int(lengths.sum())
-    weights = values_of(np.concatenate(given), TOKEN_WEIGHT, count=count, task=task)
-    weights[starts] = 0  # nothing stands before the first token of a sequence
-    columns: dict[str, np.ndarray] = {}
-    values: Any
-    for column in schema.per("token"):
-        values = np.concatenate([np.asarray(one.columns[column.name]) for one in sequences])
-        columns[column.name] = values_of(values, column, count=count, task=task)
+    starts = np.cumsum([0, *(len(ids) for ids, _, _ in parts)])[:-1].astype(np.int64)
+    targets = np.concatenate([values for _, values, _ in parts])
+    targets[starts] = 0  # nothing stands before the first token of a sequence
+    columns = {
+        column.name: np.concatenate([own[column] for _, _, own in parts])
+        for column in schema.per("token")
+    }
     for column in schema.per("sequence"):
         values = example.columns[column.name]
-        columns[column.name] = values_of(values, column, count=len(sequences), task=task)
+        columns[column.name] = values_of(values, column, count=len(parts), task=task)
     for column in schema.per("example"):
         values = [example.columns[column.name]]
         columns[column.name] = values_of(values, column, count=1, task=task)
     return Sample(
-        tokens=np.concatenate([np.asarray(one.ids, np.uint32) for one in sequences]),
-        targets=weights != 0,
-        row_starts=starts,
-        weights=weights if schema.weighted else None,
-        example_starts=np.zeros(1, np.int64) if len(sequences) > 1 else None,
+        tokens=np.concatenate([ids for ids, _, _ in parts]),
+        targets=targets != 0,
+        sequence_starts=starts,
+        weights=targets if schema.weighted else None,
+        example_starts=np.zeros(1, np.int64) if len(parts) > 1 else None,
         columns=columns,
     )
 

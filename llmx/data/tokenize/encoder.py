@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from llmx.data.examples import (
-    TOKEN_WEIGHT,
     Column,
     Encoding,
     Example,
@@ -33,6 +32,7 @@ from llmx.data.examples import (
     TypedRecord,
     checked,
     values_of,
+    values_of_tokens,
 )
 from llmx.data.format.formats import Conversation, Document, Labelled, Preference
 from llmx.data.source.records import RecordError, excerpt
@@ -334,35 +334,14 @@ class ExampleEncoder:
 
     def _ready(self, part: Tokens) -> TokenSequence:
         """Tokens that a task gave."""
-        schema, task = self._schema, self._encoding.name
-        ids, known = np.asarray(part.ids), len(self._renderer.tokenizer)
-        right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
-        if not right or int(ids.min()) < 0 or int(ids.max()) >= known:
-            raise ConfigError(
-                f"task={task}: Tokens are at least one id, each from 0 to {known - 1} (the "
-                f"tokenizer's last); encode() gave {excerpt(str(part.ids))}."
+        return TokenSequence(
+            *values_of_tokens(
+                part,
+                self._schema,
+                task=self._encoding.name,
+                vocab_size=len(self._renderer.tokenizer),
             )
-        count = len(ids)
-        weight = np.ones(count) if part.weight is None else part.weight
-        targets = values_of(weight, TOKEN_WEIGHT, count=count, task=task)
-        if not schema.weighted:
-            if not np.isin(targets, (0, 1)).all():
-                raise ConfigError(
-                    f"task={task}: Tokens have weights that are neither 0 nor 1. Declare the "
-                    'column: columns = (Column("weight", per="token"),).'
-                )
-            targets = targets != 0
-        wanted = schema.per("token")
-        if set(part.columns) != {column.name for column in wanted}:
-            raise ConfigError(
-                f"task={task}: Tokens have the columns {sorted(part.columns)}, and the task "
-                f"declares {sorted(column.name for column in wanted)} by token."
-            )
-        columns = {
-            column: values_of(part.columns[column.name], column, count=count, task=task)
-            for column in wanted
-        }
-        return TokenSequence(ids.astype(np.uint32), targets, columns)
+        )
 
     @cached_property
     def _shortener(self) -> PromptCutter:

@@ -1,0 +1,200 @@
+"""From what a task generates to the micro batches of a step: prompts, examples, errors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from llmx.data import Column, Conversation, Example, Sample, Tokens
+from llmx.data.order import samples_of_step
+from llmx.errors import ConfigError
+from llmx.plan.types import BatchPlan
+from llmx.tasks import Prompt, Task
+from llmx.train import rollout
+from llmx.train.batches import Layout
+from llmx.train.rollout import prompts_of, rollout_step
+
+LABEL = Column("label", per="example", dtype="int64")
+SCORE = Column("score", per="sequence")
+
+
+def sample(**more: Any) -> Sample:
+    """A pair [1 2 | 3], [1 2 | 4 5] and a sequence without a target."""
+    return Sample(
+        tokens=np.array([1, 2, 3, 1, 2, 4, 5, 6, 7], np.uint32),
+        targets=np.array([0, 0, 1, 0, 0, 1, 1, 0, 0], np.bool_),
+        sequence_starts=np.array([0, 3, 7]),
+        example_starts=np.array([0, 2]),
+        columns={"label": np.array([8, 9]), "score": np.array([0.5, 1.5, 2.5], np.float32)},
+        **more,
+    )
+
+
+def test_each_example_of_the_data_is_a_prompt() -> None:
+    pair, alone = prompts_of(sample(), (LABEL, SCORE))
+    assert (pair.tokens, pair.completions) == ((1, 2), ((3,), (4, 5)))
+    assert pair.reference == (3,)
+    assert pair.columns["label"] == 8
+    assert pair.columns["score"].tolist() == [0.5, 1.5]
+    assert (alone.tokens, alone.reference, alone.columns["label"]) == ((6, 7), (), 9)
+
+
+class Store(list[Sample]):
+    columns = (LABEL, SCORE)
+
+
+class Pairs(Task):
+    """Two sequences for each prompt; those of an example that has no completion are left out."""
+
+    generates = True
+    rollout_columns: ClassVar[tuple[Column, ...]] = (
+        Column("weight", per="token"),
+        Column("old", per="token"),
+        LABEL,
+        SCORE,
+    )
+    normaliser = "tokens"
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def name(self) -> str:
+        return "pairs"
+
+    def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
+        return [self.of(number, prompt) for number, prompt in enumerate(prompts)]
+
+    def of(self, number: int, prompt: Prompt) -> list[Example]:
+        if not prompt.reference:
+            return []
+        ids = [*prompt.tokens, 10 + number]
+        tokens = Tokens(ids, weight=[0, 0, 0.5], columns={"old": [0, 0, -number]})
+        return [Example.of(tokens, tokens, label=number, score=[1, 2])]
+
+
+def step_of(
+    task: Task, *, rank: int = 0, micro: tuple[int, ...] = (2, 1), seq_len: int = 16
+) -> Any:
+    engine = SimpleNamespace(
+        engine=SimpleNamespace(eval=lambda: None, train=lambda: None), models={}, vocab_size=50
+    )
+    return rollout_step(
+        engine,
+        task,
+        Store(sample() for _ in range(4)),
+        0,
+        batch=BatchPlan(3, 1, micro, seq_len),
+        rank=rank,
+        seed=1,
+        layout=Layout(seq_len=seq_len, pad_id=0, layout="packed"),
+    )
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "all_gather", lambda value: [value])
+
+
+def test_every_rank_trains_what_its_prompts_gave() -> None:
+    first, second = step_of(Pairs()), step_of(Pairs(), rank=1)
+    assert first.weight == second.weight == 3 * 2 * 0.5
+    assert first.target_tokens == second.target_tokens == 6
+    assert first.tokens == 18
+    (batch,), (other,) = first.micro_batches, second.micro_batches
+    # The second example of each sample gave nothing: prompts 0, 2 and 4 of the step.
+    assert batch["label"].tolist() == [0, 2]
+    assert other["label"].tolist() == [4]
+    assert batch["example_ids"].tolist() == [0, 0, 1, 1], "a pair lies in one line"
+    assert batch["score"].tolist() == [1, 2, 1, 2]
+    assert batch["input_ids"][1, :6].tolist() == [1, 2, 12, 1, 2, 12]
+    assert batch["labels"][1, :6].tolist() == [-100, 12, -100, -100, 12, -100]
+    assert batch["weights"][1, :6].tolist() == [0, 0.5, 0, 0, 0.5, 0]
+    assert batch["old"][1, :6].tolist() == [0, -2, 0, 0, -2, 0]
+    assert len(samples_of_step(0, global_batch=3, num_samples=4, seed=1)) == 3
+
+
+def test_without_weights_targets_are_whole() -> None:
+    class Plain(Pairs):
+        rollout_columns = ()
+        normaliser = "examples"
+
+        def of(self, number: int, prompt: Prompt) -> list[Example]:
+            return [Example.of(Tokens([1, 2, 3], weight=[1, 0, 1]))] * 2
+
+    step = step_of(Plain())
+    assert step.weight == 3 * 2 * 2
+    assert step.micro_batches[0]["labels"][0, :3].tolist() == [-100, 3, -100]
+    assert "weights" not in step.micro_batches[0]
+
+
+CASES: list[tuple[str, Any, str]] = [
+    ("too few lists", lambda prompts: [[]], "gave 1 lists of examples for 6 prompts"),
+    ("no example", lambda prompts: [["x"]] * 6, "rollout() gave str; it gives lists of Examples"),
+    (
+        "columns",
+        lambda prompts: [[Example.of(Tokens([1]))]] * 6,
+        "and the task declares label, score by sequence and by example. Declare them in "
+        "`rollout_columns`",
+    ),
+    (
+        "no tokens",
+        lambda prompts: [[Example.of(Conversation((), prompts[0]), label=1, score=[1])]] * 6,
+        "the sequences of generated examples are Tokens; rollout() gave Conversation",
+    ),
+    (
+        "token columns",
+        lambda prompts: [[Example.of(Tokens([1]), label=1, score=[1])]] * 6,
+        "Tokens have the columns none, and the task declares old by token in `rollout_columns`",
+    ),
+    (
+        "no ids",
+        lambda prompts: [[Example.of(Tokens([50], columns={"old": [0]}), label=1, score=[1])]] * 6,
+        "each from 0 to 49 (the tokenizer's last); rollout() gave",
+    ),
+    (
+        "too long",
+        lambda prompts: (
+            [[Example.of(*[Tokens([1] * 9, columns={"old": [0] * 9})] * 2, label=1, score=[1, 1])]]
+            * 6
+        ),
+        "an example of 18 tokens (of all its sequences together), data.seq_len is 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+)
+def test_what_a_task_generates_is_checked(made: Any, message: str) -> None:
+    class Wrong(Pairs):
+        def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
+            found: list[list[Example]] = made(prompts)
+            return found
+
+    with pytest.raises(ConfigError) as found:
+        step_of(Wrong())
+    assert message in str(found.value)
+
+
+def test_ranks_that_generate_other_tokens_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "all_gather", lambda value: [value, "another"])
+    with pytest.raises(ConfigError, match=r"other examples on rank 1 than on rank 0"):
+        step_of(Pairs())
+
+
+def test_gradients_are_off_while_a_task_generates() -> None:
+    class Seen(Pairs):
+        grad = True
+
+        def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
+            Seen.grad = torch.is_grad_enabled()
+            return super().rollout(models, prompts, key)
+
+    step_of(Seen())
+    assert not Seen.grad
+    assert torch.is_grad_enabled()
