@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,11 @@ class LoadPlan:
     """Names that would be weights of another model, as the conversion renames them."""
     conversions: list[Any] = field(default_factory=list)
     """Transforms that took part: those to revert when the model is written."""
+
+    def drop(self, names: Collection[str]) -> None:
+        """Leave these targets out, as if the checkpoint did not have them."""
+        self.groups = [group for group in self.groups if not set(group.targets) & set(names)]
+        self.shapes = {name: shape for name, shape in self.shapes.items() if name not in names}
 
 
 class WholeShapes:

@@ -17,11 +17,18 @@ from torch import nn
 
 from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError
+from llmx.models.classification import (
+    give_pooled_forward,
+    has_other_labels,
+    has_score,
+    head_names,
+    take_config,
+)
 from llmx.models.experts import accept_masks
 from llmx.models.generation_config import keep_generation_config
 from llmx.models.initialise import initialise
 from llmx.models.load import load_weights
-from llmx.models.model import CAUSAL_LM, CLASSIFICATION, give_pooled_forward
+from llmx.models.model import CAUSAL_LM, CLASSIFICATION, ModelSpec
 from llmx.models.recompute import compile_blocks, recompute
 from llmx.models.varlen import name_of_attention
 
@@ -38,18 +45,24 @@ def true_vocab(tokenizer: Any) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def model_config(exp: Experiment, *, tokenizer: Any, num_labels: int = 0) -> Any:
+def model_config(exp: Experiment, *, tokenizer: Any, spec: ModelSpec | None = None) -> Any:
     """The Hugging Face config of the run's model, vocabulary padded when from scratch.
 
-    ``num_labels``: of a classification head; 0 for none.
+    ``spec``: what it ends in; None for a causal LM.
     """
     config = plain_config(exp.model)
-    if num_labels:
-        config.num_labels = num_labels
     if exp.model.init == "scratch":
         size = true_vocab(tokenizer)
         config.vocab_size = padded_vocab(size, multiple_of=exp.model.pad_vocab_to_multiple_of)
         _take_special_tokens(config, tokenizer)
+    if spec is not None and spec.head == CLASSIFICATION:
+        take_config(
+            config,
+            num_labels=spec.num_labels,
+            labels=spec.labels,
+            problem=spec.problem,
+            tokenizer=tokenizer,
+        )
     config.use_cache = False
     _check(exp, config, tokenizer)
     return config
@@ -115,12 +128,14 @@ def build_model(
         model = _construct(exp.model, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
     if head == CLASSIFICATION:
-        _prepare_classifier(model)
+        config.architectures = model.config.architectures = [type(model).__name__]
+        if has_score(model):
+            give_pooled_forward(model)
     accept_masks(model)
     if exp.model.init == "scratch":
         initialise(model, seed=exp.seed)
     else:
-        load_weights(model, exp.model)
+        _load(model, config, exp, head=head)
         keep_generation_config(model, exp.model)
     if exp.model.activation_checkpointing != "none":
         recompute(model, exp.model.activation_checkpointing)
@@ -156,20 +171,23 @@ def _construct(
         raise
 
 
-def _prepare_classifier(model: Any) -> None:
-    """Its head is new where the weights come from a language model, whose own head is left out."""
-    try:
-        give_pooled_forward(model)
-    except TypeError as error:
-        raise ConfigError(f"{error}. Choose another architecture.") from error
-    model._keys_to_ignore_on_load_missing = [
-        *(model._keys_to_ignore_on_load_missing or ()),
-        r"^score\.",
-    ]
-    model._keys_to_ignore_on_load_unexpected = [
-        *(model._keys_to_ignore_on_load_unexpected or ()),
-        r"^lm_head\.",
-    ]
+def _load(model: Any, config: Any, exp: Experiment, *, head: str) -> None:
+    """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
+    other labels, is drawn anew, and so it is said."""
+    if head != CLASSIFICATION:
+        load_weights(model, exp.model)
+        return
+    names = head_names(model)
+    other = has_other_labels(plain_config(exp.model), config)
+    drawn = load_weights(
+        model, exp.model, seed=exp.seed, may_draw=names, replaced=other, other_heads=True
+    )
+    if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
+        print(
+            f"model.path={exp.model.path} has no classification head for these labels: "
+            f"{', '.join(sorted(drawn))} are new (seed={exp.seed}).",
+            flush=True,
+        )
 
 
 @contextlib.contextmanager

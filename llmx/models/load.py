@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
+from llmx.models.classification import is_of_another_head
 from llmx.models.conversion import Group, LoadPlan, WholeShapes, plan_load
 from llmx.models.initialise import initialise
 from llmx.models.parameters import persistent_buffers, whole, whole_shape
@@ -124,11 +125,26 @@ class Checkpoint:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, source: ModelConfig) -> None:
-    """Fill every parameter and persistent buffer of ``model``. Collective under ZeRO-3.
+def load_weights(
+    model: nn.Module,
+    source: ModelConfig,
+    *,
+    seed: int = 0,
+    may_draw: Collection[str] = (),
+    replaced: bool = False,
+    other_heads: bool = False,
+) -> set[str]:
+    """Fill every parameter and persistent buffer of ``model``; the names of those that were drawn
+    since the checkpoint lacks them. Collective under ZeRO-3.
 
     Takes what ``from_pretrained`` takes, in the layout of the Hub or in that of memory
     (``llmx.models.conversion``). What it converts is noted on the model for the export.
+
+    Args:
+        seed: of what is drawn.
+        may_draw: names that the checkpoint may lack, beside those that the architecture names.
+        replaced: draw all of ``may_draw`` outside the base model, also what the checkpoint has.
+        other_heads: weights of the checkpoint that are not of the base model are left out.
 
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
     (but for tied weights, and what the architecture says may be ignored).
@@ -137,7 +153,12 @@ def load_weights(model: nn.Module, source: ModelConfig) -> None:
     checkpoint = Checkpoint(checkpoint_files(source))
     targets = dict(_persistent(model))
     plan = plan_load(model, checkpoint.shapes, targets)
-    drawn = _check_names(model, source, checkpoint, plan, targets)
+    if other_heads:
+        plan.unexpected = [name for name in plan.unexpected if not is_of_another_head(model, name)]
+    if replaced:
+        inside = f"{model.base_model_prefix}."
+        plan.drop({name for name in may_draw if not name.startswith(inside)})
+    drawn = _check_names(model, source, checkpoint, plan, targets, may_draw=may_draw)
     # All of them before the first is read, and on every rank alike: nobody waits for a
     # broadcast that never comes.
     for name, found in plan.shapes.items():
@@ -149,7 +170,7 @@ def load_weights(model: nn.Module, source: ModelConfig) -> None:
             )
     _check_tied(source, checkpoint, plan, targets)
     if drawn:
-        initialise(model, seed=0, only=drawn)
+        initialise(model, seed=seed, only=drawn)
     stand_in = WholeShapes(model)
     filled: set[int] = set()
     for group in plan.groups:
@@ -158,6 +179,7 @@ def load_weights(model: nn.Module, source: ModelConfig) -> None:
             _fill(wanted, group, checkpoint, stand_in)
         filled.update(id(target) for target in wanted.values())
     model._weight_conversions = plan.conversions
+    return drawn
 
 
 def _refuse_quantized(model: nn.Module, source: ModelConfig) -> None:
@@ -176,12 +198,14 @@ def _check_names(
     checkpoint: Checkpoint,
     plan: LoadPlan,
     targets: dict[str, torch.Tensor],
+    *,
+    may_draw: Collection[str],
 ) -> set[str]:
     """Raise for weights that are missing on either side; names that the model itself draws."""
     found = {id(targets[name]) for name in plan.shapes if name in targets}
     absent = [name for name, target in targets.items() if id(target) not in found]
     may_lack = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
-    drawn = {name for name in absent if may_lack.search(name)}
+    drawn = {name for name in absent if name in may_draw or may_lack.search(name)}
     if missing := [name for name in absent if name not in drawn]:
         raise ConfigError(
             f"model.path={source.path} lacks {len(missing)} of {len(targets)} weights of "

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.classification import has_score, pooled_tokens
 from llmx.models.experts import Routing
 from llmx.models.generate import Completion, generate
 from llmx.models.loss import (
@@ -44,6 +45,11 @@ class ModelSpec:
     head: str = CAUSAL_LM
     num_labels: int = 0
     """Outputs of a classification head; 1 for a score."""
+    labels: tuple[str, ...] = ()
+    """Names of the outputs, which the exported config keeps."""
+    problem: str = ""
+    """Of a classification head, as ``problem_type`` of transformers' configs:
+    ``single_label_classification``, ``multi_label_classification`` or ``regression``."""
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -157,24 +163,28 @@ class Model:
         return [found[first : first + n] for first in range(0, len(found), n)]
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """fp32 [sequences, num_labels]: what the classification head says at the last token of
-        each sequence."""
+        """fp32 [sequences, num_labels]: what the classification head says of each sequence. A
+        ``score`` looks at its last token; other heads pool a sequence as their architecture does.
+        """
         inputs, _ = self.inputs(batch)
-        rows, columns = last_tokens(batch["segment_ids"])
-        empty = not len(rows)
-        if empty:  # the collectives of ZeRO need the forward
+        empty = not int(batch["segment_ids"].max())  # the collectives of ZeRO need the forward
+        if has_score(self.module):
+            inputs["pool_at"] = self._pooled_places(batch)
+        with self._watch(batch):
+            found = self.forward(**inputs, **without_cache(self.module))
+        logits: torch.Tensor = getattr(found, "logits", found).float()
+        return logits[:0] + logits.sum() * 0.0 if empty else logits
+
+    def _pooled_places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, columns) of the hidden states that a ``score`` looks at."""
+        pad_id = self.config.get_text_config().pad_token_id
+        rows, columns = pooled_tokens(batch["segment_ids"], batch["input_ids"], pad_id)
+        if not len(rows):
             rows = columns = torch.zeros(1, dtype=torch.long)
         if self.attention.isolation == "cu_seq_lens":
             length = batch["segment_ids"].shape[1]
             rows, columns = torch.zeros_like(rows), rows * length + columns
-        with self._watch(batch):
-            found = self.forward(
-                **inputs,
-                **without_cache(self.module),
-                pool_at=(to_device(rows, self.device), to_device(columns, self.device)),
-            )
-        logits: torch.Tensor = found.float()
-        return logits[:0] + logits.sum() * 0.0 if empty else logits
+        return to_device(rows, self.device), to_device(columns, self.device)
 
     @contextmanager
     def _watch(self, batch: Batch) -> Iterator[None]:
@@ -241,27 +251,6 @@ class ForwardOf:
         self.module.train(mode)
 
 
-def give_pooled_forward(network: nn.Module) -> None:
-    """Let the forward of a classification network take ``pool_at``: (rows, columns) of the tokens
-    that its head looks at, so that packed sequences are classified each by itself.
-
-    Raises:
-        TypeError: its head is not a ``score`` over the last hidden state.
-    """
-    score = getattr(network, "score", None)
-    if not isinstance(score, nn.Module) or not hasattr(network, "base_model"):
-        raise TypeError(
-            f"{type(network).__name__} has no `score` over hidden states: its head cannot be put "
-            "at the last token of a sequence"
-        )
-
-    def forward(*, pool_at: tuple[torch.Tensor, torch.Tensor], **inputs: Any) -> torch.Tensor:
-        hidden = network.base_model(**inputs).last_hidden_state
-        return score(hidden[pool_at[0], pool_at[1]])
-
-    network.forward = forward  # of this instance: ZeRO-3 gathers its weights as ever
-
-
 def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Which sequence of the micro batch each token is of: int64 [B, T], -1 in the padding; and how
     many there are. Numbered line by line, in the order in which they lie.
@@ -273,10 +262,3 @@ def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     first = torch.cumsum(by_line, 0) - by_line
     numbers = first[:, None] + segment_ids - 1
     return numbers.where(segment_ids > 0, -1), int(by_line.sum())
-
-
-def last_tokens(segment_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) of the last token of each sequence, in the order of ``sequence_numbers``."""
-    following = torch.nn.functional.pad(segment_ids[:, 1:], (0, 1))
-    rows, columns = ((segment_ids > 0) & (segment_ids != following)).nonzero(as_tuple=True)
-    return rows, columns

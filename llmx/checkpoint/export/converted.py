@@ -64,13 +64,14 @@ def write_converted(
 
 
 def _architecture(directory: Path, *, trust_remote_code: bool) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    named = (config.architectures or [""])[0]
+    classifies = named.endswith("ForSequenceClassification")
+    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code
-        )
+        model: torch.nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
     return model
 
 

@@ -43,7 +43,8 @@ def export_model(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write ``directory`` for ``AutoModelForCausalLM.from_pretrained``. Collective.
+    """Write ``directory`` for ``from_pretrained`` of the network's auto class
+    (``AutoModelForCausalLM``, ``AutoModelForSequenceClassification``). Collective.
 
     Args:
         model: the module inside the engine.
@@ -91,7 +92,8 @@ def write_description(
     """All that a Hugging Face directory holds besides the weights."""
     final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
     write_config(directory, model, final)
-    write_generation_config(directory, model, final, tokenizer=tokenizer)
+    if model.get_output_embeddings() is not None:  # a classifier generates nothing
+        write_generation_config(directory, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(directory)
 
 

@@ -274,7 +274,7 @@ def _build_one(
     device: torch.device,
 ) -> _Built:
     """Collective."""
-    config = model_config(exp, tokenizer=tokenizer, num_labels=spec.num_labels)
+    config = model_config(exp, tokenizer=tokenizer, spec=spec)
     attention = select_attention(exp, plan, config, device=device)
     with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[plan.precision])
     network = build_model(

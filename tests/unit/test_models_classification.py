@@ -1,0 +1,199 @@
+"""Classification heads: equal to transformers' own, of every kind of backbone, and from every
+kind of checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
+
+from llmx.config import Experiment
+from llmx.data import collate, load_tokenizer
+from llmx.models.attention import AttentionMethod
+from llmx.models.classification import (
+    give_pooled_forward,
+    has_other_labels,
+    has_score,
+    pooled_tokens,
+    pools_itself,
+)
+from llmx.models.experts import Routing
+from llmx.models.factory import build_model, model_config, true_vocab
+from llmx.models.model import CLASSIFICATION, Model, ModelSpec
+from tests.architectures import small_config
+from tests.rundirs import experiment
+from tests.unit.test_models_model import SEQUENCES, batch_of
+
+BERT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "vocab_size": 1100, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def encoder(kind: str, **values: Any) -> torch.nn.Module:
+    config = AutoConfig.for_model(kind, **{**BERT, "num_labels": 3, **values})
+    torch.manual_seed(3)
+    network = AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return network
+
+
+def model_of(network: Any, isolation: str, layout: str) -> Model:
+    return Model(
+        name="policy",
+        spec=ModelSpec(head=CLASSIFICATION, num_labels=network.config.num_labels),
+        module=network,
+        forward=network,
+        config=network.config,
+        vocab_size=network.config.vocab_size,
+        attention=AttentionMethod("sdpa", isolation, layout),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        routing=Routing(network),
+    )
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "distilbert"])
+def test_an_encoder_pools_each_sequence_as_its_authors_do(kind: str) -> None:
+    values = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+    network = encoder(kind, **(values if kind == "distilbert" else {"embedding_size": 32}))
+    assert not has_score(network)
+    assert pools_itself(network.config) == type(network).__name__
+    model = model_of(network, "padding_mask", "padded")
+    with torch.no_grad():
+        wanted = torch.cat([network(input_ids=torch.tensor([one])).logits for one in SEQUENCES])
+    # RoBERTa tells padding by its id: the collator's is that of the model.
+    found = model.logits(batch_of("padded"))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    empty = model.logits(collate([], seq_len=8, pad_id=0, layout="padded"))
+    assert empty.shape == (0, 3)
+    empty.sum().backward()
+
+
+def test_a_score_looks_where_transformers_looks() -> None:
+    """Also where a sequence ends in the token that pads: the exported model says the same."""
+    segments = torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0], [1, 2, 2, 3]])
+    rows, columns = pooled_tokens(segments)
+    assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == [
+        (0, 1), (0, 2), (2, 0), (2, 2), (2, 3),
+    ]  # fmt: skip
+    config = small_config("llama")
+    config.num_labels, config.pad_token_id = 2, 9
+    torch.manual_seed(0)
+    network = AutoModelForSequenceClassification.from_config(config).eval()
+    assert pools_itself(config) is None
+    longest = max(map(len, SEQUENCES))
+    together = torch.tensor([one + [9] * (longest - len(one)) for one in SEQUENCES])
+    with torch.no_grad():
+        wanted = network(input_ids=together).logits
+    give_pooled_forward(network)
+    for layout in ("packed", "padded"):
+        isolation = "mask" if layout == "packed" else "position_ids"
+        found = model_of(network, isolation, layout).logits(batch_of(layout))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    batch = batch_of("padded")
+    rows, columns = pooled_tokens(batch["segment_ids"], batch["input_ids"], 9)
+    assert columns[0] == 3, "the sequence 5 6 7 8 9"
+    assert pooled_tokens(segments, torch.full_like(segments, 9), 9)[1].tolist() == [0, 2, 0, 1, 3]
+
+
+def experiment_of(tmp_path: Path, source: Path) -> Experiment:
+    exp = experiment(tmp_path / "run")
+    exp.model.kind, exp.model.path, exp.model.init = "hf", str(source), "pretrained"
+    exp.model.config = {}
+    return exp
+
+
+def built(exp: Experiment, spec: ModelSpec, precision: str = "fp32") -> Any:
+    config = model_config(exp, tokenizer=load_tokenizer(exp), spec=spec)
+    return build_model(
+        exp,
+        config,
+        precision=precision,
+        device=torch.device("cpu"),
+        implementation="sdpa",
+        ds_config={"zero_optimization": {"stage": 0}},
+        head=spec.head,
+    )
+
+
+SPEC = ModelSpec(
+    head=CLASSIFICATION, num_labels=3, labels=("a", "b", "c"), problem="single_label_classification"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto", "new"),
+    [
+        ("llama", AutoModelForCausalLM, ["score.weight"]),
+        ("gpt2", AutoModelForCausalLM, ["score.weight"]),
+        ("bert", AutoModelForMaskedLM, ["bert.pooler.dense.bias", "bert.pooler.dense.weight",
+                                        "classifier.bias", "classifier.weight"]),
+    ],
+)  # fmt: skip
+def test_the_head_is_new_where_the_weights_are_of_a_language_model(
+    kind: str, auto: Any, new: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = AutoConfig.for_model("bert", **BERT) if kind == "bert" else small_config(kind)
+    config.vocab_size, config.pad_token_id = 1100, 0
+    torch.manual_seed(5)
+    published = auto.from_config(config)
+    published.save_pretrained(tmp_path / "lm")
+    exp = experiment_of(tmp_path, tmp_path / "lm")
+    exp.data.seq_len = 64
+    network = built(exp, SPEC)
+    out = capsys.readouterr().out
+    assert f"has no classification head for these labels: {', '.join(new)} are new" in out
+    theirs = dict(published.named_parameters())
+    for name, parameter in network.named_parameters():
+        if name not in new:
+            assert torch.equal(parameter, theirs[name]), name
+    # Drawn by the run's seed alone, so the same wherever it is drawn.
+    again = built(exp, SPEC)
+    exp.seed += 1
+    other = built(exp, SPEC)
+    ours, same, different = (one.state_dict()[new[-1]] for one in (network, again, other))
+    assert torch.equal(ours, same)
+    assert not torch.equal(ours, different)
+    assert float(ours.std()) > 0
+    assert network.config.id2label == {0: "a", 1: "b", 2: "c"}
+    assert network.config.problem_type == "single_label_classification"
+    assert network.config.architectures == [type(network).__name__]
+
+
+def test_a_published_head_is_kept_for_its_own_labels_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = encoder("bert", id2label={0: "a", 1: "b", 2: "c"})
+    published.save_pretrained(tmp_path / "classifier")
+    exp = experiment_of(tmp_path, tmp_path / "classifier")
+    network = built(exp, SPEC)
+    assert capsys.readouterr().out == ""
+    for name, parameter in published.named_parameters():
+        assert torch.equal(parameter, network.state_dict()[name]), name
+    for labels in (("a", "c", "b"), ("a", "b")):
+        spec = ModelSpec(head=CLASSIFICATION, num_labels=len(labels), labels=labels)
+        network = built(exp, spec)
+        assert "classifier.bias, classifier.weight are new" in capsys.readouterr().out
+        kept = network.state_dict()["bert.pooler.dense.weight"]
+        assert torch.equal(kept, published.state_dict()["bert.pooler.dense.weight"])
+    plain = AutoConfig.for_model("bert", num_labels=3)
+    assert not has_other_labels(plain, network.config.__class__(num_labels=3))
+
+
+def test_a_head_from_scratch(tmp_path: Path) -> None:
+    exp = experiment(tmp_path / "run")
+    network = built(exp, SPEC)
+    assert network.score.weight.shape == (3, 64)
+    assert float(network.score.weight.detach().std()) > 0
+    assert network.config.vocab_size >= true_vocab(load_tokenizer(exp))
