@@ -57,6 +57,7 @@ def windows_of(config: Any) -> tuple[tuple[str, int | None], ...]:
 
 def methods(implementation: str, layout: str) -> tuple[AttentionMethod, ...]:
     """The methods to try with this implementation, the preferred one first."""
+    isolations: tuple[str, ...]
     if layout == "padded":
         isolations = ("position_ids", "padding_mask", "none")
     elif implementation.startswith(("llmx_", "flash_attention")):

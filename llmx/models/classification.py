@@ -23,7 +23,7 @@ def has_score(network: nn.Module) -> bool:
     return isinstance(score, nn.Module) and hasattr(network, "base_model")
 
 
-def give_pooled_forward(network: nn.Module) -> None:
+def give_pooled_forward(network: Any) -> None:
     """Let the forward of a classification network take ``pool_at``: (rows, columns) of the tokens
     that its head looks at, so that packed sequences are classified each by itself.
 
@@ -35,7 +35,7 @@ def give_pooled_forward(network: nn.Module) -> None:
             f"{type(network).__name__} has no `score` over hidden states: its head cannot be put "
             "at the last token of a sequence"
         )
-    score: Any = network.score
+    score = network.score
 
     def forward(*, pool_at: tuple[torch.Tensor, torch.Tensor], **inputs: Any) -> torch.Tensor:
         hidden = network.base_model(**inputs).last_hidden_state

@@ -14,13 +14,16 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from llmx.errors import ConfigError
 from llmx.models.parameters import whole_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,6 @@ def plan_load(
     Raises:
         ConfigError: tensors that belong together do not fit together.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
@@ -113,7 +115,7 @@ def plan_load(
         rename_source_key,
     )
 
-    mapping = get_model_conversion_mapping(model) or []
+    mapping = _conversions_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
@@ -170,11 +172,17 @@ def conversions_to_revert(model: nn.Module) -> list[Any]:
     noted = getattr(model, "_weight_conversions", None)
     if noted is not None:
         return list(noted)
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    mapping = get_model_conversion_mapping(model, add_legacy=False) or []
+    mapping = _conversions_of(model, add_legacy=False)
     return [entry for entry in mapping if not isinstance(entry, PrefixChange)]
+
+
+def _conversions_of(model: nn.Module, **options: Any) -> list[Any]:
+    """What transformers' tables say of the architecture."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return get_model_conversion_mapping(cast("PreTrainedModel", model), **options) or []
 
 
 def plan_export(
@@ -233,7 +241,7 @@ def convert_export(
 def _revert(stand_in: WholeShapes, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(stand_in, tensors))
+    return dict(revert_weight_conversion(cast("PreTrainedModel", stand_in), tensors))
 
 
 def _group_key(conversions: list[Any], name: str) -> str:
@@ -274,9 +282,7 @@ def conversions_in_words(model: nn.Module, words: list[str]) -> list[Any]:
     Raises:
         ConfigError: this version of transformers has others.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    known = {repr(entry): entry for entry in get_model_conversion_mapping(model) or []}
+    known = {repr(entry): entry for entry in _conversions_of(model)}
     if unknown := [word for word in words if word not in known]:
         import transformers
 

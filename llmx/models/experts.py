@@ -211,7 +211,7 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _text_config(model: nn.Module) -> Any:
-    config = model.config
+    config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

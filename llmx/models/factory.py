@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from llmx.models.model import CAUSAL_LM, CLASSIFICATION, ModelSpec
 from llmx.models.recompute import compile_blocks, recompute
 from llmx.models.varlen import name_of_attention
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,7 +45,8 @@ def padded_vocab(size: int, *, multiple_of: int) -> int:
 
 def true_vocab(tokenizer: Any) -> int:
     """Ids the tokenizer can give; ``len(tokenizer)`` misses the holes that some have."""
-    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return max(len(tokenizer), max(ids.values()) + 1)
 
 
 def model_config(exp: Experiment, *, tokenizer: Any, spec: ModelSpec | None = None) -> Any:
@@ -73,7 +77,7 @@ def plain_config(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     overrides = dict(model.config)
-    if model.kind == "hf" or (model.init == "pretrained" and model.path is not None):
+    if model.path is not None and (model.kind == "hf" or model.init == "pretrained"):
         return AutoConfig.from_pretrained(
             model.path,
             revision=model.revision,
@@ -146,17 +150,18 @@ def build_model(
 
 def _construct(
     model: ModelConfig, config: Any, *, dtype: torch.dtype, implementation: str, head: str
-) -> Any:
+) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     classes = {CAUSAL_LM: AutoModelForCausalLM, CLASSIFICATION: AutoModelForSequenceClassification}
     try:
-        return classes[head].from_config(
+        network: PreTrainedModel = classes[head].from_config(
             config,
             dtype=dtype,
             attn_implementation=implementation,
             trust_remote_code=model.trust_remote_code,
         )
+        return network
     except ValueError as error:
         if "attn_implementation" in str(error) or "attention" in str(error).lower():
             raise ConfigError(

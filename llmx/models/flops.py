@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from llmx.models.parameters import whole_shape
+from llmx.models.parameters import output_embedding, whole_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class ModelFlops:
 
 def model_flops(model: nn.Module) -> ModelFlops:
     """Of a causal LM, sharded or not."""
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings()
+    config = cast("PreTrainedModel", model).config.get_text_config()
+    head = output_embedding(model)
     head_parameters = {id(p) for p in head.parameters() if p.dim() > 1} if head else set()
     modules = list(_text_modules(model))
     looked_up = {
@@ -157,6 +160,6 @@ def _attention_width(config: Any) -> float:
     nope, rope = (getattr(config, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
     if nope and rope:  # multi-head latent attention
         value = getattr(config, "v_head_dim", None) or nope
-        return heads * (nope + rope + value) / 2
+        return float(heads * (nope + rope + value) / 2)
     # A head_dim that the config has, and hidden_size / heads where it has none.
     return float(heads * (getattr(config, "head_dim", None) or config.hidden_size / heads))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -317,7 +317,7 @@ def _complete(
             logits = logits.float()
         if cache is not None and len(tokens) < len(prompts):
             row_of = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
-            cache.reorder_cache(row_of)
+            cache.reorder_cache(cast(torch.LongTensor, row_of))
             logits, padding, tokens = logits[row_of], padding[row_of], tokens[row_of]
         ahead = length - longest
         fed = [len(prompt) + ahead for prompt in prompts]

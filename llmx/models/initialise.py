@@ -53,7 +53,7 @@ def _initialise(
     module: nn.Module,
     *,
     name: str,
-    owner: nn.Module,
+    owner: Any,
     seed: int,
     only: Container[str] | None = None,
     done: Container[int] = (),

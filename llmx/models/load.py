@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -121,7 +122,8 @@ class Checkpoint:
         # Opened anew each time: the pages that were touched are given back with the tensor,
         # where one open file would in the end hold the whole checkpoint.
         with safe_open(str(self._file[name]), framework="pt", device="cpu") as opened:
-            return opened.get_tensor(name)
+            found: torch.Tensor = opened.get_tensor(name)
+            return found
 
 
 @torch.no_grad()
@@ -178,7 +180,7 @@ def load_weights(
         if not {id(target) for target in wanted.values()} <= filled:
             _fill(wanted, group, checkpoint, stand_in)
         filled.update(id(target) for target in wanted.values())
-    model._weight_conversions = plan.conversions
+    cast(Any, model)._weight_conversions = plan.conversions
     return drawn
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.models.parameters import output_embedding
 from llmx.plan.memory import FUSED_LOSS_CHUNK_BYTES
 
 IGNORE = -100
@@ -208,10 +209,8 @@ def fused_linear_cross_entropy(
     if not torch.is_grad_enabled():  # else gradients would be computed for nobody
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
-    total: torch.Tensor = _FusedLinearCrossEntropy.apply(
-        hidden, weight, bias, targets, vocab_size or weight.shape[0], scale
-    )
-    return total
+    apply: Callable[..., torch.Tensor] = _FusedLinearCrossEntropy.apply
+    return apply(hidden, weight, bias, targets, vocab_size or weight.shape[0], scale)
 
 
 def _rows_at_a_time(logits: torch.Tensor) -> int:
@@ -228,8 +227,8 @@ def summed_cross_entropy(
         vocab_size: columns that count. The rest is padding of the head: it takes no
             probability and gets no gradient, so that the model is the same without it.
     """
-    total: torch.Tensor = _SummedCrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
-    return total
+    apply: Callable[..., torch.Tensor] = _SummedCrossEntropy.apply
+    return apply(logits, targets, vocab_size or logits.shape[-1])
 
 
 def target_log_probabilities(
@@ -248,10 +247,8 @@ def target_log_probabilities(
     logits = logits_at(engine, inputs, at)
     if at.empty:
         return logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
-    found: torch.Tensor = _TargetLogProbabilities.apply(
-        logits, at.tokens, vocab_size or logits.shape[-1]
-    )
-    return found
+    apply: Callable[..., torch.Tensor] = _TargetLogProbabilities.apply
+    return apply(logits, at.tokens, vocab_size or logits.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -295,7 +292,7 @@ def head_at(model: nn.Module, rows: torch.Tensor, columns: torch.Tensor) -> Iter
     A pre-hook turns [B, T, H] into [1, n, H] before the head, so the model's own forward gives
     logits [1, n, V], with its scaling and soft-caps, and gathers the head under ZeRO-3 as ever.
     """
-    head = model.get_output_embeddings()
+    head = output_embedding(model)
     if head is None:
         raise TypeError(f"{type(model).__name__} has no output embedding: not a causal LM")
 
@@ -325,6 +322,10 @@ def head_answers(
         del head.forward
 
 
+def _given(answer: torch.Tensor, _hidden: torch.Tensor) -> torch.Tensor:
+    return answer
+
+
 @torch.no_grad()
 def fused_loss_problem(
     engine: nn.Module, inputs: dict[str, Any], labels: torch.Tensor
@@ -335,7 +336,7 @@ def fused_loss_problem(
     scale logits, or cap them. Collective under ZeRO-3; ``inputs`` and ``labels`` as in training.
     """
     model = getattr(engine, "module", engine)
-    head = model.get_output_embeddings()
+    head = output_embedding(model)
     if type(head) is not nn.Linear or "forward" in vars(head):
         return f"its output embedding is a {type(head).__name__}"
     was_training = model.training
@@ -343,7 +344,7 @@ def fused_loss_problem(
     try:
         for value in (1024.0, -3.25):  # exact in every dtype; a cap or a factor changes one
             answer = torch.full((1, 1, 1), value, device=inputs["input_ids"].device)
-            with head_answers(head, lambda _hidden, answer=answer: answer):
+            with head_answers(head, functools.partial(_given, answer)):
                 got = engine(**inputs, **without_cache(model)).logits
             if got.numel() != 1 or float(got) != value:
                 return "it changes the logits after its output embedding"
@@ -367,14 +368,18 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device, non_blocking=True)
 
 
-@functools.cache
 def takes(model: type[nn.Module], name: str, *, by_name: bool = False) -> bool:
     """Whether the forward of this class has an argument of this name, or (unless ``by_name``)
     takes any."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = _parameters(model.forward)
     if name in parameters or by_name:
         return name in parameters
     return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
@@ -412,7 +417,7 @@ def micro_batch_loss(
             return logits.float().sum() * 0.0
         return summed_cross_entropy(logits, at.tokens, vocab_size=vocab_size)
     model = getattr(engine, "module", engine)
-    head: Any = model.get_output_embeddings()
+    head: Any = output_embedding(model)
 
     def summed_loss(hidden: torch.Tensor) -> torch.Tensor:
         return fused_linear_cross_entropy(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -29,6 +33,12 @@ def whole(parameters: list[nn.Parameter], *, modified: bool = False, by: int = 0
 
     with deepspeed.zero.GatheredParameters(sharded, modifier_rank=by if modified else None):
         yield
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """The head of a model of Transformers that gives the logits; None where it has none."""
+    head: nn.Module | None = cast("PreTrainedModel", model).get_output_embeddings()
+    return head
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

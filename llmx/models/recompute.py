@@ -66,8 +66,9 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
                 # Transformers before 5.23 checkpoints around what Module.compile compiles.
                 # Selective checkpointing is then a dispatch mode around the block, under which
                 # torch 2.6 compiles nothing, without a word (pytorch/pytorch#161889).
-                module._gradient_checkpointing_func = partial(
-                    _call_around, around, module._gradient_checkpointing_func
+                block: Any = module
+                block._gradient_checkpointing_func = partial(
+                    _call_around, around, block._gradient_checkpointing_func
                 )
 
 
@@ -94,5 +95,6 @@ def recompute(model: nn.Module, kind: str) -> None:
     if kind == "selective":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # Transformers 5.23 renamed it; the older name warns there.
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)(arguments)  # type: ignore[operator]
+    network: Any = model
+    enable = getattr(network, "activation_checkpointing_enable", None)
+    (enable or network.gradient_checkpointing_enable)(arguments)

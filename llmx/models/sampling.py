@@ -103,7 +103,8 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         int(np.random.Philox(key=_key(seed), counter=position).random_raw())
         for seed, position in zip(seeds, positions, strict=True)
     ]
-    return (np.array(raw, dtype=np.uint64) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bits: np.ndarray = np.array(raw, dtype=np.uint64) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -52,7 +52,7 @@ def select_attention(
             mine = try_on_this_host(exp, plan, config, device=device)
         except ConfigError as error:  # sent to the others, which wait for a result
             mine = TrialResult(None, None, config_error=str(error))
-    everyone = all_gather(mine and mine.to_dict())
+    everyone = all_gather(mine.to_dict() if mine else None)
     by_host = {
         plan.ranks[rank].host: TrialResult.from_dict(values)
         for rank, values in enumerate(everyone)
@@ -161,7 +161,7 @@ def try_layouts(
     A trial that could not be made (``unknown``) does not end the search, and never allows packing:
     rows are packed where isolation was shown. A leak that was shown says more than it.
     """
-    options = {
+    options: dict[str, Any] = {
         "seq_len": exp.data.seq_len,
         "trust_remote_code": exp.model.trust_remote_code,
     }
@@ -248,6 +248,6 @@ def _untried(config: Any) -> AttentionMethod:
     the forward."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     takes_positions = model is None or takes(model, "position_ids")
     return AttentionMethod("sdpa", "position_ids" if takes_positions else "padding_mask", "padded")

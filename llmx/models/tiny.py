@@ -9,7 +9,7 @@ Tried by ``python -m pytest tests/unit/test_train_tiny.py``.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 WIDTHS = {
     # The widths of the network, under the names that the configs of transformers use.
@@ -186,13 +186,13 @@ def _restore_heads(tiny: Any, config: Any) -> None:
                 new[key] = wide
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _query_heads_per_key_head(values: dict[str, Any]) -> int:
-    heads = next((values[key] for key in HEADS if _is_int(values.get(key))), None)
-    keys = next((values[key] for key in KV_HEADS if _is_int(values.get(key))), None)
+    heads: int | None = next((values[key] for key in HEADS if _is_int(values.get(key))), None)
+    keys: int | None = next((values[key] for key in KV_HEADS if _is_int(values.get(key))), None)
     if not heads or not keys:
         return 1
     return min(4, max(1, heads // keys))

@@ -150,7 +150,8 @@ class PretokenCache:
             hit = (there == high[open_]) & (self._low[at] == low[open_])
             found[open_[hit]] = True
             open_ = open_[~hit & (there != 0)]
-        return found & (high != 0)
+        known: np.ndarray = found & (high != 0)
+        return known
 
     def _learn(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Their ids, behind those of the pool that are kept: (first, number) of each word."""
@@ -195,7 +196,8 @@ class PretokenCache:
         stops = np.cumsum(number)
         index = np.repeat(where - stops + number, number)
         index += np.arange(len(index))
-        return self._pool[index]
+        ids: np.ndarray = self._pool[index]
+        return ids
 
 
 def _keys(
@@ -217,7 +219,8 @@ def _slots(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     mixed = low * np.uint64(0x9E3779B97F4A7C15) ^ high * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    return (mixed >> np.uint64(64 - TABLE_BITS)).astype(np.int64)
+    slots: np.ndarray = (mixed >> np.uint64(64 - TABLE_BITS)).astype(np.int64)
+    return slots
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -317,10 +320,12 @@ class BytePairs:
 
     def encode(self, text: str) -> np.ndarray:
         """uint32 [number of tokens]; special tokens in the text are plain text."""
-        return self.ids_of_ranks[self._ranks(self.prepared(text))]
+        ids: np.ndarray = self.ids_of_ranks[self._ranks(self.prepared(text))]
+        return ids
 
     def _ranks(self, text: bytes) -> np.ndarray:
-        return self.encoding.encode_to_numpy(text.decode(), disallowed_special=())
+        ranks: np.ndarray = self.encoding.encode_to_numpy(text.decode(), disallowed_special=())
+        return ranks
 
     def encode_pretokens(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Words of ``words``: (ids, place of each word's first id, number of its ids).

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class TextSample:
 
     def __init__(self, directory: Path, *, max_bytes: int, seed: int) -> None:
         self._path = directory / "texts"
-        self._stream = self._path.open("w+b")
+        self._stream: IO[bytes] = self._path.open("w+b")
         self._max_bytes = max_bytes
         self._draws = np.random.Generator(np.random.Philox(seed))
         self._threshold = 1.0

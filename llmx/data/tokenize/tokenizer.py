@@ -91,7 +91,7 @@ def _byte_level(directory: Path) -> tuple[Any, str]:
 
 
 def _wordpiece(directory: Path) -> tuple[Any, str]:
-    from transformers import BertTokenizerFast
+    from transformers import BertTokenizer
 
     place = printable(str(directory), keep="")
     try:
@@ -108,7 +108,7 @@ def _wordpiece(directory: Path) -> tuple[Any, str]:
         )
     # What the vocabulary cannot write in capitals was lower case when it was made.
     capitals = any(token.isascii() and token.isalpha() and not token.islower() for token in vocab)
-    tokenizer = BertTokenizerFast(vocab=vocab, do_lower_case=not capitals, eos_token="[SEP]")
+    tokenizer = BertTokenizer(vocab=vocab, do_lower_case=not capitals, eos_token="[SEP]")
     case = "with capitals" if capitals else "in lower case"
     return tokenizer, f"vocab.txt as a WordPiece like BERT's ({case}), EOS [SEP]"
 

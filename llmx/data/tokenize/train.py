@@ -107,11 +107,15 @@ def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
     ]
     known = set(plain)
     merges = [
-        (piece[:cut], piece[cut:])
+        pair
         for piece in plain  # in the order in which they were learned
-        for cut in sorted(
-            (cut for cut in range(1, len(piece)) if {piece[:cut], piece[cut:]} <= known),
-            key=lambda cut, piece=piece: (vocab[piece[:cut]], vocab[piece[cut:]]),
+        for pair in sorted(
+            (
+                (piece[:cut], piece[cut:])
+                for cut in range(1, len(piece))
+                if {piece[:cut], piece[cut:]} <= known
+            ),
+            key=lambda pair: (vocab[pair[0]], vocab[pair[1]]),
         )
     ]
     backend = Tokenizer(
