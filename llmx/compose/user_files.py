@@ -55,7 +55,7 @@ def read_yaml(path: Path) -> yaml.Node | None:
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML. Is it nested too deeply?") from error
     if node is not None:
-        _refuse_twice(path, node, itertools.count())
+        _check_nodes(path, node, itertools.count())
     return node
 
 
@@ -104,7 +104,8 @@ def _yaml_problem(path: Path, error: yaml.MarkedYAMLError, text: str) -> str:
     )
 
 
-def _refuse_twice(path: Path, node: yaml.Node, seen: Iterator[int], depth: int = 0) -> None:
+def _check_nodes(path: Path, node: yaml.Node, seen: Iterator[int], depth: int = 0) -> None:
+    """Raise ConfigError for what YAML takes and nothing can be made of: depth, keys, tags."""
     if depth > 100:
         raise ConfigError(f"{path}: is nested more than 100 levels deep.")
     if next(seen) >= _MAX_VALUES:  # aliases of aliases: few lines, and no end
@@ -121,10 +122,18 @@ def _refuse_twice(path: Path, node: yaml.Node, seen: Iterator[int], depth: int =
                     f"{first[key.value]}). Leave one."
                 )
             first[key.value] = line
-            _refuse_twice(path, value, seen, depth + 1)
+            _check_nodes(path, value, seen, depth + 1)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_twice(path, item, seen, depth + 1)
+            _check_nodes(path, item, seen, depth + 1)
+    elif not node.tag.endswith(":timestamp"):  # which a config reads as text
+        try:
+            yaml.SafeLoader("").construct_object(node)
+        except (yaml.MarkedYAMLError, ValueError):
+            raise ConfigError(
+                f"{path}, line {node.start_mark.line + 1}: {shown(node.value)} cannot be read as "
+                f"{node.tag.rpartition(':')[2]}. Quote it, and leave out what begins with !."
+            ) from None
 
 
 def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[str, str]]:

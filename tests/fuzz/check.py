@@ -170,10 +170,13 @@ def _inside(directory: Path) -> Iterator[None]:
     here = Path.cwd()
     handler = signal.signal(signal.SIGVTALRM, hang)
     signal.setitimer(signal.ITIMER_VIRTUAL, HANG_S)
+    environment = {
+        "LLMX_OUTPUTS": "outputs", "HF_HUB_OFFLINE": "1", "HOME": str(directory.parent / "home"),
+    }  # fmt: skip
     os.chdir(directory)
     try:
         with (
-            mock.patch.dict(os.environ, {"LLMX_OUTPUTS": "outputs", "HF_HUB_OFFLINE": "1"}),
+            mock.patch.dict(os.environ, environment),
             mock.patch("subprocess.run", no_module),
             mock.patch("llmx.launch.supervise", _launched),
             warnings.catch_warnings(),

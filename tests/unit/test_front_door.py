@@ -187,6 +187,9 @@ def write(name: str, content: bytes | str) -> Path:
         (OPTIM.encode("utf-16"), 1, "is UTF-16. Save it as UTF-8."),
         (b"\xef\xbb\xbf" + OPTIM.encode(), 1, "begins with a byte order mark (BOM)."),
         (OPTIM.encode() + b"kind: a\x00b\n", 4, "the character #x0000 is not allowed in YAML."),
+        (OPTIM + "beta2: =\n", 4, "= cannot be read as value. Quote it"),
+        (OPTIM + "beta2: !!int a\n", 4, "a cannot be read as int. Quote it"),
+        (OPTIM + "beta2: !mine a\n", 4, "a cannot be read as !mine. Quote it"),
         ("- a\n- b\n", 1, "must be lines of key: value."),
         ("defaults:\n  - nope\n" + OPTIM, 2, "optim=nope: no such option."),
         (
