@@ -115,8 +115,16 @@ def predict_memory(
 
 
 def _optimizer_bytes(kind: str, precision: str) -> int:
-    moments = 0 if kind == "sgd" else 8
+    moments = {"sgd": 0, "lion": 4}.get(kind, 8)
     return moments + (0 if precision == "fp32" else 4)
+
+
+def _temporary_bytes(kind: str, *, fused: bool) -> int:
+    """Bytes an element that the optimizer takes while it updates."""
+    if kind == "lion":
+        return 4  # its update
+    # PyTorch's AdamW without its fused kernel makes the denominator twice.
+    return 8 if kind == "adamw" and not fused else 0
 
 
 @dataclass(frozen=True)
@@ -136,8 +144,7 @@ def step_bytes(
 ) -> StepBytes:
     """As DeepSpeed 0.19.8 does it; ``accum`` is the width of the sums over micro steps."""
     stage, offload = exp.zero.stage, exp.zero.offload_optimizer != "none"
-    # PyTorch's AdamW without its fused kernel makes the denominator twice.
-    adam = 8 if exp.optim.kind == "adamw" and not (cuda or offload) else 0
+    temporary = _temporary_bytes(exp.optim.kind, fused=cuda or offload)
     half = width < 4
     if stage == 0:
         bucket = width * min(n, ALLREDUCE_BUCKET_ELEMENTS)
@@ -147,23 +154,25 @@ def step_bytes(
             # BF16_Optimizer: fp32 sums whole on every rank, beside the gradients; a bucket is
             # flattened in fp32 and reduced in bf16.
             whole = (4 + width) * n
-            return StepBytes(whole, whole + adam * shard, 6 * min(n, ALLREDUCE_BUCKET_ELEMENTS))
-        return StepBytes((4 + width) * n, 4 * n + (4 + adam) * shard)
+            return StepBytes(
+                whole, whole + temporary * shard, 6 * min(n, ALLREDUCE_BUCKET_ELEMENTS)
+            )
+        return StepBytes((4 + width) * n, 4 * n + (4 + temporary) * shard)
     if stage == 1:
-        return StepBytes(width * n + width * shard, _flat_update(width, adam) * shard)
+        return StepBytes(width * n + width * shard, _flat_update(width, temporary) * shard)
     if stage == 2:
         # fp32 sums of half-precision gradients lie flat already, ready for the optimizer.
-        flat = 4 + adam if half and accum == 4 else _flat_update(width, adam)
+        flat = 4 + temporary if half and accum == 4 else _flat_update(width, temporary)
         return StepBytes(accum * shard, flat * shard)
     group = min(shard, exp.zero.sub_group_size)
-    flat = max(width + 4, 4 + adam) if half else 4 + adam
+    flat = max(width + 4, 4 + temporary) if half else 4 + temporary
     return StepBytes(accum * shard, accum * shard + flat * group)
 
 
-def _flat_update(width: int, adam: int) -> int:
+def _flat_update(width: int, temporary: int) -> int:
     """Bytes an element of a partition at stages 1 and 2: the gradients, a flat copy of them, that
     in fp32, temporaries of the optimizer."""
-    return width + (max(width + 4, 4 + adam) if width < 4 else 4 + adam)
+    return width + (max(width + 4, 4 + temporary) if width < 4 else 4 + temporary)
 
 
 def _save_bytes(exp: Experiment, shard: float, precision: str) -> float:

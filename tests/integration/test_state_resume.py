@@ -63,6 +63,7 @@ SAME_RANKS: list[dict[str, Any]] = [
     },
     {"name": "uneven", "stage": 1, "micro_batches": [3, 1], "precision": "bf16"},
     {"name": "sgd", "stage": 2, "optim": "sgd"},
+    {"name": "lion", "stage": 2, "optim": "lion"},
     # A task that uses all of the seam; equal weights generate the same samples again.
     *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in range(4)),
     {"name": "before-the-first-step", "stage": 3, "precision": "bf16", "save_at": 0},
@@ -85,6 +86,7 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         {"name": "one-b", "load": "fp32-3", "stage": 0, "until": 6, "micro_batches": [4]},
         {"name": "one-c", "load": "fp32-0", "stage": 2, "until": 6, "micro_batches": [2]},
         {"name": "one-own", "load": "own-2", "stage": 3, "until": 6, "task": OWN_TASK},
+        {"name": "one-lion", "load": "lion", "stage": 3, "until": 6, "optim": "lion"},
         {"name": "one-d", "load": "bf16-1", "stage": 3, "precision": "bf16", "until": 5},
     ],
     # ... -> 3, and the rest straight from 2 to 3.

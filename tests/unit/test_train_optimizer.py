@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from llmx.config import OptimConfig
+from llmx.train.engine.lion import Lion
 from llmx.train.engine.optimizer import build_optimizer
 
 OPTIM = OptimConfig(kind="adamw", lr=0.01, betas=[0.9, 0.95], weight_decay=0.1)
@@ -40,3 +41,44 @@ def test_the_fused_one_takes_the_same_steps() -> None:
         values[offloaded] = [p.detach().clone() for p in model.parameters()]
     for plain, fused in zip(values[False], values[True], strict=True):
         torch.testing.assert_close(fused, plain, rtol=2e-5, atol=2e-6)
+
+
+def test_lion_takes_the_steps_of_its_paper() -> None:
+    """Algorithm 2 of Chen et al. 2023, in fp64 and for each element by itself."""
+    optim = OptimConfig(kind="lion", lr=0.01, betas=[0.9, 0.99], weight_decay=0.3)
+    torch.manual_seed(3)
+    model = nn.Linear(5, 4)
+    optimizer = build_optimizer(model, optim, accelerator="cpu")
+    weight, momentum = model.weight.detach().double(), torch.zeros(4, 5, dtype=torch.float64)
+    bias = model.bias.detach().clone()
+    for number in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = lr = 0.01 / (number + 1)
+        model.zero_grad()
+        model(torch.randn(8, 5)).square().mean().backward()
+        gradient = model.weight.grad.double()
+        update = torch.sign(0.9 * momentum + 0.1 * gradient)
+        weight = weight - lr * (update + 0.3 * weight)
+        momentum = 0.99 * momentum + 0.01 * gradient
+        optimizer.step()
+        torch.testing.assert_close(model.weight.detach().double(), weight, rtol=1e-6, atol=1e-7)
+    kept = optimizer.state[model.weight]
+    torch.testing.assert_close(kept["exp_avg"].double(), momentum, rtol=1e-5, atol=1e-8)
+    assert set(kept) == {"exp_avg"}
+    assert (model.bias - bias).abs().max() < 0.03  # no decay, steps of lr
+
+
+def test_lion_updates_parts_as_it_updates_the_whole() -> None:
+    """ZeRO cuts parameters into flat parts."""
+    torch.manual_seed(3)
+    whole = nn.Parameter(torch.randn(4, 6))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().view(-1).split((5, 19))]
+    values = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    optimizers = [Lion([whole], **values), Lion(parts, **values)]
+    for _ in range(4):
+        whole.grad = torch.randn(4, 6)
+        for part, gradient in zip(parts, whole.grad.view(-1).split((5, 19)), strict=True):
+            part.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(torch.cat([part.detach() for part in parts]), whole.detach().view(-1))

@@ -19,6 +19,7 @@ KINDS = {
     "AdamW": "adamw",
     "DeepSpeedCPUAdam": "cpu_adam",
     "FusedAdam": "fused_adam",
+    "Lion": "lion",
     "SGD": "sgd",
 }
 """``optim.kind`` by class."""

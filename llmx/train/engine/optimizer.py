@@ -12,6 +12,7 @@ from torch import nn
 from llmx.config import OptimConfig
 from llmx.errors import ConfigError
 from llmx.models.parameters import whole_shape
+from llmx.train.engine.lion import Lion
 
 
 def load_muon_uncompiled() -> None:
@@ -56,6 +57,8 @@ def build_optimizer(
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     betas = (optim.betas[0], optim.betas[1])
+    if optim.kind == "lion":
+        return Lion(groups, lr=optim.lr, betas=betas)
     if optim.kind == "adamw":
         fused = accelerator == "cuda" or offloaded
         return torch.optim.AdamW(
