@@ -5,7 +5,7 @@ A start (``start.run_job``, also for each trial of a sweep):
 1. ``compose.complete.compose`` types and completes the config, checks its rules, and plans.
 2. ``launch.check_launch`` refuses a secret in ``launch.env`` or ``hardware.env``, say, before
    anything is written.
-3. ``packing.resolve_layout`` asks ``python -m llmx.models.trial``, a process of its own, whether
+3. ``packing.resolve_layout`` asks ``python -m llmx.tasks.trial``, a process of its own, whether
    rows can be packed. Where they cannot, ``data.layout=auto`` becomes ``padded`` in the snapshot;
    else the ranks decide at their start, and again at a resume.
 4. ``run.snapshot.write`` writes the snapshot and checks its round trip.

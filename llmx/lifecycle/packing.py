@@ -24,14 +24,18 @@ from typing import Any, TextIO
 import llmx
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config import Experiment
+from llmx.config.user_code import code_hashes, user_task
 from llmx.errors import ConfigError
 from llmx.run import snapshot
 from llmx.run.provenance.content import hub_commit
 from llmx.run.rundir import write_json
 
-PROGRAM = "llmx.models.trial"
+PROGRAM = "llmx.tasks.trial"
 TIME_LIMIT_S = 120.0
-CODE = ("attention", "factory", "isolation", "loss", "select_attention", "tiny", "trial", "varlen")
+CODE = (
+    "attention", "factory", "heads", "isolation", "loss", "select_attention", "tiny", "trial",
+    "varlen",
+)  # fmt: skip
 """Modules of ``llmx.models`` that a result depends on."""
 PACKAGES = ("torch", "transformers")
 
@@ -55,9 +59,7 @@ def resolve_layout(composed: Composed, *, stream: TextIO) -> Composed:
         return composed
     model = exp.model.path or exp.model.name or exp.model.kind
     if result["problem"]:
-        raise ConfigError(
-            f"{model} cannot be trained: {result['problem']}. Choose a causal language model."
-        )
+        raise ConfigError(f"{model} cannot be trained: {result['problem']}")
     if exp.data.layout == "packed" and not result["packs"]:
         raise ConfigError(
             f"data.layout=packed cannot be used with {model}: {result['why']}. Set "
@@ -124,6 +126,7 @@ def _key(exp: Experiment, accelerator: str) -> str:
         "config": model.config,
         "files": _config_file(model.path),
         "attention": model.attention,
+        "task": [exp.task.kind, exp.task.options, _code_of(exp)],
         "layout": exp.data.layout,
         "seq_len": exp.data.seq_len,
         "accelerator": accelerator,
@@ -132,6 +135,12 @@ def _key(exp: Experiment, accelerator: str) -> str:
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _code_of(exp: Experiment) -> dict[str, str]:
+    """Of a task of the user's own, which says what the network ends in."""
+    found = user_task(exp.task)
+    return {} if found is None else code_hashes(found)
 
 
 def _config_file(path: str | None) -> str | None:
@@ -161,6 +170,9 @@ def _run_trial(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
         environment = {
             **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
+        if (task := user_task(exp.task)) is not None:
+            paths = [str(task.root), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         try:
             subprocess.run(
                 words,

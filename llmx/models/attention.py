@@ -39,6 +39,8 @@ class AttentionMethod:
     """``packed`` or ``padded`` (see ``llmx.data.collate``)."""
     windows: tuple[tuple[str, int | None], ...] = ()
     """For ``layer_masks``: kinds of layers and their window or chunk, tokens (None: all)."""
+    causal: bool = True
+    """A token sees those before it; else all of its row (BERT and other encoders)."""
 
 
 CHUNKED = "chunked_attention"
@@ -55,30 +57,44 @@ def windows_of(config: Any) -> tuple[tuple[str, int | None], ...]:
     return tuple((kind, windows[kind]) for kind in sorted(kinds & set(windows)))
 
 
-def methods(implementation: str, layout: str) -> tuple[AttentionMethod, ...]:
+def methods(
+    implementation: str, layout: str, *, causal: bool = True
+) -> tuple[AttentionMethod, ...]:
     """The methods to try with this implementation, the preferred one first."""
     isolations: tuple[str, ...]
     if layout == "padded":
-        isolations = ("position_ids", "padding_mask", "none")
+        # Where tokens see what follows them, the padding must be masked.
+        isolations = ("position_ids", "padding_mask", "none") if causal else ("padding_mask",)
     elif implementation.startswith(("llmx_", "flash_attention")):
         isolations = ("cu_seq_lens",)
+    elif not causal:
+        isolations = ("mask",)
     elif implementation == "flex_attention":
         isolations = ("position_ids", "mask", "layer_masks")
     else:
         isolations = ("mask", "position_ids", "layer_masks", "cu_seq_lens")
-    return tuple(AttentionMethod(implementation, name, layout) for name in isolations)
+    return tuple(
+        AttentionMethod(implementation, name, layout, causal=causal) for name in isolations
+    )
 
 
-def isolation_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Boolean [B, 1, T, T], True where position i may see position j.
+def needs_mask(segment_ids: torch.Tensor, *, causal: bool) -> bool:
+    """Whether ``isolation_mask`` says more than the model's own attention knows.
 
-    Not needed when no row of the batch holds a second segment: the causal mask is enough then,
-    for padding is at the right (segment 0), where no token of a row looks.
+    Not where it is causal and no row of the batch holds a second segment: padding is at the right
+    (segment 0), where no token of a row looks.
     """
+    return int(segment_ids.max()) > 1 or not (causal or int(segment_ids.min()) == 1)
+
+
+def isolation_mask(segment_ids: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+    """Boolean [B, 1, T, T], True where position i may see position j."""
     length = segment_ids.shape[1]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    return (same & causal).unsqueeze(1)
+    if not causal:
+        return same.unsqueeze(1)
+    before = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    return (same & before).unsqueeze(1)
 
 
 def additive(mask: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -129,7 +145,7 @@ def model_inputs(
     if method.isolation == "cu_seq_lens":
         ids, positions, labels = (x.reshape(1, -1) for x in (ids, positions, labels))
         arguments.update(_bound_arguments(segment_bounds(segments), method.implementation, device))
-    elif method.isolation == "mask" and int(segments.max()) > 1:
+    elif method.isolation == "mask" and needs_mask(segments, causal=method.causal):
         arguments["attention_mask"] = _mask(segments.to(device, non_blocking=True), method, dtype)
     elif method.isolation == "layer_masks" and int(segments.max()) > 1:
         lines = segments.to(device, non_blocking=True)
@@ -207,8 +223,8 @@ def _mask(
     in_window: InWindow | None = None,
 ) -> Any:
     if method.implementation == "flex_attention":
-        return _block_mask(segment_ids, in_window)
-    mask = isolation_mask(segment_ids)
+        return _block_mask(segment_ids, in_window, causal=method.causal)
+    mask = isolation_mask(segment_ids, causal=method.causal)
     if in_window is not None:
         lines, length = segment_ids.shape
         every = torch.arange(length, device=segment_ids.device)
@@ -217,13 +233,17 @@ def _mask(
     return additive(mask, dtype=dtype) if method.implementation == "eager" else mask
 
 
-def _block_mask(segment_ids: torch.Tensor, in_window: InWindow | None = None) -> Any:
+def _block_mask(
+    segment_ids: torch.Tensor, in_window: InWindow | None = None, *, causal: bool = True
+) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, length = segment_ids.shape
 
     def visible(b: Any, _head: Any, query: Any, key: Any) -> Any:
-        seen = (segment_ids[b, query] == segment_ids[b, key]) & (query >= key)
+        seen = segment_ids[b, query] == segment_ids[b, key]
+        if causal:
+            seen = seen & (query >= key)
         return seen if in_window is None else seen & in_window(b, query, key)
 
     return create_block_mask(visible, batch, None, length, length, device=str(segment_ids.device))

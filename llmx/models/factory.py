@@ -26,6 +26,7 @@ from llmx.models.classification import (
 )
 from llmx.models.experts import accept_masks
 from llmx.models.generation_config import keep_generation_config
+from llmx.models.heads import auto_class
 from llmx.models.initialise import initialise
 from llmx.models.load import load_weights
 from llmx.models.model import CAUSAL_LM, CLASSIFICATION, ModelSpec
@@ -151,11 +152,8 @@ def build_model(
 def _construct(
     model: ModelConfig, config: Any, *, dtype: torch.dtype, implementation: str, head: str
 ) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    classes = {CAUSAL_LM: AutoModelForCausalLM, CLASSIFICATION: AutoModelForSequenceClassification}
     try:
-        network: PreTrainedModel = classes[head].from_config(
+        network: PreTrainedModel = auto_class(head).from_config(
             config,
             dtype=dtype,
             attn_implementation=implementation,

@@ -31,12 +31,14 @@ class ModelFlops:
     attention: tuple[tuple[float, int | None], ...]
     """For each layer that attends: heads x head_dim (the mean of keys' and values'), and its
     window in tokens; None where it sees everything."""
+    causal: bool = True
+    """A token sees those before it; else all of its row."""
 
     def of_step(self, *, tokens: int, target_tokens: int, square_tokens: float) -> float:
         """Forward and backward of one step, recomputed activations not counted.
 
         6 for each weight and token; for attention 6 x heads x head_dim x n^2 a row of n tokens in
-        each layer, the causal half.
+        each layer, the causal half; twice that where attention is not causal.
 
         Args:
             tokens: without padding.
@@ -46,12 +48,12 @@ class ModelFlops:
             # Each token of a window looks at most so far back.
             width * (square_tokens if window is None else min(square_tokens, 2 * window * tokens))
             for width, window in self.attention
-        )
+        ) * (1 if self.causal else 2)
         return 6.0 * (self.matrices * tokens + self.head * target_tokens + seen)
 
 
-def model_flops(model: nn.Module) -> ModelFlops:
-    """Of a causal LM, sharded or not."""
+def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
+    """Of a language model or another network, sharded or not."""
     config = cast("PreTrainedModel", model).config.get_text_config()
     head = output_embedding(model)
     head_parameters = {id(p) for p in head.parameters() if p.dim() > 1} if head else set()
@@ -76,6 +78,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
         if head
         else 0,
         attention=_attention(config),
+        causal=causal,
     )
 
 

@@ -5,6 +5,10 @@ program would feed them: packed into one line, or padded. Loss and gradient must
 state that runs along the sequence, masks that a model makes otherwise, positions that it shifts or
 ignores are found whatever they are called, in a fraction of a second, before anything is loaded.
 
+What is tried is the network that the task's head needs: a causal language model, which must not
+see ahead; a masked one; or the hidden states of the backbone, for every other head. The latter may
+see ahead, which is found out, and then the masks let them (``AttentionMethod.causal``).
+
 Shown by ``python -m pytest tests/unit/test_train_isolation.py``.
 """
 
@@ -24,7 +28,9 @@ from torch import nn
 from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models.attention import AttentionMethod, methods, model_inputs, windows_of
-from llmx.models.loss import micro_batch_loss
+from llmx.models.heads import auto_class
+from llmx.models.loss import IGNORE, micro_batch_loss, target_positions
+from llmx.models.model import BACKBONE, CAUSAL_LM, LANGUAGE_MODELS
 from llmx.models.tiny import tiny_config
 from llmx.models.varlen import Unsupported, name_of_attention, register
 
@@ -83,17 +89,17 @@ class _Trial:
     device: torch.device
     dtype: torch.dtype
     remote: bool
+    head: str
+    causal: bool
     refusals: dict[str, Exception | None]
 
     def need(self, implementation: str) -> None:
         """Raise what building the model with this attention raises: switching is laxer."""
-        from transformers import AutoModelForCausalLM
-
         if implementation not in self.refusals:
             self.refusals[implementation] = None
             try:
                 with torch.device("meta"):
-                    AutoModelForCausalLM.from_config(
+                    auto_class(self.head).from_config(
                         copy.deepcopy(self.model.config),
                         attn_implementation=implementation,
                         trust_remote_code=self.remote,
@@ -115,6 +121,7 @@ def find_methods(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     real_heads: bool = False,
+    head: str = CAUSAL_LM,
 ) -> TrialResult:
     """The first method of each layout that is right; leaves ``config`` as it is.
 
@@ -125,18 +132,25 @@ def find_methods(
         seq_len: windows as long as this play no part.
         dtype: of the trial; 16 bits where a kernel has no other.
         real_heads: with heads as wide as the model's own, which a kernel may not take.
+        head: of the network (``llmx.models.model``).
     """
     register()
     device = device or torch.device("cpu")
     with _quiet(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         shape = {"seq_len": seq_len, "real_heads": real_heads}
-        trial = _make_trial(config, shape, remote=trust_remote_code, device=device, dtype=dtype)
+        trial = _make_trial(
+            config, shape, remote=trust_remote_code, device=device, dtype=dtype, head=head
+        )
         if isinstance(trial, TrialResult):
             return trial
         found: dict[str, AttentionMethod | None] = {"packed": None, "padded": None}
         problems: dict[str, list[str]] = {"packed": [], "padded": []}
         for layout in layouts:
-            for method in (each for name in implementations for each in methods(name, layout)):
+            for method in (
+                each
+                for name in implementations
+                for each in methods(name, layout, causal=trial.causal)
+            ):
                 problem = _problem(trial, _for(method, trial.model.config))
                 if problem is None:
                     found[layout] = _for(method, config)
@@ -178,23 +192,26 @@ def _make_trial(
     remote: bool,
     device: torch.device,
     dtype: torch.dtype,
+    head: str,
 ) -> _Trial | TrialResult:
     failed = ""
+    # Other heads are put on the hidden states, token by token.
+    head = head if head in LANGUAGE_MODELS else BACKBONE
     for per_kind in (1, 2):
         try:
             tiny = tiny_config(config, per_kind=per_kind, **shape)
-            model = tiny_model(tiny, remote=remote)
+            model = tiny_model(tiny, remote=remote, head=head)
             model.to(device=device, dtype=dtype)
             batches = tuple(
                 tuple(_sample(line, seed=10 * one + two) for two, line in enumerate(lines))
                 for one, lines in enumerate((PACKED, SINGLE))
             )
             ahead = _sees_ahead(model, device)
-            loss, gradient = _alone(model, batches, device)
+            loss, gradient = _alone(model, batches, device, shifted=head == CAUSAL_LM)
         except Exception as error:
             failed = failed or f"{type(error).__name__}: {line_of(error)}"
             continue
-        if ahead:
+        if ahead and head == CAUSAL_LM:
             name = type(model).__name__
             text = (
                 f"a token's prediction in {name} changes with the tokens after it: it is no causal "
@@ -206,26 +223,24 @@ def _make_trial(
         if not np.isfinite(loss):
             failed = "its loss is not finite"
             continue
-        return _Trial(model, batches, loss, gradient, device, dtype, remote, {})
+        return _Trial(model, batches, loss, gradient, device, dtype, remote, head, not ahead, {})
     return TrialResult(None, None, unknown=f"no small model of its class could be tried ({failed})")
 
 
-def tiny_model(config: Any, *, remote: bool) -> Any:
+def tiny_model(config: Any, *, remote: bool, head: str = CAUSAL_LM) -> Any:
     """In training mode without dropout, weights so large that everything is felt."""
-    from transformers import AutoModelForCausalLM
-
+    network = auto_class(head)
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False  # llmx.models.experts takes them itself
     with torch.device("meta"):
         size = sum(
-            p.numel()
-            for p in AutoModelForCausalLM.from_config(config, trust_remote_code=remote).parameters()
+            p.numel() for p in network.from_config(config, trust_remote_code=remote).parameters()
         )
     if size > LARGEST_TINY:
         raise ValueError(f"the smallest has {size:,} parameters")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+    model = network.from_config(config, trust_remote_code=remote)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Embedding):
@@ -270,30 +285,46 @@ def _tokens(row: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _sees_ahead(model: Any, device: torch.device) -> bool:
-    """Whether an earlier token's logits change with the last token."""
+    """Whether what is computed at an earlier token changes with the last one."""
     row = _tokens(_sample((12,), seed=99).tokens, device)
     other = row.clone()
     other[0, -1] = 5 if int(row[0, -1]) != 5 else 6
     with without_dropout(model):
-        first, second = (model(input_ids=ids).logits[0, :-1].float() for ids in (row, other))
+        first, second = (_scores(model(input_ids=ids))[0, :-1] for ids in (row, other))
     return bool((first - second).abs().max() > 1e-3 * first.abs().max())
 
 
+def _scores(found: Any) -> torch.Tensor:
+    """Logits by token, or hidden states, which are taken for the logits of as many classes."""
+    scores = found.logits if "logits" in found else found.last_hidden_state
+    return scores.float()
+
+
 def _alone(
-    model: Any, batches: tuple[tuple[Sample, ...], ...], device: torch.device
+    model: Any,
+    batches: tuple[tuple[Sample, ...], ...],
+    device: torch.device,
+    *,
+    shifted: bool,
 ) -> tuple[float, torch.Tensor]:
-    """Summed loss and gradient of each row by itself, as the model's authors compute it."""
+    """Summed loss and gradient of each row by itself, as the model's authors compute it.
+    ``shifted``: of the next token, else of the token itself."""
     model.zero_grad()
     total = 0.0
     with without_dropout(model):
         for sample in (sample for batch in batches for sample in batch):
             for tokens, _ in sample.sequences():
                 ids = _tokens(tokens, device)
-                logits = model(input_ids=ids).logits[0, :-1].float()
-                loss = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+                scores = _scores(model(input_ids=ids))[0]
+                pairs = (scores[:-1], ids[0, 1:]) if shifted else (scores, ids[0])
+                loss = _cross_entropy(*pairs)
                 loss.backward()
                 total += float(loss)
     return total, gradient_of(model)
+
+
+def _cross_entropy(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores, tokens % scores.shape[-1], reduction="sum")
 
 
 def gradient_of(model: nn.Module) -> torch.Tensor:
@@ -342,8 +373,24 @@ def _problem(trial: _Trial, method: AttentionMethod) -> str | None:
 
 def _batch_loss(trial: _Trial, samples: Sequence[Sample], method: AttentionMethod) -> torch.Tensor:
     batch = collate(list(samples), seq_len=SEQ_LEN, pad_id=0, layout=method.layout, pad_to=8)
+    if trial.head != CAUSAL_LM:
+        batch["labels"] = _own_labels(samples, batch)
     inputs, labels = model_inputs(batch, method=method, dtype=trial.dtype, device=trial.device)
-    return micro_batch_loss(trial.model, inputs, labels)
+    if trial.head in LANGUAGE_MODELS:
+        return micro_batch_loss(trial.model, inputs, labels)
+    at = target_positions(labels, trial.device)
+    scores = _scores(trial.model(**inputs))[at.rows, at.columns]
+    return scores.sum() * 0.0 if at.empty else _cross_entropy(scores, at.tokens)
+
+
+def _own_labels(samples: Sequence[Sample], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Each token's own id at its place; ``IGNORE`` in the padding, and where it is no target."""
+    labels = torch.full_like(batch["input_ids"], IGNORE)
+    real = batch["segment_ids"] > 0
+    tokens = np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in samples)])
+    targets = np.concatenate([np.zeros(0, bool), *(one.targets for one in samples)])
+    labels[real] = torch.from_numpy(np.where(targets, tokens.astype(np.int64), IGNORE))
+    return labels
 
 
 @torch.no_grad()

@@ -29,8 +29,11 @@ from llmx.models.loss import (
 from llmx.models.sampling import Sampling
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
-HEADS = (CAUSAL_LM, CLASSIFICATION)
-"""What a network can end in."""
+MASKED_LM, BACKBONE = "masked_lm", "backbone"
+HEADS = (CAUSAL_LM, MASKED_LM, CLASSIFICATION, BACKBONE)
+"""What a network can end in; a backbone in its hidden states."""
+LANGUAGE_MODELS = (CAUSAL_LM, MASKED_LM)
+"""Heads that score the tokens of the vocabulary."""
 
 Batch = dict[str, torch.Tensor]
 """A micro batch as ``llmx.data.collate`` makes it, on the CPU."""

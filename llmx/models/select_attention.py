@@ -23,6 +23,7 @@ from llmx.models.attention import AttentionMethod
 from llmx.models.factory import DTYPES
 from llmx.models.isolation import DIFFERS, TrialResult, find_methods
 from llmx.models.loss import takes
+from llmx.models.model import CAUSAL_LM, MASKED_LM
 from llmx.models.varlen import (
     IMPLEMENTATIONS,
     SEGMENTS,
@@ -41,15 +42,16 @@ CPU: dict[str, Any] = {}
 
 
 def select_attention(
-    exp: Experiment, plan: Plan, config: Any, *, device: torch.device
+    exp: Experiment, plan: Plan, config: Any, *, device: torch.device, head: str = CAUSAL_LM
 ) -> AttentionMethod:
-    """The method of this rank. Collective; ConfigError, on all ranks, where there is none."""
+    """The method of this rank, for a network with this ``head``. Collective; ConfigError, on all
+    ranks, where there is none."""
     register()  # also where nothing is tried: the model is then built with what the others found
     mine = None
     # One rank a host tries: the others have the same packages and devices.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
-            mine = try_on_this_host(exp, plan, config, device=device)
+            mine = try_on_this_host(exp, plan, config, device=device, head=head)
         except ConfigError as error:  # sent to the others, which wait for a result
             mine = TrialResult(None, None, config_error=str(error))
     everyone = all_gather(mine.to_dict() if mine else None)
@@ -61,32 +63,32 @@ def select_attention(
     for host, result in by_host.items():
         if result.config_error:
             raise ConfigError(f"Host {plan.hosts[host].name}: {result.config_error}")
-    layout = common_layout(exp, list(by_host.values()))
+    layout = common_layout(exp, list(by_host.values()), head=head)
     own = by_host[plan.ranks[torch.distributed.get_rank()].host]
     if torch.distributed.get_rank() == 0:
         for line in log_lines(exp, plan, by_host, layout):
             print(line, flush=True)
     if layout == "padded" and own.packed is not None:
         # Another host cannot pack them, and the trial of this one has stopped at packed rows.
-        own = common_padded(exp, config)
+        own = common_padded(exp, config, head=head)
     method: AttentionMethod | None = getattr(own, layout)
-    return method or _untried(config)
+    return method or _untried(config, head)
 
 
-def common_padded(exp: Experiment, config: Any) -> TrialResult:
+def common_padded(exp: Experiment, config: Any, *, head: str = CAUSAL_LM) -> TrialResult:
     """The trial of padded rows alone; ConfigError where no method is right for them."""
-    result = try_layouts(exp, config, packing=())
-    common_layout(exp, [result])
+    result = try_layouts(exp, config, packing=(), head=head)
+    common_layout(exp, [result], head=head)
     return result
 
 
-def common_layout(exp: Experiment, results: Sequence[TrialResult]) -> str:
+def common_layout(exp: Experiment, results: Sequence[TrialResult], *, head: str = CAUSAL_LM) -> str:
     """``packed`` or ``padded``, for all hosts; ConfigError where neither is right."""
     for result in results:
         if result.why_not_trained:
             raise ConfigError(
                 f"{exp.model.path or exp.model.name or exp.model.kind} cannot be trained here: "
-                f"{result.why_not_trained}. Choose a causal language model."
+                f"{result.why_not_trained}. Choose {suitable(head)}."
             )
     if exp.data.layout == "padded":
         return "padded"
@@ -97,6 +99,11 @@ def common_layout(exp: Experiment, results: Sequence[TrialResult]) -> str:
             "Set data.layout=auto (or padded)."
         )
     return "padded" if refused else "packed"
+
+
+def suitable(head: str) -> str:
+    """What to choose instead of a model that cannot be trained with this head."""
+    return "a causal language model" if head == CAUSAL_LM else "another architecture"
 
 
 def log_lines(
@@ -136,7 +143,7 @@ def _attention_line(device: str, method: AttentionMethod) -> str:
 
 
 def try_on_this_host(
-    exp: Experiment, plan: Plan, config: Any, *, device: torch.device
+    exp: Experiment, plan: Plan, config: Any, *, device: torch.device, head: str = CAUSAL_LM
 ) -> TrialResult:
     """The result of the trials on this host."""
 
@@ -146,7 +153,7 @@ def try_on_this_host(
         return {"device": device, "dtype": DTYPES[plan.precision], "real_heads": True}
 
     packing = candidates(exp.model.attention, plan, device) if exp.data.layout != "padded" else ()
-    return try_layouts(exp, config, packing=packing, conditions=conditions)
+    return try_layouts(exp, config, packing=packing, conditions=conditions, head=head)
 
 
 def try_layouts(
@@ -155,6 +162,7 @@ def try_layouts(
     *,
     packing: Sequence[str],
     conditions: Callable[[str], dict[str, Any]] = lambda _name: CPU,
+    head: str = CAUSAL_LM,
 ) -> TrialResult:
     """Packed rows with each implementation of ``packing``, until one is right; else padded ones.
 
@@ -164,6 +172,7 @@ def try_layouts(
     options: dict[str, Any] = {
         "seq_len": exp.data.seq_len,
         "trust_remote_code": exp.model.trust_remote_code,
+        "head": head,
     }
     why = unknown = ""
     for where, names in groupby(packing, key=conditions):
@@ -243,9 +252,11 @@ def _has_varlen(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _untried(config: Any) -> AttentionMethod:
+def _untried(config: Any, head: str) -> AttentionMethod:
     """For padded rows, where nothing could be tried: what most models take, by the arguments of
     the forward."""
+    if head == MASKED_LM:
+        return AttentionMethod("sdpa", "padding_mask", "padded", causal=False)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -1,35 +1,35 @@
-"""The trial before a launch: ``python -m llmx.models.trial CONFIG.yaml RESULT.json cpu|cuda``.
-
-On a CPU, whatever the run will have: kernels that exist on CUDA only are replaced by one that
-gets the same arguments, and are tried by the ranks. Needs no weights; ``llmx.lifecycle.packing``
-starts it.
+"""The trial before a launch, on a CPU, whatever the run will have: kernels that exist on CUDA only
+are replaced by one that gets the same arguments, and are tried by the ranks. Needs no weights.
+``llmx.tasks.trial`` calls it, in a process of its own.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment, experiment_from_dict
+from llmx.config import Experiment
 from llmx.models.factory import plain_config
-from llmx.models.select_attention import PLAIN, try_layouts
+from llmx.models.model import CAUSAL_LM
+from llmx.models.select_attention import PLAIN, suitable, try_layouts
 from llmx.models.varlen import IMPLEMENTATIONS, SEGMENTS
-from llmx.run.rundir import write_json
 
 
-def try_model(exp: Experiment, *, accelerator: str) -> dict[str, Any]:
+def try_model(exp: Experiment, *, accelerator: str, head: str = CAUSAL_LM) -> dict[str, Any]:
     """``packs``: rows can be packed; ``why`` not; ``dense``: only a dense mask isolates them;
-    ``problem``: it cannot be trained at all."""
+    ``problem``: it cannot be trained at all, and what to do."""
     packing = cpu_substitutes(exp.model.attention, accelerator)
     found = try_layouts(
-        exp, plain_config(exp.model), packing=packing if exp.data.layout != "padded" else ()
+        exp,
+        plain_config(exp.model),
+        packing=packing if exp.data.layout != "padded" else (),
+        head=head,
     )
+    problem = found.why_not_trained
     return {
         "packs": found.packed is not None,
         "dense": found.packed is not None and found.packed.implementation in PLAIN,
         "why": found.why_not_packed,
-        "problem": found.why_not_trained,
+        "problem": problem and f"{problem}. Choose {suitable(head)}.",
         "unknown": found.unknown,
     }
 
@@ -41,16 +41,3 @@ def cpu_substitutes(attention: str, accelerator: str) -> tuple[str, ...]:
     if accelerator == "cuda":
         return (SEGMENTS, *PLAIN)
     return (IMPLEMENTATIONS[attention],) if attention in IMPLEMENTATIONS else PLAIN
-
-
-def main(words: list[str]) -> int:
-    import yaml
-
-    config, result, accelerator = words
-    values = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-    write_json(Path(result), try_model(experiment_from_dict(values), accelerator=accelerator))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -37,7 +37,10 @@ class StepLog:
         self.last_loss: float | None = None
         """Of the newest line."""
         self.flops = [
-            (model_flops(model.module), 1.0 if model.spec.trained else FORWARD_PART)
+            (
+                model_flops(model.module, causal=model.attention.causal),
+                1.0 if model.spec.trained else FORWARD_PART,
+            )
             for model in session.engine.models.values()
         ]
         self.restart()

@@ -13,8 +13,9 @@ from llmx.compose.complete import Composed, plan_experiment
 from llmx.errors import ConfigError
 from llmx.lifecycle import packing
 from llmx.lifecycle.packing import cached_result, resolve_layout
-from llmx.models.trial import cpu_substitutes, try_model
+from llmx.models.trial import cpu_substitutes
 from llmx.models.varlen import SEGMENTS
+from llmx.tasks.trial import try_task
 from tests.architectures import small_config
 from tests.rundirs import parity_experiment
 
@@ -54,7 +55,7 @@ def test_a_model_whose_rows_would_mix_is_padded_and_asked_once(
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial in this process, which has transformers loaded already."""
     monkeypatch.setattr(
-        packing, "_run_trial", lambda exp, accelerator: try_model(exp, accelerator=accelerator)
+        packing, "_run_trial", lambda exp, accelerator: try_task(exp, accelerator=accelerator)
     )
 
 

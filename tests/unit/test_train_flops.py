@@ -23,6 +23,13 @@ COUNTED: dict[str, dict[str, Any]] = {
 attention. Linear attention (qwen3_5) works along the sequence, which is not counted."""
 
 
+SMALL_BERT = {
+    "vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+ENCODERS = {"bert": SMALL_BERT, "megatron-bert": SMALL_BERT}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", sorted(COUNTED))
 def test_operations_are_those_that_pytorch_counts(kind: str, tied: bool) -> None:
@@ -40,6 +47,21 @@ def test_operations_are_those_that_pytorch_counts(kind: str, tied: bool) -> None
     flops = model_flops(model)
     # Eager attention computes all of the square, of which causal training needs half.
     ours = flops.of_step(tokens=LENGTH, target_tokens=LENGTH, square_tokens=2 * LENGTH**2)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", sorted(ENCODERS))
+def test_an_encoder_attends_to_all_of_its_row(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **ENCODERS[kind])
+    model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
+    ids = torch.randint(3, 90, (1, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.float().logsumexp(-1).sum().backward()
+    flops = model_flops(model, causal=False)
+    ours = flops.of_step(tokens=LENGTH, target_tokens=LENGTH, square_tokens=LENGTH**2)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

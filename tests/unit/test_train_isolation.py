@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from llmx.models import isolation
-from llmx.models.attention import AttentionMethod
+from llmx.models.attention import AttentionMethod, methods
 from llmx.models.isolation import TrialResult, find_methods
+from llmx.models.model import BACKBONE, MASKED_LM
 from tests.architectures import architectures, full_config, small_config
 
 PADDED = (
@@ -102,8 +103,8 @@ class _Leaky(nn.Module):
 def test_a_small_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     made = isolation.tiny_model
 
-    def leaky(config, *, remote):
-        model = made(config, remote=remote)
+    def leaky(config, **options):
+        model = made(config, **options)
         layer = model.model.layers[1].mlp
         layer.up_proj = _Leaky(layer.up_proj, share)
         return model
@@ -124,8 +125,8 @@ class _Shifted(nn.Embedding):
 def test_a_model_that_padding_changes_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     made = isolation.tiny_model
 
-    def changed(config, *, remote):
-        model = made(config, remote=remote)
+    def changed(config, **options):
+        model = made(config, **options)
         model.model.embed_tokens.__class__ = _Shifted
         return model
 
@@ -149,6 +150,46 @@ def test_the_trial_leaves_random_numbers_as_they_were() -> None:
     torch.manual_seed(5)
     find_methods(full_config("llama"))
     assert torch.equal(torch.rand(3), expected)
+
+
+ENCODERS = {
+    # Masks of ours; else each row in a line of its own.
+    "bert": "packed", "electra": "packed", "ernie": "packed", "nomic_bert": "packed",
+    "megatron-bert": "packed",
+    # Positions that are shifted by the padding's id, a mask of 2 dimensions only, or windows.
+    "xlm-roberta": "padded", "deberta-v2": "padded", "modernbert": "padded",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", [MASKED_LM, BACKBONE])
+@pytest.mark.parametrize("name", sorted(ENCODERS))
+def test_encoders_are_isolated_where_their_head_may_see_ahead(name: str, head: str) -> None:
+    config = AutoConfig.for_model(name)
+    found = find_methods(config, head=head)
+    method = found.packed or found.padded
+    assert method is not None
+    assert (method.layout, method.causal) == (ENCODERS[name], False)
+    assert TrialResult.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_backbone_of_a_causal_model_stays_causal(name: str) -> None:
+    found = find_methods(full_config(name), head=BACKBONE)
+    assert found.packed == find_methods(full_config(name)).packed
+    assert found.packed is not None
+    assert found.packed.causal
+
+
+def test_a_masked_model_without_a_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The causal mask of packed rows would hide what follows: the trial sees it."""
+    monkeypatch.setattr(
+        isolation,
+        "methods",
+        lambda name, layout, causal: methods(name, layout) if layout == "packed" else (),
+    )
+    found = find_methods(AutoConfig.for_model("bert"), head=MASKED_LM, layouts=["packed"])
+    assert found.packed is None
+    assert "when it is packed with others" in found.why_not_packed
 
 
 def test_an_answer_reads_back() -> None:

@@ -303,7 +303,7 @@ def test_what_one_host_refuses_is_raised_by_all_ranks(
             monkeypatch.setattr(
                 select_attention,
                 "try_on_this_host",
-                lambda exp, plan, config, device: refuse(exp.model.attention, plan, device),
+                lambda exp, plan, config, device, head: refuse(exp.model.attention, plan, device),
             )
         else:
             monkeypatch.setattr(select_attention, "try_on_this_host", lambda *_, **__: PACKED)

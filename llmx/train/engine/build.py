@@ -30,7 +30,7 @@ from llmx.models.factory import (
 from llmx.models.liger import apply_liger, wants_liger
 from llmx.models.loss import fused_loss_problem
 from llmx.models.model import (
-    CAUSAL_LM,
+    LANGUAGE_MODELS,
     ForwardOf,
     Model,
     Models,
@@ -239,7 +239,7 @@ def build_engine(
     for name, model in models.items():
         if parts[name].with_liger:
             apply_liger(model.module)
-        if model.spec.head == CAUSAL_LM:
+        if model.spec.head in LANGUAGE_MODELS:
             wanted = fused_loss(exp, plan.accelerator)
             model.fused_loss = wanted and _can_fuse(
                 model, seq_len=exp.data.seq_len, required=bool(exp.model.fused_loss)
@@ -275,7 +275,7 @@ def _build_one(
 ) -> _Built:
     """Collective."""
     config = model_config(exp, tokenizer=tokenizer, spec=spec)
-    attention = select_attention(exp, plan, config, device=device)
+    attention = select_attention(exp, plan, config, device=device, head=spec.head)
     with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[plan.precision])
     network = build_model(
         exp,

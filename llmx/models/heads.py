@@ -1,0 +1,22 @@
+"""The class of transformers that a network with some head is built by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, MASKED_LM
+
+AUTO_CLASSES = {
+    CAUSAL_LM: "AutoModelForCausalLM",
+    MASKED_LM: "AutoModelForMaskedLM",
+    CLASSIFICATION: "AutoModelForSequenceClassification",
+    BACKBONE: "AutoModel",
+}
+"""Head -> what others load an exported model with, too."""
+
+
+def auto_class(head: str) -> Any:
+    """``AutoModelForCausalLM`` and its like."""
+    import transformers
+
+    return getattr(transformers, AUTO_CLASSES[head])
