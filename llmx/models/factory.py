@@ -132,10 +132,10 @@ def build_model(
     with _empty_model(stage=stage, device=device, ds_config=ds_config):
         model = _construct(exp.model, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
-    if head == CLASSIFICATION:
+    if head != CAUSAL_LM:
         config.architectures = model.config.architectures = [type(model).__name__]
-        if has_score(model):
-            give_pooled_forward(model)
+    if head == CLASSIFICATION and has_score(model):
+        give_pooled_forward(model)
     accept_masks(model)
     if exp.model.init == "scratch":
         initialise(model, seed=exp.seed)

@@ -13,6 +13,18 @@ AUTO_CLASSES = {
     BACKBONE: "AutoModel",
 }
 """Head -> what others load an exported model with, too."""
+_ENDINGS = {
+    "LMHeadModel": CAUSAL_LM,
+    "ForMaskedLM": MASKED_LM,
+    "ForSequenceClassification": CLASSIFICATION,
+    "Model": BACKBONE,
+}
+
+
+def head_of(config: Any) -> str:
+    """The head of an exported network, by the ``architectures`` of its config."""
+    named = (config.architectures or [""])[0]
+    return next((head for ending, head in _ENDINGS.items() if named.endswith(ending)), CAUSAL_LM)
 
 
 def auto_class(head: str) -> Any:

@@ -20,10 +20,11 @@ from llmx.collectives import all_gather
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
+from llmx.models.classification import pools_itself
 from llmx.models.factory import DTYPES
 from llmx.models.isolation import DIFFERS, TrialResult, find_methods
 from llmx.models.loss import takes
-from llmx.models.model import CAUSAL_LM, MASKED_LM
+from llmx.models.model import CAUSAL_LM, CLASSIFICATION, MASKED_LM
 from llmx.models.varlen import (
     IMPLEMENTATIONS,
     SEGMENTS,
@@ -175,6 +176,10 @@ def try_layouts(
         "head": head,
     }
     why = unknown = ""
+    if head == CLASSIFICATION and (
+        name := pools_itself(config, trust_remote_code=exp.model.trust_remote_code)
+    ):
+        packing, why = (), f"{name} pools a sequence in its own way, one sequence a line"
     for where, names in groupby(packing, key=conditions):
         found = find_methods(
             config, implementations=list(names), layouts=["packed"], **where, **options

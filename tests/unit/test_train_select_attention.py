@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models import select_attention
 from llmx.models.attention import AttentionMethod
 from llmx.models.isolation import TrialResult
+from llmx.models.model import CLASSIFICATION
 from llmx.models.select_attention import common_layout, log_lines
 from llmx.models.tiny import tiny_config
 from llmx.models.varlen import SEGMENTS, VARLEN
@@ -312,3 +314,14 @@ def test_what_one_host_refuses_is_raised_by_all_ranks(
         errors.append(str(caught.value))
     assert len(set(errors)) == 1
     assert errors[0].startswith("Host node-b: model.attention=flex_attention trains on CUDA only")
+
+
+def test_an_encoder_that_pools_a_sequence_itself_gets_one_a_line(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bert", num_labels=3)
+    found = select_attention.try_layouts(
+        experiment(tmp_path), config, packing=("sdpa",), head=CLASSIFICATION
+    )
+    assert found.packed is None
+    assert found.padded is not None
+    assert not found.padded.causal
+    assert "BertForSequenceClassification pools" in found.why_not_packed

@@ -23,6 +23,7 @@ from llmx.models.conversion import (
     convert_export,
     plan_export,
 )
+from llmx.models.heads import auto_class, head_of
 
 
 def write_converted(
@@ -64,14 +65,13 @@ def write_converted(
 
 
 def _architecture(directory: Path, *, trust_remote_code: bool) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    named = (config.architectures or [""])[0]
-    classifies = named.endswith("ForSequenceClassification")
-    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     with torch.device("meta"):
-        model: torch.nn.Module = auto.from_config(config, trust_remote_code=trust_remote_code)
+        model: torch.nn.Module = auto_class(head_of(config)).from_config(
+            config, trust_remote_code=trust_remote_code
+        )
     return model
 
 
