@@ -296,7 +296,7 @@ def _sees_ahead(model: Any, device: torch.device) -> bool:
 
 def _scores(found: Any) -> torch.Tensor:
     """Logits by token, or hidden states, which are taken for the logits of as many classes."""
-    scores = found.logits if "logits" in found else found.last_hidden_state
+    scores: torch.Tensor = found.logits if "logits" in found else found.last_hidden_state
     return scores.float()
 
 
