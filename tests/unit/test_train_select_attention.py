@@ -318,9 +318,9 @@ def test_what_one_host_refuses_is_raised_by_all_ranks(
 
 def test_an_encoder_that_pools_a_sequence_itself_gets_one_a_line(tmp_path: Path) -> None:
     config = AutoConfig.for_model("bert", num_labels=3)
-    found = select_attention.try_layouts(
-        experiment(tmp_path), config, packing=("sdpa",), head=CLASSIFICATION
-    )
+    exp = experiment(tmp_path)
+    exp.data.layout = "auto"
+    found = select_attention.try_layouts(exp, config, packing=("sdpa",), head=CLASSIFICATION)
     assert found.packed is None
     assert found.padded is not None
     assert not found.padded.causal
