@@ -116,4 +116,4 @@ class Run:
 
     def peak_memory_gib(self) -> float:
         """The largest that any rank reported."""
-        return max(max(line["memory_gib"]) for line in self.lines("train"))
+        return float(max(max(line["memory_gib"]) for line in self.lines("train")))

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def versions(context: Context) -> list[Measure]:
         Measure("GPUs", float(context.num_gpus)),
         Measure("memory", torch.cuda.get_device_properties(0).total_memory / 2**30, "GiB"),
         Measure("CUDA of torch", str(torch.version.cuda)),
-        Measure("NCCL", ".".join(str(part) for part in torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        Measure("NCCL", ".".join(str(part) for part in torch.cuda.nccl.version())),
         must(f"torch has kernels for sm_{major}{minor}", here, no=f"no: it has {', '.join(archs)}"),
     ]
 
@@ -68,7 +69,7 @@ def matmul(context: Context) -> list[Measure]:
         left, right = (
             torch.randn(size, size, device=context.torch_device, dtype=dtype) for _ in range(2)
         )
-        seconds = timed(lambda left=left, right=right: left @ right, context=context)
+        seconds = timed(partial(torch.matmul, left, right), context=context)
         rate = 2 * size**3 / seconds / 1e12
         peak = context.peak_tflops(name)
         title = f"{name} product of {size} cubed"
@@ -115,9 +116,7 @@ def attention(context: Context) -> list[Measure]:
     for name, call in _attentions(context, segments=segments, dtype=dtype):
         try:
             output, *gradients = _forward_backward(call, leaves, gradient)
-            seconds = timed(
-                lambda call=call: _forward_backward(call, leaves, gradient), context=context
-            )
+            seconds = timed(partial(_forward_backward, call, leaves, gradient), context=context)
         except (RuntimeError, ImportError, AttributeError, TypeError, ValueError) as error:
             measures.append(Measure(name, f"does not run: {str(error).splitlines()[0][:90]}"))
             continue
@@ -171,15 +170,12 @@ def _attentions(
         def varlen(q: Any, k: Any, v: Any) -> torch.Tensor:
             from torch.nn.attention.varlen import varlen_attn
 
-            found: Any
+            rows = (flat(q), flat(k), flat(v), bounds, bounds, each, each)
+            kernel: Any = varlen_attn
             try:
-                found = varlen_attn(
-                    flat(q), flat(k), flat(v), bounds, bounds, each, each, window_size=(-1, 0)
-                )
+                found = kernel(*rows, window_size=(-1, 0))
             except TypeError:  # older torch has is_causal instead
-                found = varlen_attn(
-                    flat(q), flat(k), flat(v), bounds, bounds, each, each, is_causal=True
-                )
+                found = kernel(*rows, is_causal=True)
             return back(found[0] if isinstance(found, tuple) else found)
 
         yield "varlen (torch)", varlen
@@ -216,10 +212,8 @@ def _attentions(
         yield "flex", flex
 
     def by_segment(q: Any, k: Any, v: Any) -> torch.Tensor:
-        parts = [
-            sdpa(*(x[:, :, start : start + each] for x in (q, k, v)), is_causal=True)
-            for start in range(0, length, each)
-        ]
+        rows = [slice(start, start + each) for start in range(0, length, each)]
+        parts = [sdpa(q[:, :, row], k[:, :, row], v[:, :, row], is_causal=True) for row in rows]
         return torch.cat(parts, dim=2)
 
     yield "one call a row", by_segment
@@ -245,7 +239,7 @@ def timed(call: Callable[[], object], *, context: Context, repeats: int = 20) ->
         end.record()
         pairs.append((begin, end))
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
 
 def free_gib(directory: Path) -> float:

@@ -62,7 +62,7 @@ def resume(context: Context) -> list[Measure]:
     steps = 4 if context.tiny else 20
     measures = []
     for option in options:
-        words = (f"zero={option}", "deterministic=true", f"task.steps={steps}", "task.epochs=null")
+        words = [f"zero={option}", "deterministic=true", f"task.steps={steps}", "task.epochs=null"]
         words += ("task.log_every_steps=1", "task.eval_generate=0", "task.save_model=false")
         whole = context.train(f"whole-{option}", *words, "checkpoint=none")
         half = (f"task.stop_at_step={steps // 2}", "checkpoint.at_end=true")
@@ -183,11 +183,11 @@ def saves(context: Context) -> list[Measure]:
     steps, every = (6, 2) if context.tiny else (120, 30)
     words = _pretrain(context, steps=steps, micro_batch=2, accumulation=1)
     words = [word for word in words if word != "checkpoint=none"]
-    saving = (
+    saving = [
         "checkpoint=default",
         "checkpoint.every_minutes=null",
         f"checkpoint.every_steps={every}",
-    )
+    ]
     saving += ("checkpoint.keep.last=1", "checkpoint.at_end=false", "checkpoint.background=always")
     run = context.train("saves", *llama_1_7b(context), *words, *saving, "zero=stage1")
     events = [line for line in run.lines("event") if line["event"] == "saved"]

@@ -22,7 +22,8 @@ from llmx.checkpoint import commit, selection
 from llmx.checkpoint.console import ProgressLine, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
 from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
-from llmx.checkpoint.export.weights import SHARD_BYTES, list_weights, write_weights
+from llmx.checkpoint.export.shards import SHARD_BYTES
+from llmx.checkpoint.export.weights import list_weights, write_weights
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import (
     MODEL,

@@ -175,7 +175,8 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory).to(device).eval()
+    network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory)
+    model = network.to(device).eval()
     # Of its generation config only the stop tokens: a published one may sample, or punish
     # repetition, and the completions would not be those of the run's evaluation. Computed, not
     # only read: a run of an older llmx named the EOS token alone.
@@ -207,7 +208,11 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
         if terminal and how.n == 1 and not options.json:
             stream = Stream(decode, stops)
         found = generate(
-            decoder, [ids] * how.n, sampling, seeds=seeds, on_token=stream and stream.on_token
+            decoder,
+            [ids] * how.n,
+            sampling,
+            seeds=seeds,
+            on_token=stream.on_token if stream else None,
         )
         for number, one in enumerate(found):
             text = decode(one.text_tokens)

@@ -75,9 +75,9 @@ def _compose(
         hydra_config = HydraConfig.get()
         made = Path(hydra_config.runtime.output_dir)
         try:
-            values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-            assert isinstance(values, dict)
-            values = {str(key): value for key, value in values.items()}
+            composed = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            assert isinstance(composed, dict)
+            values = {str(key): value for key, value in composed.items()}
             if command or values.get("run_dir") != str(made):
                 _remove_if_empty(made)
             elif hydra_config.mode == RunMode.RUN:
@@ -93,8 +93,9 @@ def _compose(
         except (LlmxError, OmegaConfBaseException) as error:
             # Hydra made the directory; one that nothing was written to is not a run.
             _remove_if_empty(made)
-            problem = error
-            if not isinstance(error, LlmxError):
+            if isinstance(error, LlmxError):
+                problem = error
+            else:
                 problem = ConfigError(explain_hydra(error, overrides))
             if hydra_config.mode == RunMode.MULTIRUN:
                 raise problem from error

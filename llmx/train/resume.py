@@ -105,7 +105,8 @@ def find_resume_point(
     request, saved = all_gather((request, saved), group=group)[0]
     wanted = request.get("step")
     rollbacks = [int(step) for step in request.get("went_back") or ()]
-    chosen, damaged = None, ()
+    chosen: Assessment | None = None
+    damaged: tuple[Damaged, ...] = ()
     if wanted != 0:
         chosen, damaged = select_checkpoint(
             topology, wanted=wanted, saved=saved, rollbacks=rollbacks, group=group
@@ -115,7 +116,7 @@ def find_resume_point(
     )
     step = int(state.get("step", 0))
     kept = lines_until(lines, step)
-    known = {
+    known: dict[str, Any] = {
         "is_first": not any(line["kind"] == "start" for line in kept),
         "evaluated": frozenset(line["step"] for line in kept if line["kind"] == "eval"),
         "losses": tuple(
@@ -189,7 +190,7 @@ def load_state(
     """
     directory = committed_dir(topology.directory, chosen.step)
     holder = chosen.holder[STATE]
-    state = all_gather(
+    state: Any = all_gather(
         read_json(directory / STATE) if topology.rank == holder else None, group=group
     )[holder]
     check_identity(state, mine)

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import torch
 
@@ -42,7 +42,15 @@ class SynchronisationWatch:
             warnings.showwarning = self._shown
             self._path.write_text(json.dumps(self._counts), encoding="utf-8")
 
-    def _count(self, message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    def _count(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if "synchroniz" in str(message):
             short = "/".join(Path(filename).parts[-3:])
             self._counts[f"{short}:{lineno}"] += 1

@@ -40,6 +40,10 @@ class Refused(JobReturn):
     def return_value(self) -> Any:
         raise self._return_value
 
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value
+
 
 def launch(
     launcher: DeepSpeedLauncher, *, job_overrides: Sequence[Sequence[str]], initial_job_idx: int

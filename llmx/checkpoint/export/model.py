@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from llmx.models.conversion import (
     plan_export,
 )
 from llmx.models.generation_config import write_generation_config
-from llmx.models.parameters import persistent_buffers, whole, whole_shape
+from llmx.models.parameters import output_embedding, persistent_buffers, whole, whole_shape
 
 GATHER_BYTES = 256 * 2**20
 """Parameters gathered together under ZeRO-3: few collectives, bounded memory."""
@@ -92,7 +92,7 @@ def write_description(
     """All that a Hugging Face directory holds besides the weights."""
     final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
     write_config(directory, model, final)
-    if model.get_output_embeddings() is not None:  # a classifier generates nothing
+    if output_embedding(model) is not None:  # a classifier generates nothing
         write_generation_config(directory, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(directory)
 
@@ -171,9 +171,10 @@ class _Trim:
 
 def vocabulary_names(model: nn.Module) -> list[str]:
     """The parameters that have a row for each token, tied ones under their first name."""
+    inputs: nn.Module | None = cast(Any, model).get_input_embeddings()
     tables = {
         id(parameter)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        for module in (inputs, output_embedding(model))
         if module is not None
         for parameter in module.parameters(recurse=False)
     }
@@ -213,7 +214,7 @@ def check_export(directory: Path, model: nn.Module, config: Any) -> None:
         if file.stat().st_size < least:
             raise RuntimeError(f"{file} has {file.stat().st_size} bytes for {least} weights")
     with torch.device("meta"):
-        empty = type(model)(config)
+        empty: Any = type(model)(config)
     empty.tie_weights()
     shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
     conversions = conversions_to_revert(model)

@@ -329,4 +329,4 @@ def _fill(
 
 
 def _bytes(values: torch.Tensor) -> memoryview:
-    return memoryview(values.view(torch.uint8).numpy())
+    return values.view(torch.uint8).numpy().data

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ def seed_everything(seed: int, *, deterministic: bool | None, accelerator: str) 
     # A missing deterministic kernel is an error where they were set, else a warning.
     torch.use_deterministic_algorithms(wanted, warn_only=deterministic is None)
     # Would fill every new buffer of DeepSpeed with NaN first.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
     torch.manual_seed(seed)
 
 
@@ -146,7 +146,7 @@ class Engine:
         was not computed."""
         if self._norm is not None:
             return self._norm
-        norm = self.engine.get_global_grad_norm()
+        norm: torch.Tensor | float | None = self.engine.get_global_grad_norm()
         # FusedAdam's wrapper divides by the scale itself, the other one of stage 0 does not.
         whole = type(self.engine.optimizer).__name__ != "FP16_UnfusedOptimizer"
         return norm if whole or norm is None else norm / self._scale

@@ -33,7 +33,8 @@ def load_muon_uncompiled() -> None:
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, vectors (biases and norms) do not. Order as in the model."""
-    matrices, vectors = [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (matrices if len(whole_shape(parameter)) > 1 else vectors).append(parameter)
@@ -69,12 +70,16 @@ def build_optimizer(
 
     try:
         if optim.kind == "cpu_adam":
-            return DeepSpeedCPUAdam(
+            offload: torch.optim.Optimizer = DeepSpeedCPUAdam(
                 groups, lr=optim.lr, betas=betas, eps=optim.eps, adamw_mode=True
             )
+            return offload
         if accelerator != "cuda":
             raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
-        return FusedAdam(groups, lr=optim.lr, betas=betas, eps=optim.eps, adam_w_mode=True)
+        fused_adam: torch.optim.Optimizer = FusedAdam(
+            groups, lr=optim.lr, betas=betas, eps=optim.eps, adam_w_mode=True
+        )
+        return fused_adam
     except (RuntimeError, OSError, ImportError) as error:
         raise ConfigError(
             f"DeepSpeed could not build its extension for optim.kind={optim.kind}: {error} "
