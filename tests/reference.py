@@ -15,11 +15,17 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from llmx.config import Experiment
-from llmx.data.examples import Column
+from llmx.data.collate import collate
+from llmx.data.examples import Column, Schema
 from llmx.data.order import samples_of_step
-from llmx.data.store.samples import Sample, SampleStore
+from llmx.data.store.samples import Sample, SampleStore, in_memory
+from llmx.models.attention import AttentionMethod
+from llmx.models.experts import Routing
 from llmx.models.factory import build_model, model_config
+from llmx.models.model import Model, Models
 from llmx.models.parameters import persistent_buffers, whole
+from llmx.tasks import RolloutKey, Task
+from llmx.train.rollout import prompts_of
 from llmx.train.schedule import lr_at
 from tests.small_stores import write_store
 
@@ -175,6 +181,71 @@ def naive_training(
             for parameter in model.parameters():
                 parameter -= lr * parameter.grad
     return losses, gradients
+
+
+def naive_gradient(
+    exp: Experiment, task: Task, store: SampleStore, tokenizer: Any, *, global_batch: int
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of the first step of any task: networks that nothing wraps, one line for
+    each sequence, one example after the other."""
+    cpu = torch.device("cpu")
+    networks = {
+        name: build_model(
+            exp,
+            model_config(exp, tokenizer=tokenizer, num_labels=spec.num_labels),
+            precision="fp32",
+            device=cpu,
+            implementation="sdpa",
+            ds_config={"zero_optimization": {"stage": 0}},
+            head=spec.head,
+        ).eval()
+        for name, spec in task.models().items()
+    }
+    models = Models(
+        {
+            name: Model(
+                name=name,
+                spec=task.models()[name],
+                module=network,
+                forward=network,
+                config=network.config,
+                vocab_size=VOCABULARY,
+                attention=AttentionMethod("sdpa", "position_ids", "padded"),
+                dtype=torch.float32,
+                device=cpu,
+                routing=Routing(network),
+            )
+            for name, network in networks.items()
+        }
+    )
+    samples = samples_of_step(0, global_batch=global_batch, num_samples=len(store), seed=exp.seed)
+    columns = store.columns
+    examples = [store[int(index)] for index in samples]
+    if task.generates:
+        prompts = [one for sample in examples for one in prompts_of(sample, columns)]
+        columns = task.rollout_columns
+        made = task.rollout(models, prompts, RolloutKey(exp.seed, 0))
+        examples = [
+            in_memory(one, Schema(columns), task=task.name, vocab_size=VOCABULARY)
+            for group in made
+            for one in group
+        ]
+    losses = [
+        task.loss(
+            models, collate([one], seq_len=SEQ_LEN, pad_id=0, layout="padded", columns=columns)
+        )
+        for one in examples
+    ]
+    weight = sum(loss.weight for loss in losses)
+    total = sum(loss.sum for loss in losses) / weight
+    total.backward()
+    gradient = {
+        f"{name}.{parameter_name}": parameter.grad
+        for name, network in networks.items()
+        for parameter_name, parameter in network.named_parameters()
+        if parameter.grad is not None
+    }
+    return float(total.detach()), gradient
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.programs.state import job_experiment, task_of
+from tests.reference import naive_gradient, paired_store, word_tokenizer
 from tests.rundirs import launch
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(1200)]
@@ -108,7 +111,35 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         },
     ],
 }
+SPLITS: dict[int, list[tuple[int, list[int], int]]] = {
+    # Of the first step of a task that uses all of the seam: (stage, micro batches, accumulation).
+    1: [(3, [8], 1), (0, [2], 4)],
+    2: [(0, [4, 4], 1), (1, [3, 1], 2), (2, [1, 1], 4), (3, [3, 1], 2)],
+    3: [(3, [4, 2, 2], 1), (2, [2, 1, 1], 2)],
+}
 MICRO = {1: [1], 2: [2, 2], 3: [2, 1, 1]}
+
+
+def split_name(world: int, stage: int, micro: list[int], accumulation: int) -> str:
+    return f"split-{world}-{stage}-{'-'.join(map(str, micro))}x{accumulation}"
+
+
+def split_jobs(world: int) -> list[dict[str, Any]]:
+    """One step of plain SGD each, of the same 8 samples."""
+    return [
+        {
+            "name": split_name(world, stage, micro, accumulation),
+            "stage": stage,
+            "task": OWN_TASK,
+            "gradient": True,
+            "micro_batches": micro,
+            "accumulation": accumulation,
+            "optim": "sgd",
+            "lr": 0.5,
+            "weight_decay": 0.0,
+        }
+        for stage, micro, accumulation in SPLITS[world]
+    ]
 
 
 def filled(job: dict[str, Any], *, world: int) -> dict[str, Any]:
@@ -126,6 +157,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("state")
     for world, jobs in {2: SAME_RANKS, **ELSEWHERE}.items():
         file = out / f"jobs-{world}.json"
+        jobs = [*jobs, *split_jobs(world)]
         file.write_text(json.dumps([filled(job, world=world) for job in jobs]))
         done = launch("tests.programs.state", str(file), str(out), ranks=world, timeout_s=900)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
@@ -187,6 +219,35 @@ def test_all_stages_are_the_same_training(out: Path, jobs: str, tolerance: float
     losses = [results(out, f"{jobs}-{stage}", world=2)[0]["losses"] for stage in range(4)]
     for other in losses[1:]:
         assert close(other, losses[0], rel=tolerance), (other, losses[0])
+
+
+def test_every_split_of_a_task_that_uses_all_has_the_same_gradient(out: Path) -> None:
+    """The gradient of plain PyTorch, one generated example after the other: whatever the ranks,
+    the stage, the micro batches and the accumulation."""
+    job = filled(split_jobs(1)[0], world=1)
+    exp, _ = job_experiment(job, out)
+    loss, wanted = naive_gradient(
+        exp, task_of(exp), paired_store(out / "pairs"), word_tokenizer(), global_batch=8
+    )
+    assert {name.split(".")[0] for name in wanted} == {"policy", "scorer"}
+    wrong = []
+    for world in SPLITS:
+        for each in SPLITS[world]:
+            name = split_name(world, *each)
+            gradient = torch.load(out / f"{name}.pt")
+            frozen = {key: values for key, values in gradient.items() if key not in wanted}
+            assert {key.split(".")[0] for key in frozen} == {"reference"}
+            assert not any(values.any() for values in frozen.values())
+            apart = norm({key: gradient[key] - wanted[key] for key in wanted}) / norm(wanted)
+            ((found, _),) = results(out, name, world=world)[0]["losses"]
+            if apart > 2e-5 or abs(found / loss - 1) > 1e-5:
+                wrong.append((name, apart, found, loss))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def norm(tensors: dict[str, torch.Tensor]) -> float:
+    """The 2-norm over all tensors together."""
+    return float(sum(values.double().square().sum() for values in tensors.values()) ** 0.5)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -41,14 +41,20 @@ from llmx.models.factory import build_model
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.tasks import Task, task_class
-from llmx.train.batches import Layout, make_step
+from llmx.train.batches import Layout, Step, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
 from llmx.train.step import seed_step, train_step, with_weight
 from tests.programs.leaving import run_and_leave
-from tests.reference import SEQ_LEN, paired_store, synthetic_store, word_tokenizer
+from tests.reference import (
+    SEQ_LEN,
+    paired_store,
+    synthetic_store,
+    whole_weights,
+    word_tokenizer,
+)
 from tests.rundirs import PARITY_MODELS, experiment, with_batch
 
 TOTAL = 7
@@ -88,9 +94,9 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
         batch={"micro_batch": 1},
         optim={
             "kind": job.get("optim", "adamw"),
-            "lr": 0.02,
+            "lr": job.get("lr", 0.02),
             "clip_norm": job.get("clip_norm", 0.0),
-            "weight_decay": 0.1,
+            "weight_decay": job.get("weight_decay", 0.1),
             "warmup_steps": 1,
         },
     )
@@ -154,26 +160,30 @@ def fp16_allowed(job: dict[str, Any]) -> Iterator[None]:
 def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: range) -> list[Any]:
     """The mean loss of each step, and the norm of its gradient."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
     losses, task = [], task_of(exp)
     for number in steps:
-        common: dict[str, Any] = {
-            "batch": plan.batch,
-            "rank": rank,
-            "seed": exp.seed,
-            "layout": layout,
-        }
-        if task.generates:
-            step = rollout_step(engine, task, store, number, **common)
-        else:
-            step = make_step(store, number, normaliser=task.normaliser, **common)
+        step = step_of(engine, task, store, number, plan=plan, seed=exp.seed)
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
-        step = with_weight(step, task, device=engine.device)
         loss = train_step(engine, step, world=world, loss_of=task.loss).double()
         torch.distributed.all_reduce(loss)
         losses.append([float(loss) / step.weight, engine.grad_norm()])
     return losses
+
+
+def step_of(engine: Engine, task: Task, store: Any, number: int, *, plan: Plan, seed: int) -> Step:
+    """This rank's part of a step, read or generated. Collective."""
+    common: dict[str, Any] = {
+        "batch": plan.batch,
+        "rank": torch.distributed.get_rank(),
+        "seed": seed,
+        "layout": Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed"),
+    }
+    if task.generates:
+        step = rollout_step(engine, task, store, number, **common)
+    else:
+        step = make_step(store, number, normaliser=task.normaliser, **common)
+    return with_weight(step, task, device=engine.device)
 
 
 def save(engine: Engine, directory: Path, *, step: int) -> None:
@@ -283,6 +293,29 @@ def go_on(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
     return {"wrong": {"restored": wrong} if wrong else {}, "losses": losses, "first": state["step"]}
 
 
+def first_gradient(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
+    """The mean loss of the first step; rank 0 writes its gradient, read off an update of plain SGD,
+    to ``OUT/<name>.pt``."""
+    exp, plan = job_experiment(job, out)
+    engine = build(job, exp, plan, first_weights=exp.seed)
+    before = whole_weights(engine.module)
+    losses = train(engine, exp, plan, store, steps=range(1))
+    after = whole_weights(engine.module)
+    lr = lr_at(0, optim=exp.optim, total=TOTAL)
+    if torch.distributed.get_rank() == 0:
+        gradient = {name: (before[name] - after[name]) / lr for name in before}
+        torch.save(gradient, out / f"{job['name']}.pt")
+    engine.engine.destroy()
+    return {"wrong": {}, "losses": losses}
+
+
+def answer(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
+    """What the job asks for."""
+    if job.get("gradient"):
+        return first_gradient(job, out=out, store=store)
+    return (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
+
+
 def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     join_process_group(make_plan(experiment(out, ranks=jobs[0]["world"])))
@@ -290,7 +323,7 @@ def main() -> None:
     for job in jobs:
         began, store = time.perf_counter(), store_of(job, out)
         with fp16_allowed(job):
-            result = (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
+            result = answer(job, out=out, store=store)
         result["seconds"] = time.perf_counter() - began
         print(job["name"], result, flush=True)
         (out / f"{job['name']}.{rank}.json").write_text(json.dumps(result))
