@@ -29,6 +29,7 @@ from llmx.config.fields import (
     numbers,
     text,
 )
+from llmx.config.tasks import shipped_tasks
 
 SCHEMA_VERSION = 3
 
@@ -236,8 +237,7 @@ class TaskConfig:
     """What is learned, for how long, and what is reported on the way."""
 
     kind: str = choice_or(
-        "sft",
-        "pretrain",
+        *shipped_tasks(),
         rule=Text(
             pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*",
             rule="be a class of your own, package.module:Class",

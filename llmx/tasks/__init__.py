@@ -1,4 +1,8 @@
-"""Tasks by ``kind``: one file each, saying what is learned and what is reported."""
+"""Tasks by ``kind``: one file each, saying what is learned and what is reported.
+
+Nothing lists them: ``task=NAME`` is the file ``NAME.py`` here (``llmx.config.tasks``), which is
+imported when a run asks for it.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,20 @@ from typing import Any
 
 from llmx import data
 from llmx.config import Experiment
+from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Mean, Prompt, RolloutKey, Task, exact_match, next_token_loss
-from llmx.tasks.pretrain import Pretrain
-from llmx.tasks.sft import Sft
-
-KINDS: dict[str, type[Task]] = {"sft": Sft, "pretrain": Pretrain}
-"""The tasks of llmx, by ``task.kind``."""
 
 
 def task_class(kind: str) -> type[Task]:
-    """The class that ``task.kind`` names: one of ``KINDS``, or ``package.module:Class``.
+    """The class that ``task.kind`` names: a task of llmx, or ``package.module:Class``.
 
     Raises:
         ConfigError: it cannot be imported here, or is no ``Task``.
     """
-    if kind in KINDS:
-        return KINDS[kind]
+    if kind in shipped_tasks():
+        return _shipped(kind)
     module, _, name = kind.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -38,6 +38,18 @@ def task_class(kind: str) -> type[Task]:
     return found
 
 
+def _shipped(kind: str) -> type[Task]:
+    """Of ``llmx/tasks/KIND.py`` the class that is called as the file is: ``Sft``, ``MaskedLm``."""
+    module = importlib.import_module(f"{__name__}.{kind}")
+    name = kind.replace("_", "")
+    found: list[type[Task]] = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, Task) and each.__name__.lower() == name
+    ]
+    return found[0]
+
+
 def task_of(exp: Experiment, tokenizer: Any) -> Task:
     """The task of an experiment."""
     return task_class(exp.task.kind)(exp, tokenizer)
@@ -49,14 +61,11 @@ def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.Sa
 
 
 __all__ = [
-    "KINDS",
     "Loss",
     "Mean",
     "Metric",
-    "Pretrain",
     "Prompt",
     "RolloutKey",
-    "Sft",
     "Task",
     "exact_match",
     "next_token_loss",

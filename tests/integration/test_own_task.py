@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from llmx.run.rundir import RunDir, read_json
+from tests.command_runs import SMALL
+from tests.resumed_runs import events, has_saved, measurements
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
 
@@ -31,13 +39,33 @@ def llmx(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
+def example(part: str) -> str:
+    """The one Python example of the page that has this in it."""
+    every = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    (found,) = [code for code in every if part in code]
+    return found
+
+
+def write_pairs(path: Path) -> None:
+    pairs = [
+        {
+            "prompt": f"{topic} {number}?",
+            "chosen": f"I like {topic}.",
+            "rejected": f"No word of {topic}, never.",
+        }
+        for topic in TOPICS
+        for number in range(8)
+    ]
+    path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+
+
 def lines(run: Path, kind: str) -> list[dict[str, object]]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if line["kind"] == kind]
 
 
 def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    code = example("class Dpo")
     assert len(code.splitlines()) < 80
     tasks = tmp_path / "tasks"
     tasks.mkdir()
@@ -85,3 +113,77 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> N
     final = load_file(run / "model" / "model.safetensors")
     assert exported.keys() == final.keys()
     assert all(torch.equal(exported[name], final[name]) for name in final)
+
+
+EVERYTHING = Path(__file__).parents[1] / "programs" / "own_task.py"
+
+
+def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) -> None:
+    """Pairs stored and generated, a frozen reference, a second trained network with a head, float
+    weights, metrics: SIGKILL, 2 -> 1 -> 3 ranks, export, all by the commands of a user."""
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    shutil.copy(EVERYTHING, tasks / "my_everything.py")
+    write_pairs(tmp_path / "pairs.jsonl")
+    words = [
+        *SMALL, "task.kind=my_everything:Everything", f"task.code_path={tasks}", "data=file",
+        f"data.path={tmp_path / 'pairs.jsonl'}", "data.max_rows=null", "data.seq_len=128",
+        f"data.cache_dir={tmp_path / 'cache'}", "hardware=cpu2", "precision=fp32", "zero=stage3",
+        "batch.global_batch=6", "optim.lr=0.01", "task.steps=12", "task.log_every_steps=1",
+        "task.eval_every_steps=4", "checkpoint.every_steps=2", "checkpoint.metric=eval/accuracy",
+        "task.save_model=true", "launch.restart_backoff_s=0",
+    ]  # fmt: skip
+    undisturbed, run = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "run")
+    llmx(*words, f"run_dir={undisturbed.root}", cwd=tmp_path)
+
+    with (tmp_path / "out").open("wb") as stream:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "llmx", *words, "task.stop_at_step=8", f"run_dir={run.root}"],
+            cwd=tmp_path,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    deadline = time.monotonic() + 240
+    while not has_saved(run, 4):
+        assert command.poll() is None, (tmp_path / "out").read_text()
+        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+        time.sleep(0.02)
+    os.kill(read_json(run.rank_status(1))["pid"], signal.SIGKILL)
+    assert command.wait(timeout=240) == 0, (tmp_path / "out").read_text()
+    assert [event["step"] for event in events(run, "resumed")] in ([4], [6])
+    wanted = [line for line in measurements(undisturbed) if line.get("step", 0) <= 8]
+    found = [line for line in measurements(run) if line["kind"] != "end"]
+    assert found == wanted, "bit for bit"
+    (ended,) = [line for line in measurements(run) if line["kind"] == "end"]
+    state = read_json(run.checkpoint(8) / "state.json")
+    assert state["weights_hash"] == ended["weights_hash"]
+    assert {name.split(".")[0] for name in state["parameters"]} == {"policy", "scorer"}
+    assert list(state["frozen"]) == ["reference"]
+
+    for ranks, stop in (("1", "10"), ("3", "null")):
+        hosts = f"hardware.hosts=[{{name: localhost, slots: {ranks}, device: cpu}}]"
+        llmx("resume", str(run.root), hosts, f"task.stop_at_step={stop}", cwd=tmp_path)
+    assert [event["world_size"] for event in events(run, "resumed")] == [2, 1, 3]
+    numbers, expected = (
+        [
+            [line[name] for name in ("loss", "grad_norm", "accuracy", "margin", "drift")]
+            for line in measurements(one)
+            if line["kind"] == "train"
+        ]
+        for one in (run, undisturbed)
+    )
+    assert len(numbers) == 12
+    for mine, theirs in zip(numbers, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert measurements(run)[-2]["drift"] == pytest.approx(
+        measurements(undisturbed)[-2]["drift"], rel=1e-3
+    )
+    provenance = read_json(run.provenance)
+    assert list(provenance["task_code"]) == ["my_everything.py"]
+
+    llmx("export", str(run.root), cwd=tmp_path)
+    exported = load_file(next(run.root.glob("export/*/model.safetensors")))
+    final = load_file(run.final_model / "model.safetensors")
+    assert exported.keys() == final.keys()
+    assert all(torch.equal(exported[name], final[name]) for name in final)
+    assert not any("score" in name for name in final), "the main model is the policy"

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from llmx.config import Experiment, TaskConfig
+from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric, declared_in, declared_of, measured, metric_of
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
-from llmx.tasks import KINDS
+from llmx.tasks import task_class
 
 F1 = Metric("macro F1", "percent", higher_is_better=True)
 ACCURACY = Metric("accuracy", "percent", higher_is_better=True, kinds=("train", "eval"))
@@ -139,10 +140,10 @@ def test_a_declaration_that_readers_could_not_show_is_refused(name, metric, rule
     assert rule in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", shipped_tasks())
 def test_every_task_declares_what_it_scores(kind: str) -> None:
     exp = Experiment(task=TaskConfig(kind=kind, eval_generate=2))
-    task = KINDS[kind](exp, None)
+    task = task_class(kind)(exp, None)
     check_declared(task.metrics, task=kind)
     prompts = [SimpleNamespace(expected="a"), SimpleNamespace(expected="b")]
     assert set(task.score(prompts, ["a", "c"])) == set(task.metrics)

@@ -1,0 +1,26 @@
+"""The tasks of llmx by name, found without importing them (they import torch).
+
+A task is a file ``llmx/tasks/NAME.py`` whose first line says ``task=NAME`` and what is learned;
+nothing lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+DIRECTORY = Path(__file__).parents[1] / "tasks"
+DEFAULT = "sft"
+
+
+@functools.cache
+def shipped_tasks() -> tuple[str, ...]:
+    """What ``task.kind`` may be beside a class of the user's own; the default first."""
+    names = [path.stem for path in DIRECTORY.glob("*.py") if _is_task(path)]
+    return (DEFAULT, *sorted(set(names) - {DEFAULT}))
+
+
+def _is_task(path: Path) -> bool:
+    with path.open(encoding="utf-8") as stream:
+        return re.match(rf'"""``task={re.escape(path.stem)}``:', stream.readline()) is not None
