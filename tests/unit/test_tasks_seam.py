@@ -1,0 +1,109 @@
+"""Nothing that drives, watches or shows a run names a task or what one task alone measures.
+
+Beside the import contracts (``pyproject.toml``) this reads the code itself: a task can also be
+named by a text. Docstrings and comments may name tasks, as examples.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmx.config.tasks import DIRECTORY, shipped_tasks
+from llmx.tasks import Task, task_class
+
+ROOT = Path(__file__).parents[2]
+ROOMS = (
+    *("train", "launch", "observe", "tracking", "lifecycle"),
+    *("checkpoint", "run", "plan", "compose", "hardware", "models", "worker.py"),
+)
+ALLOWED = {
+    # Files of runs that earlier versions wrote, before tasks declared their metrics.
+    ("llmx/run/metrics/declared.py", "exact_match"),
+}
+
+
+def test_every_task_is_a_file_that_says_its_name() -> None:
+    """And a group file of the same name, which is what ``task=NAME`` takes."""
+    assert shipped_tasks()[0] == "sft"
+    assert {"sft", "pretrain"} <= set(shipped_tasks())
+    for kind in shipped_tasks():
+        assert issubclass(task_class(kind), Task)
+        assert task_class(kind).__module__ == f"llmx.tasks.{kind}"
+        assert f"kind: {kind}\n" in (ROOT / "conf" / "task" / f"{kind}.yaml").read_text()
+
+
+def of_one_task() -> set[str]:
+    """Kinds, class names, and names of metrics that no other word is like (``exact_match``)."""
+    names = set(shipped_tasks()) | {task_class(kind).__name__ for kind in shipped_tasks()}
+    for kind in shipped_tasks():
+        source = (DIRECTORY / f"{kind}.py").read_text(encoding="utf-8")
+        names |= set(re.findall(r'"(\w+_\w+)": Metric\(', source))
+    return names
+
+
+def named(source: str, names: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of each of ``names`` in code: in a text, an import, or as a name."""
+    tree = ast.parse(source)
+    # A text of its own: the docstring of a module, a class, a function or an attribute.
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        texts: list[str] = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts = [] if id(node) in docstrings else [node.value]
+        elif isinstance(node, ast.Name):
+            texts = [node.id]
+        elif isinstance(node, ast.Attribute):
+            texts = [node.attr]
+        elif isinstance(node, ast.keyword):
+            texts = [node.arg or ""]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            parts = [getattr(node, "module", None) or "", *(one.name for one in node.names)]
+            texts = [" ".join(parts)]
+        for text in texts:
+            identifier = isinstance(node, ast.Name | ast.Attribute | ast.keyword)
+            for word in re.findall(r"\w+", text):
+                # A function may well be called `classify`.
+                if word in names and not (identifier and word in shipped_tasks()):
+                    yield node.lineno, word
+
+
+def test_nothing_that_drives_tasks_names_one() -> None:
+    names = of_one_task()
+    assert {"sft", "pretrain", "Sft", "Pretrain", "exact_match"} <= names
+    found = []
+    for room in ROOMS:
+        place = ROOT / "llmx" / room
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            where = path.relative_to(ROOT).as_posix()
+            for line, name in named(path.read_text(encoding="utf-8"), names):
+                if (where, name) not in ALLOWED:
+                    found.append(f"{where}:{line}: names {name!r}")
+    assert not found, (
+        "\n".join(found) + "\nA task is known to its own file alone. Let it declare what is needed "
+        "here (llmx/tasks/base.py), and ask for that."
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ('"""An sft run."""\nx = 1', []),
+        ('class A:\n    kind: str\n    """``sft``, say."""', []),
+        ('def f():\n    """Of sft."""\n    return exp.task.kind == "sft"', [(3, "sft")]),
+        ('x = f"task=sft needs {y}"', [(1, "sft")]),
+        ('line["eval/exact_match"]', [(1, "exact_match")]),
+        ("from llmx.tasks.sft import Sft", [(1, "sft"), (1, "Sft")]),
+        ("import llmx.tasks.sft", [(1, "sft")]),
+        ("result.exact_match", [(1, "exact_match")]),
+        ("write(exact_match=1)", [(1, "exact_match")]),
+        ('x = "shift"', []),
+        ("sft(x.sft, sft=1)", []),
+    ],
+)
+def test_what_names_a_task(source: str, wanted: list[tuple[int, str]]) -> None:
+    assert list(named(source, {"sft", "Sft", "exact_match"})) == wanted
