@@ -1,4 +1,4 @@
-"""The pre-token cache: the ids of whole texts, for any text and every kind of tokenizer."""
+"""Word by word: the ids of whole texts, for any text and every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from llmx.data.tokenize import byte_level as words_module
 from llmx.data.tokenize import documents as encode
 from llmx.data.tokenize.byte_level import LONGEST, PATTERNS, BytePairs, PretokenCache, is_cut_off
 from llmx.data.tokenize.documents import DocumentEncoder
+from llmx.data.tokenize.wordwise import MARK, NotWordwise, Wordwise
 
-MARK = "\u2581"
-"""How SentencePiece writes a space."""
 CORPUS = [
     "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",
     "  indented\n\n\tcode = {'a': 1}\r\n    return None  \n",
@@ -90,12 +89,13 @@ def unigram() -> Tokenizer:
     return backend
 
 
-def sentence_bpe(*, prepend: bool) -> Tokenizer:
+def sentence_bpe(*, prepend: bool, across: bool = False) -> Tokenizer:
     """As Llama 2 and Mistral have it: no pre-tokenizer, merges over the whole text."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     marks = normalizers.Replace(" ", MARK)
     backend.normalizer = marks
-    backend.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
+    if not across:
+        backend.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
     special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(
         vocab_size=450, special_tokens=special, initial_alphabet=[MARK], show_progress=False
@@ -159,19 +159,51 @@ def test_the_ids_of_whole_texts(kind: str, texts: list[str]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_byte_level_kinds_go_the_fast_path(kind: str):
+def test_every_kind_is_encoded_by_words(kind: str):
     encoder = encoder_of(kind)
-    if kind in ("bert", "unigram", "llama2", "gemma"):
-        assert encoder.description == "tokenizers (it is no byte-level BPE)"
-        return
-    assert encoder.description.startswith("tiktoken (equal to tokenizers on ")
+    others = ("bert", "unigram", "llama2", "gemma")
+    how = "tokenizers word by w" if kind in others else "tiktoken ("
+    assert encoder.description.startswith(how)
+    assert "equal to tokenizers on " in encoder.description
     encoder.ids(["so many words of the dog " * 3])
     assert len(encoder._cache()) > 5
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        (sentence_bpe(prepend=False, across=True), "hold several words"),
+        (Tokenizer(models.Unigram([("a", 0.0)], 0, False)), "does not cut texts into words"),
+    ],
+)
+def test_what_is_not_encoded_by_words_says_why(backend: Tokenizer, reason: str):
+    with pytest.raises(NotWordwise, match=reason):
+        Wordwise.of(backend)
+
+
+def test_what_was_compared_with_nothing_is_not_used():
+    encoder = DocumentEncoder(tokenizer_of("bert"), bos=[], workers=1)
+    encoder.choose(["北京大学的学生" * 9, "москва" * 9])
+    assert encoder.description == (
+        "tokenizers (it is no byte-level BPE; tokenizers word by word fits none of the first texts)"
+    )
+    assert encoder.ids(["dog"])[0].tolist() == reference_of("bert").encode("dog").ids
 
 
 def test_a_sample_is_of_so_many_bytes():
     assert list(encode._beginning(["ab", "größer", "c"], 5)) == ["ab", "gr"]
     assert list(encode._beginning(["ab", "c"], 2)) == ["ab"]
+
+
+def test_unknown_steps_are_not_encoded_by_words():
+    backend = word_piece()
+    backend.normalizer = normalizers.Replace("a b", "c")
+    with pytest.raises(NotWordwise, match=r"changes in texts is not known \(Replace\)"):
+        Wordwise.of(backend)
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.FixedLength(5)
+    with pytest.raises(NotWordwise, match=r"cutting texts into words is not known \(FixedLength\)"):
+        Wordwise.of(backend)
 
 
 def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -181,9 +213,9 @@ def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @settings(deadline=None, max_examples=300)
-@given(texts=st.lists(st.binary(max_size=60), max_size=6))
-def test_words_put_together_are_the_text(texts: list[bytes]):
-    words = PretokenCache(counted)
+@given(texts=st.lists(st.binary(max_size=60), max_size=6), lone=st.booleans())
+def test_words_put_together_are_the_text(texts: list[bytes], lone: bool):
+    words = PretokenCache(counted, lone=lone)
     for _ in range(2):  # from the encoder, from the table
         ids, counts = words.encode(texts)
         assert ids.astype(np.uint8).tobytes() == b"".join(texts)

@@ -1,7 +1,8 @@
-"""Documents to tokens, on all cores.
+"""Documents to tokens, on all cores: by words where that is proven to give the same ids.
 
-A byte-level BPE goes the fast path (``byte_level``) where that is proven to give the same ids;
-every other tokenizer encodes with its own library, which has threads of its own.
+A word is tokenized once and looked up from then on (``words``); by tiktoken where the tokenizer
+is a byte-level BPE (``byte_level``), by its own library else (``wordwise``). A tokenizer for
+which neither is proven encodes whole texts.
 
     encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
     encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
@@ -26,6 +27,7 @@ from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Document
 from llmx.data.source.records import RecordError
 from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
+from llmx.data.tokenize.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
 
 PROOF_BYTES = 200_000
@@ -90,27 +92,35 @@ class DocumentEncoder:
         self._slow.encode_special_tokens = True
         self._slow.no_truncation()
         self._slow.no_padding()
-        self._fast: BytePairs | None = None
+        self._fast: BytePairs | Wordwise | None = None
         self._thread = threading.local()
 
     def choose(self, texts: Iterable[str]) -> None:
-        """Go the fast path if the tokenizer allows it and the ids of these texts are equal."""
+        """Encode by words if the tokenizer allows it and the ids of these texts are equal."""
         try:
-            self._fast = fast = BytePairs.of(self._tokenizer)
-        except NotConvertible as reason:
-            self.description = f"tokenizers ({reason})"
-            return
+            self._fast = BytePairs.of(self._tokenizer)
+            how, why = "tiktoken", ""
+        except NotConvertible as unlike:
+            try:
+                self._fast = Wordwise.of(self._slow)
+                how, why = "tokenizers word by word", f"{unlike}; "
+            except NotWordwise as reason:
+                self.description = f"tokenizers ({reason})"
+                return
+        fast = self._fast
         sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
         ids, sizes = self._cache().encode([fast.prepared(text) for text in sample])
         wanted, wanted_sizes = _concatenated(self._slow_ids(sample))
         if not len(wanted):
             self._fast = None
-            self.description = "tokenizers (tiktoken fits none of the first texts)"
+            self.description = f"tokenizers ({why}{how} fits none of the first texts)"
         elif not (np.array_equal(ids, wanted) and np.array_equal(sizes, wanted_sizes)):
             self._fast = None
-            self.description = "tokenizers (tiktoken gave other ids on this data)"
+            self.description = f"tokenizers ({how} gave other ids on this data)"
         else:
-            self.description = f"tiktoken (equal to tokenizers on {len(ids):,} tokens of this data)"
+            self.description = (
+                f"{how} ({why}equal to tokenizers on {len(ids):,} tokens of this data)"
+            )
 
     def blocks(
         self, batches: Iterable[Batch], *, begins: bool
@@ -175,7 +185,7 @@ class DocumentEncoder:
         if self._fast is None:
             raise AssertionError("no fast encoder was chosen")
         if not hasattr(self._thread, "cache"):
-            self._thread.cache = PretokenCache(self._fast.encode_pretokens)
+            self._thread.cache = PretokenCache(self._fast.encode_pretokens, lone=self._fast.lone)
         cache: PretokenCache = self._thread.cache
         return cache
 
