@@ -249,7 +249,8 @@ class TaskConfig:
     """The directory that holds the package of a task of your own. Null: the directory where the
     command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package along."""
     options: dict[str, Any] = mapping(example="{beta: 0.1}")
-    """Of a task of your own: the fields of its ``Options``."""
+    """What the task itself takes: the fields of its ``Options``. ``task=sft`` has
+    ``neftune_alpha``, ``dft``, ``z_loss`` and ``turn_weights`` (docs/tasks.md)."""
     steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=1000)
     """Optimizer steps; when set, it wins over ``epochs``."""
     epochs: float | None = number(None, above=0, maximum=10**6, example=3)

@@ -30,10 +30,15 @@ class EvalPrompt:
     """The completion in the data, stripped."""
 
 
-def held_out_prompts(exp: Experiment, tokenizer: Any, *, limit: int) -> list[EvalPrompt]:
+def held_out_prompts(
+    exp: Experiment, tokenizer: Any, *, limit: int, turn_weights: bool = False
+) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
-    ``seq_len``. Raises ConfigError for a source of plain text, which has no prompts."""
-    source = DatasetSplit.of(exp, "eval")
+    ``seq_len``. ``turn_weights``: turns may have weights, which change nothing here.
+
+    Raises ConfigError for a source of plain text, which has no prompts.
+    """
+    source = DatasetSplit.of(exp, "eval", turn_weights=turn_weights)
     if source.form == "text":
         raise ConfigError(
             f"task.eval_generate={exp.task.eval_generate} needs conversations to take eval prompts "

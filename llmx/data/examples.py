@@ -162,8 +162,11 @@ class Encoding(Protocol):
     """The rows that ``encode`` takes: of ``Conversation``, ``Document``, ``Preference``,
     ``Labelled`` and ``Record``. A pair or a labelled row is a ``Conversation`` for a task that
     does not take it as what it is."""
-    columns: ClassVar[tuple[Column, ...]]
+    columns: tuple[Column, ...]
     """Columns that examples have beside their tokens."""
+    turn_weights: bool
+    """Whether the "weight" of an assistant's turn is that of its tokens: a number from 0. It
+    needs the column ``weight``. Without it, rows with such weights are rejected."""
 
     @property
     def name(self) -> str:

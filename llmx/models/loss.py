@@ -29,6 +29,26 @@ CHUNK_ELEMENTS = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
 128 MiB there), or 128 MiB, which keep a GPU busy."""
 
 
+@dataclass(frozen=True)
+class TokenLoss:
+    """What the loss of a target token is, beside ``-log p`` of it. Each term is a sum over target
+    tokens, so the one-loss rule holds for it."""
+
+    dft: bool = False
+    """``-p log p``, with p taken as a constant (Wu et al. 2025, "On the Generalization of SFT",
+    equation 9): tokens that the model finds unlikely pull less."""
+    z_loss: float = 0.0
+    """Times ``(log Z)^2``, Z the sum of exp(logits) (PaLM, section 5): logits stay small."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is cross entropy alone."""
+        return not (self.dft or self.z_loss)
+
+
+CROSS_ENTROPY = TokenLoss()
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     """Sum of ``-log softmax(logits)[target]`` in fp32, without an fp32 copy of all logits.
 
@@ -71,13 +91,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 class _TargetLogProbabilities(torch.autograd.Function):
-    """``log softmax(logits)[target]`` of every row in fp32, chunk by chunk in both directions, as
-    ``_SummedCrossEntropy``."""
+    """``log softmax(logits)[target]`` of every row in fp32, and the log of what it is normalised
+    by, chunk by chunk in both directions, as ``_SummedCrossEntropy``."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = _rows_at_a_time(logits)
         log_normaliser = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
         found = torch.empty_like(log_normaliser)
@@ -88,11 +108,19 @@ class _TargetLogProbabilities(torch.autograd.Function):
             found[here] = part.gather(1, targets[here, None]).squeeze(1) - log_normaliser[here]
         ctx.save_for_backward(logits, targets, log_normaliser)
         ctx.vocab_size = vocab_size
-        return found
+        ctx.set_materialize_grads(False)
+        return found, log_normaliser.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(
+        ctx: Any, *gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None]:
+        of_target, of_normaliser = gradients
+        if of_target is None and of_normaliser is None:
+            return None, None, None
         logits, targets, log_normaliser = ctx.saved_tensors
+        if of_target is None:
+            of_target = torch.zeros_like(log_normaliser)
         rows = _rows_at_a_time(logits)
         result = torch.empty_like(logits)
         result[:, ctx.vocab_size :] = 0
@@ -100,8 +128,13 @@ class _TargetLogProbabilities(torch.autograd.Function):
             here = slice(start, start + rows)
             part = logits[here, : ctx.vocab_size].float()
             part.sub_(log_normaliser[here, None]).exp_().neg_()
-            part.scatter_add_(1, targets[here, None], part.new_ones((len(part), 1)))
-            result[here, : ctx.vocab_size] = part.mul_(gradients[0][here, None])
+            if of_normaliser is None:
+                part.scatter_add_(1, targets[here, None], part.new_ones((len(part), 1)))
+                part.mul_(of_target[here, None])
+            else:
+                part.mul_((of_target - of_normaliser)[here, None])
+                part.scatter_add_(1, targets[here, None], of_target[here, None])
+            result[here, : ctx.vocab_size] = part
         return result, None, None
 
 
@@ -124,6 +157,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         vocab_size: int,
         scale: float,
+        weights: torch.Tensor | None,
+        token_loss: TokenLoss,
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = max(1, FUSED_LOSS_CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
@@ -134,7 +169,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             part, wanted = hidden[start : start + rows], targets[start : start + rows]
             logits = torch.nn.functional.linear(part, weight, bias)
-            total += _cross_entropy_(logits, wanted, vocab_size=vocab_size, scale=scale)
+            total += _cross_entropy_(
+                logits,
+                wanted,
+                vocab_size=vocab_size,
+                scale=scale,
+                weights=None if weights is None else weights[start : start + rows],
+                token_loss=token_loss,
+            )
             # From here on the chunk holds the gradient of its logits.
             if hidden_gradient is not None:
                 torch.mm(logits, weight, out=hidden_gradient[start : start + rows])
@@ -166,14 +208,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             scaled(hidden, dtype),
             scaled(weight, dtype),
             scaled(bias, bias_dtype),
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
 def _cross_entropy_(
-    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, scale: float
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    scale: float,
+    weights: torch.Tensor | None,
+    token_loss: TokenLoss,
 ) -> torch.Tensor:
     """The summed loss in fp32; ``logits`` are replaced by ``scale`` times their gradient."""
     rows = _rows_at_a_time(logits)
@@ -183,9 +229,19 @@ def _cross_entropy_(
         part = logits[start : start + rows, :vocab_size].float()
         wanted = targets[start : start + rows, None]
         log_normaliser = part.logsumexp(dim=-1, keepdim=True)
-        total += (log_normaliser - part.gather(1, wanted)).sum()
+        losses = log_normaliser - part.gather(1, wanted)
         part.sub_(log_normaliser).exp_()
-        part.scatter_add_(1, wanted, part.new_full((len(part), 1), -1.0))
+        if weights is None and token_loss.plain:
+            total += losses.sum()
+            part.scatter_add_(1, wanted, part.new_full((len(part), 1), -1.0))
+        else:
+            weight = (
+                torch.ones_like(losses) if weights is None else weights[start : start + rows, None]
+            )
+            factor = weight * torch.exp(-losses) if token_loss.dft else weight
+            pull = 2 * token_loss.z_loss * weight * log_normaliser
+            total += (factor * losses + token_loss.z_loss * weight * log_normaliser.square()).sum()
+            part.mul_(factor + pull).scatter_add_(1, wanted, -factor)
         logits[start : start + rows, :vocab_size] = part.mul_(scale)
     return total
 
@@ -198,10 +254,13 @@ def fused_linear_cross_entropy(
     bias: torch.Tensor | None = None,
     vocab_size: int | None = None,
     scale: float = 1.0,
+    weights: torch.Tensor | None = None,
+    token_loss: TokenLoss = CROSS_ENTROPY,
 ) -> torch.Tensor:
     """Scalar fp32 sum over ``hidden`` [n, H], ``weight`` [V, H] and ``targets`` [n].
 
     Args:
+        weights: fp32 [n], of the targets; None: 1.
         vocab_size: see ``summed_cross_entropy``.
         scale: what the loss will be multiplied by, as far as it is known: gradients are kept in
             the dtype of ``hidden`` at that scale.
@@ -210,7 +269,9 @@ def fused_linear_cross_entropy(
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     apply: Callable[..., torch.Tensor] = _FusedLinearCrossEntropy.apply
-    return apply(hidden, weight, bias, targets, vocab_size or weight.shape[0], scale)
+    return apply(
+        hidden, weight, bias, targets, vocab_size or weight.shape[0], scale, weights, token_loss
+    )
 
 
 def _rows_at_a_time(logits: torch.Tensor) -> int:
@@ -240,14 +301,30 @@ def target_log_probabilities(
 ) -> torch.Tensor:
     """fp32 [n]: log-probability of each target token, in the order of ``labels``; with a graph.
 
+    Arguments and the empty case as of ``target_log_values``.
+    """
+    return target_log_values(engine, inputs, labels, vocab_size=vocab_size)[0]
+
+
+def target_log_values(
+    engine: nn.Module,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    *,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [n], twice: log-probability of each target token, in the order of ``labels``, and the
+    log of the sum that it is normalised by. Both with a graph.
+
     Arguments as of ``micro_batch_loss``. Without a target it still runs forward, and what comes
     back is empty but has the graph, so that the collectives of ZeRO match on every rank.
     """
     at = target_positions(labels, inputs["input_ids"].device)
     logits = logits_at(engine, inputs, at)
     if at.empty:
-        return logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
-    apply: Callable[..., torch.Tensor] = _TargetLogProbabilities.apply
+        nothing = logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
+        return nothing, nothing
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TargetLogProbabilities.apply
     return apply(logits, at.tokens, vocab_size or logits.shape[-1])
 
 
@@ -395,6 +472,8 @@ def micro_batch_loss(
     vocab_size: int | None = None,
     fused: bool = False,
     scale: float = 1.0,
+    weights: torch.Tensor | None = None,
+    token_loss: TokenLoss = CROSS_ENTROPY,
 ) -> torch.Tensor:
     """Summed cross entropy of one micro batch, fp32 scalar with a graph.
 
@@ -406,11 +485,18 @@ def micro_batch_loss(
         vocab_size: see ``summed_cross_entropy``.
         fused: compute head and loss together (``fused_linear_cross_entropy``), at this ``scale``.
             Only for a model without a ``fused_loss_problem``.
+        weights: fp32 [n], of the targets in the order of ``labels``; None: 1.
+        token_loss: terms beside the cross entropy.
 
     A micro batch without targets still runs forward and backward, so that the collectives of
     ZeRO match on every rank; its loss is 0.
     """
+    plain = weights is None and token_loss.plain
+    if not fused and not plain:
+        values, normalisers = target_log_values(engine, inputs, labels, vocab_size=vocab_size)
+        return weighted_loss(values, normalisers, weights=weights, token_loss=token_loss)
     at = target_positions(labels, inputs["input_ids"].device)
+    on_device = None if weights is None or at.empty else to_device(weights, at.rows.device)
     if not fused:
         logits = logits_at(engine, inputs, at)
         if at.empty:
@@ -427,8 +513,28 @@ def micro_batch_loss(
             bias=head.bias,
             vocab_size=vocab_size,
             scale=scale,
+            weights=on_device,
+            token_loss=token_loss,
         ).view(1, 1, 1)
 
     with head_answers(head, summed_loss):
         loss: torch.Tensor = engine(**inputs, **without_cache(model)).logits.view(())
     return loss * 0.0 if at.empty else loss
+
+
+def weighted_loss(
+    values: torch.Tensor,
+    normalisers: torch.Tensor,
+    *,
+    weights: torch.Tensor | None,
+    token_loss: TokenLoss,
+) -> torch.Tensor:
+    """The sum of ``token_loss`` over target tokens, of what ``target_log_values`` gives."""
+    losses = -values
+    if token_loss.dft:
+        losses = losses * values.detach().exp()
+    if token_loss.z_loss:
+        losses = losses + token_loss.z_loss * normalisers.square()
+    if weights is not None:
+        losses = losses * to_device(weights, losses.device)
+    return losses.sum()

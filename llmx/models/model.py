@@ -7,6 +7,7 @@ Shown by ``python -m pytest tests/unit/test_models_model.py``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from torch import nn
 
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.classification import has_score, pooled_tokens
+from llmx.models.embedding_noise import SEEDS, noisy_embeddings
 from llmx.models.experts import Routing
 from llmx.models.generate import Completion, generate
 from llmx.models.loss import (
+    CROSS_ENTROPY,
     IGNORE,
+    TokenLoss,
     micro_batch_loss,
     target_log_probabilities,
     to_device,
@@ -112,16 +116,34 @@ class Model:
         """Keyword arguments of the forward, on the device; and the labels (``model_inputs``)."""
         return model_inputs(batch, method=self.attention, dtype=self.dtype, device=self.device)
 
-    def cross_entropy(self, batch: Batch) -> torch.Tensor:
+    @property
+    def is_training(self) -> bool:
+        """Whether it runs with dropout and the like; not in an evaluation."""
+        return self.module.training
+
+    def cross_entropy(
+        self,
+        batch: Batch,
+        *,
+        token_loss: TokenLoss = CROSS_ENTROPY,
+        embedding_noise: float = 0.0,
+    ) -> torch.Tensor:
         """Summed cross entropy of the targets, fp32 scalar: each times its weight, where
-        ``batch`` has ``weights``."""
+        ``batch`` has ``weights``.
+
+        Args:
+            token_loss: with further terms.
+            embedding_noise: NEFTune's alpha, for a task that ``draws``.
+        """
         weights = batch.get("weights")
         if weights is not None:
-            found = self.log_probabilities(batch)
-            flat = weights.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
-            return -(found.values * to_device(flat, self.device)).sum()
+            weights = weights.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
         inputs, labels = self.inputs(batch)
-        with self._watch(batch):
+        noise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if embedding_noise:
+            lines, seeds = batch["segment_ids"], batch[SEEDS]
+            noise = noisy_embeddings(self.module, lines, seeds, alpha=embedding_noise)
+        with self._watch(batch), noise:
             return micro_batch_loss(
                 self.forward,
                 inputs,
@@ -129,6 +151,8 @@ class Model:
                 vocab_size=self.vocab_size,
                 fused=self.fused_loss,
                 scale=self.gradient_scale,
+                weights=weights,
+                token_loss=token_loss,
             )
 
     def log_probabilities(self, batch: Batch) -> SequenceLogProbs:

@@ -104,7 +104,10 @@ class Task:
     """The rows that ``encode`` gets: of ``Conversation``, ``Document``, ``Preference``,
     ``Labelled`` and ``Record``; each row is the most particular that is named. Data of another
     kind is refused."""
-    columns: ClassVar[tuple[Column, ...]] = ()
+    turn_weights: bool = False
+    """Whether the "weight" of an assistant's turn in the data is that of its tokens; such a task
+    has ``Column("weight", per="token")``, too. Without it, rows with such weights are rejected."""
+    columns: tuple[Column, ...] = ()
     """What examples have beside their tokens: ``Column("label", per="example", dtype="int64")``.
     ``Column("weight", per="token")`` gives targets a weight each."""
 
@@ -160,6 +163,11 @@ class Task:
         from llmx.models.model import ModelSpec
 
         return {"policy": ModelSpec()}
+
+    draws: bool = False
+    """Whether the loss draws random numbers for each sequence: training batches then have
+    ``draw_seeds``, int64 [sequences], a function of the seed, the step and the sample alone.
+    (What the network itself draws, dropout, follows from the seed, the step and the rank.)"""
 
     generates: ClassVar[bool] = False
     """Whether steps are made by ``rollout``; else they are read."""
@@ -225,12 +233,13 @@ def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
     return dataclass_from(kind, dict(values), path="task.options")
 
 
-def next_token_loss(model: Model, batch: Batch) -> Loss:
-    """Cross entropy of the target tokens, each times its weight where the batch has weights."""
+def next_token_loss(model: Model, batch: Batch, **terms: Any) -> Loss:
+    """Cross entropy of the target tokens, each times its weight where the batch has weights.
+    ``terms``: as of ``Model.cross_entropy``."""
     weights = batch.get("weights")
     targets = batch["labels"] != IGNORE
     weight = float(targets.sum()) if weights is None else float(weights[targets].double().sum())
-    return Loss(model.cross_entropy(batch), weight)
+    return Loss(model.cross_entropy(batch, **terms), weight)
 
 
 def exact_match(expected: Sequence[str], completions: Sequence[str]) -> float | None:

@@ -6,10 +6,14 @@ An eval prompt is a held-out conversation up to its last completion, rendered as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmx.config import Experiment
+from llmx.config.fields import number
 from llmx.data import EvalPrompt, held_out_prompts
+from llmx.data.examples import TOKEN_WEIGHT, Example
+from llmx.data.format.formats import Conversation
 from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
@@ -19,16 +23,46 @@ if TYPE_CHECKING:
     from llmx.models.model import Batch, Models
 
 
+@dataclass
+class Options:
+    """``task.options`` of ``task=sft``. An evaluation is always plain cross entropy."""
+
+    neftune_alpha: float = number(0.0, minimum=0, maximum=1000)
+    """NEFTune: noise on the embeddings while training, uniform in +- alpha / sqrt(tokens x width)
+    of each sequence; 5 is usual, 0 is off."""
+    dft: bool = False
+    """Dynamic fine-tuning: the loss of each target times its probability."""
+    z_loss: float = number(0.0, minimum=0, maximum=1)
+    """Times (log of the sum of exp(logits))^2 of each target, added to the loss: 1e-4 is usual."""
+    turn_weights: bool = False
+    """Learn each assistant's turn of ``messages`` with its "weight", a number from 0; 1 where it
+    has none."""
+
+
 class Sft(Task):
     """Targets are the assistant's turns (``data.loss_on``), of a pair those of the better."""
+
+    Options = Options
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
         self._eval_prompts: list[EvalPrompt] | None = None
+        options = self.options
+        self.draws = options.neftune_alpha > 0
+        self.turn_weights = options.turn_weights
+        if options.turn_weights:
+            self.columns = (TOKEN_WEIGHT,)
 
     def encoding_identity(self) -> dict[str, Any]:
-        """Nothing of its own: ``loss_on`` says it."""
-        return {}
+        """Nothing of its own but the weights: ``loss_on`` says the rest."""
+        return {"turn_weights": True} if self.turn_weights else {}
+
+    def encode(self, row: Conversation) -> Example | None:
+        """One sequence; nothing where no turn that is learned has a weight."""
+        learned = [turn.weight for turn in row.messages if turn.role == "assistant"]
+        if self.loss_on != "all" and not any(learned[-1:] if self.loss_on == "last" else learned):
+            return None
+        return Example.of(row)
 
     def check_source(self, source: DatasetSplit) -> None:
         if source.has_text:
@@ -53,14 +87,27 @@ class Sft(Task):
         return {"exact_match": Metric("exact match", "percent", higher_is_better=True)}
 
     def loss(self, models: Models, batch: Batch) -> Loss:
-        """Cross entropy of the completions."""
-        return next_token_loss(models.main, batch)
+        """Cross entropy of the completions; in training with what the options add."""
+        model, options = models.main, self.options
+        if not model.is_training:
+            return next_token_loss(model, batch)
+        from llmx.models.loss import TokenLoss
+
+        terms = TokenLoss(dft=options.dft, z_loss=options.z_loss)
+        noise = options.neftune_alpha
+        return next_token_loss(model, batch, token_loss=terms, embedding_noise=noise)
 
     def eval_prompts(self) -> list[EvalPrompt]:
         """Of the first ``task.eval_generate`` held-out conversations; read once, then kept."""
         limit = self.exp.task.eval_generate
         if self._eval_prompts is None:
-            found = held_out_prompts(self.exp, self.tokenizer, limit=limit) if limit else []
+            found = (
+                held_out_prompts(
+                    self.exp, self.tokenizer, limit=limit, turn_weights=self.turn_weights
+                )
+                if limit
+                else []
+            )
             self._eval_prompts = found
         return self._eval_prompts
 

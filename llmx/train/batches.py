@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from llmx.data import collate
 from llmx.data.collate import PAD_TO
-from llmx.data.order import rank_slice, samples_of_step
+from llmx.data.order import draw_seed, rank_slice, samples_of_step
 from llmx.plan.types import BatchPlan
 
 PAD_TO_ON = {"cpu": PAD_TO, "cuda": 128}
@@ -64,33 +65,43 @@ def make_step(
     layout: Layout,
     stop: int | None = None,
     normaliser: str = "tokens",
+    draws: bool = False,
 ) -> Step:
     """The micro batches of ``rank`` at ``step``. Pure but for reading the store. ``stop``: the
     end of the samples, where the last step has fewer; a micro batch may then be empty.
-    ``normaliser``: what the step weighs (``Task.normaliser``)."""
+    ``normaliser``: what the step weighs (``Task.normaliser``). ``draws``: with ``draw_seeds``
+    (``Task.draws``)."""
     samples = samples_of_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
-    micro_batches = tuple(
-        collate(
-            [
-                store[int(index)]
-                for index in rank_slice(
-                    samples,
-                    micro_batches=batch.micro_batches,
-                    accumulation=batch.accumulation,
-                    rank=rank,
-                    micro_step=micro_step,
-                )
-            ],
+
+    def micro_batch(micro_step: int) -> dict[str, torch.Tensor]:
+        mine = rank_slice(
+            np.arange(len(samples)),
+            micro_batches=batch.micro_batches,
+            accumulation=batch.accumulation,
+            rank=rank,
+            micro_step=micro_step,
+        )
+        found = [store[int(samples[position])] for position in mine]
+        tensors = collate(
+            found,
             seq_len=layout.seq_len,
             pad_id=layout.pad_id,
             layout=layout.layout,
             pad_to=layout.pad_to,
             columns=store.batch_columns,
         )
-        for micro_step in range(batch.accumulation)
-    )
+        if draws:
+            seeds = [
+                draw_seed(seed, step, int(position)) + number
+                for position, sample in zip(mine, found, strict=True)
+                for number in range(len(sample.sequence_starts))
+            ]
+            tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
+        return tensors
+
+    micro_batches = tuple(micro_batch(number) for number in range(batch.accumulation))
     target_tokens = store.num_target_tokens(samples)
     weights = {"tokens": store.weight_of(samples), "batch": 0.0}
     return Step(

@@ -170,7 +170,10 @@ def steps_from(session: Session, start: ResumePoint, last: int) -> Iterator[Iter
         yield (rollout_step(session.engine, task, store, step, **common) for step in numbers)
         return
     steps = Prefetch(
-        (make_step(store, step, normaliser=task.normaliser, **common) for step in numbers),
+        (
+            make_step(store, step, normaliser=task.normaliser, draws=task.draws, **common)
+            for step in numbers
+        ),
         pin=session.engine.device.type == "cuda",
     )
     try:

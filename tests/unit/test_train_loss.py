@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -265,3 +267,102 @@ def test_a_lack_of_memory_says_nothing_about_the_model(monkeypatch: pytest.Monke
     with pytest.raises(torch.OutOfMemoryError):
         loss_module.fused_loss_problem(model, {"input_ids": ids, "position_ids": ids}, ids)
     assert model.training
+
+
+TERMS = [
+    loss_module.TokenLoss(),
+    loss_module.TokenLoss(dft=True),
+    loss_module.TokenLoss(z_loss=1e-2),
+    loss_module.TokenLoss(dft=True, z_loss=1e-2),
+]
+
+
+def by_the_formulas(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, terms: Any
+) -> torch.Tensor:
+    """DFT: equation 9 of Wu et al. 2025; z-loss: section 5 of PaLM, with its log^2 Z."""
+    log_p = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    losses = -(log_p.exp().detach() * log_p) if terms.dft else -log_p
+    losses = losses + terms.z_loss * logits.exp().sum(-1).log().square()
+    return (losses * weights).sum()
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_terms_of_the_loss_are_those_that_were_published(
+    terms: Any, weighted: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, in chunks of five targets, beside columns of padding."""
+    monkeypatch.setattr(loss_module, "FUSED_LOSS_CHUNK_BYTES", 5 * 64 * 4)
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 3 * 64)
+    draw = torch.Generator().manual_seed(2)
+    hidden = torch.randn(17, 32, generator=draw).requires_grad_()
+    weight = (torch.randn(64, 32, generator=draw) / 3).requires_grad_()
+    targets = torch.randint(0, 61, (17,), generator=draw)
+    weights = torch.rand(17, generator=draw) * 2 if weighted else torch.ones(17)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    wanted = by_the_formulas(F.linear(exact[0], exact[1])[:, :61], targets, weights.double(), terms)
+    (wanted * 0.7).backward()
+    given = weights if weighted else None
+    if fused:
+        found = loss_module.fused_linear_cross_entropy(
+            hidden, weight, targets, vocab_size=61, scale=0.7, weights=given, token_loss=terms
+        )
+    else:
+        values, normalisers = loss_module._TargetLogProbabilities.apply(
+            F.linear(hidden, weight), targets, 61
+        )
+        found = loss_module.weighted_loss(values, normalisers, weights=given, token_loss=terms)
+    (found * 0.7).backward()
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for mine, theirs in zip((hidden, weight), exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("terms", TERMS[1:])
+def test_the_loss_with_terms_is_one_for_every_way_to_compute_it(terms: Any) -> None:
+    """Head and loss together or not, the whole batch or a row at a time; also without targets."""
+    model = small_model("llama")
+    ids = torch.arange(2, 14).view(2, 6)
+    labels = ids.roll(-1, dims=1)
+    labels[0, :3] = IGNORE
+    labels[1] = IGNORE
+    labels[1, 2] = 5
+    weights = torch.tensor([0.5, 2.0, 1.0, 0.25])
+    positions = torch.arange(6)[None]
+    found = []
+    for fused in (False, True):
+        for parts in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+            model.zero_grad(set_to_none=True)
+            total, at = 0.0, 0
+            for part in parts:
+                count = int((labels[part] != IGNORE).sum())
+                loss = micro_batch_loss(
+                    model,
+                    {"input_ids": ids[part], "position_ids": positions.expand(len(ids[part]), 6)},
+                    labels[part],
+                    fused=fused,
+                    weights=weights[at : at + count],
+                    token_loss=terms,
+                )
+                (loss / 3.75).backward()
+                total, at = total + loss.item(), at + count
+            found.append((total, [p.grad.clone() for p in model.parameters()]))
+        model.zero_grad(set_to_none=True)
+        nothing = micro_batch_loss(
+            model,
+            {"input_ids": ids[:1], "position_ids": positions},
+            torch.full((1, 6), IGNORE),
+            fused=fused,
+            weights=weights[:0],
+            token_loss=terms,
+        )
+        nothing.backward()
+        assert nothing.item() == 0.0
+        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    first = found[0]
+    for other in found[1:]:
+        assert other[0] == pytest.approx(first[0], rel=1e-5)
+        for one, two in zip(first[1], other[1], strict=True):
+            torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)

@@ -176,7 +176,8 @@ _TURN_RULES = (
     Rule(
         (*WEIGHTS, "train"), ANSWERED, _is_neutral_weight, "a turn that is not to be learned",
         "it takes the turn out of the loss, and every answer is learned here",
-        "Remove the row, or learn the last answers alone with data.loss_on=last",
+        "Learn each turn with its weight (task=sft task.options.turn_weights=true), learn the last "
+        "answers alone (data.loss_on=last), or remove the row",
     ),
     Rule(
         ("reasoning_content", "reasoning", "thinking"), ANSWERED, _never,
@@ -198,8 +199,13 @@ class ColumnCheck:
         columns: dict[str, str],
         ignore: Collection[str],
         ignored: set[str],
+        turn_weights: bool = False,
     ) -> None:
-        """``ignore``: columns that may be ignored whatever they hold (``data.ignore_columns``)."""
+        """``ignore``: columns that may be ignored whatever they hold (``data.ignore_columns``).
+        ``turn_weights``: the "weight" of a turn of a chat is used."""
+        self._read_of_a_turn = READ_OF_A_TURN
+        if turn_weights and form in CHATS:
+            self._read_of_a_turn = READ_OF_A_TURN | {"weight"}
         self._form = form
         self._ignore = frozenset(ignore)
         self._ignored = ignored
@@ -236,7 +242,7 @@ class ColumnCheck:
             # A pair's answer may be one turn without a list.
             turns = [turns] if isinstance(turns, dict) else turns
             for number, turn in enumerate(turns if isinstance(turns, list) else [], start=1):
-                if isinstance(turn, dict) and turn.keys() - READ_OF_A_TURN:
+                if isinstance(turn, dict) and turn.keys() - self._read_of_a_turn:
                     self._check_turn(record, name, number, turn)
 
     def _note(self, name: str) -> None:
@@ -279,7 +285,7 @@ class ColumnCheck:
         place = f'turn {number} of "{excerpt(column)}": '
         speaks = str(turn.get("role", turn.get("from"))).lower()
         for name, value in turn.items():
-            if name in READ_OF_A_TURN or _is_empty(value):
+            if name in self._read_of_a_turn or _is_empty(value):
                 continue
             self._note(f"{column}.{name}")
             if name in self._ignore:

@@ -126,10 +126,12 @@ def to_conversation(
     columns: dict[str, str],
     system: str | None,
     label_names: dict[str, str] | None = None,
+    turn_weights: bool = False,
 ) -> Conversation | None:
     """The conversation in a record, or None if it has nothing to learn: no word of the
     assistant. ``system`` is used where the record has no system message of its own. (Pairs
-    have a reader of their own, ``llmx.data.format.formats``.)
+    have a reader of their own, ``llmx.data.format.formats``.) ``turn_weights``: the "weight" of
+    an assistant's turn of a chat is read.
 
     Turns after the last of the assistant are left out, and counted. Raises RecordError for a key
     that is missing or has a wrong type, an unknown role, or turns that make no conversation.
@@ -145,7 +147,7 @@ def to_conversation(
         messages = _single(record, form, column)
     else:
         key = column("conversations" if form == "sharegpt" else "messages")
-        messages = turns(record.value.get(key), key, record.where)
+        messages = turns(record.value.get(key), key, record.where, weighted=turn_weights)
     found = conversation_of(record, messages, columns=columns, system=system)
     if found is not None and form == "labelled":
         return replace(found, keeps_completion=True)

@@ -29,13 +29,14 @@ class Rendering:
     """A conversation as text: its completions (a span an assistant turn), and where data lies.
 
     ``end_missing``: the template closes the last turn with no special token, so the EOS token
-    is appended.
+    is appended. ``weights``: of the completions; empty where all are 1.
     """
 
     text: str
     completions: tuple[Span, ...]
     contents: tuple[Span, ...]
     end_missing: bool
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ class TemplateSpans:
     def render(self, conversation: Conversation) -> Rendering:
         """The text of a conversation, with its spans; raises DataError if the template
         refuses it."""
+        found = self._render(conversation)
+        weights = tuple(one.weight for one in conversation.messages if one.role == "assistant")
+        return found if set(weights) == {1.0} else replace(found, weights=weights)
+
+    def _render(self, conversation: Conversation) -> Rendering:
         own = self._with_own_calls(conversation)
         if own is not None:
             return own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmx.data.source.records import RecordError, Where, excerpt
@@ -30,6 +30,8 @@ CALLS = ("function_call", "tool_call")
 """Roles of turns that hold nothing but calls of tools."""
 RESULTS = ("observation", "tool_response")
 """Roles of turns of which one may hold the results of several calls, as a JSON list."""
+MAX_WEIGHT = 1000
+"""Of a turn."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Types of a content's parts that are text."""
 
@@ -47,12 +49,20 @@ class Message:
     content: str
     calls: str = ""
     said: str = ""
+    weight: float = 1.0
+    """Of each of its tokens in the loss (``Encoding.turn_weights``)."""
 
 
 def turns(
-    value: Any, key: str, where: Where, *, before: list[Message] | None = None
+    value: Any,
+    key: str,
+    where: Where,
+    *,
+    before: list[Message] | None = None,
+    weighted: bool = False,
 ) -> list[Message]:
-    """The messages under ``key``, after those of ``before``.
+    """The messages under ``key``, after those of ``before``. ``weighted``: the "weight" of an
+    assistant's turn is read.
 
     Raises RecordError for what is no list of turns, and for turns out of order.
     """
@@ -68,6 +78,8 @@ def turns(
     for number, turn in enumerate(value, start=1):
         place = f'turn {number} of "{excerpt(key)}"'
         message = _turn(turn, where, place)
+        if weighted and message.role == "assistant":
+            message = replace(message, weight=_weight(turn, where, place))
         problem = _out_of_order(message, messages)
         if problem:
             raise _wrong(
@@ -77,7 +89,17 @@ def turns(
                 value,
             )
         if messages and _role_name(turn) in CALLS and messages[-1].role == "assistant":
-            messages[-1] = _with_calls(messages[-1], message)  # words and calls of one answer
+            # Words and calls of one answer.
+            weight = messages[-1].weight
+            if message.weight != weight:
+                raise _wrong(
+                    where,
+                    "a wrong weight",
+                    f"{place} is one answer with the turn before it, and has another weight "
+                    f"({message.weight:g}, not {weight:g}). Give both the same.",
+                    value,
+                )
+            messages[-1] = replace(_with_calls(messages[-1], message), weight=weight)
             continue
         # One turn may call several tools; any other role speaks once.
         if messages and message.role == messages[-1].role != "tool":
@@ -198,6 +220,22 @@ def _turn(turn: Any, where: Where, place: str) -> Message:
             turn,
         )
     return Message(role, content)
+
+
+def _weight(turn: dict[str, Any], where: Where, place: str) -> float:
+    """Of an assistant's turn: a number from 0, or true (1) and false (0); 1 where it has none."""
+    value = turn.get("weight")
+    if value is None:
+        return 1.0
+    if isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT:
+        return float(value)
+    raise _wrong(
+        where,
+        "a wrong weight",
+        f"{place} has the weight {excerpt(value)}; it must be a number from 0 to {MAX_WEIGHT} "
+        "(0 is not learned).",
+        turn,
+    )
 
 
 def _role_name(turn: Any) -> str:

@@ -68,6 +68,8 @@ class Source:
     """Columns that may be ignored whatever they hold (``data.ignore_columns``)."""
     takes: tuple[type, ...] = TAKEN
     """The types of records that are wanted (``Encoding.takes``)."""
+    turn_weights: bool = False
+    """Whether the weight of a turn is read (``Encoding.turn_weights``)."""
     ignored: set[str] = field(default_factory=set, compare=False)
     """Names of the columns that were read and not used."""
 
@@ -79,6 +81,7 @@ class Source:
         *,
         split: str,
         takes: tuple[type, ...] = TAKEN,
+        turn_weights: bool = False,
     ) -> Source:
         """``source`` with what it leaves open taken from ``data``; ``split`` is for the demo."""
         name = source.path
@@ -100,6 +103,7 @@ class Source:
             truncate_prompt=data.truncate_prompt,
             ignore=tuple(data.ignore_columns),
             takes=takes,
+            turn_weights=turn_weights,
         )
 
     @cached_property
@@ -163,6 +167,7 @@ class Source:
             columns=self.columns,
             ignore=self.ignore,
             ignored=self.ignored,
+            turn_weights=self.turn_weights,
         )
 
     @cached_property
@@ -195,6 +200,8 @@ class Source:
             also["ignore_columns"] = sorted(self.ignore)
         if self.record_type is not None and self.record_type not in TAKEN:
             also["row_type"] = self.record_type.__name__
+        if self.turn_weights:
+            also["turn_weights"] = True
         return {
             **also,
             "form": self.form,
@@ -267,6 +274,7 @@ class Source:
             columns=self.columns,
             system=self.system,
             label_names=self.label_names,
+            turn_weights=self.turn_weights,
         )
 
     def _no_columns(self, raw: TextPiece) -> DataError:

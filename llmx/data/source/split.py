@@ -145,6 +145,8 @@ class DatasetSplit:
     """``train`` or ``eval``."""
     takes: tuple[type, ...] = TAKEN
     """The types of records that are wanted (``Encoding.takes``)."""
+    turn_weights: bool = False
+    """Whether the weight of a turn is read (``Encoding.turn_weights``)."""
     rejects: RejectedRecords = field(default_factory=RejectedRecords, compare=False)
     """Records that ``records()`` passed over, when ``data.on_bad_row=skip``."""
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
@@ -153,7 +155,14 @@ class DatasetSplit:
     """How far ``records()`` has read."""
 
     @classmethod
-    def of(cls, exp: Experiment, split: str, *, takes: tuple[type, ...] = TAKEN) -> DatasetSplit:
+    def of(
+        cls,
+        exp: Experiment,
+        split: str,
+        *,
+        takes: tuple[type, ...] = TAKEN,
+        turn_weights: bool = False,
+    ) -> DatasetSplit:
         """``takes``: the types of records that are wanted. Raises ConfigError for a split that the
         experiment has not."""
         if split not in SPLITS:
@@ -163,7 +172,7 @@ class DatasetSplit:
                 "There is no evaluation data: set data.eval_path, or data.eval_samples to hold "
                 "out that many rows of data.path."
             )
-        return cls(exp.data, exp.seed, split, takes=takes)
+        return cls(exp.data, exp.seed, split, takes=takes, turn_weights=turn_weights)
 
     @cached_property
     def sources(self) -> list[Source]:
@@ -182,7 +191,12 @@ class DatasetSplit:
                     f"data.sources[{index}].weight={config.weight}: a weight is positive; leave "
                     "out a source that is not wanted."
                 )
-        return [Source.of(data, config, split=self.name, takes=self.takes) for config in configs]
+        return [
+            Source.of(
+                data, config, split=self.name, takes=self.takes, turn_weights=self.turn_weights
+            )
+            for config in configs
+        ]
 
     @property
     def path(self) -> str:

@@ -16,7 +16,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ class Renderer:
 
     def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:
         """(tokens before the last completion, the last completion): a question as it is trained."""
-        (sequence,) = self.sequences_of(self.render([conversation]), loss_on="last")
+        (rendering,) = self.render([conversation])
+        (sequence,) = self.sequences_of([replace(rendering, weights=())], loss_on="last")
         before = int(np.argmax(sequence.targets))
         return sequence.tokens[:before], conversation.messages[-1].content
 
@@ -112,19 +113,22 @@ class Renderer:
         *,
         end_missing: bool,
         loss_on: str | None = None,
+        weights: Sequence[float] = (),
     ) -> TokenSequence:
-        """A sequence of these tokens, in which each completion is tokens [first, last)."""
+        """A sequence of these tokens, in which each completion is tokens [first, last).
+        ``weights``: of the completions; none where all are 1."""
         loss_on = loss_on or self.loss_on
-        targets = np.zeros(len(tokens), np.bool_)
+        targets = np.zeros(len(tokens), np.float32 if weights else np.bool_)
         if loss_on == "all":
-            targets[:] = True
-        for first, last in completions[-1:] if loss_on == "last" else completions:
-            targets[first:last] = True
+            targets[:] = 1
+        learned = list(zip(completions, weights or [1.0] * len(completions), strict=True))
+        for (first, last), weight in learned[-1:] if loss_on == "last" else learned:
+            targets[first:last] = weight
         if end_missing:
             tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
-            targets = np.append(targets, True)
+            targets = np.append(targets, targets.dtype.type(learned[-1][1]))
         # Nothing is learned from what follows the last target (say, a line break).
-        used = len(targets) - int(np.argmax(targets[::-1]))
+        used = len(targets) - int(np.argmax(targets[::-1] != 0))
         return TokenSequence(tokens[:used], targets[:used])
 
     def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
@@ -147,7 +151,11 @@ class Renderer:
             completions.append((first, bisect.bisect_left(starts, stop, lo=first)))
         tokens = np.array(ids, np.uint32)
         return self.sequence_of(
-            tokens, completions, end_missing=rendering.end_missing, loss_on=loss_on
+            tokens,
+            completions,
+            end_missing=rendering.end_missing,
+            loss_on=loss_on,
+            weights=rendering.weights,
         )
 
     def _injected(
@@ -300,7 +308,12 @@ class ConversationEncoder:
             lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
             completions = list(zip(firsts, lasts, strict=True))
             sequences.append(
-                self._renderer.sequence_of(tokens, completions, end_missing=rendering.end_missing)
+                self._renderer.sequence_of(
+                    tokens,
+                    completions,
+                    end_missing=rendering.end_missing,
+                    weights=rendering.weights,
+                )
             )
         return sequences
 
