@@ -52,7 +52,7 @@ def noisy_embeddings(
     network: nn.Module, segment_ids: torch.Tensor, seeds: torch.Tensor, *, alpha: float
 ) -> Iterator[None]:
     """Inside, the token embeddings of ``network`` come out with noise."""
-    embedding = network.get_input_embeddings()
+    embedding = getattr(network, "get_input_embeddings", lambda: None)()
     if not isinstance(embedding, nn.Module):
         raise TypeError(f"{type(network).__name__} has no token embeddings")
 
