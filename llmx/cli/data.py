@@ -41,7 +41,7 @@ def _run(config: Path, own: dict[str, str]) -> int:
     import yaml
 
     exp = experiment_from_dict(yaml.safe_load(config.read_text(encoding="utf-8")))
-    splits = ["train", "eval"] if has_eval(exp) else ["train"]
+    splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
     wanted = own.get("split")
     if wanted is not None and wanted not in splits:
         if wanted == "eval":

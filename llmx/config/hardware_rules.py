@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmx.config.addresses import (
     address_problem,
@@ -15,7 +15,7 @@ from llmx.config.addresses import (
     name_problem,
 )
 from llmx.config.build import shown
-from llmx.config.schema import DeviceConfig, Experiment, HardwareConfig, HostConfig
+from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig, ZeroConfig
 from llmx.errors import did_you_mean
 from llmx.text import printable
 
@@ -29,9 +29,8 @@ def native_precisions(compute_capability: float) -> list[str]:
     return ["fp32", "bf16", "fp16"] if bf16 else ["fp32", "fp16"]
 
 
-def hardware_problems(exp: Experiment) -> Iterator[str]:
+def hardware_problems(hardware: HardwareConfig, zero: ZeroConfig) -> Iterator[str]:
     """Every broken rule: value, rule and fix."""
-    hardware = exp.hardware
     if not hardware.hosts:
         yield "hardware.hosts is empty: a run needs a host. Choose hardware=local or list hosts."
     yield from _hosts(hardware)
@@ -39,14 +38,13 @@ def hardware_problems(exp: Experiment) -> Iterator[str]:
     for name in dict.fromkeys(host.device for host in hardware.hosts):
         if name in hardware.devices:
             yield from _device(name, hardware.devices[name])
-    if len({device.accelerator for device in used_devices(exp).values()}) > 1:
+    if len({device.accelerator for device in used_devices(hardware).values()}) > 1:
         yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
-    yield from _zeropp(exp)
+    yield from _zeropp(zero, hardware.hosts)
 
 
-def used_devices(exp: Experiment) -> dict[str, DeviceConfig]:
+def used_devices(hardware: HardwareConfig) -> dict[str, DeviceConfig]:
     """The device types of the hosts, by name, as far as they are described."""
-    hardware = exp.hardware
     names = dict.fromkeys(host.device for host in hardware.hosts)
     return {name: hardware.devices[name] for name in names if name in hardware.devices}
 
@@ -137,9 +135,8 @@ def _device(name: str, device: DeviceConfig) -> Iterator[str]:
         yield f"{where}: compute_capability is for accelerator: cuda. Leave it out."
 
 
-def _zeropp(exp: Experiment) -> Iterator[str]:
+def _zeropp(zero: ZeroConfig, hosts: Sequence[HostConfig]) -> Iterator[str]:
     """What ZeRO++ cannot do on these hosts, or together with other settings."""
-    zero, hosts = exp.zero, exp.hardware.hosts
     offloaded = [
         f"zero.{key}={getattr(zero, key)}"
         for key in ("offload_optimizer", "offload_param")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from llmx.config.schema import Experiment
+from llmx.config.schema import HardwareConfig, LaunchConfig
 from llmx.text import CONTROL, SURROGATES
 
 RESERVED = frozenset(
@@ -38,10 +38,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ONE_LINE = re.compile(f"[^{CONTROL}{SURROGATES}]*")
 
 
-def launch_problems(exp: Experiment) -> Iterator[str]:
+def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
     """Every broken rule: value, rule and fix."""
-    launch, hosts = exp.launch, exp.hardware.hosts
-    yield from env_problems(exp.hardware.env, key="hardware.env")
+    hosts = hardware.hosts
+    yield from env_problems(hardware.env, key="hardware.env")
     yield from env_problems(launch.env, key="launch.env")
     for index, path in enumerate(launch.sync_extra):
         if not path.startswith(("/", "~")):

@@ -14,7 +14,7 @@ from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
 from llmx.config.launch_rules import launch_problems
 from llmx.config.model_rules import model_config_problems
-from llmx.config.schema import SCHEMA_VERSION, Experiment
+from llmx.config.schema import SCHEMA_VERSION, Experiment, HardwareConfig, TaskConfig
 from llmx.errors import ConfigError
 
 MAX_RANKS = 16384
@@ -30,31 +30,31 @@ def validate(
     # Hosts of a hostfile, or of this machine, have come in after the config was read.
     exp = experiment_from_dict(to_dict(exp))
     problems = [
-        *_version(exp),
+        *_version(exp.schema_version),
         *problems,
-        *hardware_problems(exp),
+        *hardware_problems(exp.hardware, exp.zero),
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
         *data_problems(exp),
-        *_length(exp),
+        *_length(exp.task),
         *_batch_and_optim(exp),
         *_zero(exp),
-        *launch_problems(exp),
+        *launch_problems(exp.launch, exp.hardware),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _version(exp: Experiment) -> Iterator[str]:
-    if exp.schema_version != SCHEMA_VERSION:
+def _version(given: int) -> Iterator[str]:
+    if given != SCHEMA_VERSION:
         yield (
-            f"schema_version={exp.schema_version}: is set by llmx ({SCHEMA_VERSION} now), not by "
+            f"schema_version={given}: is set by llmx ({SCHEMA_VERSION} now), not by "
             "you. Leave it out."
         )
 
 
-def _accelerators(exp: Experiment) -> set[str]:
-    return {device.accelerator for device in used_devices(exp).values()}
+def _accelerators(hardware: HardwareConfig) -> set[str]:
+    return {device.accelerator for device in used_devices(hardware).values()}
 
 
 def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
             f"{position_limit} positions. Set data.seq_len={position_limit}."
         )
     flash = model.attention in ("varlen", "flash_attention_2", "flash_attention_3")
-    if flash and (exp.precision == "fp32" or "cpu" in _accelerators(exp)):
+    if flash and (exp.precision == "fp32" or "cpu" in _accelerators(exp.hardware)):
         yield (
             f"model.attention={model.attention} needs CUDA and bf16 or fp16. Use "
             "model.attention=auto."
@@ -100,8 +100,7 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         )
 
 
-def _length(exp: Experiment) -> Iterator[str]:
-    task = exp.task
+def _length(task: TaskConfig) -> Iterator[str]:
     if task.steps is None and task.epochs is None:
         yield "task.steps and task.epochs are both null. Set one, e.g. task.steps=1000."
 
@@ -124,7 +123,7 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
             f"{exp.task.steps}: the learning rate would never reach optim.lr. "
             "Set fewer warm-up steps."
         )
-    if optim.kind == "fused_adam" and "cpu" in _accelerators(exp):
+    if optim.kind == "fused_adam" and "cpu" in _accelerators(exp.hardware):
         yield "optim.kind=fused_adam needs CUDA. Use optim.kind=adamw."
     if optim.kind == "fused_adam" and exp.zero.offload_optimizer != "none":
         yield (
@@ -151,7 +150,7 @@ def _zero(exp: Experiment) -> Iterator[str]:
             f"zero.nvme_path={zero.nvme_path}: must be an absolute path, as it is one of every "
             "host. Set e.g. zero.nvme_path=/nvme/llmx."
         )
-    if exp.model.liger_kernel and "cpu" in _accelerators(exp):
+    if exp.model.liger_kernel and "cpu" in _accelerators(exp.hardware):
         yield "model.liger_kernel=true needs CUDA on every rank. Use model.liger_kernel=false."
     if exp.model.compile and zero.stage == 3:
         yield (
@@ -174,7 +173,7 @@ def _zero(exp: Experiment) -> Iterator[str]:
                 "zero.quantized_weights and zero.quantized_gradients need stage 3. Use "
                 "zero=stage3_zeropp."
             )
-        if "cpu" in _accelerators(exp):
+        if "cpu" in _accelerators(exp.hardware):
             yield (
                 "zero.quantized_weights (qwZ) and zero.quantized_gradients (qgZ) need CUDA. Set "
                 "both to false."

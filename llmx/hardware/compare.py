@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.config.schema import Experiment
+from llmx.config.schema import Experiment, HardwareConfig, OptimConfig, ZeroConfig
 from llmx.plan import cuda_builds
 from llmx.plan.types import Plan
 
@@ -30,11 +30,11 @@ class Extension:
     libaio: bool = False
 
 
-def extensions(exp: Experiment) -> tuple[Extension, ...]:
+def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
     """Those of an experiment, none of which a rank can do without."""
-    zero, found = exp.zero, []
-    if exp.optim.kind in BUILT:
-        kind = exp.optim.kind
+    found = []
+    if optim.kind in BUILT:
+        kind = optim.kind
         found.append(Extension(f"optim.kind={kind}", "optim.kind=adamw", cuda=kind == "fused_adam"))
     for key in ("quantized_weights", "quantized_gradients"):
         if getattr(zero, key):
@@ -47,7 +47,7 @@ def extensions(exp: Experiment) -> tuple[Extension, ...]:
 
 def asked_of_hosts(exp: Experiment, plan: Plan) -> dict[str, Any]:
     """What a survey of this experiment looks at besides (``llmx/hardware/survey.py``)."""
-    nvme = any(extension.libaio for extension in extensions(exp))
+    nvme = any(extension.libaio for extension in extensions(exp.zero, exp.optim))
     return {
         "torch": plan.accelerator == "cuda",
         "aio": nvme,
@@ -99,7 +99,7 @@ def compare_hosts(
         )
     if plan.accelerator == "cuda":
         errors += _builds(surveys)
-        errors += _devices(exp, plan, surveys)
+        errors += _devices(exp.hardware, plan, surveys)
     for name, facts in surveys.items():
         more_errors, more_warnings = _host(exp, plan, name, facts)
         errors += more_errors
@@ -175,10 +175,10 @@ def _host(
             f"{name}: several NCCL builds are installed ({', '.join(facts['nccl'])}); torch loads "
             "one of them by chance. Uninstall the one that is not torch's (pip uninstall)."
         )
-    needed = extensions(exp)
+    needed = extensions(exp.zero, exp.optim)
     errors += [line for each in needed for line in _cannot_build(each, plan, name, facts)]
     needs_build = bool(needed)
-    errors += _nvme(exp, plan, name, facts)
+    errors += _nvme(exp.zero, plan, name, facts)
     module, package = ATTENTION.get(exp.model.attention, ("", ""))
     if module and module not in facts.get("modules", [module]):
         errors.append(
@@ -235,21 +235,19 @@ def _cannot_build(
     ]
 
 
-def _nvme(exp: Experiment, plan: Plan, name: str, facts: Mapping[str, Any]) -> list[str]:
+def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> list[str]:
     """The disk that states are offloaded to."""
     found = facts.get("nvme")
     if not found:
         return []
-    path = exp.zero.nvme_path
+    path = zero.nvme_path
     if not found["writable"]:
         return [
             f"{name}: zero.nvme_path={path} is not writable there. Give a directory of a fast disk "
             "that exists on every host."
         ]
     # fp32 weights and AdamW's two moments; parameters and gradients in 16 bits.
-    bytes_each = 12 * (exp.zero.offload_optimizer == "nvme") + 2 * (
-        exp.zero.offload_param == "nvme"
-    )
+    bytes_each = 12 * (zero.offload_optimizer == "nvme") + 2 * (zero.offload_param == "nvme")
     ranks = sum(host.slots for host in plan.hosts if host.name == name)
     need = plan.num_parameters * bytes_each * ranks // plan.world_size
     if found["free_bytes"] >= need:
@@ -260,12 +258,14 @@ def _nvme(exp: Experiment, plan: Plan, name: str, facts: Mapping[str, Any]) -> l
     ]
 
 
-def _devices(exp: Experiment, plan: Plan, surveys: Mapping[str, dict[str, Any]]) -> list[str]:
+def _devices(
+    hardware: HardwareConfig, plan: Plan, surveys: Mapping[str, dict[str, Any]]
+) -> list[str]:
     """GPUs that are not those that the hardware file describes."""
     found = []
     for host in plan.hosts:
         there = (surveys.get(host.name) or {}).get("capabilities") or []
-        said = exp.hardware.devices[host.device].compute_capability
+        said = hardware.devices[host.device].compute_capability
         if said and there and said not in there:
             listed = ", ".join(sorted({f"{each:g}" for each in there}))
             found.append(

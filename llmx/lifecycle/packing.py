@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import llmx
 from llmx.compose.complete import Composed, plan_experiment
-from llmx.config import Experiment
+from llmx.config import Experiment, TaskConfig
 from llmx.config.user_code import code_hashes, user_task
 from llmx.errors import ConfigError
 from llmx.run import snapshot
@@ -126,7 +126,7 @@ def _key(exp: Experiment, accelerator: str) -> str:
         "config": model.config,
         "files": _config_file(model.path),
         "attention": model.attention,
-        "task": [exp.task.kind, exp.task.options, _code_of(exp)],
+        "task": [exp.task.kind, exp.task.options, _code_of(exp.task)],
         "layout": exp.data.layout,
         "seq_len": exp.data.seq_len,
         "accelerator": accelerator,
@@ -137,9 +137,9 @@ def _key(exp: Experiment, accelerator: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _code_of(exp: Experiment) -> dict[str, str]:
+def _code_of(task: TaskConfig) -> dict[str, str]:
     """Of a task of the user's own, which says what the network ends in."""
-    found = user_task(exp.task)
+    found = user_task(task)
     return {} if found is None else code_hashes(found)
 
 

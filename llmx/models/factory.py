@@ -69,7 +69,7 @@ def model_config(exp: Experiment, *, tokenizer: Any, spec: ModelSpec | None = No
             tokenizer=tokenizer,
         )
     config.use_cache = False
-    _check(exp, config, tokenizer)
+    _check(config, tokenizer, seq_len=exp.data.seq_len)
     return config
 
 
@@ -98,11 +98,11 @@ def _take_special_tokens(config: Any, tokenizer: Any) -> None:
     config.pad_token_id = tokenizer.pad_token_id if alone else None
 
 
-def _check(exp: Experiment, config: Any, tokenizer: Any) -> None:
+def _check(config: Any, tokenizer: Any, *, seq_len: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and exp.data.seq_len > limit:
+    if limit is not None and seq_len > limit:
         raise ConfigError(
-            f"data.seq_len={exp.data.seq_len} is over the {limit} positions of the model. "
+            f"data.seq_len={seq_len} is over the {limit} positions of the model. "
             f"Set data.seq_len to at most {limit}, or model.config.max_position_embeddings."
         )
     if true_vocab(tokenizer) > config.vocab_size:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.config.schema import Experiment
+from llmx.config.schema import Experiment, ZeroConfig
 from llmx.errors import ConfigError
 from llmx.plan import ds_keys
 from llmx.plan.geometry import model_geometry
@@ -20,7 +20,7 @@ def bucket_sizes(exp: Experiment, accelerator: str) -> dict[str, int]:
     DeepSpeed's default of 5e8 costs about 9 GB with ``overlap_comm``; the square of the
     width is one large matrix, which is what keeps the network busy.
     """
-    zero, geometry = exp.zero, model_geometry(exp)
+    zero, geometry = exp.zero, model_geometry(exp.model)
     square = geometry.hidden_size**2 if geometry else 4096**2
     reduce = min(max(square, 2_000_000), 200_000_000)
     hidden = geometry.hidden_size if geometry else 4096
@@ -95,7 +95,7 @@ def _zero(exp: Experiment, plan: Plan) -> dict[str, Any]:
         "allgather_bucket_size": sizes["allgather"],
     }
     if zero.offload_optimizer != "none":
-        section["offload_optimizer"] = _offload(exp, zero.offload_optimizer)
+        section["offload_optimizer"] = _offload(zero, zero.offload_optimizer)
     if zero.stage == 3:
         section |= {
             "stage3_prefetch_bucket_size": sizes["prefetch"],
@@ -110,14 +110,14 @@ def _zero(exp: Experiment, plan: Plan) -> dict[str, Any]:
             "zero_quantized_gradients": zero.quantized_gradients,
         }
         if zero.offload_param != "none":
-            section["offload_param"] = _offload(exp, zero.offload_param)
+            section["offload_param"] = _offload(zero, zero.offload_param)
     return section
 
 
-def _offload(exp: Experiment, device: str) -> dict[str, Any]:
-    section: dict[str, Any] = {"device": device, "pin_memory": exp.zero.pin_memory}
+def _offload(zero: ZeroConfig, device: str) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": zero.pin_memory}
     if device == "nvme":
-        section["nvme_path"] = exp.zero.nvme_path
+        section["nvme_path"] = zero.nvme_path
     return section
 
 

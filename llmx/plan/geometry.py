@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.config.schema import Experiment
+from llmx.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def position_limit(config: dict[str, Any]) -> int | None:
     return None
 
 
-def model_geometry(exp: Experiment) -> Geometry | None:
-    """Geometry of the experiment's model; None when only loading would tell."""
-    kind = exp.model.kind
+def model_geometry(model: ModelConfig) -> Geometry | None:
+    """Geometry of a model of the config; None when only loading would tell."""
+    kind = model.kind
     if kind == "hf":
-        kind = str(exp.model.config.get("model_type", ""))
-    multiple = exp.model.pad_vocab_to_multiple_of if exp.model.init == "scratch" else 1
-    return geometry(kind, exp.model.config, vocab_multiple=multiple)
+        kind = str(model.config.get("model_type", ""))
+    multiple = model.pad_vocab_to_multiple_of if model.init == "scratch" else 1
+    return geometry(kind, model.config, vocab_multiple=multiple)
 
 
 def geometry(kind: str, config: dict[str, Any], *, vocab_multiple: int = 1) -> Geometry | None:

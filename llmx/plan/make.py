@@ -5,7 +5,13 @@
 
 from __future__ import annotations
 
-from llmx.config.schema import DeviceConfig, Experiment, HardwareConfig, HostConfig
+from llmx.config.schema import (
+    DeviceConfig,
+    Experiment,
+    HardwareConfig,
+    HostConfig,
+    LaunchConfig,
+)
 from llmx.plan.batch import solve_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
@@ -41,13 +47,13 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         for rank, (index, slot) in enumerate(placed)
     )
     accelerator = hardware.devices[hosts[0].device].accelerator
-    shape = model_geometry(exp)
+    shape = model_geometry(exp.model)
 
     def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
         return _memory(exp, shape, hosts, ranks, precision, accelerator, sums)
 
     grad_accum = choose_grad_accum(
-        exp,
+        exp.zero,
         precision,
         accumulation=batch.accumulation,
         fits=lambda sums: all(part.fits for part in memory_with(sums)),
@@ -61,8 +67,8 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         precision=precision,
         precision_reason=reason,
         batch=batch,
-        transport=_transport(exp, hosts),
-        master_addr=_master_addr(exp, hosts),
+        transport=_transport(exp.launch, hosts),
+        master_addr=_master_addr(hardware, hosts),
         num_parameters=shape.num_parameters if shape else 0,
         peak_tflops=sum(peaks) if all(peaks) else 0.0,
         memory=memory,
@@ -106,15 +112,15 @@ def _host(host: HostConfig, hardware: HardwareConfig, local_names: frozenset[str
     )
 
 
-def _transport(exp: Experiment, hosts: tuple[HostPlan, ...]) -> str:
-    if exp.launch.transport != "auto":
-        return exp.launch.transport
+def _transport(launch: LaunchConfig, hosts: tuple[HostPlan, ...]) -> str:
+    if launch.transport != "auto":
+        return launch.transport
     return "local" if len(hosts) == 1 and hosts[0].is_local else "pdsh"
 
 
-def _master_addr(exp: Experiment, hosts: tuple[HostPlan, ...]) -> str:
-    if exp.hardware.master_addr:
-        return exp.hardware.master_addr
+def _master_addr(hardware: HardwareConfig, hosts: tuple[HostPlan, ...]) -> str:
+    if hardware.master_addr:
+        return hardware.master_addr
     if len(hosts) == 1 and hosts[0].is_local:
         return "127.0.0.1"
     return hosts[0].address

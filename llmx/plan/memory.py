@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmx.config.schema import DeviceConfig, Experiment
+from llmx.config.schema import DeviceConfig, Experiment, ModelConfig
 from llmx.plan.geometry import Geometry
 from llmx.plan.types import MemoryPlan
 
@@ -28,9 +28,9 @@ ALLREDUCE_BUCKET_ELEMENTS = 500_000_000
 gradients); it has no setting."""
 
 
-def fused_loss(exp: Experiment, accelerator: str) -> bool:
+def fused_loss(model: ModelConfig, accelerator: str) -> bool:
     """Whether the head and the cross entropy are computed together."""
-    wanted = exp.model.fused_loss
+    wanted = model.fused_loss
     return accelerator == "cuda" if wanted is None else wanted
 
 
@@ -191,7 +191,7 @@ def _logits_bytes(
     whole = float(tokens * geometry.vocab_size * width)
     chunk = min(LOSS_CHUNK_BYTES[accelerator], whole * 4 / width)
     picked = 2 * tokens * geometry.hidden_size * width
-    if not fused_loss(exp, accelerator):
+    if not fused_loss(exp.model, accelerator):
         return 2 * whole + chunk + picked
     head = geometry.vocab_size * geometry.hidden_size
     # The head's gradient is there from the forward pass on, summed over chunks in fp32.

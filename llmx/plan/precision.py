@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from llmx.config.schema import DeviceConfig, Experiment
+from llmx.config.schema import DeviceConfig, ZeroConfig
 from llmx.errors import ConfigError
 
 
@@ -52,14 +52,14 @@ def _without(
 
 
 def choose_grad_accum(
-    exp: Experiment, precision: str, *, accumulation: int, fits: Callable[[str], bool]
+    zero: ZeroConfig, precision: str, *, accumulation: int, fits: Callable[[str], bool]
 ) -> str:
     """In what gradients are summed over micro steps: ``fp32`` or ``precision``.
 
     ``fits``: whether the run fits its devices with that. Raises ConfigError for what DeepSpeed
     cannot do.
     """
-    wanted, stage = exp.zero.grad_accum_dtype, exp.zero.stage
+    wanted, stage = zero.grad_accum_dtype, zero.stage
     if wanted == "auto":
         if precision == "fp32" or stage == 0:
             return precision

@@ -197,7 +197,7 @@ def open_stores(exp: Experiment, tokenizer: Any, task: Task, plan: Plan) -> tupl
 
     leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
-    splits = ["train", "eval"] if has_eval(exp) else ["train"]
+    splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
     own = plan.ranks[torch.distributed.get_rank()].host
     stores = prepare_together(exp, tokenizer, task, splits, hosts=hosts, host=own)
     return stores[0], stores[1] if len(stores) > 1 else None

@@ -43,7 +43,7 @@ def of_prepared(words: Iterable[str], directory: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(exp)
     return {
         f"{split}.{name}": value
-        for split in (("train", "eval") if has_eval(exp) else ("train",))
+        for split in (("train", "eval") if has_eval(exp.data) else ("train",))
         for name, value in _of_store(prepare(exp, tokenizer, split=split)).items()
     }
 
@@ -80,7 +80,7 @@ def of_run(root: Path, *, batches: int = 8) -> dict[str, Any]:
         "micro_batches": list(plan.batch.micro_batches),
         "accumulation": plan.batch.accumulation,
     }
-    if has_eval(exp):
+    if has_eval(exp.data):
         held_out = _of_store(prepare(exp, tokenizer, split="eval"))
         facts["eval_data"] = held_out["samples"]
     if exp.task.eval_generate:

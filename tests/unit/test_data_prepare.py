@@ -299,13 +299,13 @@ def test_held_out_rows(tmp_path: Path, tokenizer):
 
 def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, numbered(9))
-    assert not has_eval(exp)
+    assert not has_eval(exp.data)
     with pytest.raises(ConfigError, match="no evaluation data"):
         prepare(exp, tokenizer, split="eval")
     other = tmp_path / "eval.jsonl"
     other.write_text('{"prompt": "Q?", "response": " A. "}\n')
     exp.data.eval_path = str(other)
-    assert has_eval(exp)
+    assert has_eval(exp.data)
     assert texts(prepare(exp, tokenizer, split="eval"), tokenizer) == ["QQ?<|end|>A A. <|end|>"]
     assert prepare(exp, tokenizer).num_sequences == 9
     (prompt,) = held_out_prompts(exp, tokenizer, limit=5)
@@ -387,11 +387,11 @@ def test_processes_that_prepare_at_once_share_one_store(tmp_path: Path):
 def test_cache_directory(tmp_path: Path, monkeypatch):
     exp = Experiment()
     monkeypatch.delenv("LLMX_CACHE", raising=False)
-    assert cache_directory(exp) == Path.home() / ".cache" / "llmx"
+    assert cache_directory(exp.data) == Path.home() / ".cache" / "llmx"
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path))
-    assert cache_directory(exp) == tmp_path
+    assert cache_directory(exp.data) == tmp_path
     exp.data.cache_dir = "/elsewhere"
-    assert cache_directory(exp) == Path("/elsewhere")
+    assert cache_directory(exp.data) == Path("/elsewhere")
 
 
 def pieces(packing: Packing) -> list[list[tuple[int, int, int]]]:

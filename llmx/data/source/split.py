@@ -128,9 +128,8 @@ Numbered = tuple[int, TypedRecord | None, int]
 """A record with its number before it, and which copy it is."""
 
 
-def has_eval(exp: Experiment) -> bool:
+def has_eval(data: DataConfig) -> bool:
     """Whether there is anything to evaluate on: a source, held-out records, or the demo's."""
-    data = exp.data
     own = data.path == "demo" and not data.sources
     return bool(data.eval_path or data.eval_samples > 0 or own)
 
@@ -167,7 +166,7 @@ class DatasetSplit:
         experiment has not."""
         if split not in SPLITS:
             raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
-        if split == "eval" and not has_eval(exp):
+        if split == "eval" and not has_eval(exp.data):
             raise ConfigError(
                 "There is no evaluation data: set data.eval_path, or data.eval_samples to hold "
                 "out that many rows of data.path."

@@ -89,7 +89,7 @@ def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str
     renderer = Renderer(tokenizer, template=data.template, loss_on=encoding.loss_on)
     identity = {
         "format_version": SAMPLES_VERSION,
-        "sources": source.digests(cache=cache_directory(exp).absolute()),
+        "sources": source.digests(cache=cache_directory(data).absolute()),
         "rows": source.identity(),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "template": renderer.template if source.has_conversations else None,
@@ -101,7 +101,7 @@ def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str
     if own := encoding.encoding_identity():
         columns = [column.to_dict() for column in encoding.columns]
         identity["task"] = {**own, "columns": columns, "truncate_prompt": data.truncate_prompt}
-    path = _path(exp, identity, split)
+    path = _path(data, identity, split)
     return DatasetSpec(data, source, renderer, encoding, identity, path)
 
 
@@ -124,9 +124,9 @@ def _check(encoding: Encoding, source: DatasetSplit) -> None:
         )
 
 
-def cache_directory(exp: Experiment) -> Path:
+def cache_directory(data: DataConfig) -> Path:
     """``data.cache_dir``, else ``$LLMX_CACHE``, else ``~/.cache/llmx``."""
-    return Path(exp.data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
+    return Path(data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
 
 
 def fingerprint_of(identity: dict[str, Any]) -> str:
@@ -135,7 +135,7 @@ def fingerprint_of(identity: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _path(exp: Experiment, identity: dict[str, Any], split: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", exp.data.name or Path(exp.data.path).stem)[:40]
-    directory = cache_directory(exp).absolute() / "data"
+def _path(data: DataConfig, identity: dict[str, Any], split: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", data.name or Path(data.path).stem)[:40]
+    directory = cache_directory(data).absolute() / "data"
     return directory / f"{name or 'data'}-{split}-{fingerprint_of(identity)[:16]}{_SUFFIX}"

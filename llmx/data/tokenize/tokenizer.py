@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment
+from llmx.config import Experiment, ModelConfig
 from llmx.data.format.templates import choose_template
 from llmx.data.source.records import names
 from llmx.data.tokenize.byte_level import byte_of_character
@@ -162,21 +162,21 @@ def load_tokenizer(exp: Experiment) -> Any:
         tokenizer.name_or_path = source
         _note(f"{key}={shown}: {how}")
     else:
-        tokenizer = _loaded(exp, source, key=key)
+        tokenizer = _loaded(exp.model, source, key=key)
     if exp.task.kind == "sft" or exp.data.template != "auto":
         tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
     return tokenizer
 
 
-def _loaded(exp: Experiment, source: str, *, key: str) -> Any:
+def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
     """By ``transformers``, from a directory or the Hub."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(
             source,
-            revision=exp.model.revision,
-            trust_remote_code=exp.model.trust_remote_code,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # the Hub client's errors have no common base
         shown = printable(source, keep="")

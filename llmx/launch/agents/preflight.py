@@ -251,7 +251,7 @@ def check_environments(spec: LaunchSpec, connections: list[Connection]) -> tuple
 def _check_this_machine(spec: LaunchSpec, asked: Message) -> tuple[str, ...]:
     """The ranks themselves check what torch was built for."""
     host, *others = spec.plan.hosts
-    needed = extensions(spec.exp) or spec.plan.accelerator == "cuda"
+    needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.accelerator == "cuda"
     if others or not host.is_local or not needed:
         return ()  # the hosts of Slurm cannot be checked from here
     arguments = [str(spec.run_dir.root), "", json.dumps({**asked, "torch": False})]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
-from llmx.config import Experiment
+from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.observe.report.screen import open_console
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural
@@ -103,11 +103,11 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
     rows = [
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
         ("batch", batch_line(plan)),
-        ("steps", _steps_line(plan, exp)),
+        ("steps", _steps_line(plan, exp.task)),
         ("model", _model_line(plan, exp)),
         ("zero", _zero_line(exp)),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
-        ("attention", _attention_line(plan, exp)),
+        ("attention", _attention_line(plan, exp.data)),
         ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
     ]
     for name, text in rows:
@@ -143,12 +143,12 @@ def batch_line(plan: Plan) -> str:
     )
 
 
-def _steps_line(plan: Plan, exp: Experiment) -> str:
-    if exp.task.steps is not None:
-        tokens = human.count(exp.task.steps * plan.batch.tokens_per_step)
-        return f"{exp.task.steps:,}, {tokens} tokens in all"
-    if exp.task.epochs is not None:
-        epochs = plural(exp.task.epochs, "epoch")
+def _steps_line(plan: Plan, task: TaskConfig) -> str:
+    if task.steps is not None:
+        tokens = human.count(task.steps * plan.batch.tokens_per_step)
+        return f"{task.steps:,}, {tokens} tokens in all"
+    if task.epochs is not None:
+        epochs = plural(task.epochs, "epoch")
         return f"{epochs}; steps follow from the number of samples"
     return "not set; give task.steps or task.epochs"
 
@@ -181,14 +181,14 @@ def _sum_line(plan: Plan) -> str:
     return f"summed over micro steps in {plan.grad_accum_dtype}"
 
 
-def _attention_line(plan: Plan, exp: Experiment) -> str:
+def _attention_line(plan: Plan, data: DataConfig) -> str:
     kinds = dict(plan.attention)
     each = ", ".join(f"{way} ({name})" for name, way in kinds.items())
     rows = {
         "auto": "rows are packed where the model isolates them",
         "packed": "rows are packed",
         "padded": "each row in a line of its own",
-    }[exp.data.layout]
+    }[data.layout]
     same = len(set(kinds.values())) == 1
     return f"{next(iter(kinds.values())) if same else each}; {rows}"
 

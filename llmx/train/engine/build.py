@@ -240,7 +240,7 @@ def build_engine(
         if parts[name].with_liger:
             apply_liger(model.module)
         if model.spec.head in LANGUAGE_MODELS:
-            wanted = fused_loss(exp, plan.accelerator)
+            wanted = fused_loss(exp.model, plan.accelerator)
             model.fused_loss = wanted and _can_fuse(
                 model, seq_len=exp.data.seq_len, required=bool(exp.model.fused_loss)
             )
