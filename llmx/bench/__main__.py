@@ -22,7 +22,7 @@ from llmx.bench.context import Context
 from llmx.bench.measure import Measure, Outcome, mark, markdown
 from llmx.bench.part import PARTS
 from llmx.cli.flags import Parser
-from llmx.errors import ConfigError, LlmxError, did_you_mean
+from llmx.errors import ConfigError, did_you_mean, exit_code
 
 END_S = 45.0
 """What a part that is told to end is given for ending its own ranks."""
@@ -44,12 +44,11 @@ def main(argv: list[str] | None = None) -> int:
         "--work-dir", type=Path, help="for runs and data (default: a temporary one)"
     )
     options = parser.parse_args(argv)
-    try:
-        names = chosen(options.parts)
-        outcomes, machine = run_all(options, names)
-    except LlmxError as error:
-        print(f"llmx: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    outcomes, machine = run_all(options, chosen(options.parts))
     failed = [outcome.part for outcome in outcomes if not outcome.ok]
     if options.out:
         write(options.out, outcomes, machine)

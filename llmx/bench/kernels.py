@@ -113,7 +113,7 @@ def attention(context: Context) -> list[Measure]:
     flops = 7 * batch * heads * length**2 * width
     measures: list[Measure] = []
     reference: list[torch.Tensor] = []
-    for name, call in _attentions(context, segments=segments, dtype=dtype):
+    for name, call in _attentions(context, segments=segments):
         try:
             output, *gradients = _forward_backward(call, leaves, gradient)
             seconds = timed(partial(_forward_backward, call, leaves, gradient), context=context)
@@ -144,7 +144,7 @@ def _forward_backward(
 
 
 def _attentions(
-    context: Context, *, segments: torch.Tensor, dtype: torch.dtype
+    context: Context, *, segments: torch.Tensor
 ) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
     """Name and function of (query, key, value), all [B, H, T, D]; the dense mask comes second."""
     from torch.nn.functional import scaled_dot_product_attention as sdpa

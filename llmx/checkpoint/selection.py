@@ -187,12 +187,6 @@ class Assessment:
         """One line: what is wrong."""
         return describe(self.problems)
 
-    @property
-    def incomplete(self) -> bool:
-        """Nothing is damaged, but files are on no host: a crash interrupted a commit or a removal,
-        or a host is missing."""
-        return not self.usable and all(each.found == ABSENT for each in self.problems)
-
 
 ABSENT = "is on none of the hosts"
 

@@ -75,8 +75,6 @@ class Checked:
     """Overrides that Hydra composes."""
 
     words: list[str]
-    axes: tuple[str, ...]
-    """The keys that a sweep varies."""
     fixed: tuple[str, ...]
     """The keys that it does not."""
 
@@ -111,12 +109,10 @@ def check_overrides(
         kept.pop(place, None)
         kept[place] = (word, override)
     check_user_files(choices, directories)
-    axes = [override.key_or_group for _, override in kept.values() if override.is_sweep_override()]
     if multirun:
         _check_sweep([override for _, override in kept.values()])
     return Checked(
         [word for word, _ in kept.values()],
-        tuple(axes),
         tuple(o.key_or_group for _, o in kept.values() if not o.is_sweep_override()),
     )
 

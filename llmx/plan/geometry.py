@@ -23,7 +23,6 @@ class Geometry:
     kv_size: int
     """Width of keys (and of values): heads of K x head width."""
     vocab_size: int
-    max_positions: int | None
     num_heads: int = 1
     num_kv_heads: int = 1
     query_size: int = 0
@@ -94,7 +93,7 @@ def _llama(config: dict[str, Any], multiple: int, *, qk_norm: bool = False) -> G
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return Geometry(
         embeddings + layers * layer + hidden,
-        hidden, ffn, layers, kv, vocab, position_limit(config),
+        hidden, ffn, layers, kv, vocab,
         num_heads=heads, num_kv_heads=kv // head, query_size=query, qk_norm=qk_norm,
         num_looked_up=0 if config.get("tie_word_embeddings") else vocab * hidden,
     )  # fmt: skip
@@ -113,7 +112,7 @@ def _gpt2(config: dict[str, Any], multiple: int) -> Geometry:
     total = vocab * hidden + positions * hidden + layers * layer + 2 * hidden
     heads, dropout = int(config.get("n_head") or 12), float(config.get("resid_pdrop", 0.1)) > 0
     return Geometry(
-        total, hidden, ffn, layers, hidden, vocab, positions,
+        total, hidden, ffn, layers, hidden, vocab,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="gpt2", dropout=dropout,
         num_looked_up=positions * hidden,
     )  # fmt: skip
@@ -129,7 +128,7 @@ def _opt(config: dict[str, Any], multiple: int) -> Geometry:
     heads = int(config.get("num_attention_heads") or 12)
     dropout = float(config.get("dropout", 0.1)) > 0
     return Geometry(
-        total, hidden, ffn, layers, hidden, vocab, positions,
+        total, hidden, ffn, layers, hidden, vocab,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="opt", dropout=dropout,
         num_looked_up=(positions + 2) * hidden,
     )  # fmt: skip

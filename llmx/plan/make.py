@@ -30,7 +30,7 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
     ``local_names``: names and addresses of this machine; a host among them needs no ssh.
     """
     hardware = exp.hardware
-    hosts = tuple(_host(host, hardware, local_names) for host in hardware.hosts)
+    hosts = tuple(_host(host, local_names) for host in hardware.hosts)
     used: dict[str, list[str]] = {}
     for host in hosts:
         used.setdefault(host.device, []).append(host.name)
@@ -97,7 +97,7 @@ def attention_for(exp: Experiment, device: DeviceConfig, precision: str) -> str:
     return "varlen" if precision != "fp32" and "bf16" in device.precisions else "segments"
 
 
-def _host(host: HostConfig, hardware: HardwareConfig, local_names: frozenset[str]) -> HostPlan:
+def _host(host: HostConfig, local_names: frozenset[str]) -> HostPlan:
     address = host.address or host.name
     return HostPlan(
         name=host.name,

@@ -49,10 +49,6 @@ class BatchPlan:
     seq_len: int
 
     @property
-    def samples_per_micro_step(self) -> int:
-        return sum(self.micro_batches)
-
-    @property
     def tokens_per_step(self) -> int:
         """Positions of one optimizer step, padding included."""
         return self.global_batch * self.seq_len

@@ -34,8 +34,6 @@ class StepLog:
             session.engine.device, gradients=session.engine.precision != "fp16"
         )
         self.spikes = SpikeWatch(session.exp.task.spike_factor, losses=start.losses)
-        self.last_loss: float | None = None
-        """Of the newest line."""
         self.flops = [
             (
                 model_flops(model.module, causal=model.attention.causal),
@@ -157,7 +155,6 @@ class StepLog:
             **({"extra": True} if extra else {}),
         )
         session.log(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
-        self.last_loss = loss
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
         raise_if_not_finite(loss_step, gradient_step, lr=session.exp.optim.lr)
         self.spikes.check(done, loss)

@@ -195,17 +195,16 @@ def test_a_good_copy_elsewhere_makes_up_for_a_damaged_one(hosts: list[Path]) -> 
     assert not assessment(hosts, 2).problems
 
 
-def test_a_part_that_no_host_has_makes_it_incomplete(hosts: list[Path]) -> None:
+def test_a_part_that_no_host_has_makes_it_unusable(hosts: list[Path]) -> None:
     shutil.rmtree(hosts[1] / "step-00000002")
     found = assessment(hosts, 2)
     assert not found.usable
-    assert found.incomplete
     assert found.reason == (
         "rank-00001.safetensors: is on none of the hosts, expected 304 bytes from host-1"
     )
     assert usable_steps(hosts) == [1]
     flip_bit(hosts[0] / "step-00000002" / RANK_FILE, -1)
-    assert not assessment(hosts, 2).incomplete
+    assert RANK_FILE in assessment(hosts, 2).reason
 
 
 def test_two_checkpoints_of_one_step_are_not_mixed(hosts: list[Path]) -> None:
@@ -355,7 +354,6 @@ def test_what_a_broken_disk_does_not_show_counts_as_here_and_unreadable(memory: 
     assert "state.json" in part.here
     assessment = selection.assess([selection.inspect(checkpoints, 1)])
     assert not assessment.usable
-    assert not assessment.incomplete
     assert "cannot be read (Too many levels of symbolic links)" in assessment.reason
 
 

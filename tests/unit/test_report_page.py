@@ -208,6 +208,14 @@ def test_a_number_and_its_unit_stay_together(tmp_path: Path) -> None:
     assert "2\u00a0min 8\u00a0s" in page(load_run(run.root))
 
 
+def test_long_words_of_a_completion_are_broken(tmp_path: Path) -> None:
+    """An untrained model writes them; they would take the width of the other columns."""
+    run = finished(tmp_path / "run")
+    first = {**SAMPLES["rows"][0], "before": "x" * 40}
+    write_json(run.samples, {**SAMPLES, "rows": [first]})
+    assert "x" * 30 + "<wbr>" + "x" * 10 in page(load_run(run.root))
+
+
 def test_labels_below_a_chart() -> None:
     assert step_ticks(0, 405, count=5) == [0, 100, 200, 300, 405]
     assert step_ticks(7, 7, count=5) == [7]

@@ -190,7 +190,8 @@ def _table(
     lines = [
         "<tr>"
         + "".join(
-            f'<td class="{kind}">{_words(cell)}</td>' for cell, kind in zip(row, kinds, strict=True)
+            f'<td class="{kind}">{_words(cell, longest=longest)}</td>'
+            for cell, kind in zip(row, kinds, strict=True)
         )
         + "</tr>"
         for row in rows
