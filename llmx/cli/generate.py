@@ -27,6 +27,7 @@ from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, did_you_mean, exit_code
 from llmx.models.sampling import Sampling, sample_seed
 from llmx.run import snapshot
+from llmx.run.exported import generates_no_text
 from llmx.run.rundir import RunDir
 from llmx.text import plural, printable
 
@@ -164,6 +165,7 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
     directory = (options.model or run.final_model).expanduser()
     if not (directory / "config.json").is_file():
         raise ConfigError(_no_model(run, directory, asked=options.model is not None))
+    check_generates(directory)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -294,6 +296,16 @@ def _no_model(run: RunDir, directory: Path, *, asked: bool) -> str:
         f"task.save_model=false. To try a checkpoint: `python -m llmx export {here}`, then "
         "generate with --model and the directory that it wrote."
     )
+
+
+def check_generates(directory: Path) -> None:
+    """ConfigError for a model that writes no text: a classifier, say. Transformers would give it a
+    new output head, and random completions."""
+    if named := generates_no_text(directory):
+        raise ConfigError(
+            f"{directory} is a {named}, which generates no text. Load it with transformers, e.g. "
+            f"`{named}.from_pretrained({str(directory)!r})`."
+        )
 
 
 def prompt_ids(exp: Experiment, tokenizer: Any, prompt: str) -> list[int]:

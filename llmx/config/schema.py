@@ -243,8 +243,9 @@ class TaskConfig:
             rule="be a class of your own, package.module:Class",
         ),
     )
-    """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text. A
-    task of your own is named as Python finds it (docs/tasks.md)."""
+    """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text;
+    ``classify`` learns labels, or a number, of texts. A task of your own is named as Python finds
+    it (docs/tasks.md)."""
     code_path: str | None = None
     """The directory that holds the package of a task of your own. Null: the directory where the
     command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package along."""

@@ -128,6 +128,11 @@ class RunDir:
         return self.root / "samples.json"
 
     @property
+    def tables(self) -> Path:
+        """``tables.json``: what the newest evaluation measures and is no number."""
+        return self.root / "tables.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -14,7 +14,17 @@ from llmx.config import Experiment
 from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Mean, Prompt, RolloutKey, Task, exact_match, next_token_loss
+from llmx.tasks.base import (
+    Accumulator,
+    Loss,
+    Mean,
+    Prompt,
+    RolloutKey,
+    Table,
+    Task,
+    exact_match,
+    next_token_loss,
+)
 
 
 def task_class(kind: str) -> type[Task]:
@@ -61,11 +71,13 @@ def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.Sa
 
 
 __all__ = [
+    "Accumulator",
     "Loss",
     "Mean",
     "Metric",
     "Prompt",
     "RolloutKey",
+    "Table",
     "Task",
     "exact_match",
     "next_token_loss",

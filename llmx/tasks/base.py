@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmx.config import Experiment
 from llmx.config.build import dataclass_from
-from llmx.data import IGNORE, EvalPrompt
+from llmx.data import IGNORE, EvalPrompt, SampleStore
 from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Conversation
 from llmx.data.source.split import DatasetSplit
@@ -60,6 +60,37 @@ class Mean:
     def value(self) -> float:
         """The mean; 0 where nothing was added."""
         return self.sum / self.weight if self.weight else 0.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers that an evaluation leaves for the report: a confusion matrix, say."""
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float, ...], ...]
+    """By row."""
+
+
+class Accumulator:
+    """What is measured over held-out samples and is no mean: F1, an area, a confusion matrix.
+
+    Each rank fills its own; they are brought together in the order of the ranks. It is pickled, so
+    it keeps numpy arrays and plain values.
+    """
+
+    def merge(self, other: Any) -> None:
+        """Take in what another rank has gathered."""
+        raise NotImplementedError(f"{type(self).__name__}.merge")
+
+    def values(self) -> dict[str, float | None]:
+        """Metrics by name; None for one that cannot be told from these samples."""
+        raise NotImplementedError(f"{type(self).__name__}.values")
+
+    def tables(self) -> list[Table]:
+        """What the report shows beside the metrics."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -152,6 +183,14 @@ class Task:
     def check_source(self, source: DatasetSplit) -> None:
         """Raise ConfigError for data, or options of it, that this task cannot be trained on."""
 
+    def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
+        """Called once on every rank, when the data is prepared and before the models are built:
+        what follows from it, such as the labels that occur. Returns lines for the log.
+
+        Raises ConfigError or DataError for data that does not go together.
+        """
+        return []
+
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """Name -> what is measured besides the loss; every value that is written is declared."""
@@ -190,19 +229,17 @@ class Task:
         """For ``normaliser = "batch"``: what a micro batch weighs, known before any forward."""
         raise NotImplementedError(f"{type(self).__name__}.weight")
 
-    def evaluate(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
+    def evaluate(
+        self, models: Models, batches: Iterable[Batch]
+    ) -> Mapping[str, Mean | Accumulator]:
         """What is measured on the held-out samples of this rank, by name; by default ``loss`` and
-        its metrics, and nothing for a task that generates. Added up over ranks afterwards.
-        Gradients are off, as dropout is."""
+        its metrics, and nothing for a task that generates. Brought together over ranks afterwards;
+        an ``Accumulator`` has names of its own. Gradients are off, as dropout is."""
         if self.generates:
             return {}
         found = {"loss": Mean()}
         for batch in batches:
-            loss = self.loss(models, batch)
-            found["loss"].add(float(loss.sum), loss.weight)
-            for name, value in loss.metrics.items():
-                total, weight = value if isinstance(value, tuple) else (value, loss.weight)
-                found.setdefault(name, Mean()).add(float(total), float(weight))
+            add_loss(found, self.loss(models, batch))
         return found
 
     def eval_prompts(self) -> list[EvalPrompt]:
@@ -216,6 +253,14 @@ class Task:
     def decode(self, tokens: list[int]) -> str:
         """The completion for a reader."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def add_loss(means: dict[str, Mean], loss: Loss) -> None:
+    """Add the loss of a micro batch and what it measures."""
+    means["loss"].add(float(loss.sum), loss.weight)
+    for name, value in loss.metrics.items():
+        total, weight = value if isinstance(value, tuple) else (value, loss.weight)
+        means.setdefault(name, Mean()).add(float(total), float(weight))
 
 
 def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:

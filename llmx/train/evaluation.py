@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, TaskConfig
 from llmx.data import EvalPrompt, collate
 from llmx.errors import ConfigError
@@ -19,7 +21,7 @@ from llmx.models.generation_config import stop_ids
 from llmx.models.sampling import Sampling
 from llmx.plan.types import BatchPlan
 from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.tasks import Mean, Task
+from llmx.tasks import Accumulator, Mean, Table, Task
 from llmx.train.batches import Layout
 from llmx.train.engine.build import Engine
 from llmx.train.session import Session
@@ -47,7 +49,7 @@ def evaluate_task(
     batch: BatchPlan,
     layout: Layout,
     interrupted: Callable[[], bool] = lambda: False,
-) -> dict[str, Mean] | None:
+) -> dict[str, Mean | Accumulator] | None:
     """What the task measures on ``store``, over all ranks: ``loss`` and its metrics. Collective.
 
     ``interrupted`` is called before each micro batch, and returns the same on every rank; None
@@ -76,7 +78,24 @@ def evaluate_task(
     engine.engine.eval()
     found = task.evaluate(engine.models, batches())
     engine.engine.train()
-    return None if stopped else summed(found, device=engine.device)
+    return None if stopped else together(found, device=engine.device)
+
+
+def together(
+    found: Mapping[str, Mean | Accumulator], *, device: torch.device
+) -> dict[str, Mean | Accumulator]:
+    """What every rank has measured: means added up, accumulators merged in the order of the ranks.
+    Collective."""
+    means = {name: one for name, one in found.items() if isinstance(one, Mean)}
+    whole: dict[str, Mean | Accumulator] = {**summed(means, device=device)}
+    mine = {name: one for name, one in found.items() if isinstance(one, Accumulator)}
+    if mine:
+        first, *others = all_gather(mine)
+        for other in others:
+            for name, one in first.items():
+                one.merge(other[name])
+        whole.update(first)
+    return whole
 
 
 def summed(found: dict[str, Mean], *, device: torch.device) -> dict[str, Mean]:
@@ -111,6 +130,11 @@ def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, fl
     if session.rank == 0 and when is not None:
         write_samples(session.run_dir, prompts, completions, scores, when=when)
     return scores
+
+
+def write_tables(run_dir: RunDir, tables: Sequence[Table], *, step: int) -> None:
+    """Rewrite ``tables.json``: what the newest evaluation leaves for the report."""
+    write_json(run_dir.tables, {"step": step, "tables": [asdict(table) for table in tables]})
 
 
 def write_samples(
@@ -172,10 +196,19 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     if result is None:
         session.status.enter("training")
         return False
-    measured = {name: mean.value for name, mean in result.items()}
+    measured: dict[str, float | None] = {}
+    tables: list[Table] = []
+    for name, one in result.items():
+        if isinstance(one, Mean):
+            measured[name] = one.value
+        else:
+            measured.update(one.values())
+            tables += one.tables()
+    if tables and session.rank == 0:
+        write_tables(session.run_dir, tables, step=step)
     line: dict[str, Any] = {}
-    if "loss" in measured:
-        weight = result["loss"].weight
+    if isinstance(mean := result.get("loss"), Mean):
+        weight = mean.weight
         weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
         line["loss"] = measured.pop("loss")
         line[weighed_by] = int(weight) if weight.is_integer() else weight
@@ -190,7 +223,11 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     line.update({name: measured.get(name) for name in declared if "eval" in declared[name].kinds})
     session.metrics.write("eval", step=step, **line)
     shown = [f"loss {line['loss']:.4f}"] if "loss" in line else []
-    shown += [f"{declared[name].title} {declared[name].shown(measured[name])}" for name in measured]
+    shown += [
+        f"{declared[name].title} {declared[name].shown(value)}"
+        for name, value in measured.items()
+        if value is not None
+    ]
     session.log(f"evaluation at step {step}: {'  '.join(shown)}")
     session.status.enter("training")
     return True

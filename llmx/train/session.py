@@ -90,6 +90,8 @@ def open_session(
     )
     checkpoint = dataclasses.replace(checkpoint, mode=mode)
     train_store, eval_store = open_stores(exp, tokenizer, task, plan)
+    for line in task.see_data(train_store, eval_store):
+        log(line)
     consensus = Consensus(timeout_s=exp.launch.comm_timeout_s)
     topology = find_topology(
         run_dir.checkpoints, create=ever_saves(checkpoint), group=consensus.group

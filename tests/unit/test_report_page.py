@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from llmx.observe.report.__main__ import write_files
 from llmx.observe.report.chart import linear_axis, log_axis, numbers, step_ticks, thinned
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import load_run
@@ -232,3 +234,19 @@ def test_thousands_of_points_keep_their_extremes_and_gaps() -> None:
     assert kept[-1][0] == 9_999
     assert any(value != value for _, value in kept)
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+
+
+def test_tables_of_an_evaluation_are_shown_and_drawn(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    table = {
+        "title": "Confusion matrix: actual by predicted", "rows": ["好", "<bad>"],
+        "columns": ["好", "<bad>"], "values": [[9.0, 1.0], [0.0, 0.0]],
+    }  # fmt: skip
+    write_json(run.tables, {"step": 600, "tables": [table, {"title": "broken"}]})
+    read = load_run(run.root)
+    html = page(read)
+    assert "&lt;bad&gt;" in html
+    assert re.search(r'rgb\(31 119 180 / 0\.7\d\)">9<', html)
+    assert "a table cannot be read and is left out" in html
+    write_files(read)
+    assert (run.root / "confusion_matrix.png").stat().st_size > 2000

@@ -69,10 +69,10 @@ class Labelled:
     """A text and its label, for tasks that learn the label itself."""
 
     text: str
-    label: str | int
-    """As it is in the data."""
+    label: Any
+    """As it is in the data: a name, a number, a list of names."""
     name: str
-    """What ``data.label_names`` calls it."""
+    """What ``data.label_names`` calls it; of a label that is no text or whole number, its text."""
     where: Where
     history: tuple[Message, ...] = ()
     """Earlier turns, where the data has them."""
@@ -284,19 +284,23 @@ def _single(record: Record, form: str, column: Any) -> list[Message]:
 
 
 def to_labelled(
-    record: Record, *, columns: dict[str, str], label_names: dict[str, str]
+    record: Record, *, columns: dict[str, str], label_names: dict[str, str], any_label: bool = False
 ) -> Labelled:
-    """The text and the label of a record, with the label's name where it has one."""
+    """The text and the label of a record, with the label's name where it has one.
+
+    ``any_label``: also a fraction, a truth value, or a list; else only what can be an answer.
+    """
     key, known = columns.get("label", "label"), label_names
     label = record.value.get(key)
-    if isinstance(label, bool) or not isinstance(label, str | int):
+    plain = isinstance(label, str | int) and not isinstance(label, bool)
+    if not plain and (label is None or not any_label):
         raise wrong_record(
             record,
             "a missing label",
             f'"{excerpt(key)}" is {excerpt(label)}; a label is text or a whole number. Map it with '
             "data.data_map.label=COLUMN.",
         )
-    if known and str(label) not in known:
+    if known and plain and str(label) not in known:
         raise wrong_record(
             record,
             "a label without a name",

@@ -122,6 +122,24 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     return special | {token: index for token, index in pairs if index is not None}
 
 
+def opening_token(tokenizer: Any) -> int | None:
+    """What a text begins with: the BOS token of a tokenizer that adds one by itself; [CLS] of one
+    that has neither BOS nor EOS token (BERT)."""
+    if adds_bos_token(tokenizer):
+        return int(tokenizer.bos_token_id)
+    if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:
+        return None
+    first = tokenizer("a")["input_ids"][:1]
+    return int(first[0]) if first == [tokenizer.cls_token_id] else None
+
+
+def closing_token(tokenizer: Any) -> int | None:
+    """What a text ends with: the EOS token; [SEP] of a tokenizer that has none (BERT)."""
+    eos = tokenizer.eos_token_id
+    found = eos if eos is not None else getattr(tokenizer, "sep_token_id", None)
+    return None if found is None else int(found)
+
+
 def adds_bos_token(tokenizer: Any) -> bool:
     """Whether the tokenizer by itself begins a text with its BOS token."""
     bos = tokenizer.bos_token_id

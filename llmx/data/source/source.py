@@ -202,6 +202,8 @@ class Source:
             also["row_type"] = self.record_type.__name__
         if self.turn_weights:
             also["turn_weights"] = True
+        if self.record_type is Labelled:
+            also["labels"] = "any"
         return {
             **also,
             "form": self.form,
@@ -267,7 +269,9 @@ class Source:
             pair = to_preference(raw, columns=self.columns, system=self.system)
             return pair if self.record_type is Preference else pair.chosen
         if self.record_type is Labelled:
-            return to_labelled(raw, columns=self.columns, label_names=self.label_names)
+            return to_labelled(
+                raw, columns=self.columns, label_names=self.label_names, any_label=True
+            )
         return to_conversation(
             raw,
             self.form,

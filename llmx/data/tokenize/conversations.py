@@ -25,7 +25,7 @@ import numpy as np
 from llmx.data.examples import Column
 from llmx.data.format.formats import Conversation, Document, Message
 from llmx.data.format.rendering import Rendering, Span, TemplateSpans
-from llmx.data.format.templates import adds_bos_token, choose_template, special_tokens
+from llmx.data.format.templates import choose_template, opening_token, special_tokens
 from llmx.data.source.files import Where
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError
@@ -57,7 +57,8 @@ class Renderer:
         self.loss_on = loss_on
         self.special = special_tokens(tokenizer)
         self._special_ids = np.array(sorted(set(self.special.values())), dtype=np.int64)
-        self.bos = [tokenizer.bos_token_id] if adds_bos_token(tokenizer) else []
+        opening = opening_token(tokenizer)
+        self.bos = [] if opening is None else [opening]
         """The tokens that begin every text: the BOS token where the tokenizer uses one."""
         self._spans = TemplateSpans(
             tokenizer, name=self.template_name, template=self.template, special=self.special

@@ -25,6 +25,7 @@ import numpy as np
 
 from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Document
+from llmx.data.format.templates import closing_token
 from llmx.data.source.records import RecordError
 from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
 from llmx.data.tokenize.wordwise import NotWordwise, Wordwise
@@ -77,7 +78,8 @@ class DocumentEncoder:
     def __init__(self, tokenizer: Any, *, bos: list[int], workers: int) -> None:
         from tokenizers import Tokenizer
 
-        if tokenizer.eos_token_id is None:
+        end = closing_token(tokenizer)
+        if end is None:
             raise ConfigError(
                 f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
                 "between documents. Set eos_token in its tokenizer_config.json."
@@ -86,7 +88,7 @@ class DocumentEncoder:
         self.description = "tokenizers"
         self._tokenizer = tokenizer
         self._bos = np.array(bos, np.uint32)
-        self._eos = np.array([tokenizer.eos_token_id], np.uint32)
+        self._eos = np.array([end], np.uint32)
         # A copy of its own: settings of the caller's are neither used nor changed.
         self._slow = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._slow.encode_special_tokens = True

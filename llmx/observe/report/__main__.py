@@ -15,6 +15,7 @@ from llmx.errors import exit_code
 from llmx.observe.report.figure import draw_loss
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
+from llmx.observe.report.tables import draw_table, tables
 from llmx.observe.report.terminal import print_report
 from llmx.run.rundir import write_text
 
@@ -46,8 +47,11 @@ def _report(run_dir: Path, *, width: int | None) -> int:
 
 
 def write_files(data: RunData) -> None:
-    """Write ``loss.png`` (where there is something to draw) and ``report.html``."""
+    """Write ``loss.png`` and the pictures of an evaluation's tables (where there is something to
+    draw), and ``report.html``."""
     draw_loss(data, data.run.loss_curve)
+    for table in tables(data):
+        draw_table(table, data.run.root / table.file_name)
     write_text(data.run.report, page(data))
 
 

@@ -20,6 +20,7 @@ from llmx.observe.report.chart import Line, Mark
 from llmx.observe.report.figure import SMOOTHED_FROM, points, smoothed
 from llmx.observe.report.run_data import RunData
 from llmx.observe.report.settings import as_yaml, chosen, shown
+from llmx.observe.report.tables import Numbers, shares, tables
 from llmx.run.metrics import metric_of
 from llmx.run.metrics.lines import Record, scalars
 from llmx.text import plural, printable
@@ -77,6 +78,7 @@ def page(data: RunData) -> str:
         _heading("Summary", _pairs(wording.summary_rows(data))),
         _heading("Loss", _loss(data)),
         _other_curves(data),
+        _heading("Evaluation", _tables(data)),
         _heading("Completions", _completions(data)),
         _heading("Warnings", _list(wording.warnings(data))),
         _heading("Attempts", _attempts(data)),
@@ -263,6 +265,29 @@ def _metric_curves(data: RunData, kind: str) -> list[tuple[str, list[chart.Point
             title, found = f"{title} (%)", [(step, 100 * value) for step, value in found]
         curves.append((title, found, "orange" if kind == "eval" else "blue"))
     return curves
+
+
+def _tables(data: RunData) -> str:
+    """What the newest evaluation measures and is no number, such as a confusion matrix: each cell
+    the darker, the larger its part of the row."""
+    return "".join(_shaded(table, step=data.tables.get("step", 0)) for table in tables(data))
+
+
+def _shaded(table: Numbers, *, step: int) -> str:
+    head = "".join(f'<th class="number">{_text(name)}</th>' for name in table.columns)
+    lines = []
+    for name, row in zip(table.rows, table.values, strict=True):
+        parts = zip(row, shares(row), strict=True)
+        cells = "".join(
+            f'<td class="number" style="background: rgb(31 119 180 / {part:.2f})">{value:,g}</td>'
+            for value, part in parts
+        )
+        lines.append(f"<tr><th>{_text(name)}</th>{cells}</tr>")
+    return (
+        f"<p>{_words(table.title)}, step {step:,}</p>"
+        f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
 
 
 def _completions(data: RunData) -> str:

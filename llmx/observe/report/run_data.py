@@ -1,8 +1,8 @@
 """Everything that a run directory has to tell, read once; missing and torn files are fine.
 
 Reads ``config.yaml``, ``overrides.yaml``, ``plan.json``, ``data.json``, ``metrics.jsonl``,
-``samples.json``, ``attempts.jsonl``, ``result.json``, ``tracking.json`` and the changes in
-``history/``; writes nothing.
+``samples.json``, ``tables.json``, ``attempts.jsonl``, ``result.json``, ``tracking.json`` and the
+changes in ``history/``; writes nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class RunData:
     plan: dict[str, Any]
     records: list[Record]
     samples: dict[str, Any]
+    tables: dict[str, Any]
+    """What the newest evaluation left for the report: ``step`` and ``tables``."""
     result: dict[str, Any] | None
     """None while the run goes on, or where the supervisor was killed."""
     tracking: dict[str, dict[str, str]]
@@ -132,6 +134,7 @@ def load_run(root: Path) -> RunData:
         plan=plan,
         records=records,
         samples=_read(run.samples, read_json, warnings),
+        tables=_read(run.tables, read_json, warnings),
         result=result,
         tracking=_read(run.root / "tracking.json", read_json, warnings),
         data=_data(run, warnings),

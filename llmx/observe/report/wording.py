@@ -12,6 +12,8 @@ from typing import Any
 
 from llmx import text as human
 from llmx.observe.report.run_data import RunData
+from llmx.observe.report.tables import tables
+from llmx.run.exported import generates_no_text
 from llmx.run.metrics import metric_of
 from llmx.text import plural
 
@@ -199,6 +201,7 @@ def locations(data: RunData) -> list[tuple[str, str]]:
     for name, path in (
         ("model", run.final_model),
         ("loss curve", run.loss_curve),
+        *((table.name.lower(), run.root / table.file_name) for table in tables(data)),
         ("report", run.report),
         ("logs", run.logs),
     ):
@@ -212,7 +215,7 @@ def locations(data: RunData) -> list[tuple[str, str]]:
             rows.append((f"{tracker}, to upload", status["sync"]))
         elif status.get("state") != "failed" and status.get("message"):
             rows.append((tracker, status["message"]))
-    if run.final_model.exists():
+    if run.final_model.exists() and not generates_no_text(run.final_model):
         rows.append(("try it", _try_it(data)))
     here = shlex.quote(str(run.root))
     if not data.was_started:

@@ -1,0 +1,20 @@
+"""What kind of model a Hugging Face directory holds, from its ``config.json`` alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+WITHOUT_TEXT = ("ForSequenceClassification", "ForMaskedLM")
+"""Endings of the classes that generate no text."""
+
+
+def generates_no_text(directory: Path) -> str | None:
+    """The class of a model that generates no text (a classifier); None of any other, and where it
+    is not known."""
+    try:
+        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        named = str((values.get("architectures") or [""])[0])
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+        return None
+    return named if named.endswith(WITHOUT_TEXT) else None

@@ -1,0 +1,495 @@
+"""``task=classify``: the label of a text: one of several, any number of them, or a number.
+
+    python -m llmx task=classify data=labelled data.path=train.tsv data.eval_path=dev.tsv \\
+        data.data_map.prompt=text_a
+
+Labels are found in the training data; ``data.label_names`` renames them, and gives their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from llmx.config import Experiment
+from llmx.config.fields import choice, number
+from llmx.data import Column, Document, Example, Labelled, Rejected, SampleStore
+from llmx.errors import ConfigError, DataError
+from llmx.run.metrics import Metric
+from llmx.tasks.base import Accumulator, Loss, Mean, Task, add_loss
+from llmx.tasks.class_metrics import Classes, Labels, Numbers
+from llmx.text import plural
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmx.models.model import Batch, Models, ModelSpec
+
+SINGLE, MULTI, REGRESSION = "single_label", "multi_label", "regression"
+PROBLEMS = {
+    SINGLE: "single_label_classification",
+    MULTI: "multi_label_classification",
+    REGRESSION: "regression",
+}
+"""Ours -> ``problem_type`` of transformers."""
+LABEL_BYTES = {SINGLE: 64, MULTI: 512}
+"""Room for the label of an example: its name, or the JSON list of its names, in UTF-8."""
+CLASSES_NAMED = 20
+"""In a line of the log."""
+
+
+@dataclass
+class Options:
+    """Of ``task.options``."""
+
+    problem: str = choice(SINGLE, MULTI, REGRESSION)
+    """``single_label``: one of several classes; ``multi_label``: any number of labels, as a list or
+    a text with ``separator``; ``regression``: a number."""
+    separator: str = ","
+    """Between the labels of a text (``multi_label``)."""
+    loss: str = choice("cross_entropy", "focal")
+    """``focal`` counts examples that are already right less (Lin et al. 2017)."""
+    gamma: float = number(2.0, minimum=0, maximum=100)
+    """How much less (``loss=focal``)."""
+    label_smoothing: float = number(0.0, minimum=0, below=1)
+    """Part of the target that is shared out over all classes (``single_label``)."""
+    balance: str = choice("none", "inverse", "class_balanced")
+    """Weights of classes by how many examples they have: ``inverse`` to their number, or
+    ``class_balanced`` by their effective number (Cui et al. 2019). Their mean over the training
+    data is 1."""
+    beta: float = number(0.999, minimum=0, below=1)
+    """Of ``class_balanced``: the nearer to 1, the nearer to ``inverse``."""
+    class_weights: dict[str, float] = field(default_factory=dict)
+    """Weights by the name of a label, taken as they are; those that are not named have 1."""
+    threshold: float = number(0.5, above=0, below=1)
+    """From this probability on a label counts as predicted (``multi_label``)."""
+    cut: str = choice("end", "start")
+    """What a text over ``data.seq_len`` loses."""
+
+
+@dataclass
+class _Seen:
+    """What follows from the training data."""
+
+    names: tuple[str, ...] = ()
+    index: dict[str, int] = field(default_factory=dict)
+    weights: list[float] = field(default_factory=list)
+
+
+class Classify(Task):
+    """A classification head over a causal backbone, or over an encoder such as BERT."""
+
+    takes: ClassVar[tuple[type, ...]] = (Labelled,)
+    normaliser = "examples"
+    Options = Options
+
+    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
+        super().__init__(exp, tokenizer)
+        self.problem: str = self.options.problem
+        self.columns = (
+            Column("label", per="example")
+            if self.problem == REGRESSION
+            else Column("label", per="example", dtype="uint8", shape=(LABEL_BYTES[self.problem],)),
+        )
+        self._seen = _Seen()
+        self._check_options()
+
+    def _check_options(self) -> None:
+        options, problem = self.options, self.problem
+        weighs = options.balance != "none" or options.class_weights
+        if problem == REGRESSION and (weighs or options.loss != "cross_entropy"):
+            raise ConfigError(
+                "task.options.problem=regression has no classes: remove balance, class_weights and "
+                "loss from task.options."
+            )
+        if options.balance != "none" and options.class_weights:
+            raise ConfigError(
+                f"task.options: balance={options.balance} and class_weights both weigh the "
+                "classes. Keep one."
+            )
+        if wrong := {name: one for name, one in options.class_weights.items() if not one >= 0}:
+            raise ConfigError(f"task.options.class_weights={wrong}: a weight is 0 or more.")
+        if options.label_smoothing and problem != SINGLE:
+            raise ConfigError(
+                f"task.options.label_smoothing is for problem=single_label, not {problem}."
+            )
+
+    # Data
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """What decides the examples: not how they are weighed."""
+        options = self.options
+        also = {"separator": options.separator} if self.problem == MULTI else {}
+        return {
+            "kind": "classify",
+            "version": 1,
+            "problem": self.problem,
+            "cut": options.cut,
+            **also,
+        }
+
+    def encode(self, row: Labelled) -> Example:
+        """The text, with the label as it is named: which labels there are is known at the end."""
+        text = "\n".join([*(turn.content for turn in row.history), row.text])
+        if not text.strip():
+            raise Rejected("an empty text", "there is no text to tell the label of.")
+        return Example.of(Document(text, row.where), cut=self.options.cut, label=self._label(row))
+
+    def _label(self, row: Labelled) -> Any:
+        if self.problem == REGRESSION:
+            return self._number(row.label)
+        if self.problem == SINGLE:
+            if isinstance(row.label, list | dict):
+                raise Rejected(
+                    "several labels",
+                    f"the label is {str(row.label)[:60]}; task.options.problem=multi_label learns "
+                    "several.",
+                )
+            text = _name(row.label) if isinstance(row.label, bool) else row.name.strip()
+            if not text:
+                raise Rejected("a missing label", "the label is empty.")
+        else:
+            text = json.dumps(self._several(row.label), ensure_ascii=False)
+        return _as_bytes(text, LABEL_BYTES[self.problem])
+
+    def _number(self, label: Any) -> float:
+        try:
+            found = float(label)
+        except (TypeError, ValueError):
+            found = float("nan")
+        if not np.isfinite(found):
+            raise Rejected(
+                "a label that is no number",
+                f"the label is {str(label)[:60]!r}; task.options.problem=regression needs a finite "
+                "number.",
+            )
+        return found
+
+    def _several(self, label: Any) -> list[str]:
+        known = self.exp.data.label_names
+        if isinstance(label, str):
+            label = label.split(self.options.separator)
+        parts = label if isinstance(label, list) else [label]
+        if not all(isinstance(one, str | int | bool) for one in parts):
+            raise Rejected(
+                "labels that are no names", f"the labels are {str(label)[:60]}; they are names."
+            )
+        names = [_name(one) for one in parts]
+        if known and (missing := [name for name in names if name and name not in known]):
+            raise Rejected(
+                "a label without a name",
+                f"the label {missing[0]!r} has no name; data.label_names names {', '.join(known)}.",
+            )
+        return sorted({known.get(name, name) for name in names if name})
+
+    def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
+        """Labels are those of the training data, in the order of ``data.label_names``, then of
+        their numbers or letters."""
+        if self.problem == REGRESSION:
+            values = np.asarray(train.values("label"), np.float64)
+            return [f"Labels: numbers from {values.min():g} to {values.max():g}, mean "
+                    f"{values.mean():.4g}"]  # fmt: skip
+        counts = self._counts(train)
+        named = dict.fromkeys(name.strip() for name in self.exp.data.label_names.values())
+        names = (*named, *sorted(counts.keys() - named.keys(), key=_order))
+        if self.problem == SINGLE and len(names) < 2:
+            raise DataError(
+                f"{self.exp.data.path}: every row has the label {names[0]!r}: there is nothing to "
+                "learn. Check data.data_map.label."
+            )
+        if not names:
+            raise DataError(
+                f"{self.exp.data.path}: no row has a label. Check data.data_map.label and "
+                "task.options.separator."
+            )
+        weights = self._class_weights(names, counts)
+        self._seen = _Seen(names, {name: n for n, name in enumerate(names)}, weights)
+        lines = [f"Labels: {_listed(names, counts)}"]
+        if absent := [name for name in names if not counts[name]]:
+            lines.append(
+                f"WARNING: no row of the training data has {_quoted(absent)}: never learned."
+            )
+        if any(weight != 1 for weight in weights):
+            by_name = ", ".join(f"{n} {w:.4g}" for n, w in zip(names, weights, strict=True))
+            lines.append(f"Class weights: {by_name[:400]}")
+        return lines + (self._check_evaluation(evaluation) if evaluation is not None else [])
+
+    def _check_evaluation(self, store: SampleStore) -> list[str]:
+        counts = self._counts(store)
+        unknown = {name: count for name, count in counts.items() if name not in self._seen.index}
+        lines = []
+        if unknown:
+            what = (
+                f"The evaluation data has {plural(sum(unknown.values()), 'row')} with "
+                f"{_quoted(sorted(unknown))}, which no row of the training data has "
+                f"(it has {_quoted(self._seen.names)})"
+            )
+            if self.exp.data.on_bad_row != "skip":
+                raise DataError(
+                    f"{what}. Correct them, or leave them out of the evaluation with "
+                    "data.on_bad_row=skip."
+                )
+            lines.append(f"WARNING: {what}. They are left out of the evaluation.")
+        if absent := [name for name in self._seen.names if not counts[name]]:
+            lines.append(f"No row of the evaluation data has {_quoted(absent)}.")
+        return lines
+
+    def _counts(self, store: SampleStore) -> Counter[str]:
+        """How many examples have each label."""
+        raw = np.ascontiguousarray(store.values("label"))
+        rows, repeated = np.unique(raw.view(f"S{raw.shape[1]}"), return_counts=True)
+        found: Counter[str] = Counter()
+        for value, count in zip(rows.tolist(), repeated.tolist(), strict=True):
+            for name in self._names(value):
+                found[name] += count
+        return found
+
+    def _names(self, value: bytes) -> list[str]:
+        text = value.rstrip(b"\0").decode("utf-8")
+        return [text] if self.problem == SINGLE else json.loads(text)
+
+    def _class_weights(self, names: tuple[str, ...], counts: Counter[str]) -> list[float]:
+        options = self.options
+        if options.class_weights:
+            if unknown := sorted(options.class_weights.keys() - set(names)):
+                raise ConfigError(
+                    f"task.options.class_weights names {_quoted(unknown)}, which is no label; the "
+                    f"labels are {_quoted(names)}."
+                )
+            return [float(options.class_weights.get(name, 1.0)) for name in names]
+        if options.balance == "none":
+            return [1.0] * len(names)
+        sizes = np.array([counts[name] for name in names], np.float64)
+        weights = class_weights(sizes, beta=options.beta if options.balance != "inverse" else None)
+        return [float(weight) for weight in weights]
+
+    # Model, loss, metrics
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the head's outputs."""
+        return self._seen.names
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Of held-out rows; accuracy of training steps, too."""
+        if self.problem == REGRESSION:
+            return {
+                "mae": Metric("mean absolute error", "number", higher_is_better=False),
+                "r2": Metric("R²", "number", higher_is_better=True),
+                "pearson": Metric("Pearson correlation", "number", higher_is_better=True),
+            }
+        both = ("train", "eval")
+        found = {"accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both)}
+        if self.problem == MULTI:
+            found["micro_f1"] = Metric("micro F1", "percent", higher_is_better=True)
+        return {
+            **found,
+            "macro_f1": Metric("macro F1", "percent", higher_is_better=True),
+            "auc": Metric("ROC AUC", "percent", higher_is_better=True),
+        }
+
+    def models(self) -> dict[str, ModelSpec]:
+        """One network with an output for each label. Before the data is seen, how many is open."""
+        from llmx.models.model import CLASSIFICATION, ModelSpec
+
+        count = 1 if self.problem == REGRESSION else len(self.labels) or 2
+        return {
+            "policy": ModelSpec(
+                head=CLASSIFICATION,
+                num_labels=count,
+                labels=self.labels,
+                problem=PROBLEMS[self.problem],
+            )
+        }
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Summed over examples; each times the weight of its class."""
+        loss, _ = self._computed(models, batch)
+        return loss
+
+    def evaluate(
+        self, models: Models, batches: Iterable[Batch]
+    ) -> Mapping[str, Mean | Accumulator]:
+        """The loss, and what is measured over all examples together."""
+        means = {"loss": Mean()}
+        measured: Classes | Labels | Numbers = (
+            Numbers()
+            if self.problem == REGRESSION
+            else Labels(self.labels, self.options.threshold)
+            if self.problem == MULTI
+            else Classes(self.labels)
+        )
+        for batch in batches:
+            loss, (found, wanted) = self._computed(models, batch)
+            add_loss(means, Loss(loss.sum, loss.weight))
+            if len(found):
+                measured.add(found, wanted)
+        return {"loss": means["loss"], "measured": measured}
+
+    def _computed(self, models: Models, batch: Batch) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
+        """The loss; and of examples whose label is known what the model says and the label, for an
+        evaluation (nothing where gradients are on)."""
+        import torch
+
+        logits = models.main.logits(batch)
+        if self.problem == REGRESSION:
+            wanted = batch["label"].to(logits.device)
+            losses = (logits[:, 0] - wanted) ** 2
+            loss = Loss(losses.sum(), float(len(losses)))
+            if torch.is_grad_enabled():
+                return loss, _NOTHING
+            return loss, (logits[:, 0].cpu().numpy(), wanted.cpu().numpy())
+        numbers = [
+            [self._seen.index.get(name, -1) for name in self._names(row.numpy().tobytes())]
+            for row in batch["label"]
+        ]
+        weights = logits.new_tensor(self._seen.weights)
+        if self.problem == MULTI:
+            return self._multi(logits, numbers, weights)
+        target = torch.tensor([one[0] for one in numbers], dtype=torch.long, device=logits.device)
+        known = target >= 0
+        options = self.options
+        losses = single_label_losses(
+            logits,
+            target.clamp(min=0),
+            weights=weights,
+            gamma=options.gamma if options.loss == "focal" else 0.0,
+            label_smoothing=options.label_smoothing,
+        )
+        right = ((logits.detach().argmax(dim=-1) == target) & known).sum()
+        loss = Loss((losses * known).sum(), float(known.sum()), {"accuracy": right})
+        if torch.is_grad_enabled():
+            return loss, _NOTHING
+        return loss, (logits.softmax(dim=-1)[known].cpu().numpy(), target[known].cpu().numpy())
+
+    def _multi(
+        self, logits: torch.Tensor, numbers: list[list[int]], weights: torch.Tensor
+    ) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
+        import torch
+
+        target = torch.zeros_like(logits)
+        known = torch.tensor(
+            [-1 not in one for one in numbers], dtype=torch.bool, device=logits.device
+        )
+        for row, own in enumerate(numbers):
+            target[row, [one for one in own if one >= 0]] = 1.0
+        options = self.options
+        losses = multi_label_losses(
+            logits,
+            target,
+            weights=weights,
+            gamma=options.gamma if options.loss == "focal" else 0.0,
+        )
+        probabilities = logits.detach().sigmoid()
+        predicted = probabilities >= options.threshold
+        right = ((predicted == (target > 0)).all(dim=-1) & known).sum()
+        loss = Loss((losses * known).sum(), float(known.sum()), {"accuracy": right})
+        if torch.is_grad_enabled():
+            return loss, _NOTHING
+        return loss, (probabilities[known].cpu().numpy(), (target[known] > 0).cpu().numpy())
+
+
+_NOTHING = (np.zeros(0), np.zeros(0))
+
+
+def single_label_losses(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    gamma: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """fp32 [n]: cross entropy of each example times the weight of its class; with ``gamma`` times
+    ``(1 - p) ** gamma`` for the probability p of its class (focal loss).
+
+    Args:
+        logits: [n, classes].
+        target: int64 [n].
+        weights: [classes].
+    """
+    import torch
+
+    losses = torch.nn.functional.cross_entropy(
+        logits, target, reduction="none", label_smoothing=label_smoothing
+    )
+    if gamma:
+        own = logits.log_softmax(dim=-1).gather(1, target[:, None]).squeeze(1)
+        losses = losses * (1 - own.exp()) ** gamma
+    return losses * weights[target]
+
+
+def multi_label_losses(
+    logits: torch.Tensor, target: torch.Tensor, *, weights: torch.Tensor, gamma: float = 0.0
+) -> torch.Tensor:
+    """fp32 [n]: mean over labels of the binary cross entropy, that of the examples which have a
+    label times its weight; with ``gamma`` focal, as ``single_label_losses``.
+
+    Args:
+        logits, target: [n, labels], the target 0 or 1.
+    """
+    import torch
+
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, target, reduction="none", pos_weight=weights
+    )
+    if gamma:
+        probability = logits.sigmoid()
+        own = torch.where(target > 0, probability, 1 - probability)
+        losses = losses * (1 - own) ** gamma
+    return losses.mean(dim=-1)
+
+
+def class_weights(sizes: np.ndarray, *, beta: float | None) -> np.ndarray:
+    """Weights of classes with so many examples each, whose mean over the examples is 1.
+
+    ``beta``: of the effective number of examples, ``(1 - beta ** n) / (1 - beta)`` (Cui et al.
+    2019, arXiv 1901.05555); None: of their number. 0 for a class without examples.
+    """
+    effective = sizes if beta is None else (1 - beta**sizes) / (1 - beta)
+    weights = np.divide(1.0, effective, out=np.zeros_like(sizes), where=sizes > 0)
+    whole: np.ndarray = weights * sizes.sum() / (weights * sizes).sum()
+    return whole
+
+
+def _as_bytes(text: str, room: int) -> np.ndarray:
+    raw = text.encode("utf-8")
+    if len(raw) > room or b"\0" in raw:
+        raise Rejected(
+            "a label that is too long",
+            f"the label {text[:60]!r} has {len(raw)} bytes, {room} are the most. Name it shorter, "
+            "or check data.data_map.label.",
+        )
+    found = np.zeros(room, np.uint8)
+    found[: len(raw)] = np.frombuffer(raw, np.uint8)
+    return found
+
+
+def _name(label: Any) -> str:
+    return str(label).lower() if isinstance(label, bool) else str(label).strip()
+
+
+def _order(name: str) -> tuple[bool, float, str]:
+    """Numbers by their size, before names by their letters."""
+    try:
+        return (False, float(name), name)
+    except ValueError:
+        return (True, 0.0, name)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - CLASSES_NAMED} more" if len(every) > CLASSES_NAMED else ""
+    return ", ".join(repr(name) for name in every[:CLASSES_NAMED]) + more
+
+
+def _listed(names: tuple[str, ...], counts: Counter[str]) -> str:
+    shown = [f"{name} ({counts[name]:,})" for name in names[:CLASSES_NAMED]]
+    more = len(names) - CLASSES_NAMED
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,121 @@
+"""task=classify on the real book reviews: ZeRO 2 on two ranks, resumed bitwise, exported; and an
+encoder with a part of its data at ZeRO 3."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+
+
+def llmx(*words: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "llmx", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def lines(run: Path, kind: str) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def reviews(real_data: Path, directory: Path, name: str, count: int) -> Path:
+    text = (real_data / f"book_review/{name}.tsv").read_text(encoding="utf-8")
+    path = directory / f"{name}.tsv"
+    path.write_text("".join(text.splitlines(keepends=True)[: count + 1]), encoding="utf-8")
+    return path
+
+
+def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
+    vocabulary = tmp_path / "zh"
+    vocabulary.mkdir()
+    (vocabulary / "vocab.txt").write_bytes((real_data / "bert_zh_vocab.txt").read_bytes())
+    words = [
+        "task=classify", "data=labelled", f"data.path={reviews(real_data, tmp_path, 'train', 2000)}",
+        f"data.eval_path={reviews(real_data, tmp_path, 'dev', 200)}", "data.data_map.prompt=text_a",
+        "data.label_names={0: negative, 1: positive}", "data.seq_len=64", "data.packing=none",
+        "hardware=cpu2", "optim.lr=0.002", "batch.global_batch=32", "batch.micro_batch=16",
+        f"model.tokenizer={vocabulary}", "checkpoint.metric=eval/macro_f1",
+        "model.config.hidden_size=64", "model.config.intermediate_size=128",
+        "task.log_every_steps=1",
+    ]  # fmt: skip
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    out = llmx(*words, "zero=stage2", "task.steps=60", f"run_dir={whole}", cwd=tmp_path)
+    assert "Labels: negative (" in out
+    assert "try it" not in out
+    llmx(
+        *words, "zero=stage2", "task.steps=60", "task.stop_at_step=20", f"run_dir={halves}",
+        cwd=tmp_path,
+    )  # fmt: skip
+    llmx("resume", str(halves), "task.stop_at_step=null", cwd=tmp_path)
+    first, second = (lines(run, "train") for run in (whole, halves))
+    assert [line["loss"] for line in first] == [line["loss"] for line in second]
+    assert lines(whole, "end")[0]["weights_hash"] == lines(halves, "end")[-1]["weights_hash"]
+    before, after = lines(whole, "eval")
+    assert after["accuracy"] > max(0.6, before["accuracy"])
+    assert after["weight"] == 200
+    table = json.loads((whole / "tables.json").read_text())["tables"][0]
+    assert sum(sum(row) for row in table["values"]) == 200
+    right = table["values"][0][0] + table["values"][1][1]
+    assert right / 200 == after["accuracy"]
+    llmx("report", str(whole), cwd=tmp_path)
+    assert (whole / "confusion_matrix.png").stat().st_size > 5000
+    # The exported model says what the evaluation measured.
+    model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
+    assert model.config.id2label == {0: "negative", 1: "positive"}
+    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
+    rows = [line.split("\t") for line in (tmp_path / "dev.tsv").read_text().splitlines()[1:]]
+    good = 0
+    with torch.no_grad():
+        for label, text in rows:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            logits = model(input_ids=torch.tensor([ids[:64]])).logits[0]
+            good += int(logits.argmax()) == int(label)
+    assert good / 200 == after["accuracy"]
+    llmx("export", str(halves), cwd=tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(next(halves.glob("export/*")))
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    refused = subprocess.run(
+        [sys.executable, "-m", "llmx", "generate", str(whole), "x"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert "LlamaForSequenceClassification, which generates no text" in refused.stderr
+
+
+def test_an_encoder_from_scratch_at_stage_3(real_data: Path, tmp_path: Path) -> None:
+    encoder = tmp_path / "bert"
+    encoder.mkdir()
+    (encoder / "vocab.txt").write_bytes((real_data / "bert_zh_vocab.txt").read_bytes())
+    AutoConfig.for_model(
+        "bert", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=64, vocab_size=21128,
+    ).save_pretrained(encoder)  # fmt: skip
+    run = tmp_path / "run"
+    out = llmx(
+        "task=classify", "data=labelled", f"data.path={reviews(real_data, tmp_path, 'train', 500)}",
+        "data.eval_samples=50", "data.data_map.prompt=text_a", "data.seq_len=64",
+        "hardware=cpu2", "zero=stage3", "model=hf", f"model.path={encoder}", "model.init=scratch",
+        "optim.lr=0.001", "batch.global_batch=8", "batch.micro_batch=4", "task.steps=10",
+        "task.options.loss=focal", "task.options.balance=class_balanced", f"run_dir={run}",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert "rows are not packed (data.layout=auto)" in out
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model")
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model.config.problem_type == "single_label_classification"
+    assert len(lines(run, "eval")) == 2
