@@ -63,6 +63,10 @@ ENVIRONMENT = {
         "on the Hub. data.sources wins.",
         "LLMX_FINCORPUS": "The data of experiment=llama2_7b_fincorpus; default: "
         "/data/FinCorpus. data.path wins.",
+        "LLMX_BOOK_REVIEWS": "The data of experiment=book_reviews, a directory with train.tsv and "
+        "dev.tsv; default: /data/book_review. data.path and data.eval_path win.",
+        "LLMX_ZH_TOKENIZER": "The tokenizer of experiment=book_reviews; default: "
+        "bert-base-chinese on the Hub. model.tokenizer wins.",
     },
     "Others that llmx reads": {
         "WANDB_API_KEY": "For tracking=wandb. It stays in the control process; ranks never see it.",

@@ -23,7 +23,9 @@ def f1(right: np.ndarray, predicted: np.ndarray, actual: np.ndarray) -> np.ndarr
         right, predicted, actual: how often a class was rightly predicted, predicted, and there.
     """
     whole = predicted + actual
-    return np.divide(2.0 * right, whole, out=np.zeros(len(whole)), where=whole > 0)
+    found = np.zeros(len(whole))
+    np.divide(2.0 * right, whole, out=found, where=whole > 0)
+    return found
 
 
 def roc_auc(positive: np.ndarray, scores: np.ndarray) -> float | None:

@@ -44,9 +44,10 @@ def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
     vocabulary = tmp_path / "zh"
     vocabulary.mkdir()
     (vocabulary / "vocab.txt").write_bytes((real_data / "bert_zh_vocab.txt").read_bytes())
+    train, dev = (reviews(real_data, tmp_path, *each) for each in (("train", 2000), ("dev", 200)))
     words = [
-        "task=classify", "data=labelled", f"data.path={reviews(real_data, tmp_path, 'train', 2000)}",
-        f"data.eval_path={reviews(real_data, tmp_path, 'dev', 200)}", "data.data_map.prompt=text_a",
+        "task=classify", "data=labelled", f"data.path={train}", f"data.eval_path={dev}",
+        "data.data_map.prompt=text_a",
         "data.label_names={0: negative, 1: positive}", "data.seq_len=64", "data.packing=none",
         "hardware=cpu2", "optim.lr=0.002", "batch.global_batch=32", "batch.micro_batch=16",
         f"model.tokenizer={vocabulary}", "checkpoint.metric=eval/macro_f1",

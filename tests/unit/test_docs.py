@@ -62,6 +62,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "PATH").mkdir()
     for name in ("a.jsonl", "b.parquet", "corpus.txt", "PATH/rows.jsonl"):
         (place / name).write_text(CHATS)
+    for name in ("train.tsv", "dev.tsv"):
+        (place / name).write_text("label\ttext_a\n1\tgood\n0\tbad\n")
     (place / "corpus").mkdir()
     (place / "corpus" / "one.txt").write_text("Some text.\n")
     (place / "tokenizers" / "mine").mkdir(parents=True)

@@ -102,7 +102,7 @@ def test_a_key_says_where_it_is_set() -> None:
     assert "2e-5" in text
     assert "python -m llmx optim.lr=1e-4" in text
     assert "optim=pretrain (0.0003)" in text
-    assert "experiment=opt_1_3b_sft (9.65e-6)" in text
+    assert "experiment=opt_1_3b_sft (9.65e-6)" in " ".join(text.split())
 
 
 def test_a_part_of_a_name_is_enough() -> None:
