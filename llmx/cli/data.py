@@ -25,7 +25,7 @@ from llmx.data.store.preview import print_samples
 from llmx.data.store.summary import draw_histogram, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
-from llmx.tasks import prepare
+from llmx.tasks import prepare, task_of
 from llmx.text import printable
 
 
@@ -55,11 +55,15 @@ def _run(config: Path, own: dict[str, str]) -> int:
     if offline := stay_offline_if_unreachable(exp.model, os.environ):
         print(offline, flush=True)
     tokenizer = load_tokenizer(exp)
+    stores = {}
     for split in [wanted] if wanted else splits:
-        store = _prepared(exp, tokenizer, split)
+        stores[split] = store = _prepared(exp, tokenizer, split)
         if preview and (wanted or split == "train"):
             print()
             print_samples(store, tokenizer, count=preview)
+    if "train" in stores:
+        for line in task_of(exp, tokenizer).see_data(stores["train"], stores.get("eval")):
+            print(printable(line))
     return 0
 
 

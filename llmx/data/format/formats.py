@@ -308,7 +308,15 @@ def to_labelled(
         )
     history_key = columns.get("history", "history")
     context, history = labelled_history(record.value.get(history_key), history_key, record.where)
-    prompt = _text(record, columns.get("prompt", "prompt"))
+    asked = columns.get("prompt", "prompt")
+    if asked not in record.value:
+        raise wrong_record(
+            record,
+            "a missing column",
+            f'no column "{excerpt(asked)}"; the row has {names(record.value) or "none"}. Map the '
+            "text with data.data_map.prompt=COLUMN.",
+        )
+    prompt = _text(record, asked)
     text = f"{context}\n{prompt}" if context else prompt
     check_characters(record, text)
     name = known.get(str(label), str(label))

@@ -7,8 +7,11 @@ and a | between tokens. What the data holds cannot steer the terminal.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
+
+import numpy as np
 
 from llmx.data.format.templates import special_tokens
 from llmx.data.store.samples import Sample, SampleStore
@@ -53,9 +56,18 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
             console.print(text, soft_wrap=True)
         for column in store.columns:
             if column.per != "token":
-                values = json.dumps(sample.columns[column.name].tolist())
+                values = _values(sample.columns[column.name])
                 name = f"{column.name} by {column.per}: "
-                console.print(Text(name + values), soft_wrap=True)
+                console.print(Text(name + printable(values)), soft_wrap=True)
+
+
+def _values(values: np.ndarray) -> str:
+    """As JSON; rows of bytes that are text, filled up with zeros, as texts."""
+    if values.dtype == np.uint8 and values.ndim == 2:
+        with contextlib.suppress(UnicodeDecodeError):
+            texts = [row.tobytes().rstrip(b"\0").decode("utf-8") for row in values]
+            return json.dumps(texts, ensure_ascii=False)
+    return json.dumps(values.tolist())
 
 
 def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[tuple[str, str]]]:
