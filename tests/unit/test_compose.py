@@ -22,6 +22,7 @@ PARTNERS = {
     ("data", "messages"): ["data.path={data}/chats.jsonl", "model=llama3_8b"],
     ("data", "mixture"): ["data.sources=[{{path: {data}/a.jsonl, weight: 2}}]"],
     ("data", "sharegpt"): ["data.path={data}/chats.json", "model=llama3_8b"],
+    ("experiment", "book_reviews"): ["data.path={data}/a.jsonl", "data.eval_path={data}/a.jsonl"],
     ("data", "fincorpus"): ["data.path={data}", "task=pretrain", "model=llama2_7b"],
     ("model", "hf"): ["model.path=owner/name"],
     ("model", "llama_1_7b"): ["model.tokenizer={data}"],
