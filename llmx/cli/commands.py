@@ -54,6 +54,7 @@ HEAVY = {
     "report": "llmx.observe.report",
     "compare": "llmx.observe.compare",
     "generate": "llmx.cli.generate",
+    "eval": "llmx.cli.evaluate",
     "export": "llmx.cli.export",
     "bench": "llmx.bench",
 }
@@ -249,6 +250,19 @@ COMMANDS = {
             Word("--max-new-tokens", "of one completion", "N"),
             Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
             Word("--json", "tokens and log-probabilities, for scripts"),
+        ),
+        arguments=("run",),
+    ),
+    "eval": Command(
+        "measure a trained model on any data: eval RUN|MODEL data.path=FILE",
+        "RUN|MODEL [group=option] [key=value] ... [--generate N]",
+        words=(
+            Word("--model", "another model of the run", "DIR", takes="directory"),
+            Word("--generate", "also complete N prompts of the data", "N"),
+            Word("--max-new-tokens", "of a completion at most", "N"),
+            Word("--metrics", "of completions: names, or package.module:function", "A,B"),
+            Word("--batch", "samples at once", "N"),
+            Word("--out", "the JSON file", "FILE", takes="path"),
         ),
         arguments=("run",),
     ),

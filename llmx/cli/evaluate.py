@@ -1,0 +1,365 @@
+"""Measure a trained model on any data: ``python -m llmx eval RUN|MODEL data=... [key=value] ...``.
+
+Of a run directory it takes the final model, the task and the data; of a Hugging Face model
+directory the model alone. On one process: one GPU, or the CPU. Measured are the loss, the
+perplexity and what the task measures, by the code that evaluates during training; and with
+--generate exact match, ROUGE and metrics of your own on greedy completions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmx.cli.flags import Parser, whole_number
+from llmx.compose.apply_overrides import apply, group_of
+from llmx.compose.overrides import resolve_alias
+from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
+from llmx.errors import ConfigError, exit_code
+from llmx.run import snapshot
+from llmx.run.metrics.completions import METRICS, load_metric, score
+from llmx.run.metrics.declared import Metric
+from llmx.run.rundir import RunDir, write_json
+from llmx.text import plural, printable
+
+HELP = """\
+data:
+  RUN                        what the run has held out (data.eval_path, data.eval_samples)
+  RUN data.path=FILE         all rows of another file, read as the run reads its own
+  MODEL data=messages data.path=FILE
+                             data=OPTION and data.* as in training; task=pretrain for plain text
+
+metrics on completions (--generate N completes the first N prompts, greedily):
+  exact_match rouge1 rouge2 rougeL      F1; words, of Chinese and Japanese characters
+  package.module:function               your own: function(completions, references) gives a number,
+                                        or numbers by name
+
+examples:
+  python -m llmx eval outputs/my-run
+  python -m llmx eval outputs/my-run data.path=test.jsonl --generate 200
+  python -m llmx eval ~/models/Qwen3-0.6B data=messages data.path=test.jsonl data.seq_len=1024
+  python -m llmx eval outputs/my-run --generate 50 --metrics rougeL,my_metrics:bleu
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, load, measure; returns the exit code."""
+    parser = Parser(
+        prog="python -m llmx eval",
+        usage="python -m llmx eval RUN|MODEL [group=option] [key=value] ... [--generate N]",
+        description=__doc__,
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", type=Path, help="a run directory, or a directory of a model")
+    parser.add_argument(
+        "overrides", nargs="*", help="what differs: data=..., data.path=..., task=..."
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", type=Path, help="another model of the run (default: RUN/model)"
+    )
+    parser.add_argument(
+        "--generate", metavar="N", type=whole_number(1), help="also complete N prompts of the data"
+    )
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=whole_number(1), help="of a completion at most"
+    )
+    parser.add_argument(
+        "--metrics", metavar="A,B", help=f"of completions (default: {','.join(METRICS)})"
+    )
+    parser.add_argument(
+        "--batch", metavar="N", type=whole_number(1, 4096), default=8, help="samples at once (8)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="the JSON file (default: eval-DATA.json in RUN, "
+        "else here)"
+    )  # fmt: skip
+
+    def work() -> int:
+        options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+        return run(options)
+
+    return exit_code(work)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What is measured: a model, and how the data is read for it."""
+
+    exp: Experiment
+    model: Path
+    out: Path
+
+
+def target_of(options: argparse.Namespace) -> Target:
+    """Raises ConfigError for a directory that is neither, and for a lack of data."""
+    root: Path = options.target.expanduser()
+    words = [resolve_alias(word) for word in options.overrides]
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"{word}: is not key=value. Write group=option or key=value.")
+        key = group_of(word) or word.split(".", 1)[0]
+        if key not in ("data", "task"):
+            raise ConfigError(f"{word}: eval takes data and task (data.path=FILE, task=pretrain).")
+    asked = any(group_of(word) == "data" or word.startswith(PLACES) for word in words)
+    if (root / "config.yaml").is_file():
+        run_dir = RunDir(root)
+        exp = snapshot.load(run_dir)
+        model = (options.model or run_dir.final_model).expanduser()
+        out = root
+    elif (root / "config.json").is_file():
+        if options.model:
+            raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
+        if not asked:
+            raise ConfigError(
+                f"{root} is a model, which says nothing of data. Add, for example, data=messages "
+                "data.path=FILE."
+            )
+        model, out = root, Path()
+        exp = Experiment(model=ModelConfig(path=os.path.abspath(root)), task=TaskConfig())
+    else:
+        raise ConfigError(
+            f"{printable(str(root))}: is neither a run directory (no config.yaml) nor a model (no "
+            "config.json)."
+        )
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{model}: there is no config.json in it. A run writes its model when it ends well; "
+            "`python -m llmx export RUN` writes that of a checkpoint, for --model DIR."
+        )
+    exp = apply(exp, words)
+    data = all_rows(exp.data) if asked else exp.data
+    task = exp.task
+    if options.generate:
+        task = dataclasses.replace(task, eval_generate=options.generate)
+    if options.max_new_tokens:
+        task = dataclasses.replace(task, eval_max_new_tokens=options.max_new_tokens)
+    exp = dataclasses.replace(exp, data=data, task=task)
+    # A glob, or a name on the Hub, may be no name of a file.
+    name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
+    return Target(exp, model, options.out or out / f"eval-{name}.json")
+
+
+PLACES = ("data.path=", "data.eval_path=", "data.sources=")
+"""Words that name other data."""
+
+
+def all_rows(data: DataConfig) -> DataConfig:
+    """Evaluated whole: what was named is the evaluation data."""
+    if data.sources:
+        raise ConfigError("data.sources: eval measures one source. Set data.path.")
+    if data.eval_path or data.path == "demo":
+        return data
+    return dataclasses.replace(data, eval_path=data.path, eval_samples=0)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    wanted = options.metrics.split(",") if options.metrics else list(METRICS)
+    for name in wanted:
+        if name not in METRICS:
+            load_metric(name)  # before minutes of work
+    if options.metrics and not options.generate:
+        raise ConfigError("--metrics are of completions. Add --generate 100.")
+    target = target_of(options)
+    exp = target.exp
+
+    from llmx.data import has_eval
+
+    if not has_eval(exp.data):
+        raise ConfigError(
+            "the run has no evaluation data. Name some: data.path=FILE (read as the run reads its "
+            "own), or data=OPTION data.path=FILE."
+        )
+    began = time.monotonic()
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from llmx.models.generation_config import stop_ids
+    from llmx.tasks import prepare, task_of
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(target.model)
+    task = task_of(exp, tokenizer)
+    models = load(target.model, task, tokenizer)
+    check_length(exp, models)
+    store = prepare(exp, tokenizer, split="eval")
+    found = measure(task, models, store, tokenizer, batch=options.batch)
+    rows: list[dict[str, str]] = []
+    if options.generate:
+        rows = complete(task, models, stop_ids(models.main.module, tokenizer))
+        pairs = ([row["completion"] for row in rows], [row["expected"] for row in rows])
+        found |= score(wanted, *pairs)
+    declared = {**OF_COMPLETIONS, **dict(task.metrics)}
+    where = f"{plural(len(store), 'sample')} of {exp.data.eval_path or exp.data.path}"
+    print(table(found, declared, title=f"{target.model} on {printable(where)}"))
+    target.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(
+        target.out,
+        {
+            "model": os.path.abspath(target.model),
+            "data": exp.data.eval_path or exp.data.path,
+            "data_fingerprint": store.fingerprint,
+            "task": exp.task.kind,
+            "samples": len(store),
+            "metrics": {
+                name: value if math.isfinite(value) else None for name, value in found.items()
+            },
+            "seconds": round(time.monotonic() - began, 1),
+            "completions": rows,
+        },
+    )
+    print(f"\nwritten to {target.out}")
+    return 0
+
+
+def load(directory: Path, task: Any, tokenizer: Any) -> Any:
+    """The one model of the task, with its head, on the GPU or the CPU.
+
+    Raises ConfigError for a task that needs several: what was frozen is not in the directory.
+    """
+    import torch
+
+    from llmx.models.attention import AttentionMethod
+    from llmx.models.classification import give_pooled_forward, has_score
+    from llmx.models.experts import Routing
+    from llmx.models.heads import auto_class
+    from llmx.models.model import CAUSAL_LM, CLASSIFICATION, Model, Models
+
+    specs = task.models()
+    if len(specs) != 1:
+        raise ConfigError(
+            f"task={task.name} needs {plural(len(specs), 'model')} ({', '.join(specs)}), and eval "
+            "has one. Evaluate while training (task.eval_every_steps), or measure the model as a "
+            "language model: task=sft."
+        )
+    ((name, spec),) = specs.items()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    # In the precision that it was written in; a CPU computes fp32.
+    network = auto_class(spec.head).from_pretrained(directory, dtype="auto" if cuda else "float32")
+    network = network.to(device).eval()
+    if spec.head == CLASSIFICATION and has_score(network):
+        give_pooled_forward(network)
+    config = network.config.get_text_config()
+    implementation = config._attn_implementation or "eager"
+    causal = spec.head == CAUSAL_LM or (spec.head == CLASSIFICATION and has_score(network))
+    return Models(
+        {
+            name: Model(
+                name=name,
+                spec=spec,
+                module=network,
+                forward=network,
+                config=network.config,
+                vocab_size=config.vocab_size,
+                # One sequence a line: right for every architecture.
+                attention=AttentionMethod(
+                    implementation, "none" if causal else "padding_mask", "padded", causal=causal
+                ),
+                dtype=network.dtype,
+                device=device,
+                routing=Routing(network),
+            )
+        }
+    )
+
+
+def check_length(exp: Experiment, models: Any) -> None:
+    """ConfigError where samples are longer than the model takes."""
+    limit = getattr(models.main.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and exp.data.seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len={exp.data.seq_len}, but the model takes at most {limit} positions. Set "
+            f"data.seq_len={limit}."
+        )
+
+
+def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -> dict[str, float]:
+    """The loss, what follows from it, and the task's metrics, over all samples."""
+    import torch
+
+    from llmx.data import collate
+    from llmx.models.model import CAUSAL_LM
+
+    pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+    began = time.monotonic()
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        for start in range(0, len(store), batch):
+            if sys.stderr.isatty():
+                print(f"\r{start} of {plural(len(store), 'sample')}", end="", file=sys.stderr)
+            yield collate(
+                [store[index] for index in range(start, min(start + batch, len(store)))],
+                seq_len=store.seq_len,
+                pad_id=pad_id,
+                layout="padded",
+                columns=store.batch_columns,
+            )
+        if sys.stderr.isatty():
+            print(f"\r\033[K{time.monotonic() - began:.0f} s", file=sys.stderr)
+
+    with torch.no_grad():
+        means = task.evaluate(models, batches())
+    found = {name: float(mean.value) for name, mean in means.items()}
+    if "loss" in found and task.normaliser == "tokens" and models.main.spec.head == CAUSAL_LM:
+        loss = {"loss": found.pop("loss")}
+        perplexity = math.exp(loss["loss"]) if loss["loss"] < 700 else math.inf
+        found = {**loss, "perplexity": perplexity, **found}
+    return found
+
+
+def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str]]:
+    """Prompts of the data with the expected and the greedy completion."""
+    from llmx.models.generate import decoder_of, generate
+    from llmx.models.sampling import Sampling
+
+    prompts = task.eval_prompts()
+    if not prompts:
+        raise ConfigError(
+            f"task={task.name} has no prompts in this data to complete. Leave out --generate, or "
+            "give conversations: task=sft data=messages."
+        )
+    greedy = Sampling(max_new_tokens=task.exp.task.eval_max_new_tokens, stop_ids=frozenset(stops))
+    decoder = decoder_of(models.main.module)
+    found = generate(decoder, [prompt.tokens for prompt in prompts], greedy)
+    return [
+        {
+            "prompt": prompt.prompt,
+            "expected": prompt.expected,
+            "completion": task.decode(list(one.text_tokens)),
+        }
+        for prompt, one in zip(prompts, found, strict=True)
+    ]
+
+
+OF_COMPLETIONS = {
+    "exact_match": Metric("exact match", "percent", higher_is_better=True),
+    "rouge1": Metric("ROUGE-1", "percent", higher_is_better=True),
+    "rouge2": Metric("ROUGE-2", "percent", higher_is_better=True),
+    "rougeL": Metric("ROUGE-L", "percent", higher_is_better=True),
+}
+
+
+def table(values: dict[str, float], declared: dict[str, Metric], *, title: str) -> str:
+    """Names and values below a title."""
+    shown = {
+        (declared[name].title if name in declared else name.replace("_", " ")): (
+            declared[name].shown(value) if name in declared else f"{value:.6g}"
+        )
+        for name, value in values.items()
+    }
+    width = max(map(len, shown), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Metrics of completions: how near a text is to the expected one.
+
+    METRICS["rougeL"]("the cat sat", "the cat sat down")     # 0.857
+
+Each is a function of one completion and its reference; a metric of the user's is one of all of them
+(``load_metric``). Tried by ``python -m pytest tests/unit/test_metrics_completions.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llmx.errors import ConfigError
+from llmx.run.metrics.declared import is_number
+
+_WORD = re.compile(
+    "[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"  # kana and Han: each by itself
+    r"|[^\W_]+"
+)
+
+
+def words(text: str) -> list[str]:
+    """Words in lower case; of Chinese and Japanese, which write no spaces, the characters."""
+    found: list[str] = []
+    for part in re.split("([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])", text.lower()):
+        found += _WORD.findall(part)
+    return found
+
+
+def exact_match(completion: str, reference: str) -> float:
+    """1 where the stripped texts are equal."""
+    return float(completion.strip() == reference.strip())
+
+
+def rouge_n(completion: str, reference: str, *, n: int) -> float:
+    """F1 of the n-grams that both have (Lin 2004, "ROUGE")."""
+    mine, theirs = (_ngrams(words(text), n) for text in (completion, reference))
+    shared = sum((mine & theirs).values())
+    return _f1(shared, sum(mine.values()), sum(theirs.values()))
+
+
+def rouge_l(completion: str, reference: str) -> float:
+    """F1 of the longest common subsequence of words (Lin 2004, "ROUGE")."""
+    mine, theirs = words(completion), words(reference)
+    row = [0] * (len(theirs) + 1)
+    for one in mine:
+        before = 0  # of the row above, one to the left
+        for at, other in enumerate(theirs, start=1):
+            above = row[at]
+            row[at] = before + 1 if one == other else max(above, row[at - 1])
+            before = above
+    return _f1(row[-1], len(mine), len(theirs))
+
+
+def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1))
+
+
+def _f1(shared: int, mine: int, theirs: int) -> float:
+    return 2 * shared / (mine + theirs) if shared else 0.0
+
+
+Metric = Callable[[str, str], float]
+METRICS: dict[str, Metric] = {
+    "exact_match": exact_match,
+    "rouge1": lambda completion, reference: rouge_n(completion, reference, n=1),
+    "rouge2": lambda completion, reference: rouge_n(completion, reference, n=2),
+    "rougeL": rouge_l,
+}
+"""By name; 1 is the best of each."""
+
+Scores = Callable[[Sequence[str], Sequence[str]], Mapping[str, float]]
+
+
+def load_metric(path: str) -> Scores:
+    """A metric of the user's: ``package.module:function``.
+
+    ``function(completions, references)`` gets two lists of texts and gives a number, or numbers by
+    name. Found as Python finds it, and in the directory where the command is typed.
+
+    Raises:
+        ConfigError: it cannot be imported, or gives something else.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ConfigError(
+            f"{path}: is neither one of {', '.join(METRICS)} nor package.module:function."
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        function: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be imported: {error}.") from error
+    if not callable(function):
+        raise ConfigError(f"{path} is a {type(function).__name__}, not a function.")
+
+    def scores(completions: Sequence[str], references: Sequence[str]) -> Mapping[str, float]:
+        found = function(list(completions), list(references))
+        values = found if isinstance(found, Mapping) else {name: found}
+        for key, value in values.items():
+            if not is_number(value):
+                raise ConfigError(
+                    f"{path} gave {value!r} for {key}; it gives a number, or numbers by name."
+                )
+        return {str(key): float(value) for key, value in values.items()}
+
+    return scores
+
+
+def score(
+    names: Sequence[str], completions: Sequence[str], references: Sequence[str]
+) -> dict[str, float]:
+    """The mean of each metric over all completions, and what the user's own give. NaN without
+    completions."""
+    found: dict[str, float] = {}
+    for name in names:
+        if name in METRICS:
+            values = [METRICS[name](*pair) for pair in zip(completions, references, strict=True)]
+            found[name] = math.fsum(values) / len(values) if values else math.nan
+        else:
+            found.update(load_metric(name)(completions, references))
+    return found

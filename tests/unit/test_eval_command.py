@@ -1,0 +1,162 @@
+"""``python -m llmx eval``: the loss of training on any data, and metrics of completions."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from llmx.cli import evaluate
+from llmx.data import load_tokenizer
+from llmx.run import snapshot
+from llmx.run.metrics.completions import METRICS, load_metric, score, words
+from llmx.run.rundir import RunDir, read_json
+from llmx.tasks import prepare
+from tests.rundirs import experiment, write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """An SFT run on chats that wrote its model."""
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "train.jsonl").write_text(chats(6))
+    exp = experiment(
+        directory / "run",
+        ranks=1,
+        data={"path": str(directory / "train.jsonl"), "eval_samples": 2, "packing": "best_fit"},
+    )
+    run_dir = write_run(exp)
+    tokenizer = load_tokenizer(exp)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(run_dir.final_model)
+    tokenizer.save_pretrained(run_dir.final_model)
+    return run_dir
+
+
+def chats(count: int) -> str:
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {i} plus 1?"},
+                      {"role": "assistant", "content": f"It is {i + 1}, of course." * (1 + i % 3)}]}
+        for i in range(count)
+    ]  # fmt: skip
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def measured(capsys: Any, *argv: Any, code: int = 0) -> str:
+    assert evaluate.main([str(word) for word in argv]) == code
+    found = capsys.readouterr()
+    return str(found.err if code else found.out)
+
+
+def plain_loss(model: Path, store: Any) -> float:
+    """Of every sequence alone, by the model's own logits."""
+    network = AutoModelForCausalLM.from_pretrained(model).eval()
+    total, count = 0.0, 0
+    for index in range(len(store)):
+        for tokens, targets in store[index].sequences():
+            ids = torch.tensor([tokens.tolist()])
+            with torch.no_grad():
+                logs = network(input_ids=ids).logits[0, :-1].log_softmax(-1)
+            picked = logs.gather(1, ids[0, 1:, None]).squeeze(1)
+            wanted = torch.tensor(targets[1:].tolist())
+            total -= float(picked[wanted].double().sum())
+            count += int(wanted.sum())
+    return total / count
+
+
+def test_a_run_on_its_own_held_out_data(run: RunDir, capsys: Any) -> None:
+    out = measured(capsys, run.root)
+    found = read_json(run.root / "eval-train.json")
+    exp = snapshot.load(run)
+    store = prepare(exp, load_tokenizer(exp), split="eval")
+    wanted = plain_loss(run.final_model, store)
+    assert found["metrics"]["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert found["metrics"]["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-4)
+    assert found["samples"] == len(store)
+    assert "perplexity" in out
+
+
+def test_other_data_completions_and_a_metric_of_ones_own(
+    run: RunDir, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test.jsonl").write_text(chats(5))
+    (tmp_path / "own_metric_of_a_test.py").write_text(
+        "def length(completions, references):\n"
+        "    return {'mean_length': sum(map(len, references)) / len(references)}\n"
+    )
+    out = measured(
+        capsys, run.root, "data.path=test.jsonl", "--generate", 3, "--max-new-tokens", 4,
+        "--metrics", "rougeL,own_metric_of_a_test:length", "--out", "found.json",
+    )  # fmt: skip
+    found = read_json(tmp_path / "found.json")
+    assert found["data"] == "test.jsonl"
+    assert set(found["metrics"]) >= {"loss", "perplexity", "rougeL", "mean_length"}
+    assert len(found["completions"]) == 3
+    assert found["completions"][0]["expected"].startswith("It is 1")
+    assert found["metrics"]["mean_length"] > 10
+    assert "ROUGE-L" in out
+    assert "mean length" in out
+
+
+def test_a_model_directory_needs_data_and_may_take_a_task(
+    run: RunDir, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "chats.jsonl").write_text(chats(4))
+    (tmp_path / "text.txt").write_text("one two three\n\nfour five six\n" * 20)
+    model = run.final_model
+    words = ["data=messages", "data.path=chats.jsonl", "data.seq_len=64"]
+    measured(capsys, model, *words, "--batch", 2)
+    two = read_json(tmp_path / "eval-chats.json")["metrics"]["loss"]
+    measured(capsys, model, *words, "--batch", 1)
+    assert read_json(tmp_path / "eval-chats.json")["metrics"]["loss"] == pytest.approx(two)
+    text = ["task=pretrain", "data=text", "data.path=text.txt", "data.seq_len=32"]
+    measured(capsys, model, *text)
+    assert read_json(tmp_path / "eval-text.json")["task"] == "pretrain"
+    for argv, problem in (
+        ([model], "is a model, which says nothing of data. Add, for example, data=messages"),
+        ([tmp_path], "is neither a run directory"),
+        ([model, "zero=stage3"], "eval takes data and task"),
+        ([model, *words[:2], "data.seq_len=4096"], "takes at most 128 positions"),
+        ([model, *words, "--metrics", "rougeL"], "Add --generate 100"),
+        ([model, *words, "--generate", "1", "--metrics", "rouge"], "neither one of exact_match"),
+        ([model, *words, "--generate", "1", "--metrics", "no_such:f"], "cannot be imported"),
+        ([model, *text, "--generate", "1"], "has no prompts"),
+        ([run.root, "--model", tmp_path], "no config.json in it"),
+    ):
+        assert problem in measured(capsys, *argv, code=2)
+
+
+def test_rouge_by_hand() -> None:
+    assert words("The cat's_9 Lives!") == ["the", "cat", "s", "9", "lives"]
+    assert words("我爱 GPT4 好") == ["我", "爱", "gpt4", "好"]
+    said, wanted = "the cat sat on the mat", "the cat was on a mat"
+    # Shared: the, cat, on, mat of 6 and 6; (the, cat) of 5 and 5; the cat on mat.
+    assert METRICS["rouge1"](said, wanted) == pytest.approx(8 / 12)
+    assert METRICS["rouge2"](said, wanted) == pytest.approx(2 / 10)
+    assert METRICS["rougeL"](said, wanted) == pytest.approx(8 / 12)
+    assert METRICS["rougeL"]("mat the", "the cat mat") == pytest.approx(2 / 5)
+    assert METRICS["rougeL"]("", "a") == METRICS["rouge2"]("a", "a") == 0.0
+    assert score(["exact_match"], [" a", "b"], ["a", "c"]) == {"exact_match": 0.5}
+
+
+def test_a_metric_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad_metrics_of_a_test.py").write_text("text = 'x'\ndef f(a, b): return 'high'\n")
+    from llmx.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="is a str, not a function"):
+        load_metric("bad_metrics_of_a_test:text")
+    with pytest.raises(ConfigError, match="gave 'high' for f; it gives a number"):
+        score(["bad_metrics_of_a_test:f"], ["a"], ["a"])
