@@ -65,7 +65,7 @@ def test_every_closed_set_is_offered() -> None:
 
 
 def test_values() -> None:
-    assert offered("llmx optim.schedule=co") == ["optim.schedule=cosine", "optim.schedule=constant"]
+    assert offered("llmx optim.schedule=con") == ["optim.schedule=constant"]
     assert offered("llmx dry_run=") == ["dry_run=true", "dry_run=false"]
     assert offered("llmx deterministic=") == [
         f"deterministic={v}" for v in ("true", "false", "null")
