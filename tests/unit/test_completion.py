@@ -282,7 +282,7 @@ def test_bash_lists_what_is_possible(terminal, tmp_path: Path) -> None:
     screen.type('eval "$(llmx completion bash)"; echo "re""ady"\n')
     screen.wait_for(r"\bready\b")
     screen.type("llmx optim.schedule=\t\t")
-    screen.wait_for(r"constant\s+cosine\s+linear")
+    screen.wait_for(r"constant\s+cosine_restarts\s+one_cycle\s+wsd\s+cosine\s+linear\s+polynomial")
     # Other uses of python are left alone: files are completed as before.
     (tmp_path / "config_of_mine.py").touch()
     screen.type("\x15python conf\t")
