@@ -233,6 +233,28 @@ class DataConfig:
 
 
 @dataclass
+class EarlyStoppingConfig:
+    """Ends training where a metric no longer improves."""
+
+    patience: int | None = number(None, minimum=1, maximum=10**6, example=3)
+    """Training ends after so many evaluations in a row without an improvement
+    (``task.eval_every_steps``); null: never."""
+    min_delta: float = number(0.0, minimum=0, maximum=10**9)
+    """An improvement is more than this."""
+    metric: str | None = text(
+        None,
+        Text(
+            100,
+            pattern=r"eval/[\w./@-]+",
+            rule="be eval/NAME: eval/loss, or a metric of the task, e.g. eval/exact_match",
+        ),
+        example="eval/loss",
+    )
+    """What is looked at; null: ``checkpoint.metric``, with its ``checkpoint.mode``. Of another one
+    the task says which direction is better."""
+
+
+@dataclass
 class TaskConfig:
     """What is learned, for how long, and what is reported on the way."""
 
@@ -268,6 +290,7 @@ class TaskConfig:
     """Write the final model as a Hugging Face directory."""
     stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=100)
     """End after this step, with the schedule of the whole run: for a quick check."""
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     on_divergence: str = choice("stop", "skip", "rollback")
     """When the loss is not finite, or jumps, at a step, and again after a restart from the last
     checkpoint: ``stop`` with the cause, ``skip`` that step's samples, or ``rollback``: skip all

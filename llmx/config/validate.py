@@ -37,6 +37,7 @@ def validate(
         *model_config_problems(exp.model),
         *data_problems(exp),
         *_length(exp.task),
+        *_early_stopping(exp),
         *_batch_and_optim(exp),
         *_zero(exp),
         *launch_problems(exp.launch, exp.hardware),
@@ -103,6 +104,27 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
 def _length(task: TaskConfig) -> Iterator[str]:
     if task.steps is None and task.epochs is None:
         yield "task.steps and task.epochs are both null. Set one, e.g. task.steps=1000."
+
+
+def _early_stopping(exp: Experiment) -> Iterator[str]:
+    task, data = exp.task, exp.data
+    if task.early_stopping.patience is None:
+        return
+    key = f"task.early_stopping.patience={task.early_stopping.patience}"
+    if not task.eval_every_steps:
+        yield f"{key} needs evaluations on the way. Set, for example, task.eval_every_steps=100."
+    of_the_demo = data.path == "demo" and not data.sources
+    if not (data.eval_path or data.eval_samples or of_the_demo):
+        yield (
+            f"{key} needs evaluation data. Set data.eval_path, or data.eval_samples=500 to hold "
+            "rows out."
+        )
+    metric = task.early_stopping.metric or exp.checkpoint.metric
+    if not metric.startswith("eval/"):
+        yield (
+            f"{key} looks at checkpoint.metric={metric}, which no evaluation measures. Set "
+            "task.early_stopping.metric=eval/loss."
+        )
 
 
 def _batch_and_optim(exp: Experiment) -> Iterator[str]:

@@ -215,8 +215,11 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     declared = session.task.metrics
     when = {0: "before", total: "after"}.get(step)
     # What the best checkpoint goes by is measured at every evaluation.
-    goes_by = best_metric(session.exp.checkpoint)
-    if when or (goes_by in declared and goes_by not in measured):
+    # So is what may end the training.
+    goes_by = {best_metric(session.exp.checkpoint)}
+    if session.early_stopping:
+        goes_by.add(session.early_stopping.name)
+    if when or any(name in declared and name not in measured for name in goes_by):
         measured.update(complete_eval_prompts(session, when=when))
     check_measured(session.task, measured)
     # A metric that this evaluation does not measure is null.

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmx.checkpoint.export.model import export_model
 from llmx.checkpoint.state.engine_state import weights_hash
+from llmx.collectives import all_gather
 from llmx.config import Experiment
 from llmx.models.factory import num_parameters
 from llmx.plan.types import Plan
@@ -19,7 +20,8 @@ from llmx.run.rundir import RunDir
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.divergence import Diverged
-from llmx.train.evaluation import evaluate, evaluation_due
+from llmx.train.early_stopping import EarlyStop
+from llmx.train.evaluation import complete_eval_prompts, evaluate, evaluation_due
 from llmx.train.resume import ResumePoint
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
@@ -73,11 +75,13 @@ def train(session: Session) -> None:
     session.stop.enable(exp.checkpoint.on_signal)
     done = start.step
     stopping = evaluation_due(exp.task, done, total) and not evaluate(session, done, total)
+    # Where the checkpoint is of the step at which training ended.
+    early = None if stopping or done == total else early_stop(session)
     step_log = StepLog(session, total=total)
     waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
     with steps_from(session, start, last) as upcoming:
         for number in range(start.step, last):
-            if stopping:
+            if stopping or early:
                 break
             done = number + 1
             if done in start.skip_steps:
@@ -108,14 +112,34 @@ def train(session: Session) -> None:
             if not stopping and evaluation_due(exp.task, done, total):
                 with step_log.paused():
                     stopping = not evaluate(session, done, total)
-            if not stopping and done < last:
+                    early = None if stopping or done == total else early_stop(session)
+            if not (stopping or early) and done < last:
                 saver.at_boundary(done, flags, step_log)
     if stopping or session.consensus.post_and_read(saver.flags()).stop:
         saver.save_and_exit(done, step_log)
+    if early:
+        last = done
+        end_early(session, early, step=done, total=total)
     saver.at_end(last, step_log)
     if session.stop.disable():
         exit_interrupted(session.status)
     session.metrics.write("end", step=last, weights_hash=weights_hash(engine))
+
+
+def early_stop(session: Session) -> EarlyStop | None:
+    """Why ``task.early_stopping`` ends training now, the same on every rank. Collective."""
+    rule = session.early_stopping
+    if rule is None:
+        return None
+    mine = rule.decide(session.metrics.evaluations) if session.rank == 0 else None
+    return all_gather(mine, group=session.consensus.group)[0]
+
+
+def end_early(session: Session, why: EarlyStop, *, step: int, total: int) -> None:
+    """The event and the line of an early end, and completions of the model that it leaves."""
+    complete_eval_prompts(session, when="after")
+    session.metrics.event("early_stopped", step=step, reason=str(why), best_step=why.best_step)
+    session.log(f"training ends at step {step} of {total}: {why}")
 
 
 def write_beginning(session: Session, *, total: int) -> None:

@@ -31,10 +31,14 @@ class MetricsWriter:
         self._directory = path.parent
         self._lock = threading.Lock()
         self._latest: dict[str, float] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        """All ``eval`` lines of the run, oldest first. On rank 0 only."""
 
     def remember(self, lines: Iterable[dict[str, Any]]) -> None:
         """Take in what an earlier attempt measured, for ``latest``."""
         for line in lines:
+            if line["kind"] == "eval":
+                self.evaluations.append(line)
             if line["kind"] in ("train", "eval"):
                 values = {f"{line['kind']}/{key}": value for key, value in line.items()}
                 self._latest.update(
@@ -77,12 +81,16 @@ class MetricsWriter:
 
 
 def lines_until(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The lines of a run that resumes from ``step``: none of a later step, no end, and no line
-    that was only written because the run stopped there (``extra``)."""
+    """The lines of a run that resumes from ``step``: none of a later step, no end (``end``,
+    ``early_stopped``), and no line that was only written because the run stopped there (``extra``).
+    """
     return [
         line
         for line in lines
-        if line["kind"] != "end" and line.get("step", 0) <= step and not line.get("extra", False)
+        if line["kind"] != "end"
+        and line.get("event") != "early_stopped"
+        and line.get("step", 0) <= step
+        and not line.get("extra", False)
     ]
 
 

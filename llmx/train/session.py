@@ -20,6 +20,7 @@ from llmx.run.rundir import RunDir
 from llmx.tasks import Task, task_of
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.consensus import Consensus
+from llmx.train.early_stopping import EarlyStopping
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, truncate_metrics
@@ -49,6 +50,7 @@ class Session:
     stop: ShutdownRequest
     resume_point: ResumePoint
     saver: Saver
+    early_stopping: EarlyStopping | None = None
 
     @property
     def rank(self) -> int:
@@ -87,6 +89,9 @@ def open_session(
     checkpoint = exp.checkpoint
     mode = check_checkpoint_metric(
         checkpoint.metric, checkpoint.mode, task.metrics, task=exp.task.kind
+    )
+    early_stopping = EarlyStopping.of(
+        exp.task.early_stopping, checkpoint, task.metrics, task=exp.task.kind
     )
     checkpoint = dataclasses.replace(checkpoint, mode=mode)
     train_store, eval_store = open_stores(exp, tokenizer, task, plan)
@@ -157,6 +162,7 @@ def open_session(
         stop=stop,
         resume_point=resume_point,
         saver=saver,
+        early_stopping=early_stopping,
     )
 
 

@@ -114,6 +114,14 @@ def nothing_left(run: RunDir, upcoming: Next, state: RunState, step: int | None)
     if state.finished_at is None or step is not None:
         return False
     last = upcoming.last_step
+    if state.stopped_early and not upcoming.changes:
+        print(
+            f"{run.root}\n  has stopped early at step {state.finished_at} (task.early_stopping): "
+            "nothing to resume.\n"
+            f"  To train longer: python -m llmx resume {shlex.quote(str(run.root))} "
+            "task.early_stopping.patience=null"
+        )
+        return True
     if last is not None and last > state.finished_at:
         return False
     at, whole = state.finished_at, upcoming.total

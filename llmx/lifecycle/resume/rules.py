@@ -76,6 +76,7 @@ RULES = (
     Rule(("task.log_every_steps", "task.eval_every_steps"), SAME, "what is reported"),
     Rule(("task.eval_generate", "task.eval_max_new_tokens"), SAME, "what is reported"),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
+    Rule(("task.early_stopping.*",), SAME, "when training ends"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),
     Rule(("task.steps", "task.epochs"), OTHER, "a longer or shorter run; its schedule follows"),
     Rule(("precision",), OTHER, "the master weights stay, the arithmetic changes"),

@@ -29,6 +29,8 @@ class RunState:
     checkpoints: tuple[int, ...]
     """Committed steps on this machine, ascending; whether they are whole is not said."""
 
+    stopped_early: bool = False
+    """Whether ``task.early_stopping`` ended a run that ended well."""
     saved: frozenset[int] = frozenset()
     """Steps that were committed once, as the metrics tell."""
 
@@ -74,6 +76,11 @@ def read_state(run: RunDir) -> RunState:
         started=started,
         last_step=max(steps, default=0),
         finished_at=ends[-1] if ok and ends else None,
+        stopped_early=ok
+        and any(
+            line.get("event") == "early_stopped" and ends and line.get("step") == ends[-1]
+            for line in lines
+        ),
         outcome=str(result["outcome"]) if result.get("outcome") else None,
         cause=str(result.get("cause") or ""),
         checkpoints=tuple(committed(run.checkpoints)),

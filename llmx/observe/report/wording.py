@@ -257,6 +257,8 @@ def events(data: RunData) -> list[str]:
             texts.append(f"The checkpoint of step {step:,} could not be saved: {reason}")
         elif event == "passed_over":
             texts.append(f"No checkpoint at step {step:,}: the one before was still being written.")
+        elif event == "early_stopped":
+            texts.append(f"Training ended early at step {step:,}: {reason}.")
         elif event == "skipped":
             first, end = record.get("samples") or (0, 0)
             texts.append(

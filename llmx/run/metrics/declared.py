@@ -163,7 +163,12 @@ def check_declared(metrics: Mapping[str, Metric], *, task: str) -> None:
 
 
 def check_checkpoint_metric(
-    wanted: str, mode: str, metrics: Mapping[str, Metric], *, task: str
+    wanted: str,
+    mode: str,
+    metrics: Mapping[str, Metric],
+    *,
+    task: str,
+    key: str = "checkpoint.metric",
 ) -> str:
     """``min`` or ``max`` for ``checkpoint.metric``; ConfigError for a metric that is not measured.
 
@@ -171,6 +176,7 @@ def check_checkpoint_metric(
         wanted: ``checkpoint.metric``, e.g. ``eval/loss``.
         mode: ``checkpoint.mode``; ``auto`` takes the direction that the task declares.
         metrics: what the task declares.
+        key: that ``wanted`` is the value of, for messages.
     """
     kind, _, name = wanted.partition("/")
     metric = metrics.get(name)
@@ -182,15 +188,16 @@ def check_checkpoint_metric(
         known = ["eval/loss", "train/loss"]
         known += [f"{each}/{name}" for name, of in metrics.items() for each in of.kinds]
         raise ConfigError(
-            f"checkpoint.metric={wanted}: task {task} does not measure it here. "
+            f"{key}={wanted}: task {task} does not measure it here. "
             f"It measures {', '.join(sorted(known))}."
         )
     if mode != "auto":
         return mode
     if better is None:
         raise ConfigError(
-            f"checkpoint.metric={wanted}: task {task} does not say which direction is better. "
-            "Set checkpoint.mode=min or checkpoint.mode=max."
+            f"{key}={wanted}: task {task} does not say which direction is better. "
+            f"Set {'' if key == 'checkpoint.metric' else f'checkpoint.metric={wanted} and '}"
+            "checkpoint.mode=min or checkpoint.mode=max."
         )
     return "max" if better else "min"
 
