@@ -78,6 +78,16 @@ def synthetic_store(path: Path) -> SampleStore:
     return write_store(path, samples, fingerprint="synthetic", seq_len=SEQ_LEN, meta={})
 
 
+def write_pretrained(directory: Path) -> None:
+    """A small GPT-2 with the tokenizer of these tests, as the Hub would have it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    word_tokenizer().save_pretrained(directory)
+
+
 STRENGTH = Column("strength", per="example")
 
 

@@ -129,7 +129,7 @@ def build_model(
     """
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
-    with _empty_model(stage=stage, device=device, ds_config=ds_config):
+    with _empty_model(stage=stage, device=device, ds_config=ds_config, dtype=dtype):
         model = _construct(exp.model, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
     if head != CAUSAL_LM:
@@ -194,7 +194,9 @@ def _load(model: Any, config: Any, exp: Experiment, *, head: str) -> None:
 
 
 @contextlib.contextmanager
-def _empty_model(*, stage: int, device: torch.device, ds_config: dict[str, Any]) -> Iterator[None]:
+def _empty_model(
+    *, stage: int, device: torch.device, ds_config: dict[str, Any], dtype: torch.dtype
+) -> Iterator[None]:
     """Inside, a model is made without drawing weights; under ZeRO-3 sharded as it is made.
 
     Transformers' own way (``HfDeepSpeedConfig``) is not used: it keeps a process-wide state,
@@ -209,7 +211,7 @@ def _empty_model(*, stage: int, device: torch.device, ds_config: dict[str, Any])
             # zero.Init turns every new float tensor into the training dtype; the rotary
             # frequencies come from arange and must stay fp32. Entered first, as it must be.
             stack.enter_context(_arange_keeps_its_dtype())
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype))
         else:
             stack.enter_context(device)
         stack.enter_context(no_init_weights())

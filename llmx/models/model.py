@@ -45,10 +45,19 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A network that a task needs. Its body is that of the ``model`` group."""
+    """A network that a task needs. All are in one DeepSpeed engine, with one ZeRO config and one
+    optimizer; what is not said here is as in the ``model`` group."""
 
     trained: bool = True
     """Else frozen: no gradients, no optimizer state, no place in checkpoints."""
+    source: str | None = None
+    """Pretrained weights of its own, a directory or a Hub id: another architecture or size, with
+    the run's tokenizer. None: as the ``model`` group says, from ``model.path`` or from scratch."""
+    revision: str | None = None
+    """A commit, tag or branch of ``source`` on the Hub."""
+    precision: str | None = None
+    """``bf16`` or ``fp16`` of a frozen network in a run with ``precision=fp32``: half its memory.
+    None: the run's."""
     head: str = CAUSAL_LM
     num_labels: int = 0
     """Outputs of a classification head; 1 for a score."""
@@ -63,6 +72,13 @@ class ModelSpec:
             raise ValueError(f"head={self.head!r} is none of {', '.join(HEADS)}")
         if (self.head == CLASSIFICATION) != (self.num_labels > 0):
             raise ValueError(f"head={self.head} with num_labels={self.num_labels}")
+        if self.revision is not None and self.source is None:
+            raise ValueError(f"revision={self.revision!r} is of a source, and there is none")
+        if self.precision is not None and self.trained:
+            raise ValueError(
+                f"precision={self.precision!r} of a trained network: all that one optimizer trains "
+                "have the precision of the run"
+            )
 
 
 @dataclass(frozen=True)

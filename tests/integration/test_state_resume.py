@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.programs.state import job_experiment, task_of
-from tests.reference import naive_gradient, paired_store, word_tokenizer
+from tests.reference import naive_gradient, paired_store, word_tokenizer, write_pretrained
 from tests.rundirs import launch
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(1200)]
@@ -69,6 +69,16 @@ SAME_RANKS: list[dict[str, Any]] = [
     {"name": "lion", "stage": 2, "optim": "lion"},
     # A task that uses all of the seam; equal weights generate the same samples again.
     *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in range(4)),
+    # Its frozen model is another network in another precision.
+    *(
+        {
+            "name": f"source-{stage}",
+            "stage": stage,
+            "task": OWN_TASK,
+            "options": {"reference": "pretrained", "reference_precision": "bf16"},
+        }
+        for stage in (2, 3)
+    ),
     {"name": "before-the-first-step", "stage": 3, "precision": "bf16", "save_at": 0},
     {"name": "before-any-step-0", "stage": 0, "precision": "bf16", "save_at": 0},
     *(
@@ -155,6 +165,7 @@ def filled(job: dict[str, Any], *, world: int) -> dict[str, Any]:
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every job has run: on 2 ranks, then on 1, then on 3."""
     out = tmp_path_factory.mktemp("state")
+    write_pretrained(out / "pretrained")
     for world, jobs in {2: SAME_RANKS, **ELSEWHERE}.items():
         file = out / f"jobs-{world}.json"
         jobs = [*jobs, *split_jobs(world)]
@@ -268,3 +279,17 @@ def test_a_checkpoint_holds_the_trained_models_by_name(out: Path, stage: int) ->
     assert all(entry["trained"] for entry in state["parameters"].values())
     assert "scorer.score.weight" in state["parameters"]
     assert list(state["frozen"]) == ["reference"]
+
+
+def test_a_frozen_model_has_a_source_and_a_precision_of_its_own(out: Path) -> None:
+    """The same weights at every stage; its bf16 forward is rounded otherwise under ZeRO-3, so that
+    from the first update on other samples are drawn."""
+    found, firsts = [], []
+    for name in ("source-2", "source-3", "own-2"):
+        state = json.loads((out / name / "state.json").read_text())
+        assert {key.split(".")[0] for key in state["parameters"]} == {"policy", "scorer"}
+        found.append(state["frozen"]["reference"])
+        firsts.append(results(out, name, world=2)[0]["losses"][0][0])
+    assert found[0] == found[1] != found[2]
+    assert firsts[0] == pytest.approx(firsts[1], rel=1e-3)
+    assert firsts[0] != pytest.approx(firsts[2], rel=1e-3)

@@ -26,6 +26,9 @@ class Options:
 
     beta: float = 0.5
     max_new_tokens: int = 4
+    reference: str | None = None
+    """Weights of the frozen model; None: those that the policy begins with."""
+    reference_precision: str | None = None
 
 
 class Everything(Task):
@@ -51,7 +54,11 @@ class Everything(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         return {
-            "reference": ModelSpec(trained=False),
+            "reference": ModelSpec(
+                trained=False,
+                source=self.options.reference,
+                precision=self.options.reference_precision,
+            ),
             "policy": ModelSpec(),
             "scorer": ModelSpec(head=CLASSIFICATION, num_labels=2),
         }

@@ -89,7 +89,7 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
             **job.get("model", {}),
         },
         data={"seq_len": SEQ_LEN},
-        task={"kind": job.get("task", "pretrain")},
+        task={"kind": job.get("task", "pretrain"), "options": task_options(job, out)},
         zero={"stage": job["stage"], "pin_memory": False, **job.get("zero", {})},
         batch={"micro_batch": 1},
         optim={
@@ -101,6 +101,14 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
         },
     )
     return exp, with_batch(make_plan(exp), tuple(job["micro_batches"]), job["accumulation"])
+
+
+def task_options(job: dict[str, Any], out: Path) -> dict[str, Any]:
+    """``task.options``; ``"reference"`` is a directory below ``out``."""
+    options = dict(job.get("options", {}))
+    if "reference" in options:
+        options["reference"] = str(out / options["reference"])
+    return options
 
 
 def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: int) -> Engine:

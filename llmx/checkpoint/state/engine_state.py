@@ -235,8 +235,8 @@ def check_frozen(engine: Engine, state: dict[str, Any]) -> None:
         if now is not None and now != then:
             raise ConfigError(
                 f"The frozen model {name!r} has other weights than when the checkpoint was "
-                f"written ({now[:12]} now, {then[:12]} then): its source has changed. Bring back "
-                "the weights that the run began with."
+                f"written ({now[:12]} now, {then[:12]} then): its source has changed, or the "
+                "precision that the task gives it. Bring back what the run began with."
             )
 
 

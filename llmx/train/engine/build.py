@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from llmx.models.factory import (
     DTYPES,
     build_model,
     model_config,
+    plain_config,
     true_vocab,
 )
 from llmx.models.liger import apply_liger, wants_liger
@@ -190,7 +192,9 @@ def build_engine(
         check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
     parts = {
-        name: _build_one(exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device)
+        name: _build_named(
+            name, exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device
+        )
         for name, spec in specs.items()
     }
     networks = {name: part.network for name, part in parts.items()}
@@ -226,10 +230,12 @@ def build_engine(
                 forward=engine if one else ForwardOf(engine, name, part.network),
                 config=part.config,
                 vocab_size=(
-                    true_vocab(tokenizer) if exp.model.init == "scratch" else part.config.vocab_size
+                    true_vocab(tokenizer)
+                    if part.exp.model.init == "scratch"
+                    else part.config.vocab_size
                 ),
                 attention=part.attention,
-                dtype=DTYPES[plan.precision],
+                dtype=DTYPES[part.precision],
                 device=device,
                 routing=Routing(part.network),
             )
@@ -258,10 +264,120 @@ def build_engine(
 class _Built:
     """A network with its weights in place, not yet in an engine."""
 
+    exp: Experiment
+    """With its own ``model`` group."""
     network: nn.Module
     config: Any
     attention: AttentionMethod
+    precision: str
     with_liger: bool
+
+
+def _build_named(
+    name: str,
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    spec: ModelSpec,
+    tokenizer: Any,
+    device: torch.device,
+) -> _Built:
+    """The network that the task calls ``name``. Collective.
+
+    Raises:
+        ConfigError: it cannot be built so; of a network with a source of its own, the message says
+            which one.
+    """
+    try:
+        check_spec(spec, precision=plan.precision)
+        own = with_source(exp, spec)
+        if spec.source is not None:
+            check_source(own)
+            check_tokenizer(own, tokenizer)
+        return _build_one(own, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device)
+    except ConfigError as error:
+        if spec.source is None and spec.precision is None:
+            raise
+        raise ConfigError(f"The model {name!r} of the task, {_said(spec)}: {error}") from error
+
+
+def _said(spec: ModelSpec) -> str:
+    """What a task says of a network beside its head."""
+    said = {"source": spec.source, "revision": spec.revision, "precision": spec.precision}
+    words = [f"{key}={value}" for key, value in said.items() if value is not None]
+    return f"ModelSpec({', '.join([*words, f'trained={spec.trained}'])})"
+
+
+def check_spec(spec: ModelSpec, *, precision: str) -> None:
+    """Raise ConfigError for a precision that a network cannot have beside the run's."""
+    if spec.precision in (None, precision):
+        return
+    if spec.precision not in DTYPES:
+        raise ConfigError(f"precision={spec.precision} is none of {', '.join(DTYPES)}.")
+    if precision != "fp32":
+        raise ConfigError(
+            f"DeepSpeed casts all networks of an engine to precision={precision}. Leave precision "
+            "out of the ModelSpec; only a run with precision=fp32 keeps a frozen network in less."
+        )
+
+
+def with_source(exp: Experiment, spec: ModelSpec) -> Experiment:
+    """With the ``model`` group of this network: its own source, and neither the overrides of
+    ``model.config`` nor the trust in remote code, which are for ``model.path``."""
+    if spec.source is None:
+        return exp
+    model = replace(
+        exp.model,
+        kind="hf",
+        init="pretrained",
+        path=str(Path(spec.source).expanduser()) if spec.source.startswith("~") else spec.source,
+        revision=spec.revision,
+        config={},
+        trust_remote_code=exp.model.trust_remote_code and spec.source == exp.model.path,
+    )
+    return replace(exp, model=model)
+
+
+def check_source(own: Experiment) -> None:
+    """Raise ConfigError where a network's source has no config that can be read."""
+    try:
+        plain_config(own.model)
+    except Exception as error:  # the Hub client's errors have no common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ConfigError(
+            f"it is no directory with a config.json on this host, and the Hub did not give it: "
+            f"{reason} Set the source to a directory that every host has, or to a Hub id."
+        ) from error
+
+
+def check_tokenizer(own: Experiment, tokenizer: Any) -> None:
+    """Raise ConfigError where the tokenizer beside a network's weights numbers its tokens
+    otherwise than the run's: the network would read other text. One that is not there, or cannot
+    be loaded, says nothing."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(
+            own.model.path,
+            revision=own.model.revision,
+            trust_remote_code=own.model.trust_remote_code,
+        ).get_vocab()
+    except Exception:  # the Hub client's errors have no common base
+        return
+    ours: dict[str, int] = tokenizer.get_vocab()
+    ids = set(found.values())
+    other = [
+        token for token, number in ours.items() if number in ids and found.get(token) != number
+    ]
+    if other:
+        token = min(other, key=lambda one: ours[one])
+        raise ConfigError(
+            f"its tokenizer is another one: {len(other)} of {len(ours)} tokens have other ids "
+            f"there, e.g. {token!r}, which is {ours[token]} here and {found.get(token, 'none')} "
+            "there. All networks of a task read the same tokens: choose a source with the "
+            "tokenizer of the run."
+        )
 
 
 def _build_one(
@@ -276,11 +392,12 @@ def _build_one(
     """Collective."""
     config = model_config(exp, tokenizer=tokenizer, spec=spec)
     attention = select_attention(exp, plan, config, device=device, head=spec.head)
-    with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[plan.precision])
+    precision = spec.precision or plan.precision
+    with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[precision])
     network = build_model(
         exp,
         config,
-        precision=plan.precision,
+        precision=precision,
         device=device,
         implementation=attention.implementation,
         ds_config=ds_config,
@@ -288,7 +405,7 @@ def _build_one(
     )
     if not spec.trained:
         network.requires_grad_(False)
-    return _Built(network, config, attention, with_liger)
+    return _Built(exp, network, config, attention, precision, with_liger)
 
 
 def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Tensor]:
