@@ -202,7 +202,7 @@ def naive_gradient(
     networks = {
         name: build_model(
             exp,
-            model_config(exp, tokenizer=tokenizer, num_labels=spec.num_labels),
+            model_config(exp, tokenizer=tokenizer, spec=spec),
             precision="fp32",
             device=cpu,
             implementation="sdpa",

@@ -19,7 +19,7 @@ import torch
 from llmx.collectives import all_gather
 from llmx.data import collate
 from llmx.data.examples import Column, Example, Schema, checked
-from llmx.data.order import rank_slice, samples_of_step
+from llmx.data.order import draw_seed, rank_slice, samples_of_step
 from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
 from llmx.plan.types import BatchPlan
@@ -72,27 +72,35 @@ def rollout_step(
         [one for examples in samples[first:last] for one in examples]
         for first, last in pairwise(ends.tolist())
     ]
-    micro_batches = tuple(
-        collate(
-            [
-                one
-                for position in rank_slice(
-                    np.arange(len(indices)),
-                    micro_batches=batch.micro_batches,
-                    accumulation=batch.accumulation,
-                    rank=rank,
-                    micro_step=micro_step,
-                )
-                for one in by_sample[int(position)]
-            ],
+
+    def micro_batch(micro_step: int) -> dict[str, torch.Tensor]:
+        mine = rank_slice(
+            np.arange(len(indices)),
+            micro_batches=batch.micro_batches,
+            accumulation=batch.accumulation,
+            rank=rank,
+            micro_step=micro_step,
+        )
+        tensors = collate(
+            [one for position in mine for one in by_sample[int(position)]],
             seq_len=layout.seq_len,
             pad_id=layout.pad_id,
             layout=layout.layout,
             pad_to=layout.pad_to,
             columns=schema.columns,
         )
-        for micro_step in range(batch.accumulation)
-    )
+        if task.draws:
+            seeds = [
+                draw_seed(seed, step, int(position)) + number
+                for position in mine
+                for number in range(
+                    sum(len(one.sequence_starts) for one in by_sample[int(position)])
+                )
+            ]
+            tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
+        return tensors
+
+    micro_batches = tuple(micro_batch(number) for number in range(batch.accumulation))
     whole = [one for sample in by_sample for one in sample]
     target_tokens = sum(int(np.count_nonzero(one.targets)) for one in whole)
     weights = {

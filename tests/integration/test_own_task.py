@@ -195,8 +195,8 @@ def test_the_rollout_of_the_docs_trains_on_what_it_draws(tmp_path: Path) -> None
     run = tmp_path / "run"
     llmx(
         *SMALL, "task.kind=my_tasks:Grpo", "task.options.max_new_tokens=6", "data=file",
-        "data.path=pairs.jsonl", "data.columns={response: chosen}", "data.form=prompt_response",
-        "data.max_rows=null", "data.eval_samples=0", "data.seq_len=64", "data.packing=none",
+        "data.path=pairs.jsonl", "data.max_rows=null", "data.eval_samples=0",
+        "data.seq_len=64", "data.packing=none",
         f"data.cache_dir={tmp_path / 'cache'}", "hardware=cpu2", "precision=fp32", "zero=stage2",
         "batch.global_batch=4", "optim.lr=0.01", "task.steps=4", "task.log_every_steps=1",
         f"run_dir={run}",

@@ -118,6 +118,21 @@ def test_every_rank_trains_what_its_prompts_gave() -> None:
     assert len(samples_of_step(0, global_batch=3, num_samples=4, seed=1)) == 3
 
 
+def test_sequences_have_seeds_where_the_loss_draws() -> None:
+    """The same for a prompt, whichever rank has it."""
+
+    class Drawing(Pairs):
+        draws = True
+
+    whole = step_of(Drawing(), micro=(3, 0)).micro_batches[0]["draw_seeds"]
+    first, second = (
+        step_of(Drawing(), rank=rank).micro_batches[0]["draw_seeds"] for rank in (0, 1)
+    )
+    assert len(set(whole.tolist())) == 3 * 2, "of each sequence"
+    assert torch.equal(whole, torch.cat([first, second]))
+    assert "draw_seeds" not in step_of(Pairs()).micro_batches[0]
+
+
 def test_without_weights_targets_are_whole() -> None:
     class Plain(Pairs):
         rollout_columns = ()
