@@ -196,6 +196,10 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     if result is None:
         session.status.enter("training")
         return False
+    declared = session.task.metrics
+    if not result and not any("eval" in metric.kinds for metric in declared.values()):
+        session.status.enter("training")  # a task that generates, and measures nothing beside it
+        return True
     measured: dict[str, float | None] = {}
     tables: list[Table] = []
     for name, one in result.items():
@@ -212,7 +216,6 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
         line["loss"] = measured.pop("loss")
         line[weighed_by] = int(weight) if weight.is_integer() else weight
-    declared = session.task.metrics
     when = {0: "before", total: "after"}.get(step)
     # What the best checkpoint goes by is measured at every evaluation.
     # So is what may end the training.

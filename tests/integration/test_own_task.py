@@ -195,7 +195,7 @@ def test_the_rollout_of_the_docs_trains_on_what_it_draws(tmp_path: Path) -> None
     run = tmp_path / "run"
     llmx(
         *SMALL, "task.kind=my_tasks:Grpo", "task.options.max_new_tokens=6", "data=file",
-        "data.path=pairs.jsonl", "data.max_rows=null", "data.eval_samples=0",
+        "data.path=pairs.jsonl", "data.max_rows=null", "data.eval_samples=8",
         "data.seq_len=64", "data.packing=none",
         f"data.cache_dir={tmp_path / 'cache'}", "hardware=cpu2", "precision=fp32", "zero=stage2",
         "batch.global_batch=4", "optim.lr=0.01", "task.steps=4", "task.log_every_steps=1",
@@ -210,3 +210,4 @@ def test_the_rollout_of_the_docs_trains_on_what_it_draws(tmp_path: Path) -> None
     assert found[-1]["kl"] > 0.0
     assert all(0 <= line["reward"] <= 1 for line in found)
     assert all(line["grad_norm"] > 0 for line in found)
+    assert lines(run, "eval") == [], "it measures nothing on held-out data"
