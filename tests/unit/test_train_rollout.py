@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,6 +19,8 @@ from llmx.tasks import Prompt, Task
 from llmx.train import rollout
 from llmx.train.batches import Layout
 from llmx.train.rollout import prompts_of, rollout_step
+from tests.programs.state import job_experiment, task_of
+from tests.reference import naive_gradient, paired_store, word_tokenizer
 
 LABEL = Column("label", per="example", dtype="int64")
 SCORE = Column("score", per="sequence")
@@ -213,3 +217,36 @@ def test_gradients_are_off_while_a_task_generates() -> None:
     step_of(Seen())
     assert not Seen.grad
     assert torch.is_grad_enabled()
+
+
+def test_the_rollout_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO on a small model without an engine: a gradient for the policy, none for the reference;
+    and log-probabilities of generation and of training are the same, so that KL is 0 at first."""
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    every = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    (tmp_path / "grpo_of_docs.py").write_text(next(code for code in every if "class Grpo" in code))
+    monkeypatch.syspath_prepend(tmp_path)
+    job = {"world": 1, "stage": 0, "micro_batches": [4], "task": "grpo_of_docs:Grpo"}
+    options = {"max_new_tokens": 5}
+    exp, _ = job_experiment({**job, "accumulation": 1, "options": options}, tmp_path)
+    task, losses = task_of(exp), []
+    loss = task.loss
+
+    def kept(models: Any, batch: Any) -> Any:
+        losses.append(loss(models, batch))
+        return losses[-1]
+
+    monkeypatch.setattr(task, "loss", kept)
+    _, gradient = naive_gradient(
+        exp, task, paired_store(tmp_path / "pairs"), word_tokenizer(), global_batch=4
+    )
+    assert {name.split(".")[0] for name in gradient} == {"policy"}
+    assert any(values.any() for values in gradient.values())
+    assert len(losses) % task.options.group == 0
+    for one in losses:
+        assert float(one.metrics["kl"]) == pytest.approx(0.0, abs=1e-6)
+    # At a ratio of 1 the loss of a sequence is its advantage times its tokens; those of a group
+    # add up to nothing.
+    group = losses[: task.options.group]
+    advantages = [float(one.sum.detach()) / one.weight for one in group]
+    assert sum(advantages) == pytest.approx(0.0, abs=1e-4)
