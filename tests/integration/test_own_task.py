@@ -187,3 +187,28 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
     assert exported.keys() == final.keys()
     assert all(torch.equal(exported[name], final[name]) for name in final)
     assert not any("score" in name for name in final), "the main model is the policy"
+
+
+def test_the_rollout_of_the_docs_trains_on_what_it_draws(tmp_path: Path) -> None:
+    (tmp_path / "my_tasks.py").write_text(example("class Grpo"), encoding="utf-8")
+    write_pairs(tmp_path / "pairs.jsonl")
+    run = tmp_path / "run"
+    llmx(
+        *SMALL, "task.kind=my_tasks:Grpo", "task.options.max_new_tokens=6", "data=file",
+        "data.path=pairs.jsonl", "data.max_rows=null", "data.eval_samples=8",
+        "data.seq_len=64", "data.packing=none",
+        f"data.cache_dir={tmp_path / 'cache'}", "hardware=cpu2", "precision=fp32", "zero=stage2",
+        "batch.global_batch=4", "optim.lr=0.01", "task.steps=4", "task.log_every_steps=1",
+        f"run_dir={run}",
+        cwd=tmp_path,
+    )  # fmt: skip
+    found = lines(run, "train")
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    # Policy and reference are equal before the first update, and advantages add up to nothing.
+    assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert found[0]["loss"] == pytest.approx(0.0, abs=0.5)
+    assert found[-1]["kl"] > 0.0
+    assert all(0 <= line["reward"] <= 1 for line in found)
+    # A group whose rewards are all the same teaches nothing.
+    assert any(line["grad_norm"] > 0 for line in found)
+    assert lines(run, "eval") == [], "it measures nothing on held-out data"

@@ -74,7 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "clusters" / "hardware" / "mine.yaml").write_text(hardware)
     (place / "run").mkdir()
     tasks = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)
+    code = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)[0]
     (place / "my_tasks.py").write_text(code)
     (place / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     return place
