@@ -24,6 +24,7 @@ COLUMNS = (
     "label",
     "chosen",
     "rejected",
+    "margin",
 )
 """Our names of columns: the keys of ``data.columns``."""
 LEAST_CHAT_TOKENS = 8

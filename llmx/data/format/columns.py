@@ -34,7 +34,7 @@ READ = {
     "labelled": ("prompt", "label", "history", "system", "tools"),
     "preference": (
         "chosen", "rejected", "conversations", "messages", "prompt", "instruction", "input",
-        "history", "system", "tools",
+        "history", "system", "tools", "margin",
     ),
 }  # fmt: skip
 """Our names of the columns that a format reads."""

@@ -329,6 +329,8 @@ class Preference:
 
     chosen: Conversation
     rejected: Conversation
+    margin: Any = None
+    """By how much the one is better, as it is in the data (``margin``); None where it is not."""
 
     @property
     def where(self) -> Where:
@@ -375,7 +377,7 @@ def to_preference(record: Record, *, columns: dict[str, str], system: str | None
         raise wrong_record(
             record, "chosen is rejected", "both answers are the same.", found[0].tools
         )
-    return Preference(chosen, rejected)
+    return Preference(chosen, rejected, record.value.get(column("margin")))
 
 
 def _before_the_answers(record: Record, column: Any) -> list[Message]:

@@ -163,7 +163,7 @@ def load_tokenizer(exp: Experiment) -> Any:
         _note(f"{key}={shown}: {how}")
     else:
         tokenizer = _loaded(exp.model, source, key=key)
-    if exp.task.kind == "sft" or exp.data.template != "auto":
+    if exp.task.kind != "pretrain" or exp.data.template != "auto":
         tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
     return tokenizer
 

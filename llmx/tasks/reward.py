@@ -1,0 +1,104 @@
+"""``task=reward``: a score for answers, from pairs of a better and a worse one (Bradley-Terry).
+
+    python -m llmx task=reward data=file data.path=pairs.jsonl model=hf model.path=Qwen/Qwen3-0.6B
+
+The exported model loads with ``AutoModelForSequenceClassification``; its one logit is the score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmx.config.fields import number
+from llmx.data import Column, Example, Preference, Rejected
+from llmx.run.metrics import Metric
+from llmx.tasks.base import Loss, Task
+
+if TYPE_CHECKING:
+    from llmx.models.model import Batch, Models, ModelSpec
+
+
+@dataclass
+class Options:
+    """Of ``task.options``."""
+
+    margin: float = number(0.0, minimum=0, maximum=1000)
+    """By how much the better answer is to score higher (Llama 2); the ``margin`` of a row, where
+    the data has that column, is added."""
+    center: float = number(0.0, minimum=0, maximum=1000)
+    """Of the squared sum of both scores, which keeps scores around 0 (TRL's
+    ``center_rewards_coefficient``, e.g. 0.01)."""
+
+
+class Reward(Task):
+    """``-log sigmoid(score of the better - score of the worse - margin)``, mean over pairs."""
+
+    takes: ClassVar[tuple[type, ...]] = (Preference,)
+    loss_on = "last"  # sequences end where the last answer ends
+    normaliser = "examples"
+    columns = (Column("margin", per="example"),)
+    Options = Options
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """What decides the examples: no option does."""
+        return {"kind": "reward", "version": 1}
+
+    def encode(self, row: Preference) -> Example:
+        """Both conversations: never separated, and their prompts cut together."""
+        return Example.of(row.chosen, row.rejected, margin=self._margin(row))
+
+    def _margin(self, row: Preference) -> float:
+        if row.margin is None or row.margin == "":
+            return 0.0
+        try:
+            found = float(row.margin)
+        except (TypeError, ValueError):
+            found = math.nan
+        if not math.isfinite(found):
+            raise Rejected(
+                "a margin that is no number",
+                f'"margin" is {str(row.margin)[:60]!r}, not a finite number.',
+            )
+        return found
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Of training steps and of held-out pairs."""
+        both = ("train", "eval")
+        return {
+            "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both),
+            "score_margin": Metric("score margin", "number", higher_is_better=True, kinds=both),
+            "score_chosen": Metric("score of the better", "number", kinds=both),
+            "score_rejected": Metric("score of the worse", "number", kinds=both),
+        }
+
+    def models(self) -> dict[str, ModelSpec]:
+        """One network with a scalar head."""
+        from llmx.models.model import CLASSIFICATION, ModelSpec
+
+        return {"policy": ModelSpec(head=CLASSIFICATION, num_labels=1, problem="regression")}
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Summed over pairs. The two sequences of a pair follow each other."""
+        import torch
+
+        scores = models.main.logits(batch).view(-1, 2)
+        margin = scores[:, 0] - scores[:, 1]
+        wanted = batch["margin"].to(scores.device) + self.options.margin
+        losses = -torch.nn.functional.logsigmoid(margin - wanted)
+        if self.options.center:
+            losses = losses + self.options.center * scores.sum(dim=1) ** 2
+        found = scores.detach()
+        return Loss(
+            losses.sum(),
+            float(len(losses)),
+            {
+                "accuracy": (margin.detach() > 0).sum(),
+                "score_margin": margin.detach().sum(),
+                "score_chosen": found[:, 0].sum(),
+                "score_rejected": found[:, 1].sum(),
+            },
+        )

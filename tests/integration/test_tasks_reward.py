@@ -1,0 +1,57 @@
+"""task=reward on real pairs at ZeRO 3, resumed bitwise; what is exported scores alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from llmx.data import load_tokenizer
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir
+from llmx.tasks import prepare
+from tests.integration.test_tasks_classify import lines, llmx
+from tests.realdata import real_tokenizer_dir
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+
+
+def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:
+    tokenizer = real_tokenizer_dir(real_data, tmp_path / "bpe")
+    words = [
+        "task=reward", "data=file", f"data.path={real_data / 'dpo_en_demo.json'}",
+        "data.max_rows=120", "data.eval_samples=20", "data.seq_len=512", "data.over_long=truncate",
+        f"data.cache_dir={tmp_path / 'cache'}", f"model.tokenizer={tokenizer}", "hardware=cpu2",
+        "zero=stage3", "model.config.hidden_size=64", "model.config.intermediate_size=128",
+        "optim.lr=0.002", "batch.global_batch=8", "batch.micro_batch=2", "task.steps=6",
+        "task.log_every_steps=1", "checkpoint.metric=eval/accuracy",
+    ]  # fmt: skip
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    llmx(*words, f"run_dir={whole}", cwd=tmp_path)
+    llmx(*words, "task.stop_at_step=3", f"run_dir={halves}", cwd=tmp_path)
+    llmx("resume", str(halves), "task.stop_at_step=null", cwd=tmp_path)
+    first, second = (lines(run, "train") for run in (whole, halves))
+    assert [line["loss"] for line in first] == [line["loss"] for line in second]
+    assert lines(whole, "end")[0]["weights_hash"] == lines(halves, "end")[-1]["weights_hash"]
+    assert first[0]["loss"] == pytest.approx(0.693, abs=0.2)
+    # The exported model scores the held-out conversations as the evaluation did.
+    exp = snapshot.load(RunDir(whole))
+    store = prepare(exp, load_tokenizer(exp), split="eval")
+    model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
+    assert model.config.num_labels == 1
+    scores = []
+    with torch.no_grad():
+        for number in range(len(store)):
+            for tokens, _ in store[number].sequences():
+                ids = torch.from_numpy(tokens.astype(np.int64))[None]
+                scores.append(float(model(input_ids=ids).logits))
+    pairs = np.array(scores).reshape(-1, 2)
+    after = lines(whole, "eval")[-1]
+    assert after["weight"] == len(pairs)
+    assert after["score_chosen"] == pytest.approx(pairs[:, 0].mean(), abs=1e-4)
+    assert after["score_rejected"] == pytest.approx(pairs[:, 1].mean(), abs=1e-4)
+    assert after["accuracy"] == pytest.approx((pairs[:, 0] > pairs[:, 1]).mean())
+    assert AutoTokenizer.from_pretrained(whole / "model").chat_template
