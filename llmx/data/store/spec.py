@@ -86,7 +86,8 @@ def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str
     data = exp.data
     encoding.check_source(source)
     _check(encoding, source)
-    renderer = Renderer(tokenizer, template=data.template, loss_on=encoding.loss_on)
+    chats = any(one.record_type in (Conversation, Preference) for one in source.sources)
+    renderer = Renderer(tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats)
     identity = {
         "format_version": SAMPLES_VERSION,
         "sources": source.digests(cache=cache_directory(data).absolute()),

@@ -45,7 +45,16 @@ class TokenSequence:
 class Renderer:
     """Renders for one tokenizer, template and ``loss_on``."""
 
-    def __init__(self, tokenizer: Any, *, template: str = "auto", loss_on: str = "assistant"):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str = "auto",
+        loss_on: str = "assistant",
+        chats: bool = True,
+    ) -> None:
+        """``chats``: there will be conversations, so that a template that does not go with the
+        tokenizer is an error now; else only where a conversation comes."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 f"The tokenizer of {tokenizer.name_or_path!r} is a {type(tokenizer).__name__} "
@@ -53,7 +62,14 @@ class Renderer:
                 "AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained(...)."
             )
         self.tokenizer = tokenizer
-        self.template_name, self.template = choose_template(tokenizer, template)
+        self._refused: ConfigError | None = None
+        try:
+            self.template_name, self.template = choose_template(tokenizer, template)
+        except ConfigError as error:
+            if chats:
+                raise
+            self._refused = error
+            self.template_name, self.template = "none", ""
         self.loss_on = loss_on
         self.special = special_tokens(tokenizer)
         self._special_ids = np.array(sorted(set(self.special.values())), dtype=np.int64)
@@ -86,6 +102,8 @@ class Renderer:
 
     def render(self, conversations: list[Conversation]) -> list[Rendering]:
         """Conversations as texts; raises DataError for one that the template refuses."""
+        if self._refused is not None:
+            raise self._refused
         return [self._spans.render(conversation) for conversation in conversations]
 
     def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:

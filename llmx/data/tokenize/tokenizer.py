@@ -131,6 +131,8 @@ DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
 
 
 HOW_NAMED = "tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
+CHAT_TASKS = ("sft", "dpo", "reward")
+"""Tasks whose tokenizer is exported with the chat template that was trained."""
 _NOTED: set[str] = set()
 _FINGERPRINTS: dict[str, str] = {}
 """Digest of a tokenizer as it is -> its fingerprint; of this process."""
@@ -163,7 +165,7 @@ def load_tokenizer(exp: Experiment) -> Any:
         _note(f"{key}={shown}: {how}")
     else:
         tokenizer = _loaded(exp.model, source, key=key)
-    if exp.task.kind != "pretrain" or exp.data.template != "auto":
+    if exp.task.kind in CHAT_TASKS or exp.data.template != "auto":
         tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
     return tokenizer
 
