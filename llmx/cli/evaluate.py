@@ -97,11 +97,18 @@ class Target:
     exp: Experiment
     model: Path
     out: Path
+    trained: Experiment | None
+    """As the run was trained; None of a model directory."""
 
 
 def target_of(options: argparse.Namespace) -> Target:
     """Raises ConfigError for a directory that is neither, and for a lack of data."""
     root: Path = options.target.expanduser()
+    if "=" in str(root) and not root.exists():
+        raise ConfigError(
+            f"{printable(str(root))}: the first word is a run directory or a model: "
+            "python -m llmx eval RUN data.path=FILE."
+        )
     words = [resolve_alias(word) for word in options.overrides]
     for word in words:
         if "=" not in word:
@@ -135,6 +142,7 @@ def target_of(options: argparse.Namespace) -> Target:
             f"{model}: there is no config.json in it. A run writes its model when it ends well; "
             "`python -m llmx export RUN` writes that of a checkpoint, for --model DIR."
         )
+    trained = exp if model is not root else None
     exp = apply(exp, words)
     data = all_rows(exp.data) if asked else exp.data
     task = exp.task
@@ -145,7 +153,7 @@ def target_of(options: argparse.Namespace) -> Target:
     exp = dataclasses.replace(exp, data=data, task=task)
     # A glob, or a name on the Hub, may be no name of a file.
     name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
-    return Target(exp, model, options.out or out / f"eval-{name}.json")
+    return Target(exp, model, options.out or out / f"eval-{name}.json", trained)
 
 
 PLACES = ("data.path=", "data.eval_path=", "data.sources=")
@@ -183,15 +191,21 @@ def run(options: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from llmx.data import prepare
     from llmx.models.generation_config import stop_ids
-    from llmx.tasks import prepare, task_of
+    from llmx.tasks import Task, task_of
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(target.model)
     task = task_of(exp, tokenizer)
+    store = prepare(exp, tokenizer, task, split="eval")
+    if type(task).see_data is not Task.see_data:
+        # What follows from the training data (the labels), it learns from that of the run.
+        trained = target.trained
+        seen = prepare(trained, tokenizer, task, split="train") if trained else store
+        task.see_data(seen, store)
     models = load(target.model, task, tokenizer)
     check_length(exp, models)
-    store = prepare(exp, tokenizer, split="eval")
     found = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
     if options.generate:
@@ -247,6 +261,12 @@ def load(directory: Path, task: Any, tokenizer: Any) -> Any:
     # In the precision that it was written in; a CPU computes fp32.
     network = auto_class(spec.head).from_pretrained(directory, dtype="auto" if cuda else "float32")
     network = network.to(device).eval()
+    outputs = int(getattr(network.config, "num_labels", 0))
+    if spec.head == CLASSIFICATION and outputs != spec.num_labels:
+        raise ConfigError(
+            f"{directory} has {plural(outputs, 'output')}, and the data {spec.num_labels}. "
+            "Evaluate the run (python -m llmx eval RUN), or give its labels: data.label_names."
+        )
     if spec.head == CLASSIFICATION and has_score(network):
         give_pooled_forward(network)
     config = network.config.get_text_config()
@@ -289,6 +309,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
 
     from llmx.data import collate
     from llmx.models.model import CAUSAL_LM
+    from llmx.tasks import Mean
 
     pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     began = time.monotonic()
@@ -309,7 +330,10 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
 
     with torch.no_grad():
         means = task.evaluate(models, batches())
-    found = {name: float(mean.value) for name, mean in means.items()}
+    found: dict[str, float] = {}
+    for name, one in means.items():
+        values = {name: one.value} if isinstance(one, Mean) else one.values()
+        found |= {key: float(value) for key, value in values.items() if value is not None}
     if "loss" in found and task.normaliser == "tokens" and models.main.spec.head == CAUSAL_LM:
         loss = {"loss": found.pop("loss")}
         perplexity = math.exp(loss["loss"]) if loss["loss"] < 700 else math.inf

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from llmx.cli import evaluate
 from llmx.data import load_tokenizer
@@ -136,6 +136,43 @@ def test_a_model_directory_needs_data_and_may_take_a_task(
         ([run.root, "--model", tmp_path], "no config.json in it"),
     ):
         assert problem in measured(capsys, *argv, code=2)
+
+
+def test_a_classifier_is_measured_with_the_labels_that_it_was_trained_with(
+    tmp_path: Path, capsys: Any
+) -> None:
+    def rows(labels: str) -> str:
+        return "".join(json.dumps({"text": f"row {i}", "label": x}) + "\n"
+                       for i, x in enumerate(labels))  # fmt: skip
+
+    (tmp_path / "train.jsonl").write_text(rows("abcabc"))
+    (tmp_path / "test.jsonl").write_text(rows("acca"))
+    exp = experiment(
+        tmp_path / "run",
+        ranks=1,
+        task={"kind": "classify"},
+        data={"path": str(tmp_path / "train.jsonl"), "form": "labelled",
+              "data_map": {"prompt": "text"}},
+    )  # fmt: skip
+    run_dir, tokenizer = write_run(exp), load_tokenizer(exp)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, num_labels=3,
+        pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(run_dir.final_model)
+    tokenizer.save_pretrained(run_dir.final_model)
+    words = [f"data.path={tmp_path / 'test.jsonl'}"]
+    measured(capsys, run_dir.root, *words)
+    found = read_json(run_dir.root / "eval-test.json")["metrics"]
+    assert {"loss", "accuracy", "macro_f1"} <= set(found)
+    assert found["accuracy"] in (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert "perplexity" not in found
+    said = measured(
+        capsys, run_dir.final_model, *words, "task=classify", "data=labelled",
+        "data.seq_len=64", "data.data_map.prompt=text", code=2,
+    )  # fmt: skip
+    assert "has 3 outputs, and the data 2" in said
 
 
 def test_rouge_by_hand() -> None:
