@@ -146,6 +146,7 @@ def test_every_task_declares_what_it_scores(kind: str) -> None:
     task = task_class(kind)(exp, None)
     check_declared(task.metrics, task=kind)
     prompts = [SimpleNamespace(expected="a"), SimpleNamespace(expected="b")]
-    assert set(task.score(prompts, ["a", "c"])) <= set(task.metrics)
+    scored = set(task.score(prompts, ["a", "c"]))
+    assert scored <= set(task.metrics)
     exp.task.eval_generate = 0
-    assert task.metrics == {}
+    assert not scored & set(task.metrics)
