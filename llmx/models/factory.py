@@ -193,6 +193,14 @@ def _load(model: Any, config: Any, exp: Experiment, *, head: str) -> None:
         )
 
 
+def _dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
+    """Of the engine."""
+    for name in ("bf16", "fp16"):
+        if ds_config.get(name, {}).get("enabled"):
+            return DTYPES[name]
+    return torch.float32
+
+
 @contextlib.contextmanager
 def _empty_model(
     *, stage: int, device: torch.device, ds_config: dict[str, Any], dtype: torch.dtype
@@ -211,7 +219,14 @@ def _empty_model(
             # zero.Init turns every new float tensor into the training dtype; the rotary
             # frequencies come from arange and must stay fp32. Entered first, as it must be.
             stack.enter_context(_arange_keeps_its_dtype())
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype))
+            # From the config: DeepSpeed 0.19.8 takes its argument `dtype` only where
+            # the device knows fp16; on a CPU it would be bf16, whatever is asked for.
+            precisions = {
+                "bf16": {"enabled": dtype == torch.bfloat16},
+                "fp16": {"enabled": dtype == torch.float16},
+            }
+            own = {**ds_config, **precisions} if dtype != _dtype_of(ds_config) else ds_config
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=own))
         else:
             stack.enter_context(device)
         stack.enter_context(no_init_weights())
