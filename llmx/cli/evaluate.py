@@ -199,13 +199,17 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = AutoTokenizer.from_pretrained(target.model)
     task = task_of(exp, tokenizer)
     store = prepare(exp, tokenizer, task, split="eval")
-    if type(task).see_data is not Task.see_data:
+    of_model = type(task).see_model is not Task.see_model
+    if type(task).see_data is not Task.see_data and (target.trained or not of_model):
         # What follows from the training data (the labels), it learns from that of the run.
         trained = target.trained
         seen = prepare(trained, tokenizer, task, split="train") if trained else store
         task.see_data(seen, store)
     models = load(target.model, task, tokenizer)
     check_length(exp, models)
+    if not target.trained:  # a published model says it itself
+        for line in task.see_model(models.main.config, store):
+            print(printable(line))
     found = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
     if options.generate:

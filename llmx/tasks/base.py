@@ -191,6 +191,11 @@ class Task:
         """
         return []
 
+    def see_model(self, config: Any, evaluation: SampleStore) -> list[str]:
+        """In the place of ``see_data`` where a trained model is measured by itself (``python -m
+        llmx eval``): what its Hugging Face config says, such as its labels. Returns lines."""
+        return []
+
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """Name -> what is measured besides the loss; every value that is written is declared."""

@@ -219,6 +219,14 @@ class Classify(Task):
             lines.append(f"Class weights: {by_name[:400]}")
         return lines + (self._check_evaluation(evaluation) if evaluation is not None else [])
 
+    def see_model(self, config: Any, evaluation: SampleStore) -> list[str]:
+        """Labels are those of the model; classes weigh alike, since their sizes are not known."""
+        if self.problem == REGRESSION:
+            return []
+        names = tuple(str(config.id2label[number]) for number in sorted(config.id2label))
+        self._seen = _Seen(names, {name: n for n, name in enumerate(names)}, [1.0] * len(names))
+        return self._check_evaluation(evaluation)
+
     def _check_evaluation(self, store: SampleStore) -> list[str]:
         counts = self._counts(store)
         unknown = {name: count for name, count in counts.items() if name not in self._seen.index}
@@ -226,8 +234,8 @@ class Classify(Task):
         if unknown:
             what = (
                 f"The evaluation data has {plural(sum(unknown.values()), 'row')} with "
-                f"{_quoted(sorted(unknown))}, which no row of the training data has "
-                f"(it has {_quoted(self._seen.names)})"
+                f"{_quoted(sorted(unknown))}, which is none of the labels that were trained "
+                f"({_quoted(self._seen.names)})"
             )
             if self.exp.data.on_bad_row != "skip":
                 raise DataError(

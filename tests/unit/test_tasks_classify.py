@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from llmx.cli.evaluate import load, measure
 from llmx.config import Experiment
 from llmx.data import SampleStore, collate, load_tokenizer
 from llmx.errors import ConfigError, DataError
@@ -136,7 +137,7 @@ def test_labels_are_found_named_and_in_a_stable_order(tmp_path: Path) -> None:
 def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
     held_out = [{"text": "t", "label": "good"}, {"text": "u", "label": "odd"}]
     exp = experiment_of(tmp_path, ROWS, eval_rows=held_out)
-    with pytest.raises(DataError, match=r"1 row with 'odd', which no row.*it has 'bad', 'good'"):
+    with pytest.raises(DataError, match=r"1 row with 'odd', which is none of .*'bad', 'good'"):
         seen(exp)
     exp.data.on_bad_row = "skip"
     task, _, lines = seen(exp)
@@ -262,3 +263,23 @@ def test_accumulators_of_ranks_are_merged(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(evaluation, "summed", lambda means, device: means)
     found = together({"measured": mine}, device=torch.device("cpu"))
     assert found["measured"].values()["mae"] == 2.0
+
+
+def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
+    """``python -m llmx eval``: labels are those of the model, not those of the rows."""
+    exp = experiment_of(tmp_path, ROWS, eval_rows=ROWS[:8])
+    task, _, _ = seen(exp)
+    network = network_of(task)
+    network.config.id2label = dict(enumerate(task.labels))
+    network.config.pad_token_id = 0
+    network.save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(exp)
+    fresh = task_of(exp, tokenizer)
+    store = prepare(exp, tokenizer, split="eval")
+    models = load(tmp_path / "model", fresh, tokenizer)
+    assert fresh.see_model(models.main.config, store) == []
+    found = measure(fresh, models, store, tokenizer, batch=3)
+    assert {"loss", "accuracy", "macro_f1", "auc"} == set(found)
+    models.main.config.id2label = {0: "good", 1: "bad"}
+    with pytest.raises(DataError, match="with 'so', which is none of the labels"):
+        fresh.see_model(models.main.config, store)
