@@ -188,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
             "own), or data=OPTION data.path=FILE."
         )
     began = time.monotonic()
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     from llmx.data import prepare
@@ -205,11 +205,11 @@ def run(options: argparse.Namespace) -> int:
         trained = target.trained
         seen = prepare(trained, tokenizer, task, split="train") if trained else store
         task.see_data(seen, store)
+    if of_model and not target.trained:  # a published model says it itself
+        for line in task.see_model(AutoConfig.from_pretrained(target.model), store):
+            print(printable(line))
     models = load(target.model, task, tokenizer)
     check_length(exp, models)
-    if not target.trained:  # a published model says it itself
-        for line in task.see_model(models.main.config, store):
-            print(printable(line))
     found = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
     if options.generate:

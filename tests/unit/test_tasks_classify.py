@@ -276,10 +276,11 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(exp)
     fresh = task_of(exp, tokenizer)
     store = prepare(exp, tokenizer, split="eval")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert fresh.see_model(config, store) == []
     models = load(tmp_path / "model", fresh, tokenizer)
-    assert fresh.see_model(models.main.config, store) == []
     found = measure(fresh, models, store, tokenizer, batch=3)
     assert {"loss", "accuracy", "macro_f1", "auc"} == set(found)
-    models.main.config.id2label = {0: "good", 1: "bad"}
+    config.id2label = {0: "good", 1: "bad"}
     with pytest.raises(DataError, match="with 'so', which is none of the labels"):
-        fresh.see_model(models.main.config, store)
+        fresh.see_model(config, store)
