@@ -24,6 +24,7 @@ from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
 from llmx.errors import ConfigError, exit_code
+from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot
 from llmx.run.metrics.completions import METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
@@ -136,6 +137,11 @@ def target_of(options: argparse.Namespace) -> Target:
         raise ConfigError(
             f"{printable(str(root))}: is neither a run directory (no config.yaml) nor a model (no "
             "config.json)."
+        )
+    if holds_adapter(model):
+        raise ConfigError(
+            f"{model} is an adapter, and eval loads whole models. Write one with `python -m llmx "
+            "export RUN --to merged`, and give it as --model DIR."
         )
     if not (model / "config.json").is_file():
         raise ConfigError(

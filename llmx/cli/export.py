@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from llmx import text as human
 from llmx.checkpoint import commit, selection
 from llmx.checkpoint.console import ProgressLine, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
+from llmx.checkpoint.export.adapter import write_adapter
 from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
 from llmx.checkpoint.export.shards import SHARD_BYTES
-from llmx.checkpoint.export.weights import list_weights, write_weights
+from llmx.checkpoint.export.weights import Weight, list_weights, write_weights
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import (
     MODEL,
@@ -33,8 +35,13 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.cli.flags import Parser, positive_number, whole_number
 from llmx.errors import ConfigError, LlmxError, exit_code
+from llmx.models.adapter_names import holds_adapter
+from llmx.run import snapshot
 from llmx.run.rundir import RunDir, no_run, read_json
 from llmx.run.snapshot import config_values
+
+HF, ADAPTER, MERGED = FORMS = ("hf", "adapter", "merged")
+"""What is written: all that a run trained, an adapter, or its base with the adapter in it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="default: RUN/export/step-N; must not exist"
+    )
+    parser.add_argument(
+        "--to",
+        choices=FORMS,
+        help="of a run with an adapter: adapter (in the format of peft; default), or merged, the\n"
+        "whole model with the adapter in its weights; of every other run: hf",
     )
     parser.add_argument("--dtype", choices=sorted(NAMES), help="default: what the run trains in")
     parser.add_argument(
@@ -76,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run,
             step=step,
             out=options.out,
+            to=options.to,
             dtype=options.dtype,
             shard_bytes=int(options.shard_gib * 2**30),
         )
@@ -108,6 +122,7 @@ def export(
     *,
     step: int | None = None,
     out: Path | None = None,
+    to: str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     stream: Any = None,
@@ -116,7 +131,9 @@ def export(
 
     Args:
         step: None is the newest usable one.
-        out: must not exist; None is ``RUN/export/step-00000120``.
+        out: must not exist; None is ``RUN/export/step-00000120``, of a merged model with
+            ``-merged`` behind it.
+        to: ``hf``, ``adapter`` or ``merged``; None is what the run trains.
         dtype: ``fp32``, ``bf16`` or ``fp16``; None is what the run trained in.
 
     Raises:
@@ -126,7 +143,10 @@ def export(
     if out is not None:
         _refuse_existing(out)  # before the checkpoint is read, which takes minutes
     checkpoint = _select(run, step, stream=stream)
-    directory = Path(os.path.abspath(out or run.root / "export" / checkpoint.name))
+    adapted = holds_adapter(checkpoint / MODEL)
+    to = _form(to, adapted=adapted, run=run)
+    name = f"{checkpoint.name}-merged" if to == MERGED else checkpoint.name
+    directory = Path(os.path.abspath(out or run.root / "export" / name))
     _refuse_existing(directory)
     try:
         state = read_json(checkpoint / STATE)
@@ -138,30 +158,42 @@ def export(
         ) from error
     precision = dtype or state["precision"]
     index.check(state["parameters"], state.get("buffers"))
-    weights = list_weights(state, index, dtype=NAMES[precision])
+    # What is merged is computed in fp32.
+    weights = list_weights(state, index, dtype=NAMES["fp32" if to == MERGED else precision])
     total = sum(weight.num_bytes for weight in weights)
+    elements = sum(weight.num_elements for weight in weights)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     progress = ProgressLine("writing", total, stream=stream)
     try:
         make_directories(DISK, partial)
-        _copy_description(checkpoint / MODEL, partial, dtype=TORCH_NAMES[NAMES[precision]])
-        if conversions := state.get("conversions"):
-            # transformers alone knows how fused weights are laid out in files.
-            from llmx.checkpoint.export.converted import write_converted
-
-            write_converted(
+        described = checkpoint / MODEL
+        if to == ADAPTER:
+            _copy_description(described, partial, without="config.json")
+            write_adapter(partial, state, index, dtype=NAMES[precision], on_bytes=progress.add)
+        elif to == MERGED:
+            elements, total = _merge(
+                run,
+                described,
                 partial,
-                weights,
+                state,
                 index,
-                conversions,
-                model=checkpoint / MODEL,
-                trust_remote_code=_trusts_remote_code(run),
+                dtype=NAMES[precision],
                 shard_bytes=shard_bytes,
                 on_bytes=progress.add,
             )
         else:
-            write_weights(partial, weights, index, shard_bytes=shard_bytes, on_bytes=progress.add)
+            _copy_description(described, partial, dtype=TORCH_NAMES[NAMES[precision]])
+            _write_whole(
+                run,
+                described,
+                partial,
+                weights,
+                index,
+                conversions=state.get("conversions") or [],
+                shard_bytes=shard_bytes,
+                on_bytes=progress.add,
+            )
         DISK.sync_directory(partial)
         DISK.rename(partial, directory)
         DISK.sync_directory(directory.parent)
@@ -171,7 +203,6 @@ def export(
         progress.end()
         index.close()
         shutil.rmtree(partial, ignore_errors=True)
-    elements = sum(weight.num_elements for weight in weights)
     print(
         f"{directory}: step {state['step']}, {elements:,} parameters in {precision}, "
         f"{human.size(total)}, {time.monotonic() - began:.0f} s",
@@ -206,16 +237,92 @@ def _without_checkpoints(run: RunDir) -> str:
     if not run.config.is_file():
         return no_run(run.root)
     words = f"{run.root} has no checkpoints (see checkpoint.every_steps and checkpoint.at_end)."
-    if (run.final_model / "config.json").is_file():
+    if holds_adapter(run.final_model):
+        words += f" Its final model, {run.final_model}, is an adapter in the format of peft."
+    elif (run.final_model / "config.json").is_file():
         words += f" Its final model, {run.final_model}, is a Hugging Face directory already."
     return words
 
 
-def _copy_description(source: Path, target: Path, *, dtype: str) -> None:
-    """Config, generation config and tokenizer; the config names the dtype of the weights."""
+def _form(to: str | None, *, adapted: bool, run: RunDir) -> str:
+    """What is written."""
+    if to is None:
+        return ADAPTER if adapted else HF
+    if adapted == (to == HF):
+        have = (
+            "trains an adapter beside frozen weights. Use --to adapter, or --to merged for a whole "
+            "model"
+            if adapted
+            else "trains no adapter: its model is whole. Leave --to out"
+        )
+        raise ConfigError(f"--to {to}: {run.root} {have}.")
+    return to
+
+
+def _write_whole(
+    run: RunDir,
+    described: Path,
+    directory: Path,
+    weights: list[Weight],
+    index: FragmentIndex,
+    *,
+    conversions: list[str],
+    shard_bytes: int,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """All weights of the checkpoint."""
+    if not conversions:
+        write_weights(directory, weights, index, shard_bytes=shard_bytes, on_bytes=on_bytes)
+        return
+    # transformers alone knows how fused weights are laid out in files.
+    from llmx.checkpoint.export.converted import write_converted
+
+    write_converted(
+        directory,
+        weights,
+        index,
+        conversions,
+        model=described,
+        trust_remote_code=_trusts_remote_code(run),
+        shard_bytes=shard_bytes,
+        on_bytes=on_bytes,
+    )
+
+
+def _merge(
+    run: RunDir,
+    described: Path,
+    directory: Path,
+    state: dict[str, Any],
+    index: FragmentIndex,
+    *,
+    dtype: str,
+    shard_bytes: int,
+    on_bytes: Callable[[int], None],
+) -> tuple[int, int]:
+    """The model that the run trained on with the checkpoint's adapter in it: its parameters, and
+    their bytes."""
+    from llmx.checkpoint.export.merged import write_merged
+
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".adapter-") as name:
+        adapter = Path(name)
+        _copy_description(described, adapter, dtype=TORCH_NAMES[dtype])
+        write_adapter(adapter, state, index, dtype=NAMES["fp32"], on_bytes=on_bytes)
+        source = snapshot.load(run).model
+        elements = write_merged(directory, adapter, source, dtype=dtype, shard_bytes=shard_bytes)
+    return elements, sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def _copy_description(source: Path, target: Path, *, dtype: str = "", without: str = "") -> None:
+    """Config, generation config and tokenizer; the config names the dtype of the weights.
+
+    ``without``: a file that is left out.
+    """
     for path in sorted(each for each in source.rglob("*") if each.is_file()):
+        if path.relative_to(source).as_posix() == without:
+            continue
         data = path.read_bytes()
-        if path == source / "config.json":
+        if dtype and path == source / "config.json":
             config = json.loads(data)
             if _set_dtype(config, dtype):
                 data = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

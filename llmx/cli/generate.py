@@ -25,6 +25,7 @@ from llmx.data.format.formats import Conversation, Message
 from llmx.data.source.files import Where
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, did_you_mean, exit_code
+from llmx.models.adapter_names import holds_adapter
 from llmx.models.sampling import Sampling, sample_seed
 from llmx.run import snapshot
 from llmx.run.exported import generates_no_text
@@ -163,13 +164,15 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
     run = RunDir(options.run)
     exp = snapshot.load(run)
     directory = (options.model or run.final_model).expanduser()
-    if not (directory / "config.json").is_file():
+    adapted = holds_adapter(directory)
+    if not adapted and not (directory / "config.json").is_file():
         raise ConfigError(_no_model(run, directory, asked=options.model is not None))
     check_generates(directory)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from llmx.models.adapter import load_adapted
     from llmx.models.generate import LENGTH, decoder_of, generate
     from llmx.models.generation_config import stop_ids
 
@@ -177,7 +180,11 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory)
+    network: torch.nn.Module = (
+        load_adapted(directory, exp.model)
+        if adapted
+        else AutoModelForCausalLM.from_pretrained(directory)
+    )
     model = network.to(device).eval()
     # Of its generation config only the stop tokens: a published one may sample, or punish
     # repetition, and the completions would not be those of the run's evaluation. Computed, not

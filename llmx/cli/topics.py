@@ -39,6 +39,7 @@ WIDTH = 92
 GROUP_LINES = {
     "experiment": "a whole recipe; experiment=null is none",
     "model": "which network, pretrained or from scratch",
+    "adapter": "what is trained beside frozen weights (adapter=lora)",
     "data": "what to train on",
     "task": "what is learned, for how long",
     "zero": "how DeepSpeed shards and offloads (zero_stage= is the same; zero=3 is zero=stage3)",

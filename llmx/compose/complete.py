@@ -23,6 +23,7 @@ from llmx.errors import ConfigError
 from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
+from llmx.plan.adapter import target_problems
 from llmx.plan.geometry import position_limit
 
 
@@ -46,6 +47,7 @@ def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
 
     ``problems``: what completing it has found, to be reported with the rest.
     """
+    problems = [*problems, *target_problems(exp)]
     validate(exp, problems, position_limit=position_limit(exp.model.config))
     plan = make_plan(exp, local_names=local_names())
     return Composed(exp, plan, ds_config(exp, plan))
@@ -119,7 +121,13 @@ def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str
         )
     config = directory / "config.json"
     if not config.is_file():
-        if model.kind == "hf":
+        if model.kind == "hf" and (directory / "adapter_config.json").is_file():
+            problems.append(
+                f"model.path={directory}: holds an adapter, not a model. Merge it first (of a run "
+                "of llmx: python -m llmx export RUN --to merged), and give the directory that is "
+                "written."
+            )
+        elif model.kind == "hf":
             problems.append(
                 f"model.path={directory}: no config.json there, so it is no Hugging Face model. "
                 "Give the directory that has one."

@@ -3,7 +3,9 @@
 from llmx.config.build import experiment_from_dict, known_keys, to_dict
 from llmx.config.migrate import Migrated, migrate
 from llmx.config.schema import (
+    ALL_LINEAR,
     SCHEMA_VERSION,
+    AdapterConfig,
     BatchConfig,
     CheckpointConfig,
     DataConfig,
@@ -25,7 +27,9 @@ from llmx.config.schema import (
 )
 
 __all__ = [
+    "ALL_LINEAR",
     "SCHEMA_VERSION",
+    "AdapterConfig",
     "BatchConfig",
     "CheckpointConfig",
     "DataConfig",

@@ -14,8 +14,8 @@ from llmx.config.build import shown
 from llmx.errors import did_you_mean
 
 GROUPS = (
-    "experiment", "model", "data", "task", "zero", "hardware", "optim", "batch", "checkpoint",
-    "launch", "tracking",
+    "experiment", "model", "adapter", "data", "task", "zero", "hardware", "optim", "batch",
+    "checkpoint", "launch", "tracking",
 )  # fmt: skip
 
 ALIASES = {"zero_stage": "zero"}

@@ -105,6 +105,41 @@ class ModelConfig:
     for a minute or two at the start. Not at stage 3, whose gathering it cannot look through."""
     pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
     """Rows of the embedding when from scratch; the export is cut back to the true size."""
+    freeze: list[str] = items(maximum=1000, example="['*.embed_tokens.*', '*.layers.[0-3].*']")
+    """Parameters that are not trained, as patterns of their names (``*``, ``?``, ``[0-3]``). A
+    pattern that matches nothing is an error. They are kept and exported as they are."""
+
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass
+class AdapterConfig:
+    """What is trained beside frozen pretrained weights; ``kind=none`` trains the weights."""
+
+    kind: str = choice("none", "lora")
+    """``lora`` (the ``peft`` library) adds the product of two small matrices to the weights of
+    linear layers and trains nothing else: gradients, optimizer and checkpoints are those of the
+    adapter alone."""
+    rank: int = number(16, minimum=1, maximum=65536)
+    """The width between the two matrices."""
+    alpha: float = number(32.0, above=0, maximum=10**6)
+    """The product is multiplied by ``alpha / rank``."""
+    dropout: float = number(0.0, minimum=0, below=1)
+    """Of what goes into the first matrix, in training."""
+    targets: list[str] = items(maximum=10_000, example="[q_proj, v_proj]")
+    """Linear layers that are adapted, by their whole names or the ends of these (``q_proj``,
+    ``layers.0.mlp.down_proj``). ``[all-linear]``: all but the output head."""
+    rslora: bool = False
+    """Multiply by ``alpha / sqrt(rank)`` instead, which keeps high ranks stable."""
+    dora: bool = False
+    """Train the length of each row of the adapted weights apart from its direction (DoRA). Slower:
+    each forward pass computes the norms of all adapted weights."""
+    lr: float | None = number(None, above=0, maximum=1000, example=2e-4)
+    """The adapter's own peak learning rate, with the schedule of ``optim``; null: ``optim.lr``."""
+    modules_to_save: list[str] = items(maximum=1000, example="[embed_tokens, lm_head]")
+    """Modules that are trained whole beside the adapter and saved with it, by their whole names or
+    the ends of these; with the learning rate ``optim.lr``."""
 
 
 FORMS = (
@@ -668,6 +703,7 @@ class Experiment:
     dry_run: bool = False
     """Render the run directory, print the plan and the command, launch nothing."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from llmx.config.adapter_rules import adapter_problems
 from llmx.config.build import experiment_from_dict, to_dict
 from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
@@ -35,6 +36,7 @@ def validate(
         *hardware_problems(exp.hardware, exp.zero),
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
+        *adapter_problems(exp),
         *data_problems(exp),
         *_length(exp.task),
         *_early_stopping(exp),

@@ -247,9 +247,11 @@ def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> 
             "that exists on every host."
         ]
     # fp32 weights and AdamW's two moments; parameters and gradients in 16 bits.
-    bytes_each = 12 * (zero.offload_optimizer == "nvme") + 2 * (zero.offload_param == "nvme")
+    trained = plan.num_parameters if plan.num_trained is None else plan.num_trained
+    states = 12 * trained * (zero.offload_optimizer == "nvme")
+    states += 2 * plan.num_parameters * (zero.offload_param == "nvme")
     ranks = sum(host.slots for host in plan.hosts if host.name == name)
-    need = plan.num_parameters * bytes_each * ranks // plan.world_size
+    need = states * ranks // plan.world_size
     if found["free_bytes"] >= need:
         return []
     return [

@@ -2,7 +2,8 @@
 
 ``factory`` builds a network from a config, ``initialise`` and ``load`` fill it. ``attention`` is
 what its forward gets, ``select_attention`` and ``isolation`` find out how it must be told which
-tokens belong together. ``loss`` and ``experts`` are what training computes from it;
-``generate`` completes prompts, as ``sampling`` says. ``conversion`` knows the names that files of
-the Hub have. Nothing here knows a task, a step or a checkpoint.
+tokens belong together. ``adapter`` puts small matrices beside frozen weights. ``loss`` and
+``experts`` are what training computes from it; ``generate`` completes prompts, as ``sampling``
+says. ``conversion`` knows the names that files of the Hub have. Nothing here knows a task, a step
+or a checkpoint.
 """

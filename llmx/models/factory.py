@@ -254,6 +254,11 @@ def _arange_keeps_its_dtype() -> Iterator[None]:
         partition_parameters.zero_wrapper_for_fp_tensor_constructor = original
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Elements of all parameters, tied ones once, whole also under ZeRO-3."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
+    """Elements of all parameters, or of the ``trained`` ones; tied ones once, whole also under
+    ZeRO-3."""
+    return sum(
+        getattr(p, "ds_numel", p.numel())
+        for p in model.parameters()
+        if p.requires_grad or not trained
+    )

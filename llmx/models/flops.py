@@ -33,12 +33,16 @@ class ModelFlops:
     window in tokens; None where it sees everything."""
     causal: bool = True
     """A token sees those before it; else all of its row."""
+    frozen_matrices: float = 0.0
+    """Of ``matrices``, those that are not trained beside others that are: no gradient of their own
+    is computed."""
+    frozen_head: int = 0
 
     def of_step(self, *, tokens: int, target_tokens: int, square_tokens: float) -> float:
         """Forward and backward of one step, recomputed activations not counted.
 
-        6 for each weight and token; for attention 6 x heads x head_dim x n^2 a row of n tokens in
-        each layer, the causal half; twice that where attention is not causal.
+        6 for each weight and token, 4 where it is frozen; for attention 6 x heads x head_dim x n^2
+        a row of n tokens in each layer, the causal half; twice that where attention is not causal.
 
         Args:
             tokens: without padding.
@@ -49,11 +53,13 @@ class ModelFlops:
             width * (square_tokens if window is None else min(square_tokens, 2 * window * tokens))
             for width, window in self.attention
         ) * (1 if self.causal else 2)
-        return 6.0 * (self.matrices * tokens + self.head * target_tokens + seen)
+        frozen = self.frozen_matrices * tokens + self.frozen_head * target_tokens
+        return 6.0 * (self.matrices * tokens + self.head * target_tokens + seen) - 2.0 * frozen
 
 
 def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
     """Of a language model or another network, sharded or not."""
+    in_part = any(parameter.requires_grad for parameter in model.parameters())
     config = cast("PreTrainedModel", model).config.get_text_config()
     head = output_embedding(model)
     head_parameters = {id(p) for p in head.parameters() if p.dim() > 1} if head else set()
@@ -65,11 +71,13 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
         for parameter in module.parameters(recurse=False)
     }
     active = _active_part(model, config)
-    matrices, counted = 0.0, set(looked_up) | head_parameters
+    matrices, frozen, counted = 0.0, 0.0, set(looked_up) | head_parameters
     for module in modules:
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in counted and len(whole_shape(parameter)) > 1:
-                matrices += math.prod(whole_shape(parameter)) * active.get(id(parameter), 1.0)
+                elements = math.prod(whole_shape(parameter)) * active.get(id(parameter), 1.0)
+                matrices += elements
+                frozen += 0.0 if parameter.requires_grad or not in_part else elements
                 counted.add(id(parameter))
     return ModelFlops(
         matrices=matrices,
@@ -79,6 +87,12 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
         else 0,
         attention=_attention(config),
         causal=causal,
+        frozen_matrices=frozen,
+        frozen_head=sum(
+            math.prod(whole_shape(p))
+            for p in (head.parameters() if head else ())
+            if p.dim() > 1 and in_part and not p.requires_grad
+        ),
     )
 
 

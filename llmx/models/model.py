@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.models.adapter import Adapter
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.classification import has_score, pooled_tokens
 from llmx.models.embedding_noise import SEEDS, noisy_embeddings
@@ -122,6 +123,8 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     routing: Routing
+    adapter: Adapter | None = None
+    """What is trained of it, where its base is frozen."""
     fused_loss: bool = False
     """Head and loss are computed together (``llmx.models.loss``)."""
     gradient_scale: float = 1.0

@@ -37,12 +37,14 @@ class Geometry:
     """Parameters of embeddings (of positions, too), which multiply nothing; a tied one multiplies
     as the head."""
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len: int, *, trained: int | None = None) -> float:
         """Training FLOPs a token: 6 N plus attention (12 L x heads x head width x s, halved:
-        causal). N leaves out what is looked up."""
+        causal). N leaves out what is looked up. Frozen weights have no gradients of their own:
+        4 N, and 6 for each of the ``trained`` parameters beside them."""
         width = self.query_size or self.hidden_size
         dense = self.num_parameters - self.num_looked_up
-        return 6.0 * dense + 6.0 * self.num_layers * width * seq_len
+        weights = 6.0 * dense if trained is None else 4.0 * dense + 6.0 * trained
+        return weights + 6.0 * self.num_layers * width * seq_len
 
 
 def position_limit(config: dict[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ from llmx.config.schema import (
     HostConfig,
     LaunchConfig,
 )
+from llmx.plan.adapter import adapter_size
 from llmx.plan.batch import solve_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
@@ -47,7 +48,7 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         for rank, (index, slot) in enumerate(placed)
     )
     accelerator = hardware.devices[hosts[0].device].accelerator
-    shape = model_geometry(exp.model)
+    shape, adapter = model_geometry(exp.model), adapter_size(exp)
 
     def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
         return _memory(exp, shape, hosts, ranks, precision, accelerator, sums)
@@ -69,12 +70,15 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         batch=batch,
         transport=_transport(exp.launch, hosts),
         master_addr=_master_addr(hardware, hosts),
-        num_parameters=shape.num_parameters if shape else 0,
+        num_parameters=(shape.num_parameters + (adapter.added if adapter else 0) if shape else 0),
         peak_tflops=sum(peaks) if all(peaks) else 0.0,
         memory=memory,
         total_steps=exp.task.steps,
-        step_time_s=_step_time_s(shape, batch, ranks, peaks),
+        step_time_s=_step_time_s(
+            shape, batch, ranks, peaks, trained=adapter.trained if adapter else None
+        ),
         warnings=_warnings(exp, hosts, ranks, precision, memory),
+        num_trained=adapter.trained if adapter else None,
         grad_accum_dtype=grad_accum,
         attention=tuple(
             (name, attention_for(exp, hardware.devices[name], precision)) for name in used
@@ -157,12 +161,19 @@ def _memory(
 
 
 def _step_time_s(
-    shape: Geometry | None, batch: BatchPlan, ranks: tuple[RankPlan, ...], peaks: list[float]
+    shape: Geometry | None,
+    batch: BatchPlan,
+    ranks: tuple[RankPlan, ...],
+    peaks: list[float],
+    *,
+    trained: int | None,
 ) -> float:
     """Seconds of computing of the slowest rank; the network comes on top. 0: unknown."""
     if shape is None or not all(peaks):
         return 0.0
-    flops = shape.flops_per_token(batch.seq_len) * batch.seq_len * batch.accumulation
+    flops = (
+        shape.flops_per_token(batch.seq_len, trained=trained) * batch.seq_len * batch.accumulation
+    )
     return max(
         flops * rank.micro_batch / (peak * 1e12 * ASSUMED_EFFICIENCY)
         for rank, peak in zip(ranks, peaks, strict=True)

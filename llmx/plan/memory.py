@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmx.config.schema import DeviceConfig, Experiment, ModelConfig
+from llmx.plan.adapter import adapter_size
 from llmx.plan.geometry import Geometry
 from llmx.plan.types import MemoryPlan
 
@@ -52,14 +53,17 @@ def predict_memory(
     The peak is the larger of the last backward pass (with activations, logits and buckets) and of
     the update (with its temporaries).
     """
-    zero, n = exp.zero, geometry.num_parameters
+    zero, adapter = exp.zero, adapter_size(exp)
+    n = geometry.num_parameters + (adapter.added if adapter else 0)
+    # Frozen weights have neither gradients nor an optimizer.
+    trained = adapter.trained if adapter else n
     width = BYTES[precision]
-    shard = n / world_size if zero.stage >= 1 else n
+    shard = trained / world_size if zero.stage >= 1 else trained
     optimizer = _optimizer_bytes(exp.optim.kind, precision) * shard
     parameters = width * n / (world_size if zero.stage >= 3 else 1)
     step = step_bytes(
         exp,
-        n,
+        trained,
         shard,
         width=width,
         accum=BYTES[grad_accum_dtype or precision],
@@ -93,10 +97,16 @@ def predict_memory(
     buffers += step.buffers
     if width < 4 and zero.extra.get("communication_data_type") == "fp32":
         # Each bucket is copied to fp32 on its way.
-        buffers += 4 * (min(n, ALLREDUCE_BUCKET_ELEMENTS) if step.buffers else buckets["reduce"])
+        buffers += 4 * (
+            min(trained, ALLREDUCE_BUCKET_ELEMENTS) if step.buffers else buckets["reduce"]
+        )
     if world_size == 1:
         buffers = 0.0
     activations = _activation_bytes(exp, geometry, tokens, width, device.accelerator)
+    if adapter:
+        # With activation checkpointing one layer at a time.
+        layers = 1 if exp.model.activation_checkpointing == "none" else geometry.num_layers
+        activations += width * tokens * adapter.activations / max(1, layers)
     logits = _logits_bytes(exp, geometry, tokens, width, device.accelerator)
     return MemoryPlan(
         device=device_name,
@@ -196,6 +206,9 @@ def _logits_bytes(
     head = geometry.vocab_size * geometry.hidden_size
     # The head's gradient is there from the forward pass on, summed over chunks in fp32.
     gradient = head * (width if whole <= FUSED_LOSS_CHUNK_BYTES else 4 + width)
+    adapter = adapter_size(exp)
+    if adapter is not None and not adapter.trains_head:
+        gradient = 0
     return 2 * min(whole, FUSED_LOSS_CHUNK_BYTES) + chunk + picked + gradient
 
 

@@ -108,7 +108,7 @@ class Plan:
     transport: str
     master_addr: str
     num_parameters: int
-    """0 when the geometry is not known before loading."""
+    """0 when the geometry is not known before loading. Those of an adapter are counted, too."""
     peak_tflops: float
     """Sum over ranks at ``precision``; 0 when unknown. The denominator of MFU."""
     memory: tuple[MemoryPlan, ...]
@@ -118,6 +118,9 @@ class Plan:
     step_time_s: float = 0.0
     """Predicted computing time of a step on the slowest rank, without the network; 0 unknown."""
     warnings: tuple[str, ...] = ()
+    num_trained: int | None = None
+    """Parameters that are trained beside frozen ones (``adapter``); None where all are, or where
+    it is not known."""
     grad_accum_dtype: str = ""
     """In what gradients are summed over micro steps; empty in a plan of an older version, which
     left it at ``precision``."""

@@ -7,7 +7,11 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmx.checkpoint.export.model import vocabulary_names, write_description
+from llmx.checkpoint.export.model import (
+    vocabulary_names,
+    write_adapter_config,
+    write_description,
+)
 from llmx.checkpoint.manifest import FORMAT, MODEL
 from llmx.checkpoint.state.engine_state import state_values
 from llmx.plan.types import Plan
@@ -73,6 +77,8 @@ def small_files(run_dir: RunDir, engine: Engine, tokenizer: Any) -> dict[str, by
             vocab_size=engine.vocab_size,
             dtype=engine.dtype,
         )
+        if engine.main.adapter is not None:
+            write_adapter_config(directory, engine.main.adapter)
         for path in sorted(directory.rglob("*")):
             if path.is_file():
                 found[f"{MODEL}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()

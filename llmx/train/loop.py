@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from llmx.checkpoint.export.model import export_model
+from llmx.checkpoint.export.model import export_adapter, export_model
 from llmx.checkpoint.state.engine_state import weights_hash
 from llmx.collectives import all_gather
 from llmx.config import Experiment
@@ -24,7 +24,7 @@ from llmx.train.early_stopping import EarlyStop
 from llmx.train.evaluation import complete_eval_prompts, evaluate, evaluation_due
 from llmx.train.resume import ResumePoint
 from llmx.train.rollout import rollout_step
-from llmx.train.schedule import lr_at
+from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
 from llmx.train.signals import ShutdownRequest, exit_interrupted
 from llmx.train.status import RankStatus
@@ -52,23 +52,31 @@ def run(
     if exp.task.save_model:
         status.enter("saving")
         session.log(f"Saving the model to {run_dir.final_model}")
-        export_model(
-            session.engine.main.module,
-            session.engine.config,
-            tokenizer=session.tokenizer,
-            vocab_size=session.engine.vocab_size,
-            directory=run_dir.final_model,
-            dtype=session.engine.dtype,
-        )
+        write_model(session)
     # No rank exits before rank 0 has written: a launcher kills all ranks when the first one exits.
     session.consensus.barrier()
     session.metrics.close()
 
 
+def write_model(session: Session) -> None:
+    """``model/``: the main model whole, or its adapter alone. Collective."""
+    engine = session.engine
+    common: dict[str, Any] = {
+        "tokenizer": session.tokenizer,
+        "vocab_size": engine.vocab_size,
+        "directory": session.run_dir.final_model,
+        "dtype": engine.dtype,
+    }
+    if engine.main.adapter is not None:
+        export_adapter(engine.main.module, engine.main.adapter, engine.config, **common)
+    else:
+        export_model(engine.main.module, engine.config, **common)
+
+
 def train(session: Session) -> None:
     """All steps from the resume point, with evaluations and checkpoints where they are due."""
     exp, engine, start, saver = session.exp, session.engine, session.resume_point, session.saver
-    total = session.length.steps
+    total, optim = session.length.steps, optim_of(exp)
     last = max(start.step, min(total, exp.task.stop_at_step or total))
     write_beginning(session, total=total)
     # From now on all ranks exit together, whichever of them receives a signal.
@@ -91,7 +99,7 @@ def train(session: Session) -> None:
                 step_log.wait_for_data()
                 step = with_weight(next(upcoming), session.task, device=engine.device)
                 step_log.data_is_here()
-                engine.set_lr(lr_at(number, optim=exp.optim, total=total))
+                engine.set_lr(lr_at(number, optim=optim, total=total))
                 seed_step(exp.seed, number, session.rank)
                 loss_sum = train_step(
                     engine,
@@ -145,13 +153,16 @@ def end_early(session: Session, why: EarlyStop, *, step: int, total: int) -> Non
 def write_beginning(session: Session, *, total: int) -> None:
     """The ``start`` line of a new run, or the ``resumed`` event of one that continues."""
     start, parameters = session.resume_point, num_parameters(session.engine.module)
-    session.log(f"{parameters:,} parameters, {total} steps")
+    trained = num_parameters(session.engine.module, trained=True)
+    part = "" if trained == parameters else f" ({trained:,} of them trained)"
+    session.log(f"{parameters:,} parameters{part}, {total} steps")
     if start.is_first:
         session.metrics.write(
             "start",
             total_steps=total,
             tokens_per_step=session.plan.batch.tokens_per_step,
             num_parameters=parameters,
+            **({} if trained == parameters else {"num_trained": trained}),
             num_samples=len(session.train_store),
             world_size=session.plan.world_size,
             resumed_from=start.step,

@@ -6,10 +6,11 @@ Shown by ``python -m pytest tests/unit/test_train_schedule.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
-from llmx.config import OptimConfig, TaskConfig
+from llmx.config import Experiment, OptimConfig, TaskConfig
 from llmx.errors import ConfigError
 from llmx.text import plural
 
@@ -71,6 +72,13 @@ def warmup_steps(optim: OptimConfig, *, total: int) -> int:
     if optim.warmup_steps is not None:
         return min(optim.warmup_steps, total)
     return math.ceil((optim.warmup_fraction or 0.0) * total)
+
+
+def optim_of(exp: Experiment) -> OptimConfig:
+    """With the peak learning rate of what is trained: an adapter may have its own."""
+    if exp.adapter.kind == "none" or exp.adapter.lr is None:
+        return exp.optim
+    return dataclasses.replace(exp.optim, lr=exp.adapter.lr)
 
 
 def lr_at(step: int, *, optim: OptimConfig, total: int) -> float:

@@ -26,7 +26,7 @@ from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, truncate_metrics
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
-from llmx.train.schedule import RunLength, run_length
+from llmx.train.schedule import RunLength, optim_of, run_length
 from llmx.train.signals import ShutdownRequest
 from llmx.train.status import RankStatus
 
@@ -129,7 +129,7 @@ def open_session(
         checkpoint,
         plan,
         run_dir,
-        lr=exp.optim.lr,
+        lr=optim_of(exp).lr,
         engine=engine,
         tokenizer=tokenizer,
         identity=ours,

@@ -12,7 +12,7 @@ from llmx.models.flops import model_flops
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 from llmx.train.metrics import memory_gib
-from llmx.train.schedule import lr_at
+from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
 from llmx.train.step import StepMetrics
 
@@ -141,7 +141,7 @@ class StepLog:
             epoch=samples / len(session.train_store),
             loss=loss,
             loss_mean=loss_mean,
-            lr=lr_at(step.step, optim=session.exp.optim, total=self.total),
+            lr=lr_at(step.step, optim=optim_of(session.exp), total=self.total),
             grad_norm=norm,
             loss_scale=engine.loss_scale(),
             skipped_steps=engine.engine.skipped_steps,
@@ -156,6 +156,6 @@ class StepLog:
         )
         session.log(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
-        raise_if_not_finite(loss_step, gradient_step, lr=session.exp.optim.lr)
+        raise_if_not_finite(loss_step, gradient_step, lr=optim_of(session.exp).lr)
         self.spikes.check(done, loss)
         self.restart()

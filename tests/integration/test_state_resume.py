@@ -23,6 +23,8 @@ DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 OWN_TASK = "tests.programs.own_task:Everything"
 GPT2: dict[str, Any] = {"kind": "gpt2", "config": DROPOUT, "clip_norm": 0.5, "accumulation": 2}
 CPU = {"offload_optimizer": "cpu"}
+LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
+WHOLE = {"modules_to_save": ["embed_tokens"], "lr": 0.05}
 ALL_CPU = {**CPU, "offload_param": "cpu", "param_persistence_threshold": 0}
 
 SAME_RANKS: list[dict[str, Any]] = [
@@ -79,6 +81,31 @@ SAME_RANKS: list[dict[str, Any]] = [
         }
         for stage in (2, 3)
     ),
+    # An adapter beside frozen weights, which are drawn again as if they were loaded.
+    *(
+        {"name": f"lora-{stage}", "stage": stage, "adapter": LORA, **checkpointed}
+        for stage, checkpointed in enumerate(
+            [
+                {},
+                {},
+                {"activation_checkpointing": "selective"},
+                {"activation_checkpointing": "full"},
+            ]
+        )
+    ),
+    {"name": "lora-bf16", "stage": 1, "precision": "bf16", "adapter": LORA},
+    {
+        "name": "dora",
+        "stage": 3,
+        "precision": "bf16",
+        "zero": {"param_persistence_threshold": 0},
+        "adapter": {**LORA, **WHOLE, "dora": True, "rslora": True, "dropout": 0.1},
+        "config": {"tie_word_embeddings": True},
+        "activation_checkpointing": "full",
+    },
+    {"name": "lora-offload", "stage": 3, "zero": ALL_CPU, "precision": "bf16", "adapter": LORA},
+    {"name": "lora-hpz", "stage": 3, "zero": {"hpz_partition_size": 2}, "adapter": LORA},
+    {"name": "lora-own", "stage": 3, "task": OWN_TASK, "adapter": LORA},
     {"name": "before-the-first-step", "stage": 3, "precision": "bf16", "save_at": 0},
     {"name": "before-any-step-0", "stage": 0, "precision": "bf16", "save_at": 0},
     *(
@@ -100,12 +127,14 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         {"name": "one-c", "load": "fp32-0", "stage": 2, "until": 6, "micro_batches": [2]},
         {"name": "one-own", "load": "own-2", "stage": 3, "until": 6, "task": OWN_TASK},
         {"name": "one-lion", "load": "lion", "stage": 3, "until": 6, "optim": "lion"},
+        {"name": "one-lora", "load": "lora-3", "stage": 1, "until": 6, "adapter": LORA},
         {"name": "one-d", "load": "bf16-1", "stage": 3, "precision": "bf16", "until": 5},
     ],
     # ... -> 3, and the rest straight from 2 to 3.
     3: [
         {"name": "three-a", "load": "one-a", "stage": 1, "until": 7},
         {"name": "three-own", "load": "one-own", "stage": 0, "until": 7, "task": OWN_TASK},
+        {"name": "three-lora", "load": "one-lora", "stage": 0, "until": 7, "adapter": LORA},
         {"name": "three-b", "load": "one-b", "stage": 3, "until": 7},
         {"name": "three-c", "load": "one-c", "stage": 0, "until": 7},
         {"name": "three-d", "load": "fp32-1", "stage": 2, "until": 7, "zero": CPU},
@@ -218,6 +247,7 @@ def test_other_ranks_and_stages_go_on_alike(out: Path, world: int, name: str, or
     ("jobs", "tolerance"),
     [
         ("own", 2e-6),
+        ("lora", 2e-6),
         ("gpt2-fp32", 2e-6),
         ("gpt2-bf16", 1e-3),
         ("bf16", 1e-3),
@@ -293,3 +323,16 @@ def test_a_frozen_model_has_a_source_and_a_precision_of_its_own(out: Path) -> No
     assert found[0] == found[1] != found[2]
     assert firsts[0] == pytest.approx(firsts[1], rel=1e-3)
     assert firsts[0] != pytest.approx(firsts[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_checkpoint_of_an_adapter_holds_nothing_else(out: Path, stage: int) -> None:
+    directory = out / f"lora-{stage}"
+    state = json.loads((directory / "state.json").read_text())
+    assert state["parameters"]
+    assert all(".lora_" in name for name in state["parameters"])
+    assert all(entry["trained"] for entry in state["parameters"].values())
+    assert list(state["frozen"]) == ["policy"]
+    kept = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    whole = sum(file.stat().st_size for file in (out / f"fp32-{stage}").glob("*.safetensors"))
+    assert kept < 0.7 * whole  # a network of 32 dimensions; rank 4 is much of it

@@ -89,6 +89,7 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
             **job.get("model", {}),
         },
         data={"seq_len": SEQ_LEN},
+        adapter=job.get("adapter", {}),
         task={"kind": job.get("task", "pretrain"), "options": task_options(job, out)},
         zero={"stage": job["stage"], "pin_memory": False, **job.get("zero", {})},
         batch={"micro_batch": 1},
@@ -118,7 +119,7 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
 
     # DeepSpeed keeps hpZ's group for the process; a second engine would refuse to make its own.
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    if "task" not in job:  # a frozen model is drawn again, and must be the same
+    if not {"task", "adapter"} & set(job):  # what is frozen is drawn again, and must be the same
         exp = replace(exp, seed=first_weights)
 
     def frozen(*args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ PARTNERS = {
     ("data", "fincorpus"): ["data.path={data}", "task=pretrain", "model=llama2_7b"],
     ("model", "hf"): ["model.path=owner/name"],
     ("model", "llama_1_7b"): ["model.tokenizer={data}"],
+    ("adapter", "lora"): ["model=llama2_7b", "hardware=a100x8"],
     ("zero", "stage3_zeropp"): ["hardware=a100x2_v100x2"],
     ("hardware", "hostfile"): ["hardware.path={hostfile}", "hardware.device=a100_80g"],
     ("launch", "slurm"): ["hardware=a100x2_v100x2"],

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmx.config import experiment_from_dict
+from llmx.models.adapter import add_adapter
 from llmx.models.flops import ModelFlops, model_flops
 from llmx.plan.geometry import geometry
 from tests.rundirs import PARITY_MODELS
@@ -63,6 +65,28 @@ def test_an_encoder_attends_to_all_of_its_row(kind: str) -> None:
     flops = model_flops(model, causal=False)
     ours = flops.of_step(tokens=LENGTH, target_tokens=LENGTH, square_tokens=LENGTH**2)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_frozen_weights_beside_an_adapter_have_no_gradient_of_their_own() -> None:
+    model = small_model("llama", attention="eager", tie_word_embeddings=True)
+    whole = model_flops(model)
+    values = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
+    exp = experiment_from_dict({"model": {"path": "/nowhere"}, "adapter": values})
+    add_adapter(
+        model, exp, ds_config={"zero_optimization": {"stage": 0}}, dtype=torch.float32,
+        head="causal_lm",
+    )  # fmt: skip
+    model.enable_input_require_grads()  # the first layer, too, passes a gradient on
+    ids = torch.randint(3, 90, (1, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    flops = model_flops(model)
+    assert flops.frozen_matrices == whole.matrices
+    assert flops.frozen_head == whole.head == flops.head
+    ours = flops.of_step(tokens=LENGTH, target_tokens=LENGTH, square_tokens=2 * LENGTH**2)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+    model.requires_grad_(False)  # a reference: counted by its forward part elsewhere
+    assert model_flops(model).frozen_matrices == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])

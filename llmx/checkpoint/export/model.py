@@ -8,6 +8,7 @@ is in memory; checked; and only then moved to its name. Tried by
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import shutil
@@ -20,6 +21,9 @@ from torch import nn
 
 from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
 from llmx.checkpoint.state.buffers import whole_tensor
+from llmx.checkpoint.tensors import write_tensors
+from llmx.models.adapter import Adapter
+from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, exported_name
 from llmx.models.conversion import (
     WholeShapes,
     conversions_to_revert,
@@ -78,6 +82,56 @@ def export_model(
     check_export(partial, model, final)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
+
+
+def export_adapter(
+    model: nn.Module,
+    adapter: Adapter,
+    config: Any,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    directory: Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write ``directory`` for ``PeftModel.from_pretrained``: the adapter alone. Collective.
+
+    Args:
+        model: the module inside the engine.
+        config: its config.
+        directory: replaced as a whole when everything is written.
+    """
+    writes = torch.distributed.get_rank() == 0
+    partial = directory.with_name(f".{directory.name}.partial")
+    named = [
+        (name, parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in adapter.trained
+    ]
+    tensors = []
+    for part in _parts([[each] for each in named]):
+        flat = [each for group in part for each in group]
+        with torch.no_grad(), whole(list({id(p): p for _, p in flat}.values())):
+            for name, parameter in flat if writes else ():
+                value = parameter.detach().to("cpu", dtype, copy=True)
+                tensors.append(whole_tensor(exported_name(name), value))
+    if not writes:
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_tensors(partial / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
+    write_adapter_config(partial, adapter)
+    final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
+    write_generation_config(partial, model, final, tokenizer=tokenizer)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+
+
+def write_adapter_config(directory: Path, adapter: Adapter) -> None:
+    """``adapter_config.json``, as peft writes it."""
+    text = json.dumps(adapter.description, indent=2, sort_keys=True) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def write_description(

@@ -178,7 +178,10 @@ def state_values(engine: Engine) -> dict[str, Any]:
         "parameters": parameters,
         "buffers": buffers,
         **({"frozen": engine.frozen_fingerprints} if engine.frozen_fingerprints else {}),
-        "conversions": effective_conversions(engine.main.module),
+        # An adapter's weights lie in files as in memory.
+        "conversions": (
+            [] if engine.main.adapter is not None else effective_conversions(engine.main.module)
+        ),
     }
 
 
@@ -206,11 +209,14 @@ def weights_hash(engine: Engine) -> str | None:
 
 
 def frozen_fingerprints(engine: Engine) -> dict[str, str]:
-    """Frozen model -> hash of its weights as they lie in memory. Collective.
+    """Model -> hash of its frozen weights as they lie in memory: of a frozen model all, of one
+    with an adapter its base. Collective.
 
     A checkpoint does not hold them; a run goes on with other ones only by mistake.
     """
-    names = [name for name, model in engine.models.items() if not model.spec.trained]
+    names = [
+        name for name, model in engine.models.items() if not model.spec.trained or model.adapter
+    ]
     if not names:
         return {}
     layout = state_layout(engine.engine)
@@ -218,9 +224,14 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
     parts = _frozen(layout, rank=rank, world=world)
     found = {}
     for name in names:
-        prefix = f"{name}."
-        own = [(p.name, p.start, p.values) for p in parts if p.name.startswith(prefix)]
-        of_model = [n for n, _ in engine.module.named_parameters() if n.startswith(prefix)]
+        prefix = f"{name}." if len(engine.models) > 1 else ""
+        of_model = [
+            n
+            for n, _ in engine.module.named_parameters()
+            if n.startswith(prefix) and not engine.is_saved(n)
+        ]
+        wanted = set(of_model)
+        own = [(p.name, p.start, p.values) for p in parts if p.name in wanted]
         found[name] = hash_parts(own, names=of_model, device=engine.device)
     return found
 
@@ -234,7 +245,7 @@ def check_frozen(engine: Engine, state: dict[str, Any]) -> None:
         now = engine.frozen_fingerprints.get(name)
         if now is not None and now != then:
             raise ConfigError(
-                f"The frozen model {name!r} has other weights than when the checkpoint was "
+                f"The frozen weights of the model {name!r} are others than when the checkpoint was "
                 f"written ({now[:12]} now, {then[:12]} then): its source has changed, or the "
                 "precision that the task gives it. Bring back what the run began with."
             )

@@ -14,7 +14,7 @@ from llmx.lifecycle.resume.rules import Change, changes, refuse
 from llmx.lifecycle.resume.run_state import RunState
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json
-from llmx.train.schedule import lr_at, run_length
+from llmx.train.schedule import lr_at, optim_of, run_length
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _total(exp: Experiment, plan: Plan, state: RunState) -> int | None:
 
 def schedule_note(upcoming: Next, state: RunState, origin: int) -> str:
     """How the learning rate of the next step changes with the length or the optimizer's values."""
-    old, new = upcoming.former.optim, upcoming.composed.experiment.optim
+    old, new = optim_of(upcoming.former), optim_of(upcoming.composed.experiment)
     before, after = state.total_steps, upcoming.total
     if before is None or after is None or origin >= after:
         return ""

@@ -95,6 +95,8 @@ RULES = (
         REFUSED,
         "a step would take other samples",
     ),
+    Rule(("adapter.lr",), OTHER, "read anew at each step"),
+    Rule(("adapter.*",), REFUSED, "the checkpoint holds that adapter"),
     Rule(("model.*",), REFUSED, _OTHER_MODEL),
     Rule(("task.kind",), REFUSED, "another task is another run"),
     Rule(("task.options", "task.options.*"), REFUSED, "they decide the task's samples and loss"),

@@ -156,7 +156,14 @@ def _steps_line(plan: Plan, task: TaskConfig) -> str:
 def _model_line(plan: Plan, exp: Experiment) -> str:
     size = human.count(plan.num_parameters) if plan.num_parameters else "an unknown number of"
     start = "from scratch" if exp.model.init == "scratch" else "pretrained"
-    return f"{exp.model.name or exp.model.kind}, {size} parameters, {start}"
+    if exp.adapter.kind == "none":
+        return f"{exp.model.name or exp.model.kind}, {size} parameters, {start}"
+    trained = "an unknown number"
+    if plan.num_trained is not None:
+        part = plan.num_trained / plan.num_parameters
+        trained = f"{human.count(plan.num_trained)} ({part:.2%})"
+    how = f"{exp.adapter.kind} of rank {exp.adapter.rank}"
+    return f"{exp.model.name or exp.model.kind}, {size} parameters, {trained} trained: {how}"
 
 
 def _zero_line(exp: Experiment) -> str:

@@ -7,7 +7,7 @@ tests/integration/test_train_export.py``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,8 @@ from llmx.checkpoint.state.values import check_states
 from llmx.collectives import first_problem
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.models.adapter import Adapter, add_adapter, freeze
+from llmx.models.adapter_names import is_added
 from llmx.models.attention import AttentionMethod
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
@@ -43,7 +45,7 @@ from llmx.models.select_attention import select_attention
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.engine.loss_scale import grow_after_step
-from llmx.train.engine.optimizer import build_optimizer, load_muon_uncompiled
+from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, load_muon_uncompiled
 from llmx.train.engine.process_group import check_quantized_gradients, device_of
 
 
@@ -111,15 +113,21 @@ class Engine:
         return "" if len(self.models) == 1 else f"{self.main.name}."
 
     def is_saved(self, parameter_name: str) -> bool:
-        """Whether a checkpoint holds this parameter or buffer: those of frozen models come from
-        their source again."""
-        if len(self.models) == 1:
-            return True
-        return self.models[parameter_name.split(".", 1)[0]].spec.trained
+        """Whether a checkpoint holds this parameter or buffer: those of frozen models, and of the
+        frozen base of an adapter, come from their source again."""
+        model = self.main
+        if len(self.models) > 1:
+            name, parameter_name = parameter_name.split(".", 1)
+            model = self.models[name]
+        if model.adapter is not None:
+            return parameter_name in model.adapter.trained
+        return model.spec.trained
 
     def set_lr(self, lr: float) -> None:
+        """The learning rate of the next step; that of modules beside an adapter with one of its
+        own is in proportion to it."""
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of ``loss``, multiplied by the loss scale where the step divides by it.
@@ -209,6 +217,7 @@ def build_engine(
     optimizer = build_optimizer(
         whole,
         exp.optim,
+        apart=_own_lr(exp, parts.values()),
         accelerator=plan.accelerator,
         offloaded=exp.zero.offload_optimizer != "none",
     )
@@ -238,6 +247,7 @@ def build_engine(
                 dtype=DTYPES[part.precision],
                 device=device,
                 routing=Routing(part.network),
+                adapter=part.adapter,
             )
             for name, part in parts.items()
         }
@@ -271,6 +281,7 @@ class _Built:
     attention: AttentionMethod
     precision: str
     with_liger: bool
+    adapter: Adapter | None = None
 
 
 def _build_named(
@@ -403,9 +414,35 @@ def _build_one(
         ds_config=ds_config,
         head=spec.head,
     )
+    adapter = None
     if not spec.trained:
         network.requires_grad_(False)
-    return _Built(exp, network, config, attention, precision, with_liger)
+    elif exp.adapter.kind != "none":
+        if spec.source is not None:
+            raise ConfigError(
+                f"adapter.kind={exp.adapter.kind} goes with networks of model.path; this one is "
+                "trained and has a source of its own. Set adapter=none."
+            )
+        adapter = add_adapter(
+            network, exp, ds_config=ds_config, dtype=DTYPES[precision], head=spec.head
+        )
+    else:
+        freeze(network, exp.model.freeze)
+    return _Built(exp, network, config, attention, precision, with_liger, adapter)
+
+
+def _own_lr(exp: Experiment, parts: Iterable[_Built]) -> dict[int, float]:
+    """Where the adapter has a learning rate of its own: id of each parameter that is trained
+    beside it -> ``optim.lr`` as a part of that."""
+    if exp.adapter.kind == "none" or exp.adapter.lr is None:
+        return {}
+    scale = exp.optim.lr / exp.adapter.lr
+    return {
+        id(parameter): scale
+        for part in parts
+        for name, parameter in part.network.named_parameters()
+        if parameter.requires_grad and not is_added(name)
+    }
 
 
 def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,30 +32,46 @@ def load_muon_uncompiled() -> None:
         compiler.compile = real
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (biases and norms) do not. Order as in the model."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: its part of the learning rate; left out where it is all of it."""
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float, apart: Mapping[int, float] | None = None
+) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (biases and norms) do not. Order as in the model.
+
+    ``apart``: id of a parameter -> its learning rate, as a part of that of the others.
+    """
+    apart = apart or {}
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for scale in dict.fromkeys((1.0, *apart.values())):
+        own = {} if scale == 1.0 else {LR_SCALE: scale}
+        groups[scale, True] = {"params": [], "weight_decay": weight_decay, **own}
+        groups[scale, False] = {"params": [], "weight_decay": 0.0, **own}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (matrices if len(whole_shape(parameter)) > 1 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+            is_matrix = len(whole_shape(parameter)) > 1
+            groups[apart.get(id(parameter), 1.0), is_matrix]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
 
 
 def build_optimizer(
-    model: nn.Module, optim: OptimConfig, *, accelerator: str, offloaded: bool = False
+    model: nn.Module,
+    optim: OptimConfig,
+    *,
+    accelerator: str,
+    offloaded: bool = False,
+    apart: Mapping[int, float] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that DeepSpeed wraps. The learning rate is set at every step.
+    ``apart`` as of ``parameter_groups``.
 
     AdamW is one fused kernel on CUDA, which moves a quarter of the memory, and on the CPU of an
     offload, where it is eight times as fast. A run on CPU ranks keeps the plain one: its results
     are those that were recorded.
     """
-    groups = parameter_groups(model, weight_decay=optim.weight_decay)
+    groups = parameter_groups(model, weight_decay=optim.weight_decay, apart=apart)
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     betas = (optim.betas[0], optim.betas[1])

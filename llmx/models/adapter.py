@@ -1,0 +1,353 @@
+"""An adapter inside a network, and parameters that are not trained (``model.freeze``).
+
+The layers are those of ``peft``, put into the network in place, so that it stays the class that it
+is: attention, packing, the fused loss, activation checkpointing and generation work on it as ever.
+Its base is frozen. First weights depend on the seed and the layer's name alone. Shown by
+``python -m pytest tests/unit/test_models_adapter.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmx.config import ALL_LINEAR, AdapterConfig, Experiment, ModelConfig
+from llmx.config.adapter_rules import (
+    matching,
+    no_such_module,
+    output_head_target,
+    short_names,
+)
+from llmx.errors import ConfigError, did_you_mean
+from llmx.models.adapter_names import NAME, WEIGHTS_FILE
+from llmx.models.classification import head_names
+from llmx.models.initialise import module_seed
+
+CLASSIFICATION = "sequence_classification"
+TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM",
+    CLASSIFICATION: "SEQ_CLS",
+    "backbone": "FEATURE_EXTRACTION",
+}
+"""peft's word for a head; it has none for a masked language model."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one network."""
+
+    description: dict[str, Any]
+    """``adapter_config.json``, as peft writes it."""
+    trained: frozenset[str]
+    """Names of the network's parameters that are trained, tied ones under all of their names."""
+
+
+def add_adapter(
+    network: Any,
+    exp: Experiment,
+    *,
+    ds_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    head: str,
+) -> Adapter:
+    """Freeze ``network`` and put ``exp.adapter`` into it. Collective under ZeRO-3, where the base
+    is sharded already; the small matrices are whole until DeepSpeed shards them with the rest.
+
+    Raises:
+        ConfigError: a name of the adapter is that of no module, or of one that cannot be adapted.
+    """
+    adapter = exp.adapter
+    targets = _targets(network, adapter, head=head)
+    whole = _modules_to_save(network, adapter, head=head)
+    config = lora_config(network, exp.model, adapter, targets, whole, head=head)
+    peft = _peft()
+    with _gathering(ds_config), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that are Conv1D, and of tied ones
+        peft.inject_adapter_in_model(config, network)
+    network.requires_grad_(False)
+    layers = [
+        (name, module)
+        for name, module in network.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    ]
+    adapted = {name for name, _ in layers}
+    if adapted != set(targets):
+        raise RuntimeError(f"peft adapted {len(adapted)} layers of {len(targets)} that were chosen")
+    for name, layer in layers:
+        _prepare(layer, name=name, seed=exp.seed, dtype=dtype, dora=adapter.dora)
+    for name in whole:
+        network.get_submodule(name).requires_grad_(True)
+    trained = {
+        name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
+    description = _description(config, network, targets, whole)
+    return Adapter(description, frozenset(trained))
+
+
+def lora_config(
+    network: nn.Module,
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    targets: list[str],
+    whole: list[str],
+    *,
+    head: str,
+) -> Any:
+    """peft's description of the adapter. Modules that are trained whole are added by
+    ``_description``: peft would keep a second copy of each."""
+    transposed = any(type(network.get_submodule(name)).__name__ == "Conv1D" for name in targets)
+    path = Path(model.path or "").expanduser()
+    return _peft().LoraConfig(
+        task_type=TASK_TYPES.get(head),
+        base_model_name_or_path=str(path.absolute()) if path.is_dir() else model.path,
+        revision=None if path.is_dir() else model.revision,
+        r=adapter.rank,
+        lora_alpha=_whole_number(adapter.alpha),
+        lora_dropout=adapter.dropout,
+        target_modules=_names_for_peft(network, targets),
+        fan_in_fan_out=transposed,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+        import peft.tuners.lora
+    except ImportError as error:
+        raise ConfigError(
+            f"adapter.kind=lora needs the package peft, which cannot be imported here ({error}). "
+            "Run `pip install peft` in the Python of every host."
+        ) from error
+    return peft
+
+
+def _whole_number(value: float) -> float:
+    """peft's files have whole numbers there where they can."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _own_head(network: Any, head: str) -> list[str]:
+    """Modules of a classification head: new, and so trained whole."""
+    if head != CLASSIFICATION:
+        return []
+    return sorted({name.rpartition(".")[0] for name in head_names(network)})
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it can be adapted: a linear layer, or that of GPT-2, which is stored transposed."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _output_head(network: Any) -> nn.Module | None:
+    head: nn.Module | None = network.get_output_embeddings()
+    return head
+
+
+def _linear_layers(network: Any, *, head: str) -> list[str]:
+    """Names of what ``all-linear`` adapts."""
+    output, own = _output_head(network), _own_head(network, head)
+    return [
+        name
+        for name, module in network.named_modules()
+        if is_linear(module) and module is not output and name not in own
+    ]
+
+
+def _targets(network: Any, adapter: AdapterConfig, *, head: str) -> list[str]:
+    linear = _linear_layers(network, head=head)
+    if adapter.targets == [ALL_LINEAR]:
+        return linear
+    modules, output = dict(network.named_modules()), _output_head(network)
+    for target in adapter.targets:
+        found = matching(modules, [target])
+        if any(modules[name] is output for name in found):
+            raise ConfigError(output_head_target(target))
+        if wrong := [name for name in found if name not in linear]:
+            raise ConfigError(
+                f"adapter.targets: {wrong[0]} is a {type(modules[wrong[0]]).__name__}, and only "
+                f"linear layers are adapted: {', '.join(short_names(linear))}. To train it whole, "
+                "name it in adapter.modules_to_save."
+            )
+        if not found:
+            raise ConfigError(no_such_module("adapter.targets", target, linear, "linear layer"))
+    return matching(linear, adapter.targets)
+
+
+def _modules_to_save(network: Any, adapter: AdapterConfig, *, head: str) -> list[str]:
+    """Modules that are trained whole, and those that share a weight with one of them."""
+    with_weights = [
+        name
+        for name, module in network.named_modules()
+        if name and next(module.parameters(recurse=False), None) is not None
+    ]
+    wanted = [*adapter.modules_to_save, *_own_head(network, head)]
+    for target in wanted:
+        if not matching(with_weights, [target]):
+            what = "module with weights"
+            raise ConfigError(no_such_module("adapter.modules_to_save", target, with_weights, what))
+    found = matching(with_weights, wanted)
+    weights = {id(p) for name in found for p in network.get_submodule(name).parameters()}
+    return [
+        name
+        for name in with_weights
+        if name in found
+        or any(id(p) in weights for p in network.get_submodule(name).parameters(recurse=False))
+    ]
+
+
+def _names_for_peft(network: nn.Module, targets: list[str]) -> list[str]:
+    """The ends of the names where they mean the same modules, else the whole names."""
+    ends = short_names(targets)
+    modules = [name for name, _ in network.named_modules()]
+    if matching(modules, ends) == targets and not any(end.isdecimal() for end in ends):
+        return sorted(ends)
+    return sorted(targets)
+
+
+@contextlib.contextmanager
+def _gathering(ds_config: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, peft gathers weights that ZeRO-3 has sharded where it reads them (DoRA does): it
+    asks transformers, whose process-wide note of ZeRO-3 is otherwise not used."""
+    if ds_config["zero_optimization"]["stage"] != 3:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    note = HfDeepSpeedConfig(dict(ds_config))  # known by a weak reference
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del note
+
+
+@torch.no_grad()
+def _prepare(layer: Any, *, name: str, seed: int, dtype: torch.dtype, dora: bool) -> None:
+    """First weights, drawn on the CPU as peft draws them: A uniform (He), B zero. In the dtype of
+    the model; the optimizer has the fp32 copy."""
+    first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    drawn = torch.empty(first.shape, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(module_seed(seed, f".{name}.lora_A"))
+    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+    first.data = drawn.to(first.device, dtype)
+    second.data = torch.zeros(second.shape, dtype=dtype, device=second.device)
+    first.requires_grad_(True)
+    second.requires_grad_(True)
+    if not dora:
+        return
+    magnitude = layer.lora_magnitude_vector[NAME].weight
+    magnitude.data = magnitude.data.to(dtype)
+    magnitude.requires_grad_(True)
+    base = layer.get_base_layer()
+    if hasattr(base.weight, "ds_id"):
+        import deepspeed
+
+        # DoRA reads the weight of the layer inside it: ZeRO-3 must gather it for both.
+        deepspeed.zero.register_external_parameter(layer, base.weight)
+        deepspeed.zero.register_external_parameter(layer.lora_magnitude_vector[NAME], base.weight)
+
+
+def _description(
+    config: Any, network: nn.Module, targets: list[str], whole: list[str]
+) -> dict[str, Any]:
+    """``adapter_config.json``: sets as sorted lists, so that the same adapter has the same file."""
+    values = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
+    modules = [name for name, _ in network.named_modules()]
+    ends = short_names(whole)
+    values["modules_to_save"] = (
+        (ends if matching(modules, ends) == whole else whole) if whole else None
+    )
+    values["inference_mode"] = True
+    return {key: getattr(value, "value", value) for key, value in values.items()}
+
+
+def load_adapted(directory: Path, source: ModelConfig) -> Any:
+    """A causal LM of transformers with the adapter of ``directory`` in it, in the adapter's dtype.
+
+    Args:
+        source: the model that it was trained on.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from llmx.models.factory import plain_config
+
+    peft = _peft()
+    base = AutoModelForCausalLM.from_pretrained(
+        str(Path(source.path or "").expanduser()),
+        revision=source.revision or "main",
+        config=plain_config(source),
+        dtype=_dtype_of(directory),
+        trust_remote_code=source.trust_remote_code,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        found = peft.PeftModel.from_pretrained(base, str(directory), autocast_adapter_dtype=False)
+    model: Any = found.get_base_model()
+    with contextlib.suppress(OSError, ValueError):
+        model.generation_config = GenerationConfig.from_pretrained(str(directory))
+    return model
+
+
+def _dtype_of(directory: Path) -> torch.dtype:
+    """That of an adapter's file."""
+    from safetensors import safe_open
+
+    with safe_open(str(directory / WEIGHTS_FILE), framework="pt") as opened:
+        dtype: torch.dtype = opened.get_tensor(next(iter(opened.keys()))).dtype
+    return dtype
+
+
+@contextlib.contextmanager
+def without_adapter(network: nn.Module) -> Iterator[None]:
+    """Inside, the network computes what its base does. Nothing is moved or changed."""
+    from peft.tuners.lora import LoraLayer
+
+    layers: list[Any] = [module for module in network.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def freeze(network: nn.Module, patterns: list[str]) -> None:
+    """Parameters whose names match are not trained (``model.freeze``).
+
+    Raises:
+        ConfigError: a pattern matches nothing, or all is frozen.
+    """
+    names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
+            near = did_you_mean(pattern.strip("*.")[:100], names)
+            some = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
+            raise ConfigError(
+                f"model.freeze: {pattern} matches none of the {len(names)} parameters: "
+                f"{', '.join(some)}.{near} A star stands for any characters, as in "
+                "*.embed_tokens.*."
+            )
+        for name in found:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError(
+            "model.freeze: the patterns match every parameter, so nothing would be trained. "
+            f"Leave one out of {', '.join(patterns)}."
+        )

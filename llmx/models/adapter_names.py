@@ -1,0 +1,33 @@
+"""How an adapter is called: in a network, and in the files of ``peft``. Standard library only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAME = "default"
+"""What peft calls an adapter that nobody has named."""
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+PREFIX = "base_model.model."
+"""Of names in ``adapter_model.safetensors``."""
+MATRIX_A, MATRIX_B = ".lora_A.weight", ".lora_B.weight"
+MAGNITUDE = ".lora_magnitude_vector"
+"""Ends of names there, behind that of the adapted layer."""
+
+
+def is_added(name: str) -> bool:
+    """Whether this parameter of a network is one of the adapter's own."""
+    return ".lora_" in name
+
+
+def exported_name(name: str) -> str:
+    """A trained parameter's name in ``adapter_model.safetensors``."""
+    plain = name.replace(f"{MAGNITUDE}.{NAME}.weight", MAGNITUDE)
+    return PREFIX + plain.replace(f".{NAME}.", ".") if is_added(name) else PREFIX + name
+
+
+def holds_adapter(directory: Path) -> bool:
+    """Whether it is a directory of peft: an adapter, not a model."""
+    return (directory / CONFIG_FILE).is_file()

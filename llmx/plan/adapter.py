@@ -1,0 +1,162 @@
+"""What an adapter adds to a network and what it trains, from the config's values alone.
+
+The modules of the architectures that are planned, by their names in transformers; compared with
+the library's own in ``tests/unit/test_plan_adapter.py``. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.config.adapter_rules import is_named, matching, no_such_module, output_head_target
+from llmx.config.schema import ALL_LINEAR, Experiment
+from llmx.plan.geometry import Geometry, model_geometry
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules of a network that have weights."""
+
+    linear: dict[str, tuple[int, int]]
+    """Name -> (width in, width out), without the output head."""
+    others: dict[str, int]
+    """Name -> parameters: embeddings, norms, the output head."""
+
+
+@dataclass(frozen=True)
+class AdapterSize:
+    """Of an adapter, in parameters."""
+
+    added: int
+    """The small matrices."""
+    trained: int
+    """With the modules of the model that are trained whole."""
+    activations: int
+    """Elements that all layers together keep for a token, beside those of the plain model."""
+    trains_head: bool
+
+
+def network_modules(exp: Experiment) -> Modules | None:
+    """The modules of the experiment's model; None where only building it would tell."""
+    kind, config = exp.model.kind, exp.model.config
+    if kind == "hf":
+        kind = str(config.get("model_type", ""))
+    shape = model_geometry(exp.model)
+    if shape is None:
+        return None
+    if kind == "gpt2":
+        return _gpt2(shape, config)
+    if kind == "opt":
+        if int(config.get("word_embed_proj_dim") or shape.hidden_size) != shape.hidden_size:
+            return None
+        return _opt(shape, config)
+    return _llama(shape, config)
+
+
+def adapter_size(exp: Experiment) -> AdapterSize | None:
+    """What ``adapter`` adds and trains; None without one, or where the modules are not known."""
+    adapter = exp.adapter
+    modules = network_modules(exp) if adapter.kind != "none" else None
+    if modules is None:
+        return None
+    targets = adapter.targets
+    names = list(modules.linear) if ALL_LINEAR in targets else matching(modules.linear, targets)
+    added = kept = 0
+    for name in names:
+        width_in, width_out = modules.linear[name]
+        added += adapter.rank * (width_in + width_out) + (width_out if adapter.dora else 0)
+        # What comes out of the first matrix, and what goes into it where dropout makes a copy.
+        kept += adapter.rank + (2 * width_in if adapter.dropout else 0)
+        kept += 2 * width_out if adapter.dora else 0
+    saved = matching([*modules.linear, *modules.others], adapter.modules_to_save)
+    whole = sum(
+        modules.others[name] if name in modules.others else _product(modules.linear[name])
+        for name in saved
+    )
+    head = any(is_named(name, "lm_head") for name in saved)
+    return AdapterSize(added, added + whole, kept, head)
+
+
+def target_problems(exp: Experiment) -> Iterator[str]:
+    """One message for each name of ``adapter`` that no module has, where they are known."""
+    adapter = exp.adapter
+    modules = network_modules(exp) if adapter.kind != "none" else None
+    if modules is None:
+        return
+    for target in adapter.targets:
+        if is_named("lm_head", target):
+            yield output_head_target(target)
+        elif target != ALL_LINEAR and not matching(modules.linear, [target]):
+            yield no_such_module("adapter.targets", target, modules.linear, "linear layer")
+    every = [*modules.linear, *modules.others]
+    for target in adapter.modules_to_save:
+        if not matching(every, [target]):
+            yield no_such_module("adapter.modules_to_save", target, every, "module with weights")
+
+
+def _product(widths: tuple[int, int]) -> int:
+    return widths[0] * widths[1]
+
+
+def _llama(shape: Geometry, config: dict[str, Any]) -> Modules:
+    hidden, ffn, vocab = shape.hidden_size, shape.intermediate_size, shape.vocab_size
+    linear: dict[str, tuple[int, int]] = {}
+    others = {"model.embed_tokens": vocab * hidden}
+    for number in range(shape.num_layers):
+        layer = f"model.layers.{number}"
+        linear[f"{layer}.self_attn.q_proj"] = (hidden, shape.query_size)
+        linear[f"{layer}.self_attn.k_proj"] = (hidden, shape.kv_size)
+        linear[f"{layer}.self_attn.v_proj"] = (hidden, shape.kv_size)
+        linear[f"{layer}.self_attn.o_proj"] = (shape.query_size, hidden)
+        linear[f"{layer}.mlp.gate_proj"] = (hidden, ffn)
+        linear[f"{layer}.mlp.up_proj"] = (hidden, ffn)
+        linear[f"{layer}.mlp.down_proj"] = (ffn, hidden)
+        if shape.qk_norm:
+            head = shape.query_size // shape.num_heads
+            others[f"{layer}.self_attn.q_norm"] = others[f"{layer}.self_attn.k_norm"] = head
+        others[f"{layer}.input_layernorm"] = hidden
+        others[f"{layer}.post_attention_layernorm"] = hidden
+    others["model.norm"] = hidden
+    others["lm_head"] = 0 if config.get("tie_word_embeddings") else vocab * hidden
+    return Modules(linear, others)
+
+
+def _gpt2(shape: Geometry, config: dict[str, Any]) -> Modules:
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    linear: dict[str, tuple[int, int]] = {}
+    others = {
+        "transformer.wte": shape.vocab_size * hidden,
+        "transformer.wpe": int(config.get("n_positions") or 1024) * hidden,
+    }
+    for number in range(shape.num_layers):
+        layer = f"transformer.h.{number}"
+        others[f"{layer}.ln_1"] = others[f"{layer}.ln_2"] = 2 * hidden
+        linear[f"{layer}.attn.c_attn"] = (hidden, 3 * hidden)
+        linear[f"{layer}.attn.c_proj"] = (hidden, hidden)
+        linear[f"{layer}.mlp.c_fc"] = (hidden, ffn)
+        linear[f"{layer}.mlp.c_proj"] = (ffn, hidden)
+    others["transformer.ln_f"] = 2 * hidden
+    others["lm_head"] = 0  # tied
+    return Modules(linear, others)
+
+
+def _opt(shape: Geometry, config: dict[str, Any]) -> Modules:
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    linear: dict[str, tuple[int, int]] = {}
+    others = {
+        "model.decoder.embed_tokens": shape.vocab_size * hidden,
+        "model.decoder.embed_positions": (int(config["max_position_embeddings"]) + 2) * hidden,
+        "model.decoder.final_layer_norm": 2 * hidden,
+    }
+    for number in range(shape.num_layers):
+        layer = f"model.decoder.layers.{number}"
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            linear[f"{layer}.self_attn.{name}"] = (hidden, hidden)
+        linear[f"{layer}.fc1"] = (hidden, ffn)
+        linear[f"{layer}.fc2"] = (ffn, hidden)
+        others[f"{layer}.self_attn_layer_norm"] = 2 * hidden
+        others[f"{layer}.final_layer_norm"] = 2 * hidden
+    others["lm_head"] = 0  # tied
+    return Modules(linear, others)

@@ -1,0 +1,134 @@
+"""LoRA as a user trains it: real instructions, ZeRO-3, an interruption, other ranks, the files.
+
+``python -m pytest -m deepspeed tests/integration/test_adapter.py``
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmx.run.rundir import RunDir, read_json
+from tests.command_runs import llmx
+from tests.forked_ranks import Server, server
+from tests.resumed_runs import measurements, saving_run
+from tests.rundirs import TINY_LLAMA, logs
+
+pytestmark = pytest.mark.deepspeed
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Server]:
+    with server() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model, as far as anyone can tell."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("base") / "base"
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(vocab_size=1024, **TINY_LLAMA)).save_pretrained(directory)
+    return directory
+
+
+def adapted(directory: Path, base: Path, *, stop: int | None = None, **groups: Any) -> RunDir:
+    real = os.environ.get("LLMX_REAL_DATA")
+    rows = {"path": f"{real}/alpaca_zh_demo.json", "form": "alpaca"} if real else {}
+    values: dict[str, Any] = {
+        "model": {
+            "name": "base",
+            "kind": "hf",
+            "init": "pretrained",
+            "path": str(base),
+            "tokenizer": "demo",
+            "activation_checkpointing": "full",
+            "config": {**TINY_LLAMA, "model_type": "llama", "vocab_size": 1024},
+        },
+        "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"], "lr": 0.01},
+        "data": {**rows, "max_rows": 120, "eval_samples": 8, "seq_len": 128},
+        "task": {"steps": STEPS, "stop_at_step": stop, "log_every_steps": 1, "save_model": True},
+        "checkpoint": {"every_steps": 2, "at_end": True},
+        "zero": {"stage": 3},
+    }
+    return saving_run(directory, **{**values, **groups})
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(48).view(2, 24) * 19 % 1000
+    found: torch.Tensor = model.eval()(ids).logits
+    return found
+
+
+def test_an_adapter_from_the_first_step_to_the_merged_model(
+    ranks: Server, base: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    whole = ranks.start(adapted(tmp_path / "whole", base)).finish()
+    train = [line for line in measurements(whole) if line["kind"] == "train"]
+    assert train[-1]["loss"] < train[0]["loss"] - 0.1
+    assert max(line["lr"] for line in train) == pytest.approx(0.01)  # the adapter's own
+    start = measurements(whole)[0]
+    assert start["num_trained"] < start["num_parameters"] / 4
+    newest = whole.checkpoint(STEPS)
+    state = read_json(newest / "state.json")
+    assert all(".lora_" in name for name in state["parameters"])
+
+    # Stopped half way, it goes on bit for bit; on one rank at another stage all but.
+    ranks.start(adapted(tmp_path / "half", base, stop=2)).finish()
+    shutil.copytree(tmp_path / "half", tmp_path / "alone")
+    half = ranks.start(adapted(tmp_path / "half", base)).finish()
+    assert half.checkpoint(STEPS).is_dir()
+    assert measurements(half)[-1]["weights_hash"] == measurements(whole)[-1]["weights_hash"]
+    alone = adapted(tmp_path / "alone", base, ranks=1, zero={"stage": 2}, batch={"accumulation": 4})
+    alone = ranks.start(alone, ranks=1).finish()
+    then = [line["loss"] for line in measurements(alone) if line["kind"] == "train"]
+    assert then == pytest.approx([line["loss"] for line in train], rel=1e-4)
+
+    # Its files: the run's own, the exported ones, the merged model.
+    plain = logits(AutoModelForCausalLM.from_pretrained(base))
+    read = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), str(whole.final_model)
+    )
+    wanted = logits(read)
+    assert (wanted - plain).abs().max() > 0.01
+    for words in ((), ("--to", "merged")):
+        done = llmx(tmp_path, "export", str(whole.root), *words)
+        assert done.returncode == 0, done.stdout
+    exported = whole.root / "export" / f"step-{STEPS:08d}"
+    names = sorted(path.name for path in whole.final_model.iterdir())
+    assert names == sorted(path.name for path in exported.iterdir())
+    same, _, _ = filecmp.cmpfiles(whole.final_model, exported, names, shallow=False)
+    assert sorted(same) == names
+    merged = AutoModelForCausalLM.from_pretrained(f"{exported}-merged")
+    torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
+    done = llmx(tmp_path, "generate", str(whole.root), "Hello", "--max-new-tokens", "4", "--json")
+    assert done.returncode == 0, done.stdout
+    assert '"completion"' in done.stdout
+
+    # Another base under the same name is noticed.
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    shutil.copytree(tmp_path / "half", tmp_path / "wrong")
+    shutil.rmtree(RunDir(tmp_path / "wrong").checkpoint(STEPS))  # that of step 4 is left
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1.0
+    model.save_pretrained(other)
+    started = ranks.start(adapted(tmp_path / "wrong", other))
+    assert set(started.wait()) != {0}
+    assert "The frozen weights of the model 'policy' are others" in logs(started.dir)

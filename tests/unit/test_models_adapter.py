@@ -1,0 +1,270 @@
+"""An adapter inside a network: what is trained, how it begins, its files, and the merged model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmx.checkpoint.export.merged import write_merged
+from llmx.checkpoint.export.model import export_adapter
+from llmx.checkpoint.export.shards import SHARD_BYTES
+from llmx.config import Experiment, experiment_from_dict
+from llmx.errors import ConfigError
+from llmx.models.adapter import Adapter, add_adapter, freeze, load_adapted, without_adapter
+from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE
+from tests.reference import word_tokenizer
+from tests.small_models import CONVERTED, converted_model, small_model
+
+IDS = torch.arange(24).view(2, 12) % 90 + 3
+STAGE_0 = {"zero_optimization": {"stage": 0}}
+
+
+def experiment(base: Path | str = "/nowhere", seed: int = 7, **adapter: Any) -> Experiment:
+    values = {"kind": "lora", "rank": 4, "targets": ["all-linear"], **adapter}
+    model = {"kind": "hf", "path": str(base), "init": "pretrained"}
+    return experiment_from_dict({"model": model, "adapter": values, "seed": seed})
+
+
+def adapted(
+    network: Any, exp: Experiment, *, dtype: torch.dtype = torch.float32, head: str = "causal_lm"
+) -> Adapter:
+    return add_adapter(network, exp, ds_config=STAGE_0, dtype=dtype, head=head)
+
+
+def train_a_little(network: Any) -> None:
+    """Every trained parameter becomes another one, the same each time."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def logits(network: Any) -> torch.Tensor:
+    found: torch.Tensor = network.eval()(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "group"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_it_begins_as_its_base_and_trains_nothing_else(kind: str, dora: bool) -> None:
+    network = small_model(kind)
+    before = logits(network)
+    weights = {name: p.detach().clone() for name, p in network.named_parameters()}
+    adapter = adapted(network, experiment(dora=dora))
+    assert type(network) is type(small_model(kind))
+    torch.testing.assert_close(logits(network), before, rtol=1e-5, atol=1e-5)
+    trained = {name for name, p in network.named_parameters() if p.requires_grad}
+    assert trained == adapter.trained
+    assert all(".lora_" in name for name in trained)
+    network(input_ids=IDS).logits.square().mean().backward()
+    for name, parameter in network.named_parameters():
+        assert (parameter.grad is not None) == (name in trained), name
+    frozen = {
+        name.replace(".base_layer.", "."): p
+        for name, p in network.named_parameters()
+        if not p.requires_grad
+    }
+    assert frozen.keys() == weights.keys()
+    assert all(torch.equal(frozen[name], weights[name]) for name in weights)
+
+
+def test_first_weights_are_those_of_the_seed_and_the_name() -> None:
+    def drawn(seed: int, **adapter: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed * 31)  # the global stream does not matter
+        network = small_model("llama")
+        adapted(network, experiment(seed=seed, **adapter))
+        return {name: p for name, p in network.named_parameters() if ".lora_" in name}
+
+    one, again, other = drawn(7), drawn(7, targets=["q_proj", "down_proj"]), drawn(8)
+    assert again.keys() < one.keys()
+    assert all(torch.equal(again[name], one[name]) for name in again)
+    name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert not torch.equal(one[name], other[name])
+    assert not torch.equal(one[name], one[name.replace("layers.0", "layers.1")])
+    assert all(not one[name].any() for name in one if "lora_B" in name)
+
+
+def test_its_parameters_have_the_dtype_of_the_model() -> None:
+    network = small_model("llama").bfloat16()
+    adapted(network, experiment(dora=True), dtype=torch.bfloat16)
+    assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"dora": True, "rank": 3},
+    "rslora": {"rslora": True, "alpha": 5.0},
+    "names": {"targets": ["q_proj", "layers.1.mlp.down_proj"]},
+    "head": {"modules_to_save": ["lm_head"]},
+    "norm": {"modules_to_save": ["model.norm", "layers.0.input_layernorm"]},
+}
+
+
+def written(tmp_path: Path, network: Any, adapter: Adapter, dtype: torch.dtype) -> Path:
+    directory = tmp_path / "adapter"
+    export_adapter(
+        network,
+        adapter,
+        network.config,
+        tokenizer=word_tokenizer(),
+        vocab_size=90,
+        directory=directory,
+        dtype=dtype,
+    )
+    return directory
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("kind", "name", "tied"),
+    [
+        *(("llama", name, False) for name in KINDS),
+        ("llama", "head", True),
+        ("qwen3", "plain", True),
+        ("gpt2", "plain", True),
+        ("gpt2", "dora", True),
+        ("opt", "plain", True),
+        ("mixtral", "plain", False),
+        ("qwen3_moe", "plain", False),
+    ],
+)
+def test_peft_reads_it_and_the_merged_model_is_equal(
+    tmp_path: Path, kind: str, name: str, tied: bool
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    network = (
+        converted_model(kind) if kind in CONVERTED else small_model(kind, tie_word_embeddings=tied)
+    )
+    network.save_pretrained(tmp_path / "base")
+    exp = experiment(tmp_path / "base", **KINDS[name])
+    plain = logits(network)
+    adapter = adapted(network, exp)
+    train_a_little(network)
+    wanted = logits(network)
+    assert not torch.allclose(wanted, plain, atol=1e-2)
+    if not KINDS[name].get("modules_to_save"):
+        with without_adapter(network):
+            torch.testing.assert_close(logits(network), plain, rtol=0, atol=0)
+        torch.testing.assert_close(logits(network), wanted, rtol=0, atol=0)
+
+    directory = written(tmp_path, network, adapter, torch.float32)
+    assert {CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"} <= {p.name for p in directory.iterdir()}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    read = PeftModel.from_pretrained(base, str(directory))
+    torch.testing.assert_close(logits(read), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(load_adapted(directory, exp.model)), wanted, rtol=1e-5, atol=1e-5
+    )
+
+    (tmp_path / "merged").mkdir()
+    elements = write_merged(
+        tmp_path / "merged", directory, exp.model, dtype="F32", shard_bytes=SHARD_BYTES
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert elements == sum(p.numel() for p in merged.parameters())
+    torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert not (tmp_path / "merged" / CONFIG_FILE).exists()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_classifier_keeps_its_new_head(tmp_path: Path) -> None:
+    from peft import AutoPeftModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    small_model("llama").save_pretrained(tmp_path / "base")
+    config = AutoConfig.from_pretrained(tmp_path / "base", num_labels=3)
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", config=config)
+    exp = experiment(tmp_path / "base")
+    network.config.pad_token_id = 0
+    adapter = adapted(network, exp, head="sequence_classification")
+    assert "score.weight" in adapter.trained
+    assert adapter.description["modules_to_save"] == ["score"]
+    train_a_little(network)
+    wanted = logits(network)
+    directory = written(tmp_path, network, adapter, torch.float32)
+    read = AutoPeftModelForSequenceClassification.from_pretrained(str(directory), num_labels=3)
+    read.config.pad_token_id = 0
+    torch.testing.assert_close(logits(read), wanted, rtol=1e-5, atol=1e-5)
+    network.config.architectures = ["LlamaForSequenceClassification"]  # as the factory does
+    network.config.save_pretrained(directory)
+    (tmp_path / "merged").mkdir()
+    write_merged(tmp_path / "merged", directory, exp.model, dtype="F32", shard_bytes=SHARD_BYTES)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("group")
+def test_half_precision_is_merged_in_fp32(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    network = small_model("llama").bfloat16()
+    network.save_pretrained(tmp_path / "base")
+    base = copy.deepcopy(network.state_dict())
+    exp = experiment(tmp_path / "base")
+    adapter = adapted(network, exp, dtype=torch.bfloat16)
+    train_a_little(network)
+    directory = written(tmp_path, network, adapter, torch.bfloat16)
+    (tmp_path / "merged").mkdir()
+    write_merged(tmp_path / "merged", directory, exp.model, dtype="BF16", shard_bytes=40_000)
+    found = {}
+    for file in (tmp_path / "merged").glob("*.safetensors"):
+        found.update(load_file(file))
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    layer = network.model.layers[0].mlp.up_proj
+    first, second = layer.lora_A.default.weight.float(), layer.lora_B.default.weight.float()
+    wanted = base["model.layers.0.mlp.up_proj.weight"].float() + 8.0 * second @ first
+    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], wanted.bfloat16())
+    untouched = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(found[untouched], base[untouched])
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        ({"targets": ["q_projj"]}, ["q_projj names no linear layer", '"q_proj"', "down_proj"]),
+        ({"targets": ["input_layernorm"]}, ["is a LlamaRMSNorm", "adapter.modules_to_save"]),
+        ({"targets": ["embed_tokens"]}, ["is a Embedding", "adapter.modules_to_save"]),
+        ({"targets": ["lm_head"]}, ["is the output head", "adapter.modules_to_save=[lm_head]"]),
+        ({"modules_to_save": ["hed"]}, ["hed names no module with weights", "lm_head"]),
+    ],
+)
+def test_a_name_that_no_module_has(adapter: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        adapted(small_model("llama"), experiment(**adapter))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_frozen_parameters() -> None:
+    network = small_model("llama", tie_word_embeddings=False)
+    freeze(network, ["*.layers.0.*", "lm_head.weight"])
+    frozen = {name for name, p in network.named_parameters() if not p.requires_grad}
+    assert "lm_head.weight" in frozen
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert not [name for name in frozen if ".layers.1." in name]
+    with pytest.raises(
+        ConfigError, match=r"\*\.layer\.\* matches none of the 21 parameters: model"
+    ):
+        freeze(network, ["*.layer.*"])
+    with pytest.raises(ConfigError, match="every parameter"):
+        freeze(network, ["*"])

@@ -1,0 +1,172 @@
+"""What a plan says of an adapter is what the network has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmx.config import experiment_from_dict
+from llmx.config.validate import validate
+from llmx.errors import ConfigError
+from llmx.models.adapter import add_adapter
+from llmx.plan import make_plan
+from llmx.plan.adapter import adapter_size, network_modules, target_problems
+from tests.small_models import small_model
+
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "qwen3": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 32,
+    },
+}
+LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
+
+
+def experiment(architecture: str, *, tied: bool = True, **adapter: Any) -> Any:
+    config = {**SMALL[architecture], "vocab_size": 90, "tie_word_embeddings": tied}
+    return experiment_from_dict(
+        {
+            "model": {
+                "kind": architecture,
+                "path": "/models/base",
+                "init": "pretrained",
+                "config": config,
+            },
+            "adapter": {**LORA, **adapter},
+            "task": {"kind": "sft", "steps": 3},
+            "hardware": {
+                "hosts": [{"name": "localhost", "slots": 2, "device": "cpu"}],
+                "devices": {"cpu": {"accelerator": "cpu", "precisions": ["fp32"]}},
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {},
+        {"dora": True, "rank": 3},
+        {"targets": ["fc2", "down_proj", "c_proj"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+)
+def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> None:
+    tied = kind in ("gpt2", "opt")
+    network = small_model(kind, **{**SMALL[kind], "tie_word_embeddings": tied})
+    names = [name for name, _ in network.named_modules()]
+    if "targets" in adapter:
+        adapter = {
+            "targets": [
+                target
+                for target in adapter["targets"]
+                if any(name.endswith(target) for name in names)
+            ]
+        }
+    exp = experiment(kind, tied=tied, **adapter)
+    modules = network_modules(exp)
+    assert modules is not None
+    assert {*modules.linear, *modules.others} == {
+        name
+        for name, module in network.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
+    assert not list(target_problems(exp))
+    if tied and "modules_to_save" in adapter:
+        return  # tied: the embedding is trained with it
+    before = sum(p.numel() for p in network.parameters())
+    add_adapter(
+        network,
+        exp,
+        ds_config={"zero_optimization": {"stage": 0}},
+        dtype=next(network.parameters()).dtype,
+        head="causal_lm",
+    )
+    size = adapter_size(exp)
+    assert size is not None
+    assert size.trained == sum(p.numel() for p in network.parameters() if p.requires_grad)
+    assert size.added == sum(p.numel() for p in network.parameters()) - before
+    plan = make_plan(exp)
+    assert plan.num_trained == size.trained
+    assert plan.num_parameters == before + size.added
+
+
+def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
+    from llmx.plan.memory import GIB
+    from tests.composing import composed
+
+    words = ["model=llama2_7b", "hardware=a100x8", "batch.micro_batch=1", "zero=stage2"]
+    whole = composed(words).plan
+    lora = composed([*words, "adapter=lora"]).plan
+    assert whole.num_trained is None
+    assert lora.num_trained == 39_976_960
+    assert lora.num_parameters == whole.num_parameters + lora.num_trained
+    memory = lora.memory[0]
+    assert memory.parameters_gib == pytest.approx(2 * lora.num_parameters / GIB)
+    ranks = lora.world_size
+    assert memory.optimizer_gib == pytest.approx(12 * lora.num_trained / ranks / GIB)
+    assert memory.gradients_gib < 0.2
+    assert whole.memory[0].gradients_gib > 1
+    assert memory.total_gib < whole.memory[0].total_gib / 1.5
+    assert lora.step_time_s == pytest.approx(whole.step_time_s * 2 / 3, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        ({"targets": []}, ["adapter.targets is empty", "all-linear"]),
+        ({"targets": ["all-linear", "q_proj"]}, ["all-linear stands beside other names"]),
+        ({"modules_to_save": ["q_proj"], "targets": ["q_proj"]}, ["q_proj is one of adapter.tar"]),
+        ({"kind": "none", "rank": 8, "targets": []}, ["adapter.rank=8 has no effect", "=lora"]),
+    ],
+)
+def test_what_is_wrong_is_said(adapter: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(experiment("llama", **adapter))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_an_adapter_needs_weights() -> None:
+    exp = experiment("llama")
+    exp.model.init = "scratch"
+    with pytest.raises(ConfigError, match=r"adapter\.kind=lora with model\.init=scratch"):
+        validate(exp)
+    exp = experiment("llama")
+    exp.model.freeze = ["*.layers.0.*"]
+    with pytest.raises(ConfigError, match=r"model\.freeze.* beside adapter\.kind=lora"):
+        validate(exp)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        ({"targets": ["q_projj"]}, ['Did you mean "q_proj"', "It has q_proj, k_proj"]),
+        ({"targets": ["lm_head"]}, ["lm_head is the output head", "modules_to_save=[lm_head]"]),
+        ({"modules_to_save": ["embed"]}, ['Did you mean "embed_tokens"']),
+    ],
+)
+def test_names_are_checked_before_ranks_start(adapter: dict[str, Any], words: list[str]) -> None:
+    (problem,) = target_problems(experiment("llama", **adapter))
+    assert all(word in problem for word in words), problem
