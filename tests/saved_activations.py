@@ -42,6 +42,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
         "dropout": 0.1,
     },
+    "bert": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "attention_probs_dropout_prob": 0.0,
+    },
 }
 """A tiny network of each architecture that a plan knows."""
 

@@ -329,7 +329,10 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
             if sys.stderr.isatty():
                 print(f"\r{start} of {plural(len(store), 'sample')}", end="", file=sys.stderr)
             yield collate(
-                [store[index] for index in range(start, min(start + batch, len(store)))],
+                [
+                    task.held_out(store[index], index)
+                    for index in range(start, min(start + batch, len(store)))
+                ],
                 seq_len=store.seq_len,
                 pad_id=pad_id,
                 layout="padded",

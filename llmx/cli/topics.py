@@ -58,8 +58,10 @@ ENVIRONMENT = {
         "LLMX_CACHE": "Where prepared data lies; default: ~/.cache/llmx. data.cache_dir wins.",
         "LLMX_TOKENIZER": "The tokenizer of experiment=llama_1_7b_pretrain; default: "
         "/data/tokenizer-64k. model.tokenizer wins.",
-        "LLMX_CORPUS": "The data of experiment=llama_1_7b_pretrain; default: /data/corpus. "
-        "data.path wins.",
+        "LLMX_BERT_TOKENIZER": "The tokenizer of experiment=megatron_bert_3_9b; default: "
+        "/data/bert-zh-vocab. model.tokenizer wins.",
+        "LLMX_CORPUS": "The data of experiment=llama_1_7b_pretrain and megatron_bert_3_9b; "
+        "default: /data/corpus. data.path wins.",
         "LLMX_SFT_DATA": "The data of experiment=opt_1_3b_sft; default: Dahoas/rm-static "
         "on the Hub. data.sources wins.",
         "LLMX_FINCORPUS": "The data of experiment=llama2_7b_fincorpus; default: "

@@ -58,6 +58,8 @@ FLOATS = {
     "dropout": _DROPOUT,
     "layerdrop": _DROPOUT,
     "attn_pdrop": _DROPOUT,
+    "attention_probs_dropout_prob": _DROPOUT,
+    "hidden_dropout_prob": _DROPOUT,
     "embd_pdrop": _DROPOUT,
     "resid_pdrop": _DROPOUT,
 }
@@ -96,6 +98,12 @@ _LLAMA = (
     "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pretraining_tp",
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
 )  # fmt: skip
+_BERT = (
+    *_ANY, "add_cross_attention", "attention_probs_dropout_prob", "hidden_act",
+    "hidden_dropout_prob", "hidden_size", "initializer_range", "intermediate_size", "is_decoder",
+    "layer_norm_eps", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "type_vocab_size",
+)  # fmt: skip
 KEYS = {
     "llama": _LLAMA,
     "qwen3": (*_LLAMA, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
@@ -113,6 +121,8 @@ KEYS = {
         "layer_norm_elementwise_affine", "layerdrop", "max_position_embeddings",
         "num_attention_heads", "num_hidden_layers", "word_embed_proj_dim",
     ),
+    "bert": (*_BERT, "classifier_dropout"),
+    "megatron-bert": _BERT,
 }  # fmt: skip
 """Every key of the configs of the kinds that need no ``path``."""
 
@@ -126,7 +136,7 @@ _SAME_AS = {
 }
 
 _ROTARY = ("llama", "mistral", "qwen2", "qwen3")
-_SPLITS_HIDDEN_SIZE = ("llama", "mistral", "qwen2", "gpt2", "opt")
+_SPLITS_HIDDEN_SIZE = ("llama", "mistral", "qwen2", "gpt2", "opt", "bert", "megatron-bert")
 """Architectures whose head is as wide as ``hidden_size / heads`` where ``head_dim`` is not set."""
 
 

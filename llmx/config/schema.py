@@ -56,7 +56,7 @@ class ModelConfig:
 
     name: str = text("", _FILE_NAME)
     """A short name for tables and run names."""
-    kind: str = choice("hf", "llama", "qwen3", "gpt2", "opt")
+    kind: str = choice("hf", "llama", "qwen3", "gpt2", "opt", "bert", "megatron-bert")
     """Architecture. ``hf`` takes it from ``path``; the others need no network to plan or to
     train from scratch."""
     path: str | None = None
@@ -301,8 +301,8 @@ class TaskConfig:
         ),
     )
     """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text;
-    ``classify`` learns labels, or a number, of texts. A task of your own is named as Python finds
-    it (docs/tasks.md)."""
+    ``classify`` learns labels, or a number, of texts; ``mlm`` learns to fill in hidden tokens
+    (BERT). A task of your own is named as Python finds it (docs/tasks.md)."""
     code_path: str | None = None
     """The directory that holds the package of a task of your own. Null: the directory where the
     command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package along."""
@@ -666,9 +666,9 @@ class TrackingConfig:
 class TokenizerConfig:
     """A tokenizer to train: ``python -m llmx tokenizer data=... tokenizer.vocab_size=64000``."""
 
-    kind: str = choice("bbpe", "sentencepiece")
+    kind: str = choice("bbpe", "sentencepiece", "wordpiece")
     """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3); ``sentencepiece`` a BPE over
-    characters that falls back to bytes (Llama 2)."""
+    characters that falls back to bytes (Llama 2); ``wordpiece`` is BERT's, with ``[MASK]``."""
     vocab_size: int = number(32000, minimum=300, maximum=10**7)
     """Special tokens included; reported with its padding to 64."""
     output: str | None = None
@@ -679,9 +679,11 @@ class TokenizerConfig:
     """What the training may take, about: the sample is made smaller until its different words
     fit. English rarely comes near; Chinese, where a sentence is a word, does."""
     min_frequency: int = number(2, minimum=1, maximum=10**9)
-    """Pairs that are rarer are not merged (bbpe)."""
+    """Pairs that are rarer are not merged (bbpe, wordpiece)."""
     character_coverage: float = number(0.9995, minimum=0.98, maximum=1)
     """Part of all characters that get a token of their own (sentencepiece); the rest is bytes."""
+    lowercase: bool = False
+    """Letters are made small and lose their accents, as in ``bert-base-uncased`` (wordpiece)."""
 
 
 @dataclass

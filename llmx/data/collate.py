@@ -1,8 +1,9 @@
 """From samples to the tensors of one micro batch: numpy in, torch out.
 
 The shift is done here, once: ``labels[b, t]`` is the token to predict *at* position t, that
-is, token t+1 of the same sequence, or -100. The loss compares ``logits[b, t]`` with
-``labels[b, t]`` and shifts nothing. A label never reaches into the next sequence.
+is, token t+1 of the same sequence (or what a task has put there: ``Sample.labels``), or -100. The
+loss compares ``logits[b, t]`` with ``labels[b, t]`` and shifts nothing. A label never reaches into
+the next sequence.
 """
 
 from __future__ import annotations
@@ -105,8 +106,11 @@ def _by_token(lines: list[_Line], *, length: int, pad_id: int) -> dict[str, np.n
             tokens, targets = sample.tokens[start:stop], sample.targets[start:stop]
             end = at + len(tokens)
             input_ids[b, at:end] = tokens
-            # Widened first: -100 has no place among the unsigned ids of the store.
-            labels[b, at : end - 1] = np.where(targets[1:], tokens[1:].astype(np.int64), IGNORE)
+            if sample.labels is not None:
+                labels[b, at:end] = sample.labels[start:stop]
+            else:
+                # Widened first: -100 has no place among the unsigned ids of the store.
+                labels[b, at : end - 1] = np.where(targets[1:], tokens[1:].astype(np.int64), IGNORE)
             position_ids[b, at:end] = np.arange(len(tokens))
             segment_ids[b, at:end] = segment
             at = end

@@ -28,7 +28,12 @@ class Geometry:
     query_size: int = 0
     """Width of queries: heads x head width. Not always ``hidden_size`` (Qwen3)."""
     block: str = "llama"
-    """How a layer is built: ``llama`` (RMSNorm, gated), ``gpt2`` or ``opt`` (LayerNorm)."""
+    """How a layer is built: ``llama`` (RMSNorm, gated), or with LayerNorm as ``gpt2``,
+    ``opt`` and ``bert``."""
+    causal: bool = True
+    """A token sees those before it; else all of its row."""
+    keeps_scores: bool = False
+    """Its attention has no kernel that keeps no scores."""
     qk_norm: bool = False
     """Queries and keys are normalised (Qwen3)."""
     dropout: bool = False
@@ -38,13 +43,14 @@ class Geometry:
     as the head."""
 
     def flops_per_token(self, seq_len: int, *, trained: int | None = None) -> float:
-        """Training FLOPs a token: 6 N plus attention (12 L x heads x head width x s, halved:
-        causal). N leaves out what is looked up. Frozen weights have no gradients of their own:
-        4 N, and 6 for each of the ``trained`` parameters beside them."""
+        """Training FLOPs a token: 6 N plus attention (12 L x heads x head width x s, halved where
+        it is causal). N leaves out what is looked up. Frozen weights have no gradients of their
+        own: 4 N, and 6 for each of the ``trained`` parameters beside them."""
         width = self.query_size or self.hidden_size
         dense = self.num_parameters - self.num_looked_up
         weights = 6.0 * dense if trained is None else 4.0 * dense + 6.0 * trained
-        return weights + 6.0 * self.num_layers * width * seq_len
+        part = 6.0 if self.causal else 12.0
+        return weights + part * self.num_layers * width * seq_len
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
@@ -67,7 +73,8 @@ def model_geometry(model: ModelConfig) -> Geometry | None:
 def geometry(kind: str, config: dict[str, Any], *, vocab_multiple: int = 1) -> Geometry | None:
     """Geometry of one of the known architectures; None where values are missing.
 
-    ``kind``: ``llama``, ``qwen3``, ``gpt2``, ``opt`` (also a config.json's ``model_type``).
+    ``kind``: ``llama``, ``qwen3``, ``gpt2``, ``opt``, ``bert``, ``megatron-bert`` (also a
+    config.json's ``model_type``). Of the latter two the masked language model.
     ``vocab_multiple``: the vocabulary is padded to a multiple of it.
     """
     count = _COUNTERS.get(kind)
@@ -136,10 +143,34 @@ def _opt(config: dict[str, Any], multiple: int) -> Geometry:
     )  # fmt: skip
 
 
+def _bert(config: dict[str, Any], multiple: int, *, keeps_scores: bool = False) -> Geometry:
+    hidden, ffn = int(config["hidden_size"]), int(config["intermediate_size"])
+    layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    vocab = _padded(int(config["vocab_size"]), multiple)
+    positions = int(config.get("max_position_embeddings") or 512)
+    others = (positions + int(config.get("type_vocab_size") or 2)) * hidden
+    layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
+    head = hidden * hidden + 3 * hidden + vocab  # a dense layer, its norm, and a bias by token
+    untied = 0 if config.get("tie_word_embeddings", True) else vocab * hidden
+    return Geometry(
+        (vocab * hidden + untied) + others + layers * layer + 2 * hidden + head,
+        hidden, ffn, layers, hidden, vocab, positions,
+        num_heads=heads, num_kv_heads=heads, query_size=hidden, block="bert", causal=False,
+        dropout=float(config.get("hidden_dropout_prob", 0.1)) > 0, keeps_scores=keeps_scores,
+        num_looked_up=others + untied,
+    )  # fmt: skip
+
+
+def _megatron_bert(config: dict[str, Any], multiple: int) -> Geometry:
+    return _bert(config, multiple, keeps_scores=True)
+
+
 _COUNTERS = {
     "llama": _llama,
     "mistral": _llama,
     "qwen3": _qwen3,
     "gpt2": _gpt2,
     "opt": _opt,
+    "bert": _bert,
+    "megatron-bert": _megatron_bert,
 }

@@ -81,19 +81,24 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         num_trained=adapter.trained if adapter else None,
         grad_accum_dtype=grad_accum,
         attention=tuple(
-            (name, attention_for(exp, hardware.devices[name], precision)) for name in used
+            (name, attention_for(exp, hardware.devices[name], precision, shape)) for name in used
         ),
     )
 
 
-def attention_for(exp: Experiment, device: DeviceConfig, precision: str) -> str:
+def attention_for(
+    exp: Experiment, device: DeviceConfig, precision: str, shape: Geometry | None = None
+) -> str:
     """The attention for packed rows on this type of device; the ranks try it at the start.
 
     ``varlen`` is PyTorch's flash kernel for rows of any length: 16 bits, and GPUs from compute
-    capability 8.0 on, the first that compute bf16. ``segments`` runs row by row on every GPU.
+    capability 8.0 on, the first that compute bf16. ``segments`` runs row by row on every GPU. Both
+    are causal: what sees its whole row has a mask.
     """
     if exp.model.attention != "auto":
         return exp.model.attention
+    if shape is not None and not shape.causal:
+        return "eager" if shape.keeps_scores else "sdpa"
     if device.accelerator != "cuda":
         return "sdpa"
     if exp.data.layout == "padded":

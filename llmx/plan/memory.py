@@ -241,8 +241,9 @@ def layer_activations(geometry: Geometry, width: int, *, mask_width: int = 1) ->
         all_ = norms + attention + 4 * width * g.intermediate_size
         products = g.query_size + 2 * g.kv_size + 2 * hidden + 2 * g.intermediate_size
     else:
-        # LayerNorm: input, output, two numbers; ReLU needs its result only, GPT-2's GELU five.
-        many = 5 if g.block == "gpt2" else 1
+        # LayerNorm: input, output, two numbers; ReLU needs its result only, GELU its input too,
+        # GPT-2's five.
+        many = {"gpt2": 5, "bert": 2}.get(g.block, 1)
         norms = 2 * (2 * hidden * width + 2 * width)
         all_ = norms + attention + many * width * g.intermediate_size + dropout
         products = g.query_size + 2 * g.kv_size + 2 * hidden + g.intermediate_size
@@ -274,12 +275,18 @@ def _dense_mask_bytes(
     exp: Experiment, geometry: Geometry, tokens: int, width: int, accelerator: str
 ) -> float:
     """Masks of packed rows, [B, 1, T, T]: one as it is made, and one in the dtype of the
-    activations that each layer keeps."""
+    activations that each layer keeps. Attention in both directions always has one; and scores
+    where no kernel does without."""
     wanted = exp.model.attention
-    dense = wanted in ("sdpa", "eager") or (wanted == "auto" and accelerator == "cpu")
-    if not dense or exp.data.layout == "padded" or exp.data.packing == "none":
-        return 0.0
     squares = float(tokens) * exp.data.seq_len
+    if geometry.keeps_scores:
+        layers = 1 if exp.model.activation_checkpointing == "full" else geometry.num_layers
+        return squares * (width + 2 * width * geometry.num_heads * layers)
+    dense = wanted in ("sdpa", "eager") or (wanted == "auto" and accelerator == "cpu")
+    if not (dense or not geometry.causal):
+        return 0.0
+    if exp.data.layout == "padded" or exp.data.packing == "none":
+        return 0.0
     if wanted == "eager":  # scores of all heads, twice, and one mask for all layers
         return squares * (width + 2 * width * geometry.num_heads * geometry.num_layers)
     layers = geometry.num_layers if exp.model.activation_checkpointing == "none" else 1

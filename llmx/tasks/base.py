@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from llmx.config import Experiment
 from llmx.config.build import dataclass_from
 from llmx.data import IGNORE, EvalPrompt, SampleStore
@@ -26,6 +28,7 @@ from llmx.run.metrics import Metric
 if TYPE_CHECKING:
     import torch
 
+    from llmx.data.store.samples import Sample
     from llmx.models.model import Batch, Model, Models, ModelSpec
 
 Normaliser = Literal["tokens", "examples", "batch"]
@@ -124,6 +127,32 @@ class RolloutKey:
         return sample_seed(self.seed, step=self.step, prompt=prompt, sample=sample)
 
 
+EVALUATION = -1
+"""The step of the keys of held-out samples."""
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """What is random in a sample as it is trained is a function of it, never of a global state: the
+    same on every rank, for every split of the step, and after a resume."""
+
+    seed: int
+    """Of the run."""
+    step: int
+    """From 0; -1 of held-out samples, whose key is the same at every evaluation."""
+    sample: int
+    """Its place among the samples of the step, over all ranks."""
+
+    def uniform(self, count: int, stream: str = "") -> np.ndarray:
+        """float64 [count] in [0, 1). ``stream``: another name gives independent numbers."""
+        text = f"{self.seed}:step:{self.step}:sample:{self.sample}:{stream}"
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        # Raw draws of a counter-based generator: the same on every platform and NumPy version.
+        draws = np.random.Philox(key=np.frombuffer(digest, np.uint64)).random_raw(count)
+        values: np.ndarray = (np.asarray(draws, np.uint64) >> np.uint64(11)) * 2.0**-53
+        return values
+
+
 class Task:
     """Base of the tasks: what most of them keep.
 
@@ -141,6 +170,10 @@ class Task:
     columns: tuple[Column, ...] = ()
     """What examples have beside their tokens: ``Column("label", per="example", dtype="int64")``.
     ``Column("weight", per="token")`` gives targets a weight each."""
+
+    wraps_as_tokenizer: ClassVar[bool] = False
+    """A document begins and ends as the tokenizer itself begins and ends a text (``[CLS]``,
+    ``[SEP]``); else with its BOS token, where it uses one, and its EOS token."""
 
     normaliser: ClassVar[Normaliser] = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
@@ -195,6 +228,17 @@ class Task:
         """In the place of ``see_data`` where a trained model is measured by itself (``python -m
         llmx eval``): what its Hugging Face config says, such as its labels. Returns lines."""
         return []
+
+    def transform(self, sample: Sample, key: SampleKey) -> Sample:
+        """A stored sample as it is trained: anew at each step, in the thread that reads ahead. What
+        is random in it is a function of ``key``. Sequences keep their places and lengths; where
+        targets change (``Sample.labels``), ``normaliser`` is ``batch``."""
+        return sample
+
+    def held_out(self, sample: Sample, number: int) -> Sample:
+        """A held-out sample as it is evaluated: the same at every evaluation of every run, so that
+        losses can be compared."""
+        return self.transform(sample, SampleKey(0, EVALUATION, number))
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

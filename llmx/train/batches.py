@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,11 @@ class Step:
     """Sum over the rows of this rank of the squared length: what attention costs."""
 
 
+Transform = Callable[[Any, int, int], Any]
+"""Of a sample, the step and its place among the samples of the step, over all ranks: the sample as
+it is trained (``Task.transform``)."""
+
+
 def make_step(
     store: Any,
     step: int,
@@ -66,6 +71,7 @@ def make_step(
     stop: int | None = None,
     normaliser: str = "tokens",
     draws: bool = False,
+    transform: Transform | None = None,
 ) -> Step:
     """The micro batches of ``rank`` at ``step``. Pure but for reading the store. ``stop``: the
     end of the samples, where the last step has fewer; a micro batch may then be empty.
@@ -75,6 +81,10 @@ def make_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
 
+    def sample(place: int) -> Any:
+        stored = store[int(samples[place])]
+        return stored if transform is None else transform(stored, step, place)
+
     def micro_batch(micro_step: int) -> dict[str, torch.Tensor]:
         mine = rank_slice(
             np.arange(len(samples)),
@@ -83,7 +93,7 @@ def make_step(
             rank=rank,
             micro_step=micro_step,
         )
-        found = [store[int(samples[position])] for position in mine]
+        found = [sample(int(position)) for position in mine]
         tensors = collate(
             found,
             seq_len=layout.seq_len,

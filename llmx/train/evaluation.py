@@ -67,7 +67,7 @@ def evaluate_task(
             # A rank without samples left runs a line of padding: the collectives of ZeRO-3 need
             # as many forwards of everyone.
             yield collate(
-                [store[index] for index in indices],
+                [task.held_out(store[index], index) for index in indices],
                 seq_len=layout.seq_len,
                 pad_id=layout.pad_id,
                 layout=layout.layout,

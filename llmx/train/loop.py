@@ -28,7 +28,7 @@ from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
 from llmx.train.signals import ShutdownRequest, exit_interrupted
 from llmx.train.status import RankStatus
-from llmx.train.step import seed_step, train_step, with_weight
+from llmx.train.step import seed_step, train_step, transform_of, with_weight
 from llmx.train.step_log import StepLog
 from llmx.train.synchronisations import SynchronisationWatch
 
@@ -206,7 +206,14 @@ def steps_from(session: Session, start: ResumePoint, last: int) -> Iterator[Iter
         return
     steps = Prefetch(
         (
-            make_step(store, step, normaliser=task.normaliser, draws=task.draws, **common)
+            make_step(
+                store,
+                step,
+                normaliser=task.normaliser,
+                draws=task.draws,
+                transform=transform_of(task, seed=session.exp.seed),
+                **common,
+            )
             for step in numbers
         ),
         pin=session.engine.device.type == "cuda",

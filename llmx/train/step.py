@@ -14,9 +14,10 @@ from dataclasses import replace
 
 import torch
 
+from llmx.models.loss import IGNORE
 from llmx.models.model import Models
-from llmx.tasks import Loss, Task, next_token_loss
-from llmx.train.batches import Step
+from llmx.tasks import Loss, SampleKey, Task, next_token_loss
+from llmx.train.batches import Step, Transform
 from llmx.train.engine.build import Engine
 
 
@@ -90,14 +91,24 @@ def train_step(
     return loss_sum
 
 
+def transform_of(task: Task, *, seed: int) -> Transform | None:
+    """``Task.transform`` with the keys of a run; None where the task takes samples as they are."""
+    if type(task).transform is Task.transform:
+        return None
+    return lambda sample, step, place: task.transform(sample, SampleKey(seed, step, place))
+
+
 def with_weight(step: Step, task: Task, *, device: torch.device) -> Step:
-    """With the step's weight, where the task knows it from its micro batches. Collective then."""
+    """With the step's weight and target tokens, where the task knows them from its micro batches.
+    Collective then."""
     if task.normaliser != "batch":
         return step
     mine = sum(task.weight(micro_batch) for micro_batch in step.micro_batches)
-    weight = torch.tensor(mine, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(weight)
-    return replace(step, weight=float(weight))
+    targets = sum(int((micro["labels"] != IGNORE).sum()) for micro in step.micro_batches)
+    both = torch.tensor([mine, targets], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(both)
+    weight, target_tokens = both.tolist()
+    return replace(step, weight=weight, target_tokens=int(target_tokens))
 
 
 class StepMetrics:

@@ -221,7 +221,13 @@ def test_a_local_model_directory_is_planned_from_its_config(tmp_path) -> None:
     ],
 )
 def test_rendered_plan_and_ds_config(name, overrides, golden, monkeypatch) -> None:
-    for variable in ("LLMX_FINCORPUS", "LLMX_TOKENIZER", "LLMX_CORPUS", "LLMX_SFT_DATA"):
+    for variable in (
+        "LLMX_FINCORPUS",
+        "LLMX_TOKENIZER",
+        "LLMX_BERT_TOKENIZER",
+        "LLMX_CORPUS",
+        "LLMX_SFT_DATA",
+    ):
         monkeypatch.delenv(variable, raising=False)
     done = composed(overrides)
     golden(f"plan/{name}.ds_config.json", json.dumps(done.ds_config, indent=2) + "\n")

@@ -9,21 +9,34 @@ from llmx.config.groups import conf_dir
 from llmx.plan.geometry import geometry
 
 KNOWN = ["tiny", "gpt2", "llama2_7b", "llama3_8b", "qwen3_8b", "opt_1_3b", "llama_1_7b"]
+MASKED = ["bert_tiny", "bert_base", "megatron_bert_3_9b"]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [*KNOWN, *MASKED])
 def test_parameter_count_is_that_of_transformers(name: str) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     model = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
     shape = geometry(model["kind"], model["config"])
     assert shape is not None
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
+        built = (AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM).from_config(
             AutoConfig.for_model(model["kind"], **model["config"])
         )
     assert shape.num_parameters == sum(p.numel() for p in built.parameters())
+
+
+def test_an_encoder_is_not_taken_for_a_causal_model() -> None:
+    values = {
+        "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    shape = geometry("bert", values)
+    assert shape is not None
+    assert not shape.causal
+    attention = shape.flops_per_token(64) - shape.flops_per_token(0)
+    assert attention == 12 * 2 * 8 * 64
 
 
 def test_vocabulary_is_padded_from_scratch() -> None:

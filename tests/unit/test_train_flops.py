@@ -65,6 +65,9 @@ def test_an_encoder_attends_to_all_of_its_row(kind: str) -> None:
     flops = model_flops(model, causal=False)
     ours = flops.of_step(tokens=LENGTH, target_tokens=LENGTH, square_tokens=LENGTH**2)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+    shape = geometry(kind, ENCODERS[kind])
+    assert shape is not None
+    assert shape.flops_per_token(LENGTH) * LENGTH == pytest.approx(ours, rel=0.05)
 
 
 def test_frozen_weights_beside_an_adapter_have_no_gradient_of_their_own() -> None:

@@ -140,6 +140,14 @@ def closing_token(tokenizer: Any) -> int | None:
     return None if found is None else int(found)
 
 
+def wrapping_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer itself puts before and after a text: ``[CLS]`` and ``[SEP]``."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return list(whole[:at]), list(whole[at + len(plain) :])
+
+
 def adds_bos_token(tokenizer: Any) -> bool:
     """Whether the tokenizer by itself begins a text with its BOS token."""
     bos = tokenizer.bos_token_id

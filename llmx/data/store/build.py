@@ -188,7 +188,11 @@ def stage(
             split, spec.renderer, spec.encoding, workers=workers, refused=refused
         )
         truncation = Truncation(
-            spec.data, counts, bos=spec.renderer.bos, state=state.get("truncation")
+            spec.data,
+            counts,
+            bos=spec.renderer.bos,
+            eos=spec.renderer.eos or (),
+            state=state.get("truncation"),
         )
         if counts["rows"]:
             next(islice(rows, counts["rows"], counts["rows"]), None)

@@ -69,6 +69,9 @@ class Sample:
     """int64 [examples]: the first sequence of each; None where each sequence is an example."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Of the task: [n, ...], [k, ...] or [examples, ...]."""
+    labels: np.ndarray | None = None
+    """int64 [n]: the token to predict *at* each place, or -100, of a sample that a task has
+    transformed; None: the token after it, where that is a target."""
 
     def sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, targets) of each sequence."""

@@ -87,7 +87,10 @@ def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str
     encoding.check_source(source)
     _check(encoding, source)
     chats = any(one.record_type in (Conversation, Preference) for one in source.sources)
-    renderer = Renderer(tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats)
+    wraps = encoding.wraps_as_tokenizer
+    renderer = Renderer(
+        tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats, wraps=wraps
+    )
     identity = {
         "format_version": SAMPLES_VERSION,
         "sources": source.digests(cache=cache_directory(data).absolute()),
@@ -99,6 +102,8 @@ def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str
         "packing": data.packing,
         "over_long": data.over_long,
     }
+    if wraps:
+        identity["wrapping"] = [renderer.bos, renderer.eos]
     if own := encoding.encoding_identity():
         columns = [column.to_dict() for column in encoding.columns]
         identity["task"] = {**own, "columns": columns, "truncate_prompt": data.truncate_prompt}

@@ -58,12 +58,14 @@ class Truncation:
         counts: Counter[str],
         *,
         bos: Sequence[int] = (),
+        eos: Sequence[int] = (),
         state: Sequence[int] | None = None,
     ) -> None:
-        """``bos``: the tokens that begin every text, which a cut prompt keeps."""
+        """``bos``: the tokens that begin every text, which a cut prompt keeps; ``eos``: those that
+        end every document and are kept where its end is cut."""
         self._data = data
         self._counts = counts
-        self._bos = list(bos)
+        self._bos, self._eos = list(bos), list(eos)
         self._open, self._room = state or (0, 0)
 
     @property
@@ -173,12 +175,20 @@ class Truncation:
             for (start, stop), cut in zip(spans, cuts, strict=True)
         ]
         for (start, stop), cut, lost in zip(spans, cuts, _level_cuts(ends, over), strict=True):
+            if cut == "end":
+                stop -= self._kept_end(block, start, stop, lost)
             keep[slice(stop - lost, stop) if cut == "end" else slice(start, start + lost)] = False
             over -= lost
         if over > 0:
             counts[too_long_to_cut(example)] += 1
             return None
         return total - limit - over
+
+    def _kept_end(self, block: TokenBlock, start: int, stop: int, lost: int) -> int:
+        """Tokens at the end of a sequence that stay where ``lost`` of those before them go."""
+        count = len(self._eos)
+        ends = count > 0 and block.tokens[stop - count : stop].tolist() == self._eos
+        return count if ends and stop - start >= lost + count else 0
 
     def _prompt(self, block: TokenBlock, start: int, stop: int) -> tuple[int, int]:
         """(first token of a sequence's prompt that may go, how many may)."""

@@ -25,7 +25,12 @@ import numpy as np
 from llmx.data.examples import Column
 from llmx.data.format.formats import Conversation, Document, Message
 from llmx.data.format.rendering import Rendering, Span, TemplateSpans
-from llmx.data.format.templates import choose_template, opening_token, special_tokens
+from llmx.data.format.templates import (
+    choose_template,
+    opening_token,
+    special_tokens,
+    wrapping_tokens,
+)
 from llmx.data.source.files import Where
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError
@@ -52,9 +57,11 @@ class Renderer:
         template: str = "auto",
         loss_on: str = "assistant",
         chats: bool = True,
+        wraps: bool = False,
     ) -> None:
         """``chats``: there will be conversations, so that a template that does not go with the
-        tokenizer is an error now; else only where a conversation comes."""
+        tokenizer is an error now; else only where a conversation comes. ``wraps``: documents begin
+        and end as the tokenizer itself begins and ends a text."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 f"The tokenizer of {tokenizer.name_or_path!r} is a {type(tokenizer).__name__} "
@@ -74,8 +81,12 @@ class Renderer:
         self.special = special_tokens(tokenizer)
         self._special_ids = np.array(sorted(set(self.special.values())), dtype=np.int64)
         opening = opening_token(tokenizer)
-        self.bos = [] if opening is None else [opening]
+        self.bos: list[int] = [] if opening is None else [opening]
         """The tokens that begin every text: the BOS token where the tokenizer uses one."""
+        self.eos: list[int] | None = None
+        """The tokens that end every document, which a cut keeps; None: the EOS token."""
+        if wraps:
+            self.bos, self.eos = wrapping_tokens(tokenizer)
         self._spans = TemplateSpans(
             tokenizer, name=self.template_name, template=self.template, special=self.special
         )

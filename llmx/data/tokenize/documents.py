@@ -70,16 +70,20 @@ class TokenBlock:
 
 
 class DocumentEncoder:
-    """Encodes documents of one tokenizer: BOS token, text, EOS token.
+    """Encodes documents of one tokenizer: BOS token, text, EOS token (or what stands in their
+    places).
 
     Special tokens in a text are the plain text that they are.
     """
 
-    def __init__(self, tokenizer: Any, *, bos: list[int], workers: int) -> None:
+    def __init__(
+        self, tokenizer: Any, *, bos: list[int], workers: int, eos: list[int] | None = None
+    ) -> None:
+        """``eos``: the tokens that end a document; None: the EOS token."""
         from tokenizers import Tokenizer
 
         end = closing_token(tokenizer)
-        if end is None:
+        if eos is None and end is None:
             raise ConfigError(
                 f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
                 "between documents. Set eos_token in its tokenizer_config.json."
@@ -88,7 +92,7 @@ class DocumentEncoder:
         self.description = "tokenizers"
         self._tokenizer = tokenizer
         self._bos = np.array(bos, np.uint32)
-        self._eos = np.array([end], np.uint32)
+        self._eos = np.array([end] if eos is None else eos, np.uint32)
         # A copy of its own: settings of the caller's are neither used nor changed.
         self._slow = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._slow.encode_special_tokens = True
@@ -155,13 +159,16 @@ class DocumentEncoder:
         Every token is a target."""
         ids, sizes = self.ids([document.text for document in documents])
         before = np.array(firsts, np.int64) * len(self._bos)
-        lengths = before + sizes + np.array([document.last for document in documents], np.int64)
+        ended = np.array([document.last for document in documents], np.bool_)
+        lengths = before + sizes + ended * len(self._eos)
         stops = np.cumsum(lengths)
-        tokens = np.full(int(lengths.sum()), self._eos[0], np.uint32)
+        tokens = np.empty(int(lengths.sum()), np.uint32)
         shift = stops - lengths + before - (np.cumsum(sizes) - sizes)
         tokens[np.arange(len(ids)) + np.repeat(shift, sizes)] = ids
         for place, token in enumerate(self._bos):
             tokens[(stops - lengths)[before > 0] + place] = token
+        for place, token in enumerate(self._eos[::-1], start=1):
+            tokens[stops[ended] - place] = token
         return TokenBlock(tokens, np.ones(len(tokens), np.bool_), lengths)
 
     def ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -243,7 +243,9 @@ class ExampleEncoder:
         """The same batches, after the encoder was chosen on the first of them. A little text is
         sooner tokenized than a faster way is proven."""
         renderer = self._renderer
-        documents = DocumentEncoder(renderer.tokenizer, bos=renderer.bos, workers=self._workers)
+        documents = DocumentEncoder(
+            renderer.tokenizer, bos=renderer.bos, eos=renderer.eos, workers=self._workers
+        )
         head, batches = _head(batches, FAST_FROM_BYTES)
         if sum(batch.size for batch in head) >= FAST_FROM_BYTES:
             documents.choose(text.text for text in _of_type(head, Document))

@@ -1,0 +1,213 @@
+"""``task=mlm``: masked language modelling of text, from scratch or continued (BERT and its like).
+
+Which tokens are hidden is drawn anew at each step, as a function of (seed, step, sample): the same
+on any number of ranks and after a resume, and always the same for held-out samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from llmx.config import Experiment
+from llmx.data import IGNORE
+from llmx.data.format.formats import Document
+from llmx.errors import ConfigError
+from llmx.tasks.base import Loss, SampleKey, Task, next_token_loss
+
+if TYPE_CHECKING:
+    from llmx.data.store.samples import Sample
+    from llmx.models.model import Batch, Models, ModelSpec
+
+
+@dataclass
+class Options:
+    """Of ``task.options``."""
+
+    mask_probability: float = 0.15
+    """Part of the tokens that are to be predicted; special tokens never are."""
+    mask_token_part: float = 0.8
+    """Part of those that become ``[MASK]``."""
+    random_token_part: float = 0.1
+    """Part of those that become any token of the vocabulary. The rest stays as it is."""
+    whole_words: bool = False
+    """Words are chosen instead of tokens: all tokens of one, or none. Where a tokenizer makes a
+    token of each Chinese character, each character is a word."""
+    max_ngram: int = 1
+    """Runs of up to so many tokens (or words) are hidden together: 1, 2, ... in the ratio of
+    1 to 1/2 to ..."""
+
+
+class Mlm(Task):
+    """The hidden tokens of a document are predicted from all the others."""
+
+    Options = Options
+    takes: ClassVar[tuple[type, ...]] = (Document,)
+    loss_on = "all"
+    wraps_as_tokenizer = True
+    normaliser = "batch"
+
+    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
+        super().__init__(exp, tokenizer)
+        check_options(self.options)
+        self._vocabulary: Vocabulary | None = None
+        if tokenizer is not None and tokenizer.mask_token_id is None:
+            raise ConfigError(
+                f"task=mlm: the tokenizer of {tokenizer.name_or_path!r} has no mask token to hide "
+                "others behind. Train one with `python -m llmx tokenizer kind=wordpiece ...`, set "
+                "mask_token in its tokenizer_config.json, or use task=pretrain."
+            )
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """Nothing of its own: what is hidden is not stored."""
+        return {}
+
+    def models(self) -> dict[str, ModelSpec]:
+        """One masked language model."""
+        from llmx.models.model import MASKED_LM, ModelSpec
+
+        return {"policy": ModelSpec(head=MASKED_LM)}
+
+    def transform(self, sample: Sample, key: SampleKey) -> Sample:
+        """With some tokens hidden, and the labels at their places."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self.tokenizer, whole_words=self.options.whole_words)
+        return masked(sample, key, self.options, self._vocabulary)
+
+    def weight(self, batch: Batch) -> float:
+        """Its hidden tokens."""
+        return float((batch["labels"] != IGNORE).sum())
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Cross entropy of the hidden tokens."""
+        return next_token_loss(models.main, batch)
+
+
+def check_options(options: Options) -> None:
+    """Raises ConfigError for values that are no probabilities, or that hide nothing."""
+
+    def refuse(name: str, rule: str, example: str) -> None:
+        value = getattr(options, name)
+        raise ConfigError(f"task.options.{name}={value}: {rule}. Set it to {example}, for example.")
+
+    if not 0 < options.mask_probability < 1:
+        refuse("mask_probability", "must be over 0 and under 1", "0.15")
+    for name, usual in (("mask_token_part", "0.8"), ("random_token_part", "0.1")):
+        if not 0 <= getattr(options, name) <= 1:
+            refuse(name, "must be from 0 to 1", usual)
+    if options.mask_token_part + options.random_token_part > 1:
+        refuse(
+            "random_token_part",
+            f"with mask_token_part={options.mask_token_part} it is over 1",
+            f"{1 - options.mask_token_part:.3g}",
+        )
+    if not 1 <= options.max_ngram <= 100:
+        refuse("max_ngram", "must be from 1 to 100", "3")
+
+
+class Vocabulary:
+    """What masking knows of a tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, whole_words: bool) -> None:
+        self.mask_id = int(tokenizer.mask_token_id)
+        ids = tokenizer.get_vocab()
+        size = max(len(tokenizer), max(ids.values()) + 1)
+        self.is_special = np.zeros(size, np.bool_)
+        self.is_special[list(tokenizer.all_special_ids)] = True
+        used = np.zeros(size, np.bool_)
+        used[list(ids.values())] = True
+        self.ordinary = np.flatnonzero(used & ~self.is_special)
+        """Ids that may take the place of another."""
+        self.continues = np.zeros(size, np.bool_)
+        """Of each token: whether it goes on with the word before it."""
+        if whole_words:
+            self.continues[_continuing(tokenizer, ids)] = True
+            self.continues &= ~self.is_special
+
+
+def _continuing(tokenizer: Any, ids: dict[str, int]) -> list[int]:
+    """The tokens that do not begin a word. Raises ConfigError where the vocabulary does not say."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    prefix = model.get("continuing_subword_prefix")
+    if model["type"] == "WordPiece" and prefix:
+        return [index for token, index in ids.items() if token.startswith(prefix)]
+    for mark in ("\u0120", "\u2581"):  # of byte-level BPE; of SentencePiece
+        if any(token.startswith(mark) for token in ids):
+            return [index for token, index in ids.items() if not token.startswith(mark)]
+    raise ConfigError(
+        f"task.options.whole_words=true: the vocabulary of {tokenizer.name_or_path!r} does not "
+        "mark where words begin (no ##, \u0120 or \u2581). Set it to false."
+    )
+
+
+def masked(sample: Sample, key: SampleKey, options: Options, vocabulary: Vocabulary) -> Sample:
+    """``sample`` with hidden tokens, and labels at their places alone."""
+    tokens = sample.tokens.astype(np.int64)
+    starts = sample.sequence_starts
+    units = _units(tokens, starts, vocabulary)
+    chosen = _chosen(units, starts, key, options)
+    hidden = chosen[units] & (units >= 0)
+    labels = np.where(hidden, tokens, IGNORE)
+    fate, other = key.uniform(len(tokens), "fate"), key.uniform(len(tokens), "token")
+    ordinary = vocabulary.ordinary
+    replacement = ordinary[(other * len(ordinary)).astype(np.int64)]
+    becomes_mask = fate < options.mask_token_part
+    becomes_any = ~becomes_mask & (fate < options.mask_token_part + options.random_token_part)
+    tokens = np.where(hidden & becomes_mask, vocabulary.mask_id, tokens)
+    tokens = np.where(hidden & becomes_any, replacement, tokens)
+    return dataclasses.replace(sample, tokens=tokens.astype(sample.tokens.dtype), labels=labels)
+
+
+def _units(tokens: np.ndarray, starts: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """int64 [n]: the number of the token or word that each token is of; -1 of special tokens."""
+    begins = ~vocabulary.continues[tokens]
+    begins[starts] = True
+    special = vocabulary.is_special[tokens]
+    after = np.zeros(len(tokens), np.bool_)
+    after[1:] = special[:-1]
+    begins = (begins | after) & ~special
+    return np.where(special, -1, np.cumsum(begins) - 1)
+
+
+def _chosen(units: np.ndarray, starts: np.ndarray, key: SampleKey, options: Options) -> np.ndarray:
+    """bool [units + 1]: which are hidden; the last, which stands for special tokens, never is."""
+    count = int(units.max(initial=-1)) + 1
+    chosen = np.zeros(count + 1, np.bool_)
+    if options.max_ngram == 1:
+        chosen[:count] = key.uniform(count, "choice") < options.mask_probability
+        return chosen
+    # Runs that begin anywhere, in a random order, until so many tokens are hidden.
+    sizes = np.bincount(units[units >= 0], minlength=count)
+    wanted = int(sizes.sum() * options.mask_probability + key.uniform(1, "rounding")[0])
+    order = np.argsort(key.uniform(count, "choice"), kind="stable")
+    lengths = _ngrams(key.uniform(count, "ngram"), options.max_ngram)
+    # A run ends where its line of neighbours does: at a special token, or with its sequence.
+    breaks = _breaks(units, starts, count)
+    hidden = 0
+    for unit, length in zip(order.tolist(), lengths.tolist(), strict=True):
+        if hidden >= wanted:
+            break
+        stop = min(unit + length, int(breaks[unit]))
+        run = slice(unit, stop)
+        if not chosen[run].any() and hidden + int(sizes[run].sum()) <= wanted:
+            chosen[run] = True
+            hidden += int(sizes[run].sum())
+    return chosen
+
+
+def _ngrams(draws: np.ndarray, longest: int) -> np.ndarray:
+    """Lengths of runs: n with a probability in proportion to 1/n."""
+    parts = 1.0 / np.arange(1, longest + 1)
+    return np.searchsorted(np.cumsum(parts / parts.sum()), draws, side="right") + 1
+
+
+def _breaks(units: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:
+    """int64 [count]: behind each unit, the first that is no neighbour of those before it."""
+    so_far = np.maximum.accumulate(units) + 1
+    ends = np.concatenate([so_far[units < 0], so_far[starts[1:] - 1], [count]])
+    ends = np.unique(ends[ends > 0])
+    return ends[np.searchsorted(ends, np.arange(count), side="right")]
