@@ -27,6 +27,8 @@ PARTNERS = {
     ("model", "hf"): ["model.path=owner/name"],
     ("model", "llama_1_7b"): ["model.tokenizer={data}"],
     ("adapter", "lora"): ["model=llama2_7b", "hardware=a100x8"],
+    ("model", "bert_tiny"): ["model.tokenizer={data}", "task=mlm"],
+    ("model", "megatron_bert_3_9b"): ["model.tokenizer={data}", "task=mlm"],
     ("zero", "stage3_zeropp"): ["hardware=a100x2_v100x2"],
     ("hardware", "hostfile"): ["hardware.path={hostfile}", "hardware.device=a100_80g"],
     ("launch", "slurm"): ["hardware=a100x2_v100x2"],
@@ -126,6 +128,12 @@ def test_recipes_are_what_they_say() -> None:
     optim = small.experiment.optim
     assert (optim.lr, optim.weight_decay, optim.betas) == (3e-4, 0.1, [0.9, 0.95])
     assert (optim.warmup_fraction, optim.decay_end_fraction, optim.min_lr_ratio) == (0.03, 0.9, 0.1)
+
+    bert = composed(["experiment=megatron_bert_3_9b"])
+    assert 3.8e9 < bert.plan.num_parameters < 3.9e9
+    assert all(part.fits for part in bert.plan.memory)
+    assert set(dict(bert.plan.attention).values()) == {"eager"}, "its architecture has no other"
+    assert bert.plan.batch.micro_batches == (16,) * 14
 
     opt = composed(["experiment=opt_1_3b_sft"])
     assert (opt.experiment.optim.lr, opt.experiment.data.seq_len) == (9.65e-6, 512)

@@ -66,8 +66,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).write_text("label\ttext_a\n1\tgood\n0\tbad\n")
     (place / "corpus").mkdir()
     (place / "corpus" / "one.txt").write_text("Some text.\n")
-    (place / "tokenizers" / "mine").mkdir(parents=True)
-    (place / "tokenizers" / "mine" / "tokenizer.json").write_text("{}")
+    for name in ("mine", "bert"):
+        (place / "tokenizers" / name).mkdir(parents=True)
+        (place / "tokenizers" / name / "tokenizer.json").write_text("{}")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (hardware,) = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     (place / "clusters" / "hardware").mkdir(parents=True)
