@@ -154,7 +154,7 @@ def _bert(config: dict[str, Any], multiple: int, *, keeps_scores: bool = False) 
     untied = 0 if config.get("tie_word_embeddings", True) else vocab * hidden
     return Geometry(
         (vocab * hidden + untied) + others + layers * layer + 2 * hidden + head,
-        hidden, ffn, layers, hidden, vocab, positions,
+        hidden, ffn, layers, hidden, vocab,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="bert", causal=False,
         dropout=float(config.get("hidden_dropout_prob", 0.1)) > 0, keeps_scores=keeps_scores,
         num_looked_up=others + untied,
