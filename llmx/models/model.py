@@ -67,8 +67,13 @@ class ModelSpec:
     problem: str = ""
     """Of a classification head, as ``problem_type`` of transformers' configs:
     ``single_label_classification``, ``multi_label_classification`` or ``regression``."""
+    precomputes: bool = False
+    """Of a frozen model: only ``Task.precompute`` needs it. It is freed before the others are
+    built, and not built at all where its values are stored already."""
 
     def __post_init__(self) -> None:
+        if self.trained and self.precomputes:
+            raise ValueError("precomputes=True is for a frozen model: set trained=False too")
         if self.head not in HEADS:
             raise ValueError(f"head={self.head!r} is none of {', '.join(HEADS)}")
         if (self.head == CLASSIFICATION) != (self.num_labels > 0):

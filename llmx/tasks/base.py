@@ -162,8 +162,8 @@ class Task:
 
     takes: ClassVar[tuple[type, ...]] = (Conversation,)
     """The rows that ``encode`` gets: of ``Conversation``, ``Document``, ``Preference``,
-    ``Labelled`` and ``Record``; each row is the most particular that is named. Data of another
-    kind is refused."""
+    ``UnpairedPreference``, ``Labelled`` and ``Record``; each row is the most particular that is
+    named. Data of another kind is refused."""
     turn_weights: bool = False
     """Whether the "weight" of an assistant's turn in the data is that of its tokens; such a task
     has ``Column("weight", per="token")``, too. Without it, rows with such weights are rejected."""
@@ -213,6 +213,24 @@ class Task:
         source = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
         return {"kind": self.name, "source": source, "options": dict(self.exp.task.options)}
 
+    @property
+    def precomputed(self) -> tuple[Column, ...]:
+        """Columns by sequence or by example that ``precompute`` gives: computed once, before
+        training, by models with ``precomputes=True``, and stored beside the examples. Batches
+        have them as they have ``columns``."""
+        return ()
+
+    def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The ``precomputed`` columns of a batch: [sequences, ...] or [examples, ...] by name.
+        Called as ``loss``, but without gradients and dropout; a batch without a sequence gives
+        empty tensors."""
+        raise NotImplementedError(f"{type(self).__name__}.precompute")
+
+    def precompute_identity(self) -> dict[str, Any]:
+        """What decides the precomputed values besides the examples, the model and the precision:
+        another one is computed anew. By default the file of the task, and its options."""
+        return Task.encoding_identity(self)
+
     def check_source(self, source: DatasetSplit) -> None:
         """Raise ConfigError for data, or options of it, that this task cannot be trained on."""
 
@@ -247,7 +265,8 @@ class Task:
 
     def models(self) -> dict[str, ModelSpec]:
         """The models it needs, by name; the first trained one is exported. All are of the
-        ``model`` group. By default one causal language model, which is trained."""
+        ``model`` group. By default one causal language model, which is trained. Those with
+        ``precomputes=True`` are given to ``precompute`` alone."""
         from llmx.models.model import ModelSpec
 
         return {"policy": ModelSpec()}

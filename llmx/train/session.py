@@ -24,6 +24,7 @@ from llmx.train.early_stopping import EarlyStopping
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, truncate_metrics
+from llmx.train.precompute import training_specs, with_precomputed
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
 from llmx.train.schedule import RunLength, optim_of, run_length
@@ -109,8 +110,29 @@ def open_session(
         run_dir, ours, topology=topology, stage=stage, group=consensus.group
     )
     check_samples(resume_point.state, length)
-    engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=task.models())
-    engine.frozen_fingerprints = frozen_fingerprints(engine)
+
+    def layout(name: str) -> Layout:
+        return Layout(
+            seq_len=exp.data.seq_len,
+            pad_id=pad_id(tokenizer),
+            layout=name,
+            pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
+        )
+
+    stores, precomputed_by = with_precomputed(
+        exp,
+        plan,
+        ds_config,
+        tokenizer=tokenizer,
+        task=task,
+        stores={"train": train_store, "eval": eval_store},
+        layout=layout,
+        group=consensus.group,
+        log=log,
+    )
+    train_store, eval_store = stores["train"], stores["eval"]
+    engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=training_specs(task))
+    engine.frozen_fingerprints = frozen_fingerprints(engine) | precomputed_by
     if resume_point.state:
         restore_from(resume_point, engine)
         status.at_step(resume_point.step)
@@ -150,12 +172,7 @@ def open_session(
         tokenizer=tokenizer,
         train_store=train_store,
         eval_store=eval_store,
-        layout=Layout(
-            seq_len=exp.data.seq_len,
-            pad_id=pad_id(tokenizer),
-            layout=engine.layout,
-            pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
-        ),
+        layout=layout(engine.layout),
         metrics=metrics,
         status=status,
         consensus=consensus,

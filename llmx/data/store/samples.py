@@ -188,13 +188,7 @@ class SampleStore:
                 f"{path} has store format {meta.get('format_version')}, this version of llmx "
                 f"reads {STORE_FORMAT}. Remove the directory; it is prepared again."
             )
-        for name, size in meta["file_bytes"].items():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                raise DataError(
-                    f"{path / name} has {found} bytes, {size} were written: the store is "
-                    "damaged. Remove the directory; it is prepared again."
-                )
+        check_sizes(path, meta)
         return cls(path, meta)
 
     @property
@@ -221,6 +215,30 @@ class SampleStore:
     def num_sequences(self) -> int:
         """Of all samples."""
         return len(self._sequences) - 1
+
+    def with_columns(self, columns: Mapping[Column, np.ndarray]) -> SampleStore:
+        """The same store with further columns by sequence or by example, which ``columns`` maps to
+        their values in the order of the store."""
+        found = SampleStore(self.path, self.meta)
+        found.columns = (*self.columns, *columns)
+        Schema(found.columns)
+        found._arrays = {**self._arrays, **{one.name: of for one, of in columns.items()}}
+        return found
+
+    def values_of(self, column_name: str) -> np.ndarray:
+        """All values of a column by sequence or by example, in the order of the store."""
+        return self._arrays[column_name]
+
+    def span(self, per: str, first: int, last: int) -> slice:
+        """The sequences or the examples (``per``) of the samples ``first`` to ``last - 1``."""
+        low, high = int(self._samples[first]), int(self._samples[last])
+        if per == "sequence":
+            low, high = int(self._examples[low]), int(self._examples[high])
+        return slice(low, high)
+
+    def count(self, per: str) -> int:
+        """How many sequences or examples (``per``) there are."""
+        return self.span(per, 0, len(self)).stop
 
     def __len__(self) -> int:
         return len(self._target_counts)
@@ -293,18 +311,22 @@ def publish(
     summed as it wrote them. If another process made ``path`` in the meantime (same name, so same
     content), ours is thrown away and theirs is used.
     """
+    head = {"format_version": STORE_FORMAT, "fingerprint": fingerprint, "seq_len": seq_len}
+    publish_files(path, lambda directory: {**head, **fill(directory), **meta})
+    return SampleStore.open(path)
+
+
+def publish_files(path: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
+    """Let ``fill`` write files into a directory that appears as ``path``, whole or not at all, with
+    a ``meta.json`` of what it returns, and sizes and checksums; see ``publish``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     try:
         temporary.mkdir()
-        counts = fill(temporary)
+        meta = fill(temporary)
         names = sorted(file.name for file in temporary.iterdir())
-        digests = counts.pop("sha256", {})
+        digests = meta.pop("sha256", {})
         whole_meta = {
-            "format_version": STORE_FORMAT,
-            "fingerprint": fingerprint,
-            "seq_len": seq_len,
-            **counts,
             **meta,
             "file_bytes": {name: (temporary / name).stat().st_size for name in names},
             "sha256": {
@@ -325,7 +347,17 @@ def publish(
         raise cannot_write(path.parent, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return SampleStore.open(path)
+
+
+def check_sizes(path: Path, meta: Mapping[str, Any]) -> None:
+    """Raise DataError where a file has not the size that ``meta.json`` records."""
+    for name, size in meta["file_bytes"].items():
+        found = (path / name).stat().st_size if (path / name).exists() else None
+        if found != size:
+            raise DataError(
+                f"{path / name} has {found} bytes, {size} were written: the store is "
+                "damaged. Remove the directory; it is prepared again."
+            )
 
 
 def cannot_write(directory: Path, error: OSError) -> DataError:

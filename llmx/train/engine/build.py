@@ -98,8 +98,7 @@ class Engine:
     @property
     def layout(self) -> str:
         """``packed`` where every network can be given packed sequences, else ``padded``."""
-        layouts = {model.attention.layout for model in self.models.values()}
-        return "packed" if layouts == {"packed"} else "padded"
+        return layout_of(self.models)
 
     @property
     def module(self) -> nn.Module:
@@ -174,6 +173,12 @@ class Engine:
         return float(getattr(optimizer, "loss_scale", None) or optimizer.cur_scale)
 
 
+def layout_of(models: Models) -> str:
+    """``packed`` where every network can be given packed sequences, else ``padded``."""
+    layouts = {model.attention.layout for model in models.values()}
+    return "packed" if layouts == {"packed"} else "padded"
+
+
 ONE_MODEL = {"policy": ModelSpec()}
 
 
@@ -199,12 +204,7 @@ def build_engine(
     if plan.accelerator == "cuda":
         check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
-    parts = {
-        name: _build_named(
-            name, exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device
-        )
-        for name, spec in specs.items()
-    }
+    parts = build_networks(exp, plan, ds_config, specs=specs, tokenizer=tokenizer, device=device)
     networks = {name: part.network for name, part in parts.items()}
     frozen = [name for name, spec in specs.items() if not spec.trained]
     one = len(networks) == 1
@@ -230,31 +230,17 @@ def build_engine(
     )
     forget_dummy_step(engine)
     grow_after_step(engine)
-    models = Models(
-        {
-            name: Model(
-                name=name,
-                spec=specs[name],
-                module=part.network,
-                forward=engine if one else ForwardOf(engine, name, part.network),
-                config=part.config,
-                vocab_size=(
-                    true_vocab(tokenizer)
-                    if part.exp.model.init == "scratch"
-                    else part.config.vocab_size
-                ),
-                attention=part.attention,
-                dtype=DTYPES[part.precision],
-                device=device,
-                routing=Routing(part.network),
-                adapter=part.adapter,
-            )
+    models = models_of(
+        parts,
+        specs=specs,
+        tokenizer=tokenizer,
+        device=device,
+        forwards={
+            name: engine if one else ForwardOf(engine, name, part.network)
             for name, part in parts.items()
-        }
+        },
     )
-    for name, model in models.items():
-        if parts[name].with_liger:
-            apply_liger(model.module)
+    for model in models.values():
         if model.spec.head in LANGUAGE_MODELS:
             wanted = fused_loss(exp.model, plan.accelerator)
             model.fused_loss = wanted and _can_fuse(
@@ -271,7 +257,7 @@ def build_engine(
 
 
 @dataclass(frozen=True)
-class _Built:
+class BuiltNetwork:
     """A network with its weights in place, not yet in an engine."""
 
     exp: Experiment
@@ -293,7 +279,7 @@ def _build_named(
     spec: ModelSpec,
     tokenizer: Any,
     device: torch.device,
-) -> _Built:
+) -> BuiltNetwork:
     """The network that the task calls ``name``. Collective.
 
     Raises:
@@ -391,6 +377,61 @@ def check_tokenizer(own: Experiment, tokenizer: Any) -> None:
         )
 
 
+def build_networks(
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    specs: Mapping[str, ModelSpec],
+    tokenizer: Any,
+    device: torch.device,
+) -> dict[str, BuiltNetwork]:
+    """The networks of ``specs`` by name. Collective."""
+    return {
+        name: _build_named(
+            name, exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device
+        )
+        for name, spec in specs.items()
+    }
+
+
+def models_of(
+    built: Mapping[str, BuiltNetwork],
+    *,
+    specs: Mapping[str, ModelSpec],
+    tokenizer: Any,
+    device: torch.device,
+    forwards: Mapping[str, Any],
+) -> Models:
+    """What a task computes with. ``forwards``: what is called for each (``Model.forward``)."""
+    models = Models(
+        {
+            name: Model(
+                name=name,
+                spec=specs[name],
+                module=part.network,
+                forward=forwards[name],
+                config=part.config,
+                vocab_size=(
+                    true_vocab(tokenizer)
+                    if part.exp.model.init == "scratch"
+                    else part.config.vocab_size
+                ),
+                attention=part.attention,
+                dtype=DTYPES[part.precision],
+                device=device,
+                routing=Routing(part.network),
+                adapter=part.adapter,
+            )
+            for name, part in built.items()
+        }
+    )
+    for name, model in models.items():
+        if built[name].with_liger:
+            apply_liger(model.module)
+    return models
+
+
 def _build_one(
     exp: Experiment,
     plan: Plan,
@@ -399,7 +440,7 @@ def _build_one(
     spec: ModelSpec,
     tokenizer: Any,
     device: torch.device,
-) -> _Built:
+) -> BuiltNetwork:
     """Collective."""
     config = model_config(exp, tokenizer=tokenizer, spec=spec)
     attention = select_attention(exp, plan, config, device=device, head=spec.head)
@@ -428,10 +469,10 @@ def _build_one(
         )
     else:
         freeze(network, exp.model.freeze)
-    return _Built(exp, network, config, attention, precision, with_liger, adapter)
+    return BuiltNetwork(exp, network, config, attention, precision, with_liger, adapter)
 
 
-def _own_lr(exp: Experiment, parts: Iterable[_Built]) -> dict[int, float]:
+def _own_lr(exp: Experiment, parts: Iterable[BuiltNetwork]) -> dict[int, float]:
     """Where the adapter has a learning rate of its own: id of each parameter that is trained
     beside it -> ``optim.lr`` as a part of that."""
     if exp.adapter.kind == "none" or exp.adapter.lr is None:

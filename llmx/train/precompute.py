@@ -1,0 +1,354 @@
+"""Precomputed columns: ``Task.precompute`` over the whole data, once, before training.
+
+Samples are computed in groups of fixed size, which the ranks share out. So a value does not depend
+on how many ranks there are, and an interrupted computation continues where it was. Every host ends
+with the columns on its own disk (``llmx.data.store.precomputed``); a later run with the same data,
+model and precision finds them and builds no frozen model. Tried by ``python -m pytest -m deepspeed
+tests/integration/test_dpo.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmx.collectives import all_gather
+from llmx.config import Experiment
+from llmx.data import SampleStore, collate
+from llmx.data.examples import Schema
+from llmx.data.store.precomputed import Precomputed, Values, check_values
+from llmx.data.store.spec import fingerprint_of
+from llmx.errors import ConfigError
+from llmx.models.model import ModelSpec
+from llmx.plan.types import Plan
+from llmx.run.provenance.content import fingerprint
+from llmx.tasks import Task
+from llmx.text import clock
+from llmx.train.batches import Layout
+from llmx.train.engine.build import with_source
+from llmx.train.engine.frozen import FrozenModels, frozen_models
+
+GROUP_TOKENS = 4096
+"""Positions of one forward pass, where a sample has fewer: without a backward pass it takes less
+memory than a step of training, and keeps a GPU busy."""
+RECORD_S = 30.0
+"""Seconds between two records of what is done."""
+SAID_S = 10.0
+"""Seconds between two lines of progress."""
+NOT_OF_VALUES = (
+    *("name", "tokenizer", "trained_dtype", "attention", "activation_checkpointing", "fused_loss"),
+    *("liger_kernel", "compile"),
+)
+"""Keys of the ``model`` group that leave a network's values as they are, but for rounding."""
+
+
+def training_specs(task: Task) -> dict[str, ModelSpec]:
+    """The models that training needs."""
+    return {name: spec for name, spec in task.models().items() if not spec.precomputes}
+
+
+def with_precomputed(
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    *,
+    tokenizer: Any,
+    task: Task,
+    stores: Mapping[str, SampleStore | None],
+    layout: Callable[[str], Layout],
+    group: Any,
+    log: Callable[[str], None] = print,
+) -> tuple[dict[str, SampleStore | None], dict[str, str]]:
+    """The stores with the task's precomputed columns, which are found or computed. Collective.
+
+    Args:
+        stores: by the name of the split; None stays None.
+        layout: how samples become tensors, for ``packed`` or ``padded``.
+        group: a gloo group of all ranks.
+        log: says a line, on rank 0.
+
+    Returns:
+        The stores, and a fingerprint of the source of each model that the values are of.
+    """
+    if not task.precomputed:
+        return dict(stores), {}
+    specs = {name: spec for name, spec in task.models().items() if spec.precomputes}
+    if not specs:
+        raise ConfigError(
+            f"task={task.name} declares precomputed columns, and no model to compute them with: "
+            "add one to models(), ModelSpec(trained=False, precomputes=True)."
+        )
+    Schema((*task.columns, *task.precomputed))
+    source = {name: model_identity(with_source(exp, spec)) for name, spec in specs.items()}
+    # Rank 0 decides: what lies in the Hub's cache may differ from host to host.
+    source = all_gather(source, group=group)[0]
+    identity = {
+        "task": task.precompute_identity(),
+        "model": source,
+        "models": {name: dataclasses.asdict(spec) for name, spec in specs.items()},
+        "precision": plan.precision,
+    }
+    wanted = {
+        split: Precomputed(store, task.precomputed, identity)
+        for split, store in stores.items()
+        if store is not None
+    }
+    names = ", ".join(column.name for column in task.precomputed)
+    missing = {}
+    for split, one in wanted.items():
+        holders = [rank for rank, has in enumerate(_have(one, group)) if has]
+        if len(holders) < plan.world_size:
+            missing[split] = one
+        if holders:
+            log(f"Data ({split}): {names} found in {one.path}")
+            if split in missing:
+                _hand_over(one, source=holders[0], plan=plan, group=group)
+                del missing[split]
+    if missing:
+        with frozen_models(exp, plan, ds_config, tokenizer=tokenizer, specs=specs) as frozen:
+            for split, one in missing.items():
+                title = f"Precomputing {names} ({split})"
+                compute(one, task, frozen, plan, layout(frozen.layout), group, title, log)
+    opened: dict[str, SampleStore | None] = dict(stores)
+    for split, one in wanted.items():
+        opened[split] = one.open()
+        if opened[split] is None:
+            raise ConfigError(
+                f"{one.path} was written and is not seen here: data.cache_dir must be the same "
+                "place for all ranks of a host."
+            )
+    return opened, {
+        f"{name} (precomputed)": fingerprint_of(of_model)[:32] for name, of_model in source.items()
+    }
+
+
+def model_identity(exp: Experiment) -> dict[str, Any]:
+    """What the weights and the architecture come from: the ``model`` group, and the content of its
+    files (names, sizes, a sample of the bytes of large ones) or the commit in the Hub's cache."""
+    model = dataclasses.asdict(exp.model)
+    identity = {key: value for key, value in model.items() if key not in NOT_OF_VALUES}
+    if exp.model.init == "scratch":
+        identity["seed"] = exp.seed
+    if exp.model.path is not None:
+        found = fingerprint(exp.model.path, kind="models", revision=exp.model.revision)
+        # A model that is not there to be looked at is this run's alone.
+        identity["content"] = found["digest"] if found else f"of {exp.run_dir}"
+    return identity
+
+
+def compute(
+    wanted: Precomputed,
+    task: Task,
+    frozen: FrozenModels,
+    plan: Plan,
+    layout: Layout,
+    group: Any,
+    title: str,
+    log: Callable[[str], None],
+) -> None:
+    """Compute the columns of a store, and publish them on every disk. Collective."""
+    store, rank = wanted.store, torch.distributed.get_rank()
+    values = wanted.empty()
+    done = wanted.recorded(values) if rank == 0 else 0
+    done = _begin(wanted, values, done, group)
+    rounds = Rounds(
+        len(store),
+        size=group_size(layout.seq_len),
+        shares=(1,) * plan.world_size if frozen.sharded else plan.batch.micro_batches,
+        done=done,
+    )
+    progress = Progress(title, wanted, done, log if rank == 0 else None)
+    at, seconds = 0, 0.0
+    while at < len(rounds):
+        began = time.perf_counter()
+        until = min(len(rounds), at + (max(1, int(RECORD_S / seconds)) if seconds else 1))
+        first, last = rounds.samples(at, until)
+        for number in range(at, until):
+            for indices in rounds.of_rank(number, rank, even=frozen.sharded):
+                _forward(wanted, task, frozen, layout, indices, values)
+            progress.show(rounds.samples(at, number + 1)[1])
+        for part in wanted.parts(values, first, last):
+            # Zeros where another rank has computed: the sum is exact.
+            _sum(part, group)
+        mine = (time.perf_counter() - began) / (until - at)
+        seconds = max(all_gather(mine, group=group))
+        if rank == 0 and until < len(rounds):
+            wanted.record(values, first, last)
+        at = until
+    progress.end()
+    _publish(wanted, values, plan, group, how={"seconds": round(progress.seconds, 3)})
+    if rank == 0:
+        wanted.forget()
+
+
+def group_size(seq_len: int) -> int:
+    """Samples of one forward pass: of the length of a sample alone, so that values are the same for
+    every split over ranks."""
+    return max(1, GROUP_TOKENS // seq_len)
+
+
+class Rounds:
+    """Who computes what: groups of samples, dealt to the ranks round by round.
+
+    Args:
+        size: samples of a group.
+        shares: groups of each rank in one round, in proportion to its speed.
+        done: samples that are computed already: whole groups.
+    """
+
+    def __init__(
+        self, num_samples: int, *, size: int, shares: Sequence[int], done: int = 0
+    ) -> None:
+        self._first, self._stop, self._size = done, num_samples, size
+        self._owners = [rank for rank, share in enumerate(shares) for _ in range(share)]
+
+    def __len__(self) -> int:
+        together = self._size * len(self._owners)
+        return -(-(self._stop - self._first) // together)
+
+    def samples(self, first: int, last: int) -> tuple[int, int]:
+        """First and end of the samples of the rounds ``first`` to ``last - 1``."""
+        together = self._size * len(self._owners)
+        return tuple(  # type: ignore[return-value]
+            min(self._stop, self._first + number * together) for number in (first, last)
+        )
+
+    def of_rank(self, number: int, rank: int, *, even: bool) -> list[range]:
+        """The groups of a rank in a round. ``even``: an empty one in place of none."""
+        start, _ = self.samples(number, number)
+        groups = [
+            range(
+                min(self._stop, start + place * self._size),
+                min(self._stop, start + (place + 1) * self._size),
+            )
+            for place, owner in enumerate(self._owners)
+            if owner == rank
+        ]
+        return [group for group in groups if even or len(group)]
+
+
+class Progress:
+    """A line now and then: how much is done, how fast, and how long it will take."""
+
+    def __init__(
+        self, title: str, wanted: Precomputed, done: int, log: Callable[[str], None] | None
+    ) -> None:
+        self._title, self._store, self._from, self._log = title, wanted.store, done, log
+        self._began = self._said = time.perf_counter()
+        total = self._store.num_sequences
+        if log:
+            at = self._sequences(done)
+            kept = f", {at:,} of them are done" if done else ""
+            log(f"{title}: {total:,} sequences{kept}")
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _sequences(self, samples: int) -> int:
+        return self._store.span("sequence", 0, samples).stop
+
+    def show(self, samples: int) -> None:
+        """``samples`` are done, over all ranks, as far as this one knows."""
+        if self._log is None or time.perf_counter() - self._said < SAID_S:
+            return
+        self._said = time.perf_counter()
+        total, done = self._store.num_sequences, self._sequences(samples)
+        rate = (done - self._sequences(self._from)) / max(self.seconds, 1e-3)
+        left = clock((total - done) / rate) if rate else "?"
+        self._log(f"{self._title}: {done / total:.0%}, {rate:,.1f} sequences/s, {left} left")
+
+    def end(self) -> None:
+        """All is done."""
+        if self._log:
+            computed = self._store.num_sequences - self._sequences(self._from)
+            rate = computed / max(self.seconds, 1e-3)
+            self._log(f"{self._title}: done in {clock(self.seconds)}, {rate:,.1f} sequences/s")
+
+
+@torch.no_grad()
+def _forward(
+    wanted: Precomputed,
+    task: Task,
+    frozen: FrozenModels,
+    layout: Layout,
+    indices: range,
+    values: Values,
+) -> None:
+    """The values of these samples, into ``values``."""
+    store, columns = wanted.store, wanted.columns
+    batch = collate(
+        [store[index] for index in indices],
+        seq_len=layout.seq_len,
+        pad_id=layout.pad_id,
+        layout=layout.layout,
+        pad_to=layout.pad_to,
+        columns=store.batch_columns,
+    )
+    found = task.precompute(frozen.models, batch)
+    first, last = indices.start, indices.stop
+    spans = {per: store.span(per, first, last) for per in ("sequence", "example")}
+    counts = {per: span.stop - span.start for per, span in spans.items()}
+    mine = check_values(found, columns, counts, task=task.name)
+    for column in columns:
+        values[column.name][spans[column.per]] = mine[column.name]
+
+
+def _have(wanted: Precomputed, group: Any) -> list[bool]:
+    """Which ranks see the columns. Collective."""
+    return all_gather(wanted.open() is not None, group=group)
+
+
+def _begin(wanted: Precomputed, values: Values, done: int, group: Any) -> int:
+    """What rank 0 has of an interrupted computation, on every rank; returns its samples."""
+    done = all_gather(done, group=group)[0]
+    if done:
+        for part in wanted.parts(values, 0, done):
+            _broadcast(part, 0, group)
+    return done
+
+
+def _hand_over(wanted: Precomputed, *, source: int, plan: Plan, group: Any) -> None:
+    """Columns that some hosts have come to the others."""
+    own = wanted.open() if torch.distributed.get_rank() == source else None
+    values = wanted.empty()
+    if own is not None:
+        for column in wanted.columns:
+            values[column.name][...] = own.values_of(column.name)
+    for part in wanted.parts(values, 0, len(wanted.store)):
+        _broadcast(part, source, group)
+    _publish(wanted, values, plan, group, how={"received": True})
+
+
+def _publish(
+    wanted: Precomputed, values: Values, plan: Plan, group: Any, *, how: Mapping[str, Any]
+) -> None:
+    """The first rank of each host writes the columns, unless they are on its disk."""
+    rank = torch.distributed.get_rank()
+    if rank == next(each.rank for each in plan.ranks if each.host == plan.ranks[rank].host):
+        wanted.publish(values, how=how)
+    torch.distributed.barrier(group=group)
+
+
+PIECE_BYTES = 64 << 20
+
+
+def _pieces(part: np.ndarray) -> list[torch.Tensor]:
+    """Views of a part's bytes or numbers, small enough to be sent at once."""
+    flat = torch.from_numpy(part.reshape(-1))
+    return list(flat.split(max(1, PIECE_BYTES // max(1, part.itemsize)))) if len(flat) else []
+
+
+def _sum(part: np.ndarray, group: Any) -> None:
+    for piece in _pieces(part):
+        torch.distributed.all_reduce(piece, group=group)
+
+
+def _broadcast(part: np.ndarray, source: int, group: Any) -> None:
+    for piece in _pieces(part):
+        torch.distributed.broadcast(piece, source, group=group)

@@ -1,0 +1,236 @@
+"""Who computes which samples, and that every host ends with the same columns on its own disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmx.config import Experiment
+from llmx.data.examples import Column
+from llmx.data.store.precomputed import Precomputed
+from llmx.errors import ConfigError
+from llmx.models.model import Batch, Models, ModelSpec
+from llmx.plan import make_plan
+from llmx.tasks import Task
+from llmx.train import precompute
+from llmx.train.batches import Layout
+from llmx.train.engine.frozen import FrozenModels
+from llmx.train.precompute import Rounds, group_size, model_identity, with_precomputed
+from tests.rundirs import experiment as small_experiment
+from tests.unit.test_data_precomputed import pairs
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 1, 2)])
+@pytest.mark.parametrize("done", [0, 8])
+def test_every_sample_is_computed_once_in_the_same_group(shares: tuple, done: int) -> None:
+    rounds = Rounds(37, size=4, shares=shares, done=done)
+    groups = [
+        group
+        for number in range(len(rounds))
+        for rank in range(len(shares))
+        for group in rounds.of_rank(number, rank, even=False)
+    ]
+    assert sorted(index for group in groups for index in group) == list(range(done, 37))
+    assert all(group.start % 4 == 0 and len(group) == 4 for group in groups if group.stop < 37)
+    assert rounds.samples(0, len(rounds)) == (done, 37)
+    # Under ZeRO-3 a forward pass is collective: as many for every rank, some of them empty.
+    for number in range(len(rounds)):
+        for rank, share in enumerate(shares):
+            assert len(rounds.of_rank(number, rank, even=True)) == share
+
+
+def test_groups_are_of_a_size_that_the_length_decides() -> None:
+    assert [group_size(length) for length in (64, 512, 4096, 32768)] == [64, 8, 1, 1]
+
+
+def test_what_decides_the_values_of_a_model(tmp_path: Path) -> None:
+    exp = small_experiment(tmp_path / "run")
+    same = replace(exp, model=replace(exp.model, attention="eager", name="other"))
+    assert model_identity(same) == model_identity(exp)
+    assert model_identity(replace(exp, seed=1)) != model_identity(exp), "drawn from another seed"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"first")
+    loaded = replace(exp, model=replace(exp.model, init="pretrained", path=str(tmp_path / "model")))
+    before = model_identity(loaded)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other")
+    assert model_identity(loaded) != before
+    missing = replace(loaded, model=replace(loaded.model, path="nobody/nothing"))
+    other_run = replace(missing, run_dir=str(tmp_path / "other"))
+    assert model_identity(missing) != model_identity(other_run), "unknown: never taken for another"
+
+
+class Summed(Task):
+    """Sums of tokens and lengths, in place of what a network says."""
+
+    precomputed = (Column("total", per="sequence"), Column("size", per="example", dtype="int32"))
+    forwards = 0
+
+    def models(self) -> dict[str, ModelSpec]:
+        return {"policy": ModelSpec(), "frozen": ModelSpec(trained=False, precomputes=True)}
+
+    def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:
+        self.forwards += 1
+        number, tokens = batch["sequence_ids"].flatten(), batch["input_ids"].flatten().float()
+        count = len(batch["example_ids"])
+        totals = torch.zeros(count + 1).index_add(0, number, tokens)[1:]
+        examples = int(batch["example_ids"].max()) + 1
+        sizes = torch.zeros(examples).index_add(0, batch["example_ids"], torch.ones(count))
+        return {"total": totals.double() / 7, "size": sizes}
+
+
+PLACES = [0, 0, 1]
+"""The host of each rank."""
+
+
+def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+    dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
+
+    @contextlib.contextmanager
+    def no_models(*_: Any, **__: Any) -> Iterator[FrozenModels]:
+        yield FrozenModels(Models(), sharded=False)
+
+    precompute.frozen_models = no_models
+    precompute.GROUP_TOKENS = 128  # two samples a forward
+    precompute.RECORD_S = 0.0
+    while jobs.get():
+        lines: list[str] = []
+        try:
+            exp = small_experiment(root / "run", ranks=3)
+            plan = make_plan(exp)
+            ranks = tuple(replace(r, host=PLACES[r.rank]) for r in plan.ranks)
+            plan = replace(plan, ranks=ranks, batch=replace(plan.batch, micro_batches=(2, 1, 1)))
+            task = Summed(exp, None)
+            store = pairs(root / f"disk-{PLACES[rank]}" / "data-train-v2", count=21)
+            stores, sources = with_precomputed(
+                exp,
+                plan,
+                {},
+                tokenizer=None,
+                task=task,
+                stores={"train": store, "eval": None},
+                layout=lambda name: Layout(seq_len=64, pad_id=0, layout=name),
+                group=None,
+                log=lines.append,
+            )
+            found = stores["train"]
+            values = [found[i].columns["total"].tolist() for i in range(len(found))]
+            sizes = found.values_of("size").tolist()
+            results.put((values, sizes, task.forwards, lines, str(found.path), sources))
+        except Exception:
+            results.put(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+class Ranks:
+    def __init__(self, root: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.jobs = [spawn.Queue() for _ in PLACES]
+        self.results = [spawn.Queue() for _ in PLACES]
+        self.processes = [
+            spawn.Process(target=_rank, args=(rank, port, root, *queues), daemon=True)
+            for rank, queues in enumerate(zip(self.jobs, self.results, strict=True))
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self) -> list[Any]:
+        for queue in self.jobs:
+            queue.put(True)
+        return [queue.get(timeout=100) for queue in self.results]
+
+    def end(self) -> None:
+        for queue in self.jobs:
+            queue.put(False)
+        for process in self.processes:
+            process.join(2)
+            process.kill()
+
+
+def first_columns(root: Path, identity: dict[str, Any]) -> Callable[[], None]:
+    """Keeps the values of the first eight samples, as rank 0 does on its way."""
+    store = pairs(root / "disk-0" / "data-train-v2", count=21)
+    one = Precomputed(store, Summed.precomputed, identity)
+    done = one.open()
+    assert done is not None
+    values = {name: done.values_of(name).copy() for name in ("total", "size")}
+    return lambda: one.record(values, 0, 8)
+
+
+def test_hosts_without_a_shared_disk_have_the_same_columns(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    try:
+        first = ranks.run()
+        assert all(isinstance(one, tuple) for one in first), first
+        values, sizes, *_ = first[0]
+        assert all(one[:2] == (values, sizes) for one in first)
+        store = pairs(tmp_path / "again" / "data-train-v2", count=21)
+        for index, totals in enumerate(values):
+            tokens = [float(one.sum()) for one, _ in store[index].sequences()]
+            assert totals == pytest.approx([total / 7 for total in tokens], rel=1e-6)
+        assert sizes == [2] * 22
+        # 11 groups, dealt two, one, one; no rank computes what another does.
+        assert [one[2] for one in first] == [6, 3, 2]
+        assert any("done in" in line for line in first[0][3])
+        assert list(first[0][5]) == ["frozen (precomputed)"]
+        published = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("disk-*/*pre*-*"))
+        assert len([path for path in published if path.suffix != ".lock"]) == 2, published
+
+        # Found again: nothing is computed.
+        again = ranks.run()
+        assert [one[2] for one in again] == [0, 0, 0]
+        assert [one[0] for one in again] == [values] * 3
+
+        # A host that comes new to the run gets them from the others.
+        shutil.rmtree(tmp_path / "disk-1")
+        moved = ranks.run()
+        assert [one[2] for one in moved] == [0, 0, 0]
+        assert [one[0] for one in moved] == [values] * 3
+        assert "disk-1" in moved[2][4]
+
+        # What an interrupted computation has kept is not computed again.
+        meta = json.loads(next(tmp_path.glob("disk-0/*pre*/meta.json")).read_text("utf-8"))
+        kept = first_columns(tmp_path, meta["identity"])
+        for disk in ("disk-0", "disk-1"):
+            for path in (tmp_path / disk).glob("*.precomputed-*"):
+                shutil.rmtree(path, ignore_errors=True)
+        kept()
+        continued = ranks.run()
+        assert [one[2] for one in continued] == [4, 2, 1]
+        assert [one[0] for one in continued] == [values] * 3
+        assert "16 of them are done" in continued[0][3][0]
+        assert not list(tmp_path.glob("disk-*/*.partial"))
+    finally:
+        ranks.end()
+
+
+def test_columns_without_a_model_are_refused(tmp_path: Path) -> None:
+    class Nothing(Summed):
+        def models(self) -> dict[str, ModelSpec]:
+            return {"policy": ModelSpec()}
+
+    exp: Experiment = small_experiment(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"precomputed columns, and no model to compute them"):
+        with_precomputed(
+            exp, make_plan(exp), {}, tokenizer=None, task=Nothing(exp, None),
+            stores={}, layout=lambda name: Layout(64, 0, name), group=None,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="set trained=False too"):
+        ModelSpec(precomputes=True)
