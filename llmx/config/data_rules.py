@@ -25,6 +25,9 @@ COLUMNS = (
     "chosen",
     "rejected",
     "margin",
+    "responses",
+    "answers",
+    "desirable",
 )
 """Our names of columns: the keys of ``data.columns``."""
 LEAST_CHAT_TOKENS = 8

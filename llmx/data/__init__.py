@@ -22,7 +22,13 @@ Importing this package imports neither torch nor transformers.
 from llmx.data.collate import IGNORE, collate
 from llmx.data.eval_prompts import EvalPrompt, held_out_prompts, stop_token_ids
 from llmx.data.examples import Column, Encoding, Example, Rejected, Tokens
-from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.format.formats import (
+    Conversation,
+    Document,
+    Labelled,
+    Preference,
+    UnpairedPreference,
+)
 from llmx.data.order import permutation, rank_slice, samples_of_step
 from llmx.data.source.records import Record
 from llmx.data.source.split import has_eval
@@ -46,6 +52,7 @@ __all__ = [
     "Sample",
     "SampleStore",
     "Tokens",
+    "UnpairedPreference",
     "collate",
     "has_eval",
     "held_out_prompts",

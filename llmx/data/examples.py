@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.format.formats import (
+    Conversation,
+    Document,
+    Labelled,
+    Preference,
+    UnpairedPreference,
+)
 from llmx.data.source.records import Record, Where, excerpt
 from llmx.errors import ConfigError
 
@@ -33,7 +39,7 @@ RESERVED = frozenset(
     "segment_ids weights sequence_ids example_ids".split()
 )
 
-TypedRecord = Conversation | Document | Preference | Labelled | Record
+TypedRecord = Conversation | Document | Preference | UnpairedPreference | Labelled | Record
 """What ``encode`` gets: a record in its dataset format, or the record itself."""
 
 
@@ -160,8 +166,8 @@ class Encoding(Protocol):
 
     takes: ClassVar[tuple[type, ...]]
     """The rows that ``encode`` takes: of ``Conversation``, ``Document``, ``Preference``,
-    ``Labelled`` and ``Record``. A pair or a labelled row is a ``Conversation`` for a task that
-    does not take it as what it is."""
+    ``UnpairedPreference``, ``Labelled`` and ``Record``. A pair or a labelled row is a
+    ``Conversation`` for a task that does not take it as what it is."""
     columns: tuple[Column, ...]
     """Columns that examples have beside their tokens."""
     turn_weights: bool

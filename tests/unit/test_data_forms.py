@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from llmx.data.format.formats import Message, detect_form, to_conversation, to_document
+from llmx.data.format.formats import (
+    Message,
+    detect_form,
+    to_conversation,
+    to_document,
+    to_preference,
+    to_unpaired,
+    transcript,
+)
 from llmx.data.source.files import Record, Where
+from llmx.data.source.records import RecordError
 from llmx.errors import DataError
 
 WHERE = Where(Path("rows.json"), 3, "row")
@@ -154,3 +163,111 @@ def test_what_is_wrong_is_said_with_the_row(value: dict, message: str):
 
 def test_messages_are_values():
     assert Message("user", "a") == Message("user", "a")
+
+
+# Preference pairs
+
+PAIR = (("Q", "good"), ("Q", "bad"))
+HUMAN = "\n\nHuman: Q\n\nAssistant:"
+
+
+def pair(value: dict, **options):
+    record = Record(value, WHERE)
+    assert detect_form(record, text_key="text", columns={}, ranked=True) == "preference"
+    found = to_preference(record, columns={}, system=options.get("system"))
+    return tuple(
+        tuple(message.content for message in one.messages) for one in (found.chosen, found.rejected)
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": "Q", "chosen": "good", "rejected": "bad"},
+        {"chosen": f"{HUMAN} good", "rejected": f"{HUMAN} bad"},  # helpful-harmless
+        {"prompt": HUMAN, "chosen": " good".strip(), "rejected": "bad"},
+        {
+            "prompt": "Q",
+            "chosen": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}],
+            "rejected": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "bad"}],
+        },
+        {
+            "prompt": [{"role": "user", "content": "Q"}],
+            "chosen": [{"role": "assistant", "content": "good"}],
+            "rejected": [{"role": "assistant", "content": "bad"}],
+        },
+        {
+            "conversations": [{"from": "human", "value": "Q"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        {"instruction": "Q", "input": "", "output": ["good", "bad"]},
+        {"prompt": "Q", "responses": ["good", "fair", "bad"]},
+        {"conversations": [{"from": "human", "value": "Q"}], "answers": ["good", "bad"]},
+    ],
+)
+def test_published_layouts_of_pairs(value: dict):
+    assert pair(value) == PAIR
+
+
+def test_a_transcript_of_several_turns():
+    said = "\n\nHuman: a\n\nAssistant: b\nb\n\nHuman: c\n\nHuman: d\n\nAssistant:"
+    found = pair({"chosen": f"{said} good", "rejected": f"{said} bad"})
+    assert found[0] == ("a", "b\nb", "c\n\nd", "good")
+    assert transcript("Humans said so.") == transcript("x\n\nHuman: y\n\nAssistant: z") == []
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"prompt": "Q", "rejected": "bad"}, "no chosen answer"),
+        ({"prompt": "Q", "chosen": None, "rejected": "bad"}, "no chosen answer"),
+        ({"prompt": "Q", "chosen": "good", "rejected": ""}, "no rejected answer"),
+        ({"prompt": "Q", "chosen": "good", "rejected": " \n"}, "no answer"),
+        ({"prompt": "Q", "chosen": "same", "rejected": "same"}, "chosen is rejected"),
+        ({"prompt": "Q", "responses": ["only"]}, "no rejected answer"),
+        (
+            {"chosen": f"{HUMAN} good", "rejected": f"{HUMAN} b\n\nHuman: more\n\nAssistant: bad"},
+            "chosen and rejected answer different things",
+        ),
+    ],
+)
+def test_rows_that_are_no_pairs(value: dict, reason: str):
+    with pytest.raises(RecordError) as caught:
+        to_preference(Record(value, WHERE), columns={}, system=None)
+    assert caught.value.reason == reason
+
+
+def test_a_list_of_answers_is_a_preference_for_pairs_alone():
+    record = Record({"instruction": "Q", "output": ["good", "bad"]}, WHERE)
+    assert detect_form(record, text_key="text", columns={}) == "alpaca"
+
+
+@pytest.mark.parametrize(
+    ("more", "columns", "desirable"),
+    [
+        ({"label": True}, {}, True),
+        ({"label": "False"}, {}, False),
+        ({"kto_tag": 0}, {}, False),
+        ({"thumbs_up": True}, {"desirable": "thumbs_up"}, True),
+    ],
+)
+def test_answers_with_a_verdict(more: dict, columns: dict, desirable: bool):
+    value = {"prompt": "Q", "completion": "A", **more}
+    found = to_unpaired(Record(value, WHERE), conversation(value), columns=columns)
+    assert found.desirable is desirable
+    assert [message.content for message in found.conversation.messages] == ["Q", "A"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, r"no column says whether the answer is good .*data\.columns\.desirable"),
+        ({"label": 2}, r'"label" is 2, not true or false'),
+        ({"label": None}, r'"label" is .*, not true or false'),
+    ],
+)
+def test_answers_without_a_verdict(more: dict, message: str):
+    value = {"prompt": "Q", "completion": "A", **more}
+    with pytest.raises(RecordError, match=message):
+        to_unpaired(Record(value, WHERE), conversation(value), columns={})

@@ -18,6 +18,8 @@ from typing import Any
 from llmx.data.format.turns import by_rows
 from llmx.data.source.records import Record, excerpt, wrong_record
 
+RANKED = ("output", "response", "responses", "answers")
+"""Columns that may hold a list of answers, the best one first."""
 CHATS = ("sharegpt", "messages")
 SINGLE = ("alpaca", "prompt_response")
 LEARNED = (*CHATS, *SINGLE)
@@ -34,7 +36,7 @@ READ = {
     "labelled": ("prompt", "label", "history", "system", "tools"),
     "preference": (
         "chosen", "rejected", "conversations", "messages", "prompt", "instruction", "input",
-        "history", "system", "tools", "margin",
+        "history", "system", "tools", "margin", *RANKED,
     ),
 }  # fmt: skip
 """Our names of the columns that a format reads."""
@@ -200,16 +202,18 @@ class ColumnCheck:
         ignore: Collection[str],
         ignored: set[str],
         turn_weights: bool = False,
+        verdicts: Collection[str] = (),
     ) -> None:
         """``ignore``: columns that may be ignored whatever they hold (``data.ignore_columns``).
-        ``turn_weights``: the "weight" of a turn of a chat is used."""
+        ``turn_weights``: the "weight" of a turn of a chat is used. ``verdicts``: columns that say
+        whether an answer is good, where that is read."""
         self._read_of_a_turn = READ_OF_A_TURN
         if turn_weights and form in CHATS:
             self._read_of_a_turn = READ_OF_A_TURN | {"weight"}
         self._form = form
         self._ignore = frozenset(ignore)
         self._ignored = ignored
-        names = {columns.get(name, name) for name in READ[form]}
+        names = {columns.get(name, name) for name in READ[form]} | {*verdicts}
         if form == "prompt_response" and "response" not in columns:
             names.add("completion")
         self._text_key = text_key
@@ -219,6 +223,8 @@ class ColumnCheck:
         self._turns += ["completion"] * ("completion" in names)
         self._chats = {columns.get(name, name) for name in ("conversations", "messages")}
         asked = ("prompt", "instruction", "input", "history")
+        self._answers = {columns.get(name, name) for name in ("chosen", "rejected")}
+        self._ranked = {columns.get(name, name) for name in RANKED}
         self._asked = {columns.get(name, name) for name in asked}
         self._layouts: dict[tuple[str, ...], list[tuple[str, list[Rule]]]] = {}
 
@@ -257,6 +263,8 @@ class ColumnCheck:
             used = frozenset({self._text_key})  # title and content stand in its place
         if self._form == "preference" and self._chats.intersection(layout):
             used = used - self._asked  # the turns of the chat stand in their place
+        if self._form == "preference" and self._answers <= {*layout}:
+            used = used - self._ranked
         for name in layout:
             if name in used:
                 continue

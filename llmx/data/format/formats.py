@@ -9,6 +9,7 @@ Alpaca (``instruction``, ``input``, ``output``, ``history``), ShareGPT (``conver
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +22,14 @@ __all__ = [
     "Document",
     "Labelled",
     "Message",
+    "Preference",
+    "UnpairedPreference",
     "conversation_of",
     "detect_form",
     "to_conversation",
     "to_document",
+    "to_preference",
+    "to_unpaired",
 ]
 
 KEYS = {
@@ -78,9 +83,54 @@ class Labelled:
     """Earlier turns, where the data has them."""
 
 
-def detect_form(record: Record, *, text_key: str, columns: dict[str, str]) -> str:
-    """The form of a record, by its keys; raises DataError when none or several fit."""
+@dataclass(frozen=True)
+class UnpairedPreference:
+    """A conversation whose last answer is good or bad."""
+
+    conversation: Conversation
+    desirable: bool
+
+    @property
+    def where(self) -> Where:
+        return self.conversation.where
+
+
+VERDICTS = ("label", "kto_tag", "desirable", "is_desirable")
+"""Columns that say whether an answer is good: the first that a record has."""
+
+
+def to_unpaired(
+    record: Record, conversation: Conversation | None, *, columns: dict[str, str]
+) -> UnpairedPreference | None:
+    """A conversation with the verdict on its last answer: ``true`` or ``false``."""
+    own = columns.get("desirable")
+    names_ = (own,) if own else VERDICTS
+    key = next((name for name in names_ if name in record.value), None)
+    if key is None:
+        raise wrong_record(
+            record,
+            "no verdict",
+            f"no column says whether the answer is good ({', '.join(names_)}: true or false); the "
+            f"row has {names(record.value) or 'none'}. Map yours with data.columns.desirable.",
+        )
+    value = record.value[key]
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    if value not in (True, False):
+        raise wrong_record(
+            record, "no verdict", f'"{excerpt(key)}" is {excerpt(value)}, not true or false.'
+        )
+    return None if conversation is None else UnpairedPreference(conversation, bool(value))
+
+
+def detect_form(
+    record: Record, *, text_key: str, columns: dict[str, str], ranked: bool = False
+) -> str:
+    """The form of a record, by its keys; raises DataError when none or several fit. ``ranked``:
+    a list of answers is a preference, the best one first."""
     found = [form for form, keys in KEYS.items() if _has(record, keys, text_key, columns)]
+    if ranked and ranked_key(record, columns):
+        return "preference"
     if "label" in columns and _has(record, ("prompt", "label"), text_key, columns):
         return "labelled"
     if found and (len(found) == 1 or found[0] == "preference"):
@@ -337,12 +387,41 @@ class Preference:
         return self.chosen.where
 
 
-def to_preference(record: Record, *, columns: dict[str, str], system: str | None) -> Preference:
-    """The pair in a record. Both published layouts: ``chosen`` and ``rejected`` as whole
-    conversations (messages or text, with or without a ``prompt``), or ``conversations`` up to
-    the answer with ``chosen`` and ``rejected`` as the answers to it.
+def ranked_key(record: Record, columns: dict[str, str]) -> str | None:
+    """The column of a record with a list of answers, the best one first; None where there is none:
+    ``output`` beside an ``instruction``, ``response``, ``responses`` or ``answers`` beside a
+    ``prompt`` or turns."""
+    for name, asked in RANKED.items():
+        key = columns.get(name, name)
+        value = record.value.get(key)
+        beside = any(columns.get(each, each) in record.value for each in asked)
+        if (
+            beside
+            and isinstance(value, list)
+            and value
+            and all(isinstance(one, str) for one in value)
+        ):
+            return key
+    return None
 
-    Raises RecordError where the two do not have the same turns before the answer, or are the same.
+
+RANKED = {
+    "output": ("instruction",),
+    "response": ("prompt",),
+    "responses": ("prompt", "instruction", "conversations", "messages"),
+    "answers": ("prompt", "instruction", "conversations", "messages"),
+}
+"""Columns that may hold a ranked list of answers, and what stands beside them."""
+
+
+def to_preference(record: Record, *, columns: dict[str, str], system: str | None) -> Preference:
+    """The pair in a record. The published layouts: ``chosen`` and ``rejected`` as whole
+    conversations (messages, or text with ``Human:`` and ``Assistant:``) or as the answers to a
+    ``prompt``, ``conversations`` or ``messages``; and a list of answers, the best one first, of
+    which the first and the last are the pair.
+
+    Raises RecordError where an answer is missing or empty, where the two do not have the same turns
+    before the answer, or where they are the same.
     """
 
     def column(name: str) -> str:
@@ -350,18 +429,26 @@ def to_preference(record: Record, *, columns: dict[str, str], system: str | None
 
     before = _before_the_answers(record, column)
     found: list[Conversation] = []
-    for name in ("chosen", "rejected"):
-        key = column(name)
-        value = record.value.get(key)
+    for name, key, value in _two_answers(record, column, columns):
+        if value is None or (isinstance(value, str | list | dict) and not value):
+            problem = f'"{key}" is {excerpt(value)}' if key in record.value else f'no "{key}"'
+            raise wrong_record(
+                record, f"no {name} answer", f"{problem}: a pair needs both answers."
+            )
         if isinstance(value, dict):
             value = [value]
-        if isinstance(value, str):
+        if isinstance(value, str) and not before and (spoken := transcript(value)):
+            messages = turns(
+                [{"role": role, "content": text} for role, text in spoken], key, record.where
+            )
+        elif isinstance(value, str):
             messages = [*before, Message("assistant", value)]
         else:
             after = before if _is_answer(value) else []
             messages = turns(value, key, record.where, before=after)
         conversation = conversation_of(record, messages, columns=columns, system=system)
-        if conversation is None or conversation.messages[-1] != messages[-1]:
+        last = messages[-1]
+        if conversation is None or conversation.messages[-1] != last or not last.content.strip():
             raise wrong_record(record, "no answer", f'"{key}" does not end with an answer.', value)
         found.append(conversation)
     chosen, rejected = found
@@ -380,6 +467,41 @@ def to_preference(record: Record, *, columns: dict[str, str], system: str | None
     return Preference(chosen, rejected, record.value.get(column("margin")))
 
 
+def _two_answers(
+    record: Record, column: Any, columns: dict[str, str]
+) -> list[tuple[str, str, Any]]:
+    """(``chosen`` or ``rejected``, column, value) of both answers."""
+    ranked = ranked_key(record, columns)
+    if ranked and not (column("chosen") in record.value and column("rejected") in record.value):
+        answers = record.value[ranked]
+        if len(answers) < 2:
+            problem = f'"{ranked}" has one answer, and a pair needs two.'
+            raise wrong_record(record, "no rejected answer", problem, answers)
+        return [("chosen", ranked, answers[0]), ("rejected", ranked, answers[-1])]
+    return [(name, column(name), record.value.get(column(name))) for name in ("chosen", "rejected")]
+
+
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
+"""As the helpful-harmless data of Anthropic marks the turns of a transcript."""
+
+
+def transcript(text: str) -> list[tuple[str, str]]:
+    """(role, content) of the turns of a text that begins with ``Human:``; empty for another.
+    Several turns of one speaker are one."""
+    parts = _SPEAKER.split(text)
+    if len(parts) < 3 or parts[0].strip() or parts[1] != "Human":
+        return []
+    roles = {"Human": "user", "Assistant": "assistant"}
+    found: list[tuple[str, str]] = []
+    for speaker, content in zip(parts[1::2], parts[2::2], strict=True):
+        role = roles[speaker]
+        if found and found[-1][0] == role:
+            found[-1] = (role, f"{found[-1][1]}\n\n{content.strip()}")
+        else:
+            found.append((role, content.strip()))
+    return found
+
+
 def _before_the_answers(record: Record, column: Any) -> list[Message]:
     for name in ("conversations", "messages"):
         if column(name) in record.value:
@@ -389,6 +511,11 @@ def _before_the_answers(record: Record, column: Any) -> list[Message]:
         return turns(prompt, column("prompt"), record.where)
     if not isinstance(prompt, str):
         return []
+    if spoken := transcript(prompt):
+        if spoken[-1] == ("assistant", ""):  # the cue to answer
+            spoken.pop()
+        said = [{"role": role, "content": text} for role, text in spoken]
+        return turns(said, column("prompt"), record.where)
     key = column("input")
     extra = record.value.get(key)
     if extra is not None and not isinstance(extra, str):

@@ -13,16 +13,19 @@ from llmx.config import DataConfig, SourceConfig
 from llmx.data.examples import TypedRecord
 from llmx.data.format.columns import ColumnCheck
 from llmx.data.format.formats import (
+    VERDICTS,
     Conversation,
     Document,
     Labelled,
     Preference,
+    UnpairedPreference,
     check_characters,
     detect_form,
     to_conversation,
     to_document,
     to_labelled,
     to_preference,
+    to_unpaired,
 )
 from llmx.data.source.digests import digest_of
 from llmx.data.source.files import read_file, source_files
@@ -34,7 +37,7 @@ from llmx.text import plural, printable
 
 TAKEN: tuple[type, ...] = (Conversation, Document)
 """The records of a source that is read for no task."""
-CHATS: tuple[type, ...] = (Conversation,)
+CHATS: tuple[type, ...] = (UnpairedPreference, Conversation)
 RECORD_TYPES: dict[str, tuple[type, ...]] = {
     "text": (Document,),
     "preference": (Preference, Conversation),
@@ -43,6 +46,8 @@ RECORD_TYPES: dict[str, tuple[type, ...]] = {
 """What a record of a format can be, the most particular first; of others, a conversation."""
 COLUMNS_VERSION = 2
 """Raised when a record with columns, beside plain documents, becomes another record than before."""
+PREFERENCE_VERSION = 2
+"""The same for preference pairs alone."""
 LOOKED_AT = 100
 """First records of a source that tell its form where bad ones are skipped."""
 
@@ -148,7 +153,12 @@ class Source:
     def _detected(self, record: Record | TextPiece) -> str:
         if isinstance(record, TextPiece):
             return "text"
-        return detect_form(record, text_key=self.text_key, columns=self.columns)
+        return detect_form(
+            record,
+            text_key=self.text_key,
+            columns=self.columns,
+            ranked=Preference in self.takes,
+        )
 
     @cached_property
     def record_type(self) -> type | None:
@@ -168,7 +178,16 @@ class Source:
             ignore=self.ignore,
             ignored=self.ignored,
             turn_weights=self.turn_weights,
+            verdicts=self._verdicts,
         )
+
+    @property
+    def _verdicts(self) -> tuple[str, ...]:
+        """Columns of verdicts on an answer, where they are read."""
+        if self.record_type is not UnpairedPreference:
+            return ()
+        own = self.columns.get("desirable")
+        return (own,) if own else VERDICTS
 
     @cached_property
     def _revision(self) -> str:
@@ -194,6 +213,8 @@ class Source:
             also["text_unit"] = self.text_unit
         if self.form != "text":
             also["columns_version"] = COLUMNS_VERSION
+        if self.form == "preference":
+            also["preference_version"] = PREFERENCE_VERSION
         if self.form == "labelled":
             also["truncate_prompt"] = self.truncate_prompt
         if self.ignore:
@@ -272,7 +293,7 @@ class Source:
             return to_labelled(
                 raw, columns=self.columns, label_names=self.label_names, any_label=True
             )
-        return to_conversation(
+        found = to_conversation(
             raw,
             self.form,
             columns=self.columns,
@@ -280,6 +301,9 @@ class Source:
             label_names=self.label_names,
             turn_weights=self.turn_weights,
         )
+        if self.record_type is UnpairedPreference:
+            return to_unpaired(raw, found, columns=self.columns)
+        return found
 
     def _no_columns(self, raw: TextPiece) -> DataError:
         return DataError(

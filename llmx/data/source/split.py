@@ -21,7 +21,13 @@ import numpy as np
 
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data.examples import TypedRecord
-from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.format.formats import (
+    Conversation,
+    Document,
+    Labelled,
+    Preference,
+    UnpairedPreference,
+)
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, refuse
 from llmx.data.source.rejected import RejectedRecords
@@ -79,6 +85,8 @@ def _content(record: TypedRecord | None, index: int) -> bytes:
         return json.dumps([turns, record.tools]).encode()
     if isinstance(record, Preference):
         return b"".join(_content(answer, index) for answer in (record.chosen, record.rejected))
+    if isinstance(record, UnpairedPreference):
+        return _content(record.conversation, index) + bytes([record.desirable])
     if isinstance(record, Labelled):
         turns = [[message.role, message.content] for message in record.history]
         return json.dumps([turns, record.text, record.label]).encode()

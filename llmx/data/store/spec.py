@@ -18,7 +18,13 @@ from typing import Any
 
 from llmx.config import DataConfig, Experiment
 from llmx.data.examples import Encoding, Schema
-from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.format.formats import (
+    Conversation,
+    Document,
+    Labelled,
+    Preference,
+    UnpairedPreference,
+)
 from llmx.data.source.records import Record
 from llmx.data.source.source import COLUMNS_VERSION
 from llmx.data.source.split import FORMS_VERSION, DatasetSplit
@@ -37,6 +43,7 @@ NAMES = {
     Document: "text",
     Labelled: "labelled rows",
     Preference: "preference pairs",
+    UnpairedPreference: "answers with a verdict (label: true or false)",
     Record: "records",
 }
 PREPARATION = f"{SAMPLES_VERSION}.{FORMS_VERSION}.{COLUMNS_VERSION}"

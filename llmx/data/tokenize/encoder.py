@@ -34,7 +34,13 @@ from llmx.data.examples import (
     values_of,
     values_of_tokens,
 )
-from llmx.data.format.formats import Conversation, Document, Labelled, Preference
+from llmx.data.format.formats import (
+    Conversation,
+    Document,
+    Labelled,
+    Preference,
+    UnpairedPreference,
+)
 from llmx.data.source.records import RecordError, excerpt
 from llmx.data.source.rejected import RejectedRecords
 from llmx.data.source.split import DatasetSplit
@@ -452,6 +458,8 @@ def text_bytes(record: TypedRecord) -> int:
         texts = (message.content for message in record.messages)
     elif isinstance(record, Preference):
         return text_bytes(record.chosen) + text_bytes(record.rejected)
+    elif isinstance(record, UnpairedPreference):
+        return text_bytes(record.conversation)
     elif isinstance(record, Labelled):
         texts = (record.text, *(message.content for message in record.history))
     else:

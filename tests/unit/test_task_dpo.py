@@ -1,0 +1,288 @@
+"""task=dpo: losses with the values of TRL's, metrics, a stored reference, and what is refused."""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from llmx.config import Experiment
+from llmx.data import Conversation, Preference, UnpairedPreference, collate
+from llmx.data.format.formats import Message
+from llmx.data.source.records import Where
+from llmx.data.store.samples import Sample
+from llmx.errors import ConfigError
+from llmx.models.model import Models
+from llmx.tasks import task_class
+from llmx.tasks.dpo import Dpo, Options, kto_losses, log1mexp, pair_losses
+from tests.unit.test_models_model import causal_lm, model_of
+
+LOGP = torch.tensor([[-12.5, -30.0], [-8.0, -7.5], [-40.0, -41.0], [-3.0, -90.0]])
+REFERENCE = torch.tensor([[-13.0, -28.0], [-8.5, -7.0], [-44.0, -40.0], [-3.25, -80.0]])
+COUNTS = torch.tensor([[5.0, 9.0], [3.0, 3.0], [11.0, 10.0], [2.0, 20.0]])
+
+
+def trl_loss(name: str, *, beta: float, smoothing: float) -> float:
+    """The mean loss of these pairs as TRL's trainer computes it, with a model that answers with
+    log-probabilities that are given: all of an answer's on its first token."""
+    trl = pytest.importorskip("trl")
+    longest = int(COUNTS.max()) + 1
+    counts = torch.cat([COUNTS[:, 0], COUNTS[:, 1]]).long()
+    mask = (torch.arange(longest)[None] < counts[:, None]).long()
+    logps = torch.zeros(len(counts), longest - 1)
+    logps[:, 0] = torch.cat([LOGP[:, 0], LOGP[:, 1]])
+    answer = types.SimpleNamespace(
+        log_probs=logps, entropy=logps, mean_logits=logps, is_top1=logps > 1
+    )
+    accelerator = types.SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x
+    )
+    trainer: Any = types.SimpleNamespace(
+        model=types.SimpleNamespace(training=True),
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=smoothing,
+        use_weighting=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": torch.ones_like(mask),
+        "attention_mask": mask,
+        "completion_mask": mask,
+        "ref_chosen_logps": REFERENCE[:, 0],
+        "ref_rejected_logps": REFERENCE[:, 1],
+    }
+    found = trl.DPOTrainer._compute_loss(trainer, lambda **_: answer, inputs, return_outputs=False)
+    return float(found)
+
+
+def of_pairs(name: str, *, beta: float, smoothing: float = 0.0, **more: Any) -> float:
+    options = Options(loss=name, beta=beta, label_smoothing=smoothing, **more)
+    means = name in ("ipo", "orpo", "simpo") or options.length_normalised
+    scale = COUNTS if means else torch.ones_like(COUNTS)
+    return float(pair_losses(options, LOGP / scale, REFERENCE / scale).mean())
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+@pytest.mark.parametrize(
+    ("name", "theirs", "smoothing", "more"),
+    [
+        ("sigmoid", "sigmoid", 0.0, {}),
+        ("sigmoid", "sigmoid_norm", 0.0, {"length_normalised": True}),
+        ("robust", "robust", 0.2, {}),
+        ("hinge", "hinge", 0.0, {}),
+        ("ipo", "ipo", 0.0, {}),
+        ("sppo_hard", "sppo_hard", 0.0, {}),
+        ("nca_pair", "nca_pair", 0.0, {}),
+    ],
+)
+def test_losses_are_those_of_trl(
+    name: str, theirs: str, smoothing: float, more: dict[str, Any], beta: float
+) -> None:
+    ours = of_pairs(name, beta=beta, smoothing=smoothing, **more)
+    assert ours == pytest.approx(trl_loss(theirs, beta=beta, smoothing=smoothing), rel=1e-6)
+
+
+def test_simpo_and_label_smoothing_are_those_of_trl() -> None:
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    means = LOGP / COUNTS
+    for name, gamma in (("simpo", 0.3), ("sigmoid", 0.0)):
+        trainer: Any = types.SimpleNamespace(
+            alpha=0.0,
+            accelerator=types.SimpleNamespace(device=torch.device("cpu")),
+            loss_type=name,
+            simpo_gamma=gamma,
+            beta=2.0,
+            label_smoothing=0.1,
+        )
+        theirs, *_ = cpo.CPOTrainer.cpo_loss(trainer, means[:, 0], means[:, 1])
+        options = Options(loss=name, beta=2.0, label_smoothing=0.1, gamma=gamma)
+        ours = pair_losses(options, means, torch.zeros_like(means))
+        assert torch.allclose(ours, theirs, rtol=1e-6)
+
+
+def test_orpo_is_that_of_trl() -> None:
+    orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    means = LOGP / COUNTS
+    trainer: Any = types.SimpleNamespace(
+        beta=0.25, accelerator=types.SimpleNamespace(device=torch.device("cpu"))
+    )
+    theirs, *_ = orpo.ORPOTrainer.odds_ratio_loss(trainer, means[:, 0], means[:, 1])
+    ours = pair_losses(Options(loss="orpo", beta=0.25), means, torch.zeros_like(means))
+    assert torch.allclose(ours, -theirs, rtol=1e-5)
+
+
+def test_log1mexp_keeps_its_digits() -> None:
+    values = torch.tensor([-1e-6, -0.1, -0.7, -5.0, -80.0], requires_grad=True)
+    found = log1mexp(values)
+    exact = np.log(-np.expm1(values.detach().double().numpy()))
+    assert np.allclose(found.detach().numpy(), exact, rtol=1e-4)
+    found.sum().backward()
+    assert values.grad is not None
+    assert torch.isfinite(values.grad).all()
+
+
+def test_kto_is_that_of_the_paper() -> None:
+    """Ethayarajh et al. 2024, eq. 7 and 8: lambda times (1 - the value function)."""
+    ratios = torch.tensor([2.0, -1.0, 0.5])
+    desirable = torch.tensor([True, False, True])
+    kl = torch.tensor(0.25)
+    options = Options(loss="kto", beta=0.4, desirable_weight=1.5, undesirable_weight=0.5)
+    found = kto_losses(options, ratios, desirable, kl)
+    wanted = [
+        1.5 * (1 - torch.sigmoid(torch.tensor(0.4 * 1.75))),
+        0.5 * (1 - torch.sigmoid(torch.tensor(0.4 * 1.25))),
+        1.5 * (1 - torch.sigmoid(torch.tensor(0.4 * 0.25))),
+    ]
+    assert torch.allclose(found, torch.stack(wanted))
+
+
+# The task as a whole, on a small network
+
+
+def task(**options: Any) -> Dpo:
+    exp = Experiment()
+    exp.task.kind, exp.task.options = "dpo", options
+    assert task_class("dpo") is Dpo
+    return Dpo(exp, None)
+
+
+PAIRS = [[[5, 6, 7, 8, 9], [5, 6, 9]], [[2, 3, 4, 4, 4, 4], [2, 3, 7, 7]]]
+"""Two examples; the first two tokens are the prompt."""
+
+
+def batch_of(own: Dpo, examples: list[list[list[int]]], layout: str = "packed") -> dict[str, Any]:
+    samples = []
+    for example in examples:
+        lengths = [len(one) for one in example]
+        starts = np.cumsum([0, *lengths[:-1]])
+        targets = np.concatenate([np.arange(length) >= 2 for length in lengths])
+        columns = {"desirable": np.array([1, 0], np.int8)[: len(example)]}
+        tokens = np.array([token for one in example for token in one], np.uint32)
+        first = np.zeros(1, np.int64)
+        samples.append(Sample(tokens, targets, starts, None, first, columns))
+    return collate(samples, seq_len=32, pad_id=0, layout=layout, columns=own.columns)
+
+
+def models_for(own: Dpo, layout: str = "packed") -> Models:
+    reference = causal_lm()
+    policy = causal_lm()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.3)
+    found = {"policy": model_of(policy, layout)}
+    if own._reference != "free":
+        found["reference"] = model_of(reference, layout, trained=False)
+    return Models(found)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "sppo_hard", "kto"])
+def test_a_stored_reference_gives_what_a_live_one_does(loss: str, layout: str) -> None:
+    live, stored = task(loss=loss, reference="live"), task(loss=loss)
+    models = models_for(live, layout)
+    batch = batch_of(live, PAIRS, layout)
+    wanted = live.loss(models, batch)
+    columns = stored.precompute(models, batch)
+    (column,) = stored.precomputed
+    assert column.name in columns
+    assert not columns[column.name].requires_grad
+    del models["reference"]
+    found = stored.loss(models, {**batch, **columns})
+    assert torch.equal(found.sum, wanted.sum)
+    assert found.weight == wanted.weight == 2.0
+    assert {*found.metrics} == {*stored.metrics} == {*wanted.metrics}
+    found.sum.backward()
+
+
+def test_the_loss_is_that_of_the_formula() -> None:
+    own = task(reference="live", sft_weight=0.5, beta=0.3)
+    models, batch = models_for(own), batch_of(own, PAIRS)
+    policy = models.policy.log_probabilities(batch)
+    logp = policy.sums().view(-1, 2)
+    reference = models.reference.log_probabilities(batch).sums().view(-1, 2)
+    margin = 0.3 * ((logp - reference)[:, 0] - (logp - reference)[:, 1])
+    likelihood = logp[:, 0] / torch.tensor([3.0, 4.0])
+    found = own.loss(models, batch)
+    assert float(found.sum) == pytest.approx(
+        float((-logsigmoid(margin) - 0.5 * likelihood).sum()), rel=1e-6
+    )
+    assert float(found.metrics["margin"]) == pytest.approx(float(margin.sum()), rel=1e-5)
+    assert int(found.metrics["accuracy"]) == int((margin > 0).sum())
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo", "simpo", "kto"])
+def test_no_example_is_a_loss_of_zero_with_a_gradient(loss: str) -> None:
+    """A rank without a sample must keep step, through the same forwards."""
+    own = task(loss=loss, reference="free")
+    models, batch = models_for(own), batch_of(own, [])
+    found = own.loss(models, batch)
+    assert (float(found.sum), found.weight) == (0.0, 0.0)
+    found.sum.backward()
+    assert {*found.metrics} == {*own.metrics}
+
+
+def test_kto_of_one_answer_and_of_pairs() -> None:
+    own = task(loss="kto", reference="free")
+    models = models_for(own)
+    pair = own.loss(models, batch_of(own, PAIRS[:1]))
+    ones = batch_of(own, [PAIRS[0][:1], PAIRS[0][1:]])
+    ones["desirable"] = torch.tensor([1, 0], dtype=torch.int8)
+    apart = own.loss(models, ones)
+    assert float(apart.sum) / 2 == pytest.approx(float(pair.sum), rel=1e-6)
+    assert (pair.weight, apart.weight) == (1.0, 2.0)
+
+
+def test_which_models_and_columns_an_option_needs() -> None:
+    assert [*task().models()] == ["policy", "reference"]
+    assert task().models()["reference"].precomputes
+    assert not task(reference="live").models()["reference"].precomputes
+    assert not task(reference="live").precomputed
+    for without in ({"reference": "free"}, {"loss": "simpo"}, {"loss": "orpo"}):
+        own = task(**without)
+        assert ([*own.models()], own.precomputed) == (["policy"], ())
+    # A sweep over losses and beta prepares the data and the reference once.
+    same = [task(beta=0.1), task(beta=0.5, loss="ipo", sft_weight=1.0)]
+    assert same[0].encoding_identity() == same[1].encoding_identity()
+    assert same[0].precompute_identity() == same[1].precompute_identity()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "dpo"}, r"task\.options\.loss=dpo: must be one of sigmoid, robust, hinge, ipo"),
+        ({"bta": 0.2}, r"task\.options\.bta: unknown key.*beta"),
+        ({"beta": 0}, r"task\.options\.beta=0: must be a .*number above 0"),
+        ({"reference": "none"}, r"must be one of stored, live, free"),
+        ({"label_smoothing": 0.5}, r"task\.options\.label_smoothing=0\.5: must be a number from 0"),
+        ({"loss": "robust"}, r"Set e\.g\. task\.options\.label_smoothing=0\.1"),
+        ({"loss": "hinge", "label_smoothing": 0.1}, r"label_smoothing=0\.1 has no place in"),
+    ],
+)
+def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task(**options)
+
+
+def test_rows_become_examples() -> None:
+    where = Where(Path("rows.json"), 1, "row")
+    asked = Message("user", "Q")
+    good, bad = (Conversation((asked, Message("assistant", text)), where) for text in ("yes", "no"))
+    pair = task().encode(Preference(good, bad))
+    assert (pair.sequences, pair.columns) == ((good, bad), {"desirable": [1, 0]})
+    one = task(loss="kto").encode(UnpairedPreference(bad, False))
+    assert (one.sequences, one.columns, one.cuts) == ((bad,), {"desirable": [False]}, ("prompt",))
