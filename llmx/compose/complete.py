@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.compose.local_paths import absolute, is_directory, local_paths, missing_here
+from llmx.compose.task_options import option_problems
 from llmx.config import Experiment, ModelConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
 from llmx.config.user_code import with_code_path
@@ -47,7 +48,7 @@ def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
 
     ``problems``: what completing it has found, to be reported with the rest.
     """
-    problems = [*problems, *target_problems(exp)]
+    problems = [*problems, *target_problems(exp), *option_problems(exp.task)]
     validate(exp, problems, position_limit=position_limit(exp.model.config))
     plan = make_plan(exp, local_names=local_names())
     return Composed(exp, plan, ds_config(exp, plan))

@@ -332,7 +332,8 @@ def add_loss(means: dict[str, Mean], loss: Loss) -> None:
 
 
 def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
-    """``values`` as an instance of the dataclass ``kind``.
+    """``values`` as an instance of the dataclass ``kind``, which may have a method ``check`` that
+    raises ConfigError for values that do not go together.
 
     Raises:
         ConfigError: a name or a type that it does not have.
@@ -343,7 +344,10 @@ def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
                 f"task.options={dict(values)}: this task takes no options. Remove them."
             )
         return None
-    return dataclass_from(kind, dict(values), path="task.options")
+    made = dataclass_from(kind, dict(values), path="task.options")
+    if callable(check := getattr(made, "check", None)):
+        check()
+    return made
 
 
 def next_token_loss(model: Model, batch: Batch, **terms: Any) -> Loss:

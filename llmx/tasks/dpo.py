@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmx.config import Experiment
 from llmx.config.fields import choice, number
 from llmx.data import UnpairedPreference
 from llmx.data.examples import Column, Example
@@ -68,6 +67,20 @@ class Options:
     undesirable_weight: float = number(1.0, minimum=0, maximum=1000, example=1)
     """Weight of bad answers (``kto``)."""
 
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together."""
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ConfigError(
+                "task.options.loss=robust corrects for swapped pairs, and "
+                "task.options.label_smoothing=0 says that there are none. Set e.g. "
+                "task.options.label_smoothing=0.1, or task.options.loss=sigmoid."
+            )
+        if self.label_smoothing and self.loss not in SMOOTHED:
+            raise ConfigError(
+                f"task.options.label_smoothing={self.label_smoothing:g} has no place in "
+                f"task.options.loss={self.loss}. It belongs to {', '.join(SMOOTHED)}."
+            )
+
 
 class Dpo(Task):
     """Targets are the last answers, those that differ."""
@@ -77,21 +90,6 @@ class Dpo(Task):
     columns = (Column("desirable", per="sequence", dtype="int8"),)
     loss_on = "last"
     normaliser = "examples"
-
-    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
-        super().__init__(exp, tokenizer)
-        options = self.options
-        if options.loss == "robust" and not options.label_smoothing:
-            raise ConfigError(
-                "task.options.loss=robust corrects for swapped pairs, and "
-                "task.options.label_smoothing=0 says that there are none. Set e.g. "
-                "task.options.label_smoothing=0.1, or task.options.loss=sigmoid."
-            )
-        if options.label_smoothing and options.loss not in SMOOTHED:
-            raise ConfigError(
-                f"task.options.label_smoothing={options.label_smoothing:g} has no place in "
-                f"task.options.loss={options.loss}. It belongs to {', '.join(SMOOTHED)}."
-            )
 
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the examples: a sweep over them prepares nothing anew."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 from collections import defaultdict
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from llmx.compose.task_options import option_problems
 from llmx.config import Experiment
+from llmx.config.schema import TaskConfig
 from llmx.data import Conversation, Preference, UnpairedPreference, collate
 from llmx.data.format.formats import Message
 from llmx.data.source.records import Where
@@ -31,7 +35,7 @@ COUNTS = torch.tensor([[5.0, 9.0], [3.0, 3.0], [11.0, 10.0], [2.0, 20.0]])
 def trl_loss(name: str, *, beta: float, smoothing: float) -> float:
     """The mean loss of these pairs as TRL's trainer computes it, with a model that answers with
     log-probabilities that are given: all of an answer's on its first token."""
-    trl = pytest.importorskip("trl")
+    trl = pytest.importorskip("trl", minversion="1.16")
     longest = int(COUNTS.max()) + 1
     counts = torch.cat([COUNTS[:, 0], COUNTS[:, 1]]).long()
     mask = (torch.arange(longest)[None] < counts[:, None]).long()
@@ -276,6 +280,18 @@ def test_which_models_and_columns_an_option_needs() -> None:
 def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task(**options)
+
+
+def test_options_are_checked_while_the_config_is_composed() -> None:
+    assert option_problems(TaskConfig(kind="dpo", options={"beta": 0.2})) == []
+    assert option_problems(TaskConfig(kind="my_tasks:Own", options={"x": 1})) == [], "by the ranks"
+    (unknown,) = option_problems(TaskConfig(kind="sft", options={"beta": 0.2}))
+    assert "this task takes no options" in unknown
+    (unknown,) = option_problems(TaskConfig(kind="dpo", options={"bta": 0.2}))
+    assert 'Did you mean "beta"?' in unknown
+    # Without torch: the control process may run where there is none.
+    code = "import sys, llmx.tasks.dpo; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_rows_become_examples() -> None:

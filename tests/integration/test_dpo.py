@@ -1,0 +1,125 @@
+"""task=dpo on real preference pairs: ZeRO 2 and 3, a stored and a live reference, resume, export.
+
+Needs LLMX_REAL_DATA. ``python -m pytest -m deepspeed tests/integration/test_dpo.py``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmx.config import Experiment
+from llmx.run.rundir import RunDir
+from tests.forked_ranks import Server, server
+from tests.realdata import real_tokenizer_dir
+from tests.rundirs import experiment, write_run
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Server]:
+    with server() as made:
+        yield made
+
+
+def lines(run: RunDir, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+TIMES = {"time", "step_time_s", "tokens_per_s", "data_wait_s", "memory_gib", "mfu"}
+
+
+def measured(run: RunDir) -> list[dict[str, Any]]:
+    """The lines of training and evaluation, without what a clock says."""
+    return [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for kind in ("train", "eval")
+        for line in lines(run, kind)
+        if not line.get("extra")
+    ]
+
+
+def test_pairs_are_learned_resumed_and_exported(
+    real_data: Path, tmp_path: Path, ranks: Server
+) -> None:
+    tokenizer = real_tokenizer_dir(real_data, tmp_path / "tokenizer")
+
+    def run(name: str, *, stage: int, reference: str = "stored", **task: Any) -> Experiment:
+        return experiment(
+            tmp_path / name,
+            model={"tokenizer": str(tokenizer)},
+            data={
+                "path": str(real_data / "dpo_en_demo.json"),
+                "seq_len": 512,
+                "max_rows": 80,
+                "eval_samples": 16,
+            },
+            task={
+                "kind": "dpo",
+                "steps": STEPS,
+                "options": {"beta": 0.2, "reference": reference},
+                **task,
+            },
+            zero={"stage": stage},
+            optim={"lr": 3e-3},
+            batch={"micro_batch": 2},
+        )
+
+    whole = ranks.start(write_run(run("whole", stage=2))).finish()
+    log = whole.rank_log(0).read_text()
+    assert "Precomputing reference_logp (train): done in" in log
+    assert "Precomputing reference_logp (eval): done in" in log
+    (start,) = lines(whole, "start")
+    train, (before, after) = lines(whole, "train"), lines(whole, "eval")
+    # The policy begins as the reference: no pair is preferred.
+    assert train[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert before["margin"] == pytest.approx(0.0, abs=1e-3)
+    assert after["margin"] > 0.02
+    assert after["accuracy"] > 0.5
+    assert after["loss"] < before["loss"]
+    # One model in memory, and no reference in the checkpoint.
+    assert start["num_parameters"] == num_parameters(whole)
+
+    # The same with ZeRO-3, which finds the columns, stopped half-way and continued.
+    stopped = run("stopped", stage=3, stop_at_step=STEPS // 2)
+    half = ranks.start(write_run(stopped)).finish()
+    assert "reference_logp found in" in half.rank_log(0).read_text()
+    rest = ranks.start(write_run(run("stopped", stage=3))).finish()
+    undisturbed = ranks.start(write_run(run("undisturbed", stage=3))).finish()
+    assert measured(rest) == measured(undisturbed)
+    assert lines(rest, "end")[-1]["weights_hash"] == lines(undisturbed, "end")[-1]["weights_hash"]
+    for ours, theirs in zip(lines(undisturbed, "train"), train, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), "ZeRO-2 and ZeRO-3"
+
+    # A live reference in the same engine has the same losses; computed at ZeRO-3, the columns too.
+    live = ranks.start(write_run(run("live", stage=2, reference="live"))).finish()
+    assert "Precomputing" not in live.rank_log(0).read_text()
+    for ours, theirs in zip(lines(live, "train"), train, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4)
+        assert ours["margin"] == pytest.approx(theirs["margin"], abs=2e-3)
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    again = ranks.start(write_run(run("again", stage=3, steps=1))).finish()
+    assert "Precomputing reference_logp (train): done in" in again.rank_log(0).read_text()
+    assert lines(again, "train")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+    for each in (whole, rest):
+        model = AutoModelForCausalLM.from_pretrained(each.final_model)
+        assert torch.isfinite(model(input_ids=torch.arange(5)[None]).logits).all()
+
+
+def num_parameters(run: RunDir) -> int:
+    """Of the checkpoint: as many as training has."""
+    state = json.loads(next(run.checkpoints.glob("step-*/state.json")).read_text())
+    names = state["parameters"]
+    assert not any("reference" in name for name in names)
+    return sum(int(torch.tensor(each["shape"]).prod()) for each in names.values())
