@@ -344,7 +344,7 @@ def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
                 f"task.options={dict(values)}: this task takes no options. Remove them."
             )
         return None
-    made = dataclass_from(kind, dict(values), path="task.options")
+    made: Any = dataclass_from(kind, dict(values), path="task.options")
     if callable(check := getattr(made, "check", None)):
         check()
     return made

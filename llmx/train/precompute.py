@@ -251,7 +251,7 @@ class Progress:
         return time.perf_counter() - self._began
 
     def _sequences(self, samples: int) -> int:
-        return self._store.span("sequence", 0, samples).stop
+        return int(self._store.span("sequence", 0, samples).stop)
 
     def show(self, samples: int) -> None:
         """``samples`` are done, over all ranks, as far as this one knows."""

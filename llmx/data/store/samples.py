@@ -238,7 +238,7 @@ class SampleStore:
 
     def count(self, per: str) -> int:
         """How many sequences or examples (``per``) there are."""
-        return self.span(per, 0, len(self)).stop
+        return int(self.span(per, 0, len(self)).stop)
 
     def __len__(self) -> int:
         return len(self._target_counts)

@@ -84,9 +84,10 @@ def frozen_models(
         if engine is not None:
             engine.destroy()
         # The caller may hold an exception, or the models: the weights go in any case.
+        parameter: Any
         for parameter in whole.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            if getattr(parameter, "ds_tensor", None) is not None:
+            if hasattr(parameter, "ds_tensor"):  # this rank's part under ZeRO-3
                 parameter.ds_tensor = None
         del engine, built, whole
         gc.collect()
