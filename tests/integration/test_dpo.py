@@ -74,6 +74,7 @@ def test_pairs_are_learned_resumed_and_exported(
             zero={"stage": stage},
             optim={"lr": 3e-3},
             batch={"micro_batch": 2},
+            checkpoint={"every_steps": STEPS // 2},
         )
 
     whole = ranks.start(write_run(run("whole", stage=2))).finish()
