@@ -74,7 +74,7 @@ def test_pairs_are_learned_resumed_and_exported(
             zero={"stage": stage},
             optim={"lr": 3e-3},
             batch={"micro_batch": 2},
-            checkpoint={"every_steps": STEPS // 2},
+            checkpoint={"at_end": True},
         )
 
     whole = ranks.start(write_run(run("whole", stage=2))).finish()
@@ -98,6 +98,8 @@ def test_pairs_are_learned_resumed_and_exported(
     assert "reference_logp found in" in half.rank_log(0).read_text()
     rest = ranks.start(write_run(run("stopped", stage=3))).finish()
     undisturbed = ranks.start(write_run(run("undisturbed", stage=3))).finish()
+    (resumed,) = [line for line in lines(rest, "event") if line["event"] == "resumed"]
+    assert resumed["step"] == STEPS // 2
     assert measured(rest) == measured(undisturbed)
     assert lines(rest, "end")[-1]["weights_hash"] == lines(undisturbed, "end")[-1]["weights_hash"]
     for ours, theirs in zip(lines(undisturbed, "train"), train, strict=True):
