@@ -285,7 +285,7 @@ def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
 def test_options_are_checked_while_the_config_is_composed() -> None:
     assert option_problems(TaskConfig(kind="dpo", options={"beta": 0.2})) == []
     assert option_problems(TaskConfig(kind="my_tasks:Own", options={"x": 1})) == [], "by the ranks"
-    (unknown,) = option_problems(TaskConfig(kind="sft", options={"beta": 0.2}))
+    (unknown,) = option_problems(TaskConfig(kind="pretrain", options={"beta": 0.2}))
     assert "this task takes no options" in unknown
     (unknown,) = option_problems(TaskConfig(kind="dpo", options={"bta": 0.2}))
     assert 'Did you mean "beta"?' in unknown
