@@ -28,7 +28,7 @@ def built(directory: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
-    with _empty_model(stage=0, device=torch.device("cpu"), ds_config={}):
+    with _empty_model(stage=0, device=torch.device("cpu"), ds_config={}, dtype=torch.float32):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
     return model

@@ -42,6 +42,7 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
     main = SimpleNamespace(
         module=torch.nn.Linear(1, 1),
         spec=SimpleNamespace(trained=True),
+        attention=SimpleNamespace(causal=True),
         routing=SimpleNamespace(measure=lambda **_: {}),
     )
     engine = SimpleNamespace(
