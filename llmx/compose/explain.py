@@ -92,8 +92,9 @@ def _unfit(key: str, overrides: Sequence[str]) -> str:
 
 
 def _typed(key: str, overrides: Sequence[str]) -> str:
-    """The override that sets a key, as it was typed; else the key."""
+    """The override that sets a key, or what would be inside it, as it was typed; else the key."""
     for word in overrides:
-        if word.lstrip("+~").split("=", 1)[0] == key:
+        typed = word.lstrip("+~").split("=", 1)[0]
+        if typed == key or typed.startswith(f"{key}."):
             return shown(word)
     return shown(key)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import llmx.train.step_log as module
-from llmx.config import OptimConfig
+from llmx.config import AdapterConfig, OptimConfig
 from llmx.tasks import Loss
 from llmx.train.step_log import StepLog
 
@@ -57,7 +57,9 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
     )
     session: Any = SimpleNamespace(
         engine=engine,
-        exp=SimpleNamespace(task=SimpleNamespace(spike_factor=None), optim=OptimConfig()),
+        exp=SimpleNamespace(
+            task=SimpleNamespace(spike_factor=None), optim=OptimConfig(), adapter=AdapterConfig()
+        ),
         plan=SimpleNamespace(world_size=1, peak_tflops=0.0),
         resume_point=SimpleNamespace(tokens_seen=0, target_tokens_seen=0, losses=[]),
         length=SimpleNamespace(samples_at=lambda step: 4 * step),
