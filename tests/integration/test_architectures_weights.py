@@ -45,7 +45,7 @@ def made(kind: str) -> Any:
 def loaded(directory: Path, *, like: Any) -> Any:
     # Not that of the directory: gemma4's shrunk config cannot be read back.
     config = copy.deepcopy(like.config)
-    with _empty_model(stage=0, device=torch.device("cpu"), ds_config={}):
+    with _empty_model(stage=0, device=torch.device("cpu"), ds_config={}, dtype=torch.float32):
         model = type(like)._from_config(config, dtype=torch.float32)
     model.tie_weights()
     load_weights(model, ModelConfig(path=str(directory), init="pretrained"))
