@@ -96,3 +96,12 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
             f"llmx: {place}: the name is too long for a file. Use a shorter one.", file=sys.stderr
         )
         return ConfigError.exit_code
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of Path.expanduser
+            raise
+        print(
+            "llmx: a path begins with ~ and a name that no user of this machine has. Write ~/ for "
+            "your own home directory, or the whole path.",
+            file=sys.stderr,
+        )
+        return ConfigError.exit_code

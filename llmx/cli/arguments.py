@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,7 +128,8 @@ def _line(overrides: list[str], found: dict[str, str]) -> Line:
     directory = found.get("--config-dir")
     if directory == "":
         raise ConfigError("--config-dir: needs a directory: --config-dir DIR.")
-    if directory is not None and not Path(directory).expanduser().is_dir():
+    # Not Path.expanduser: it raises where the name after ~ is no user's.
+    if directory is not None and not Path(os.path.expanduser(directory)).is_dir():  # noqa: PTH111
         where = f"in {Path.cwd()}" if not Path(directory).is_absolute() else "on this machine"
         raise ConfigError(f"--config-dir {shown(directory)}: no such directory {where}.")
     return Line(
