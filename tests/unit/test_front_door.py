@@ -105,7 +105,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["--resolve"], "only together with --cfg job"),
         (["--cfg", "job", "--package", "optm"], 'no such part. Did you mean "optim"?'),
         (["plan", "--config-dir", "~nobody.x"], "--config-dir ~nobody.x: no such directory"),
-        (["resume", "~nobody.x"], "a path begins with ~ and a name that no user"),
+        (["reproduce", "~nobody.x"], "a path begins with ~ and a name that no user"),
         (["plan", "-p", "all", "-c"], "--package all: the config has no such part"),
     ],
 )  # fmt: skip
