@@ -133,11 +133,14 @@ _KEYS = re.compile(
         for name in sorted([*known_keys(), *GROUPS, *COMMANDS], key=len, reverse=True)
     )
 )
+_OPTION = re.compile(r"(?<!\S)--[a-z]+(-[a-z]+)*(?![\w-])")
 
 
 def names_something(line: str, case: Case) -> bool:
     """Whether a line of a message names a key, an option, a command, a word or a file of the case."""
     if any(name in line for name in (*case.files, "outputs")) or _KEYS.search(line):
+        return True
+    if _OPTION.search(line):  # "-cd" is "-c" with a value to one reader, "--config-dir" to us
         return True
     if "" in case.argv and "''" in line:  # an empty word, as a shell shows it
         return True
