@@ -169,7 +169,7 @@ def naive_training(
     ``stop``: samples of all steps, of which the last may have fewer."""
     model = build_model(
         exp,
-        model_config(exp, tokenizer=tokenizer),
+        model_config(exp.model, exp.data, tokenizer=tokenizer),
         precision="fp32",
         device=torch.device("cpu"),
         implementation="sdpa",
@@ -202,7 +202,7 @@ def naive_gradient(
     networks = {
         name: build_model(
             exp,
-            model_config(exp, tokenizer=tokenizer, spec=spec),
+            model_config(exp.model, exp.data, tokenizer=tokenizer, spec=spec),
             precision="fp32",
             device=cpu,
             implementation="sdpa",

@@ -54,7 +54,7 @@ def _run(config: Path, own: dict[str, str]) -> int:
     preview = _count(own.get("preview", "0"))
     if offline := stay_offline_if_unreachable(exp.model, os.environ):
         print(offline, flush=True)
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     stores = {}
     for split in [wanted] if wanted else splits:
         stores[split] = store = _prepared(exp, tokenizer, split)

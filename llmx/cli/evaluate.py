@@ -215,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
         for line in task.see_model(AutoConfig.from_pretrained(target.model), store):
             print(printable(line))
     models = load(target.model, task, tokenizer)
-    check_length(exp, models)
+    check_length(exp.data, models)
     found = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
     if options.generate:
@@ -303,12 +303,12 @@ def load(directory: Path, task: Any, tokenizer: Any) -> Any:
     )
 
 
-def check_length(exp: Experiment, models: Any) -> None:
+def check_length(data: DataConfig, models: Any) -> None:
     """ConfigError where samples are longer than the model takes."""
     limit = getattr(models.main.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and exp.data.seq_len > limit:
+    if limit is not None and data.seq_len > limit:
         raise ConfigError(
-            f"data.seq_len={exp.data.seq_len}, but the model takes at most {limit} positions. Set "
+            f"data.seq_len={data.seq_len}, but the model takes at most {limit} positions. Set "
             f"data.seq_len={limit}."
         )
 

@@ -67,7 +67,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     all_here = exp.launch.sync == "rsync" or all(
         {host.name, host.address} & names for host in hardware.hosts
     )
-    data, model, problems = local_paths(exp, all_here=all_here)
+    data, model, problems = local_paths(exp.data, exp.model, all_here=all_here)
     # Groups bring epochs and warmup_fraction; a user who types steps means steps.
     task, optim = with_code_path(exp.task), exp.optim
     if task.steps is not None:
@@ -103,7 +103,7 @@ def check_paths(exp: Experiment, plan: Plan) -> None:
     """
     if not all(host.is_local for host in plan.hosts):
         return
-    missing = list(missing_here(exp))
+    missing = list(missing_here(exp.data, exp.model))
     if missing:
         raise ConfigError("\n".join(missing))
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmx.config import DataConfig, Experiment, ModelConfig
+from llmx.config import DataConfig, ModelConfig
 from llmx.config.build import shown
 from llmx.config.file_formats import KNOWN, files_in, is_saved, name_problem
 from llmx.errors import did_you_mean
@@ -31,7 +31,9 @@ _MOST_FILES = 1000
 """Files of a directory or a glob whose names are looked at before a launch; ranks look at all."""
 
 
-def local_paths(exp: Experiment, *, all_here: bool) -> tuple[DataConfig, ModelConfig, list[str]]:
+def local_paths(
+    data: DataConfig, model: ModelConfig, *, all_here: bool
+) -> tuple[DataConfig, ModelConfig, list[str]]:
     """Data and model with absolute paths, and one message for each path that cannot be used.
 
     ``all_here``: every path must exist on this machine, since all ranks run here or the files
@@ -39,19 +41,19 @@ def local_paths(exp: Experiment, *, all_here: bool) -> tuple[DataConfig, ModelCo
     """
     found = _Paths(all_here)
     data = dataclasses.replace(
-        exp.data,
-        path=exp.data.path if exp.data.sources else found.source(exp.data.path, "data.path"),
-        eval_path=exp.data.eval_path and found.source(exp.data.eval_path, "data.eval_path"),
+        data,
+        path=data.path if data.sources else found.source(data.path, "data.path"),
+        eval_path=data.eval_path and found.source(data.eval_path, "data.eval_path"),
         sources=[
             dataclasses.replace(part, path=found.source(part.path, f"data.sources[{index}].path"))
-            for index, part in enumerate(exp.data.sources)
+            for index, part in enumerate(data.sources)
         ],
-        cache_dir=exp.data.cache_dir and absolute(exp.data.cache_dir),
+        cache_dir=data.cache_dir and absolute(data.cache_dir),
     )
     model = dataclasses.replace(
-        exp.model,
-        path=exp.model.path and found.model(exp.model.path, "model.path"),
-        tokenizer=exp.model.tokenizer and found.model(exp.model.tokenizer, "model.tokenizer"),
+        model,
+        path=model.path and found.model(model.path, "model.path"),
+        tokenizer=model.tokenizer and found.model(model.tokenizer, "model.tokenizer"),
     )
     return data, model, found.problems
 
@@ -66,14 +68,14 @@ def is_directory(path: str) -> bool:
     return os.path.isabs(path) and os.path.isdir(path)
 
 
-def missing_here(exp: Experiment) -> Iterator[str]:
+def missing_here(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     """One message for each path of a finished config that is not on this machine."""
     named = {
-        "model.path": exp.model.path,
-        "model.tokenizer": exp.model.tokenizer,
-        "data.path": None if exp.data.sources else exp.data.path,
-        "data.eval_path": exp.data.eval_path,
-        **{f"data.sources[{i}].path": part.path for i, part in enumerate(exp.data.sources)},
+        "model.path": model.path,
+        "model.tokenizer": model.tokenizer,
+        "data.path": None if data.sources else data.path,
+        "data.eval_path": data.eval_path,
+        **{f"data.sources[{i}].path": part.path for i, part in enumerate(data.sources)},
     }
     for where, path in named.items():
         if path and os.path.isabs(path) and not glob.has_magic(path) and not _exists(path):

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from llmx.config.build import shown
-from llmx.config.schema import ALL_LINEAR, AdapterConfig, Experiment
+from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig
 from llmx.errors import did_you_mean
 
 
@@ -49,13 +49,12 @@ def output_head_target(target: str) -> str:
     )
 
 
-def adapter_problems(exp: Experiment) -> Iterator[str]:
+def adapter_problems(adapter: AdapterConfig, model: ModelConfig) -> Iterator[str]:
     """One message for each broken rule between the fields."""
-    adapter = exp.adapter
     if adapter.kind == "none":
         yield from _without_effect(adapter)
         return
-    if exp.model.init == "scratch":
+    if model.init == "scratch":
         yield (
             f"adapter.kind={adapter.kind} with model.init=scratch: an adapter is trained beside "
             "pretrained weights, and random ones are kept nowhere. Set model=hf and model.path "
@@ -77,9 +76,9 @@ def adapter_problems(exp: Experiment) -> Iterator[str]:
             f"adapter.modules_to_save: {both[0]} is one of adapter.targets, too: it is adapted or "
             "trained whole. Take it out of one of them."
         )
-    if exp.model.freeze:
+    if model.freeze:
         yield (
-            f"model.freeze={shown(exp.model.freeze)} beside adapter.kind={adapter.kind}, which "
+            f"model.freeze={shown(model.freeze)} beside adapter.kind={adapter.kind}, which "
             "freezes the whole model. Leave model.freeze out."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmx.config.schema import DataConfig, Experiment
+from llmx.config.schema import DataConfig, TaskConfig
 from llmx.errors import did_you_mean
 
 COLUMNS = (
@@ -36,15 +36,14 @@ MAPPED = ("prompt", "label", "history")
 """Those of a labelled row: the keys of ``data.data_map``."""
 
 
-def data_problems(exp: Experiment) -> Iterator[str]:
+def data_problems(data: DataConfig, task: TaskConfig) -> Iterator[str]:
     """One message for each rule that is broken."""
-    data = exp.data
-    if exp.task.kind == "sft" and data.packing == "concat":
+    if task.kind == "sft" and data.packing == "concat":
         yield (
             "data.packing=concat: would cut completions at data.seq_len. For task=sft use "
             "data.packing=best_fit or none."
         )
-    is_chat = exp.task.kind == "sft" and data.form != "text" and data.loss_on != "all"
+    is_chat = task.kind == "sft" and data.form != "text" and data.loss_on != "all"
     if is_chat and data.seq_len < LEAST_CHAT_TOKENS:
         yield (
             f"data.seq_len={data.seq_len}: no question with its answer is so short; its chat "

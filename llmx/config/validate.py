@@ -15,7 +15,16 @@ from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
 from llmx.config.launch_rules import launch_problems
 from llmx.config.model_rules import model_config_problems
-from llmx.config.schema import SCHEMA_VERSION, Experiment, HardwareConfig, TaskConfig
+from llmx.config.schema import (
+    SCHEMA_VERSION,
+    CheckpointConfig,
+    DataConfig,
+    Experiment,
+    HardwareConfig,
+    ModelConfig,
+    TaskConfig,
+    ZeroConfig,
+)
 from llmx.errors import ConfigError
 
 MAX_RANKS = 16384
@@ -36,12 +45,12 @@ def validate(
         *hardware_problems(exp.hardware, exp.zero),
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
-        *adapter_problems(exp),
-        *data_problems(exp),
+        *adapter_problems(exp.adapter, exp.model),
+        *data_problems(exp.data, exp.task),
         *_length(exp.task),
-        *_early_stopping(exp),
+        *_early_stopping(exp.task, exp.data, exp.checkpoint),
         *_batch_and_optim(exp),
-        *_zero(exp),
+        *_zero(exp.zero, exp.model, exp.hardware),
         *launch_problems(exp.launch, exp.hardware),
     ]
     if problems:
@@ -108,8 +117,9 @@ def _length(task: TaskConfig) -> Iterator[str]:
         yield "task.steps and task.epochs are both null. Set one, e.g. task.steps=1000."
 
 
-def _early_stopping(exp: Experiment) -> Iterator[str]:
-    task, data = exp.task, exp.data
+def _early_stopping(
+    task: TaskConfig, data: DataConfig, checkpoint: CheckpointConfig
+) -> Iterator[str]:
     if task.early_stopping.patience is None:
         return
     key = f"task.early_stopping.patience={task.early_stopping.patience}"
@@ -121,7 +131,7 @@ def _early_stopping(exp: Experiment) -> Iterator[str]:
             f"{key} needs evaluation data. Set data.eval_path, or data.eval_samples=500 to hold "
             "rows out."
         )
-    metric = task.early_stopping.metric or exp.checkpoint.metric
+    metric = task.early_stopping.metric or checkpoint.metric
     if not metric.startswith("eval/"):
         yield (
             f"{key} looks at checkpoint.metric={metric}, which no evaluation measures. Set "
@@ -156,8 +166,8 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
         )
 
 
-def _zero(exp: Experiment) -> Iterator[str]:
-    zero, hosts = exp.zero, exp.hardware.hosts
+def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Iterator[str]:
+    hosts = hardware.hosts
     if zero.offload_param != "none" and zero.stage != 3:
         yield (
             f"zero.offload_param={zero.offload_param} needs stage 3 (stage is {zero.stage}; "
@@ -174,9 +184,9 @@ def _zero(exp: Experiment) -> Iterator[str]:
             f"zero.nvme_path={zero.nvme_path}: must be an absolute path, as it is one of every "
             "host. Set e.g. zero.nvme_path=/nvme/llmx."
         )
-    if exp.model.liger_kernel and "cpu" in _accelerators(exp.hardware):
+    if model.liger_kernel and "cpu" in _accelerators(hardware):
         yield "model.liger_kernel=true needs CUDA on every rank. Use model.liger_kernel=false."
-    if exp.model.compile and zero.stage == 3:
+    if model.compile and zero.stage == 3:
         yield (
             "model.compile=true with stage 3: torch.compile cannot look through the gathering of "
             "parameters inside a block. Use zero=stage2, or model.compile=false."
@@ -197,7 +207,7 @@ def _zero(exp: Experiment) -> Iterator[str]:
                 "zero.quantized_weights and zero.quantized_gradients need stage 3. Use "
                 "zero=stage3_zeropp."
             )
-        if "cpu" in _accelerators(exp.hardware):
+        if "cpu" in _accelerators(hardware):
             yield (
                 "zero.quantized_weights (qwZ) and zero.quantized_gradients (qgZ) need CUDA. Set "
                 "both to false."

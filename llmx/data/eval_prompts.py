@@ -38,7 +38,7 @@ def held_out_prompts(
 
     Raises ConfigError for a source of plain text, which has no prompts.
     """
-    source = DatasetSplit.of(exp, "eval", turn_weights=turn_weights)
+    source = DatasetSplit.of(exp.data, exp.seed, "eval", turn_weights=turn_weights)
     if source.form == "text":
         raise ConfigError(
             f"task.eval_generate={exp.task.eval_generate} needs conversations to take eval prompts "

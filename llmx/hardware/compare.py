@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.config.schema import Experiment, HardwareConfig, OptimConfig, ZeroConfig
+from llmx.config.schema import Experiment, HardwareConfig, ModelConfig, OptimConfig, ZeroConfig
 from llmx.plan import cuda_builds
 from llmx.plan.types import Plan
 
@@ -45,13 +45,13 @@ def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
     return tuple(found)
 
 
-def asked_of_hosts(exp: Experiment, plan: Plan) -> dict[str, Any]:
+def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str, Any]:
     """What a survey of this experiment looks at besides (``llmx/hardware/survey.py``)."""
-    nvme = any(extension.libaio for extension in extensions(exp.zero, exp.optim))
+    nvme = any(extension.libaio for extension in extensions(zero, optim))
     return {
         "torch": plan.accelerator == "cuda",
         "aio": nvme,
-        "nvme": exp.zero.nvme_path if nvme else None,
+        "nvme": zero.nvme_path if nvme else None,
     }
 
 
@@ -101,7 +101,7 @@ def compare_hosts(
         errors += _builds(surveys)
         errors += _devices(exp.hardware, plan, surveys)
     for name, facts in surveys.items():
-        more_errors, more_warnings = _host(exp, plan, name, facts)
+        more_errors, more_warnings = _host(exp.model, exp.zero, exp.optim, plan, name, facts)
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():
@@ -160,7 +160,12 @@ def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def _host(
-    exp: Experiment, plan: Plan, name: str, facts: dict[str, Any]
+    model: ModelConfig,
+    zero: ZeroConfig,
+    optim: OptimConfig,
+    plan: Plan,
+    name: str,
+    facts: dict[str, Any],
 ) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     warnings: list[str] = []
@@ -175,14 +180,14 @@ def _host(
             f"{name}: several NCCL builds are installed ({', '.join(facts['nccl'])}); torch loads "
             "one of them by chance. Uninstall the one that is not torch's (pip uninstall)."
         )
-    needed = extensions(exp.zero, exp.optim)
+    needed = extensions(zero, optim)
     errors += [line for each in needed for line in _cannot_build(each, plan, name, facts)]
     needs_build = bool(needed)
-    errors += _nvme(exp.zero, plan, name, facts)
-    module, package = ATTENTION.get(exp.model.attention, ("", ""))
+    errors += _nvme(zero, plan, name, facts)
+    module, package = ATTENTION.get(model.attention, ("", ""))
     if module and module not in facts.get("modules", [module]):
         errors.append(
-            f"{name}: model.attention={exp.model.attention} needs the package {package}, which "
+            f"{name}: model.attention={model.attention} needs the package {package}, which "
             "is not installed there. Install it on every host, or set model.attention=auto, which "
             "uses what is installed."
         )

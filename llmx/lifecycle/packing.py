@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import llmx
 from llmx.compose.complete import Composed, plan_experiment
-from llmx.config import Experiment, TaskConfig
+from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
 from llmx.config.user_code import code_hashes, user_task
 from llmx.errors import ConfigError
 from llmx.run import snapshot
@@ -107,12 +107,11 @@ def cached_result(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None
 
 def _cached(exp: Experiment, accelerator: str) -> Path:
     root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
-    return root / "trials" / f"{_key(exp, accelerator)}.json"
+    return root / "trials" / f"{_key(exp.model, exp.data, exp.task, accelerator)}.json"
 
 
-def _key(exp: Experiment, accelerator: str) -> str:
+def _key(model: ModelConfig, data: DataConfig, task: TaskConfig, accelerator: str) -> str:
     """Of all that the result depends on: the config, its switches, packages, and our code."""
-    model = exp.model
     code = hashlib.sha256()
     for name in CODE:
         code.update((Path(llmx.__file__).parent / "models" / f"{name}.py").read_bytes())
@@ -126,9 +125,9 @@ def _key(exp: Experiment, accelerator: str) -> str:
         "config": model.config,
         "files": _config_file(model.path),
         "attention": model.attention,
-        "task": [exp.task.kind, exp.task.options, _code_of(exp.task)],
-        "layout": exp.data.layout,
-        "seq_len": exp.data.seq_len,
+        "task": [task.kind, task.options, _code_of(task)],
+        "layout": data.layout,
+        "seq_len": data.seq_len,
         "accelerator": accelerator,
         "packages": {name: _version(name) for name in PACKAGES},
         "code": code.hexdigest(),

@@ -25,7 +25,7 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
 
     out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
-    check_launch(composed.experiment, composed.plan)
+    check_launch(composed.experiment.launch, composed.experiment.run_dir, composed.plan)
     check_paths(composed.experiment, composed.plan)
     composed = resolve_layout(composed, stream=out)
     exp, plan = composed.experiment, composed.plan

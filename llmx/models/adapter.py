@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.config import ALL_LINEAR, AdapterConfig, Experiment, ModelConfig
+from llmx.config import ALL_LINEAR, AdapterConfig, ModelConfig
 from llmx.config.adapter_rules import (
     matching,
     no_such_module,
@@ -53,7 +53,9 @@ class Adapter:
 
 def add_adapter(
     network: Any,
-    exp: Experiment,
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    seed: int,
     *,
     ds_config: Mapping[str, Any],
     dtype: torch.dtype,
@@ -65,10 +67,9 @@ def add_adapter(
     Raises:
         ConfigError: a name of the adapter is that of no module, or of one that cannot be adapted.
     """
-    adapter = exp.adapter
     targets = _targets(network, adapter, head=head)
     whole = _modules_to_save(network, adapter, head=head)
-    config = lora_config(network, exp.model, adapter, targets, whole, head=head)
+    config = lora_config(network, model, adapter, targets, whole, head=head)
     peft = _peft()
     with _gathering(ds_config), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers that are Conv1D, and of tied ones
@@ -83,7 +84,7 @@ def add_adapter(
     if adapted != set(targets):
         raise RuntimeError(f"peft adapted {len(adapted)} layers of {len(targets)} that were chosen")
     for name, layer in layers:
-        _prepare(layer, name=name, seed=exp.seed, dtype=dtype, dora=adapter.dora)
+        _prepare(layer, name=name, seed=seed, dtype=dtype, dora=adapter.dora)
     for name in whole:
         network.get_submodule(name).requires_grad_(True)
     trained = {

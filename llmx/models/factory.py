@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from llmx.config import Experiment, ModelConfig
+from llmx.config import DataConfig, Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.classification import (
     give_pooled_forward,
@@ -50,15 +50,17 @@ def true_vocab(tokenizer: Any) -> int:
     return max(len(tokenizer), max(ids.values()) + 1)
 
 
-def model_config(exp: Experiment, *, tokenizer: Any, spec: ModelSpec | None = None) -> Any:
+def model_config(
+    model: ModelConfig, data: DataConfig, *, tokenizer: Any, spec: ModelSpec | None = None
+) -> Any:
     """The Hugging Face config of the run's model, vocabulary padded when from scratch.
 
     ``spec``: what it ends in; None for a causal LM.
     """
-    config = plain_config(exp.model)
-    if exp.model.init == "scratch":
+    config = plain_config(model)
+    if model.init == "scratch":
         size = true_vocab(tokenizer)
-        config.vocab_size = padded_vocab(size, multiple_of=exp.model.pad_vocab_to_multiple_of)
+        config.vocab_size = padded_vocab(size, multiple_of=model.pad_vocab_to_multiple_of)
         _take_special_tokens(config, tokenizer)
     if spec is not None and spec.head == CLASSIFICATION:
         take_config(
@@ -69,7 +71,7 @@ def model_config(exp: Experiment, *, tokenizer: Any, spec: ModelSpec | None = No
             tokenizer=tokenizer,
         )
     config.use_cache = False
-    _check(config, tokenizer, seq_len=exp.data.seq_len)
+    _check(config, tokenizer, seq_len=data.seq_len)
     return config
 
 
@@ -140,7 +142,7 @@ def build_model(
     if exp.model.init == "scratch":
         initialise(model, seed=exp.seed)
     else:
-        _load(model, config, exp, head=head)
+        _load(model, config, exp.model, exp.seed, head=head)
         keep_generation_config(model, exp.model)
     if exp.model.activation_checkpointing != "none":
         recompute(model, exp.model.activation_checkpointing)
@@ -174,21 +176,19 @@ def _construct(
         raise
 
 
-def _load(model: Any, config: Any, exp: Experiment, *, head: str) -> None:
+def _load(model: Any, config: Any, source: ModelConfig, seed: int, *, head: str) -> None:
     """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
     other labels, is drawn anew, and so it is said."""
     if head != CLASSIFICATION:
-        load_weights(model, exp.model)
+        load_weights(model, source)
         return
     names = head_names(model)
-    other = has_other_labels(plain_config(exp.model), config)
-    drawn = load_weights(
-        model, exp.model, seed=exp.seed, may_draw=names, replaced=other, other_heads=True
-    )
+    other = has_other_labels(plain_config(source), config)
+    drawn = load_weights(model, source, seed=seed, may_draw=names, replaced=other, other_heads=True)
     if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         print(
-            f"model.path={exp.model.path} has no classification head for these labels: "
-            f"{', '.join(sorted(drawn))} are new (seed={exp.seed}).",
+            f"model.path={source.path} has no classification head for these labels: "
+            f"{', '.join(sorted(drawn))} are new (seed={seed}).",
             flush=True,
         )
 

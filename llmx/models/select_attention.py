@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from llmx.collectives import all_gather
-from llmx.config import Experiment
+from llmx.config import DataConfig, Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.classification import pools_itself
@@ -64,10 +64,10 @@ def select_attention(
     for host, result in by_host.items():
         if result.config_error:
             raise ConfigError(f"Host {plan.hosts[host].name}: {result.config_error}")
-    layout = common_layout(exp, list(by_host.values()), head=head)
+    layout = common_layout(exp.model, exp.data, list(by_host.values()), head=head)
     own = by_host[plan.ranks[torch.distributed.get_rank()].host]
     if torch.distributed.get_rank() == 0:
-        for line in log_lines(exp, plan, by_host, layout):
+        for line in log_lines(exp.data, plan, by_host, layout):
             print(line, flush=True)
     if layout == "padded" and own.packed is not None:
         # Another host cannot pack them, and the trial of this one has stopped at packed rows.
@@ -78,23 +78,25 @@ def select_attention(
 
 def common_padded(exp: Experiment, config: Any, *, head: str = CAUSAL_LM) -> TrialResult:
     """The trial of padded rows alone; ConfigError where no method is right for them."""
-    result = try_layouts(exp, config, packing=(), head=head)
-    common_layout(exp, [result], head=head)
+    result = try_layouts(exp.model, exp.data, config, packing=(), head=head)
+    common_layout(exp.model, exp.data, [result], head=head)
     return result
 
 
-def common_layout(exp: Experiment, results: Sequence[TrialResult], *, head: str = CAUSAL_LM) -> str:
+def common_layout(
+    model: ModelConfig, data: DataConfig, results: Sequence[TrialResult], *, head: str = CAUSAL_LM
+) -> str:
     """``packed`` or ``padded``, for all hosts; ConfigError where neither is right."""
     for result in results:
         if result.why_not_trained:
             raise ConfigError(
-                f"{exp.model.path or exp.model.name or exp.model.kind} cannot be trained here: "
+                f"{model.path or model.name or model.kind} cannot be trained here: "
                 f"{result.why_not_trained}. Choose {suitable(head)}."
             )
-    if exp.data.layout == "padded":
+    if data.layout == "padded":
         return "padded"
     refused = [result for result in results if not result.packed]
-    if refused and exp.data.layout == "packed":
+    if refused and data.layout == "packed":
         raise ConfigError(
             f"data.layout=packed cannot be used with this model: {refused[0].why_not_packed}. "
             "Set data.layout=auto (or padded)."
@@ -108,14 +110,14 @@ def suitable(head: str) -> str:
 
 
 def log_lines(
-    exp: Experiment, plan: Plan, by_host: dict[int, TrialResult], layout: str
+    data: DataConfig, plan: Plan, by_host: dict[int, TrialResult], layout: str
 ) -> list[str]:
     """What a reader of the log should know: why packing is off, what could not be tried, and the
     attention of each type of GPU."""
     lines = []
     unknown = next((result.unknown for result in by_host.values() if result.unknown), "")
     refused = [(host, result) for host, result in by_host.items() if not result.packed]
-    if exp.data.layout == "auto" and refused:
+    if data.layout == "auto" and refused:
         host, result = refused[0]
         where = "" if len(refused) == len(by_host) else f" on host {plan.hosts[host].name}"
         lines.append(f"Rows are not packed (data.layout=auto){where}: {result.why_not_packed}.")
@@ -154,11 +156,14 @@ def try_on_this_host(
         return {"device": device, "dtype": DTYPES[plan.precision], "real_heads": True}
 
     packing = candidates(exp.model.attention, plan, device) if exp.data.layout != "padded" else ()
-    return try_layouts(exp, config, packing=packing, conditions=conditions, head=head)
+    return try_layouts(
+        exp.model, exp.data, config, packing=packing, conditions=conditions, head=head
+    )
 
 
 def try_layouts(
-    exp: Experiment,
+    model: ModelConfig,
+    data: DataConfig,
     config: Any,
     *,
     packing: Sequence[str],
@@ -171,13 +176,13 @@ def try_layouts(
     rows are packed where isolation was shown. A leak that was shown says more than it.
     """
     options: dict[str, Any] = {
-        "seq_len": exp.data.seq_len,
-        "trust_remote_code": exp.model.trust_remote_code,
+        "seq_len": data.seq_len,
+        "trust_remote_code": model.trust_remote_code,
         "head": head,
     }
     why = unknown = ""
     if head == CLASSIFICATION and (
-        name := pools_itself(config, trust_remote_code=exp.model.trust_remote_code)
+        name := pools_itself(config, trust_remote_code=model.trust_remote_code)
     ):
         packing, why = (), f"{name} pools a sequence in its own way, one sequence a line"
     for where, names in groupby(packing, key=conditions):
@@ -191,11 +196,11 @@ def try_layouts(
             why = found.why_not_packed
     if not why and unknown:
         why = f"it could not be shown that rows are then isolated: {unknown}"
-    if exp.data.layout == "packed":
+    if data.layout == "packed":
         return TrialResult(None, None, why_not_packed=why)
     padded = find_methods(
         config,
-        implementations=padded_candidates(exp.model.attention),
+        implementations=padded_candidates(model.attention),
         layouts=["padded"],
         **options,
     )

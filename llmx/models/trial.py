@@ -19,7 +19,8 @@ def try_model(exp: Experiment, *, accelerator: str, head: str = CAUSAL_LM) -> di
     ``problem``: it cannot be trained at all, and what to do."""
     packing = cpu_substitutes(exp.model.attention, accelerator)
     found = try_layouts(
-        exp,
+        exp.model,
+        exp.data,
         plain_config(exp.model),
         packing=packing if exp.data.layout != "padded" else (),
         head=head,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config.adapter_rules import is_named, matching, no_such_module, output_head_target
-from llmx.config.schema import ALL_LINEAR, Experiment
+from llmx.config.schema import ALL_LINEAR, Experiment, ModelConfig
 from llmx.plan.geometry import Geometry, model_geometry
 
 
@@ -38,12 +38,12 @@ class AdapterSize:
     trains_head: bool
 
 
-def network_modules(exp: Experiment) -> Modules | None:
+def network_modules(model: ModelConfig) -> Modules | None:
     """The modules of the experiment's model; None where only building it would tell."""
-    kind, config = exp.model.kind, exp.model.config
+    kind, config = model.kind, model.config
     if kind == "hf":
         kind = str(config.get("model_type", ""))
-    shape = model_geometry(exp.model)
+    shape = model_geometry(model)
     if shape is None:
         return None
     if kind == "gpt2":
@@ -58,7 +58,7 @@ def network_modules(exp: Experiment) -> Modules | None:
 def adapter_size(exp: Experiment) -> AdapterSize | None:
     """What ``adapter`` adds and trains; None without one, or where the modules are not known."""
     adapter = exp.adapter
-    modules = network_modules(exp) if adapter.kind != "none" else None
+    modules = network_modules(exp.model) if adapter.kind != "none" else None
     if modules is None:
         return None
     targets = adapter.targets
@@ -82,7 +82,7 @@ def adapter_size(exp: Experiment) -> AdapterSize | None:
 def target_problems(exp: Experiment) -> Iterator[str]:
     """One message for each name of ``adapter`` that no module has, where they are known."""
     adapter = exp.adapter
-    modules = network_modules(exp) if adapter.kind != "none" else None
+    modules = network_modules(exp.model) if adapter.kind != "none" else None
     if modules is None:
         return
     for target in adapter.targets:

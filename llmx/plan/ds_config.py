@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.config.schema import Experiment, ZeroConfig
+from llmx.config.schema import Experiment, ModelConfig, ZeroConfig
 from llmx.errors import ConfigError
 from llmx.plan import ds_keys
 from llmx.plan.geometry import model_geometry
 from llmx.plan.types import Plan
 
 
-def bucket_sizes(exp: Experiment, accelerator: str) -> dict[str, int]:
+def bucket_sizes(model: ModelConfig, zero: ZeroConfig, accelerator: str) -> dict[str, int]:
     """Elements of the communication buckets: from the model's width, unless given.
 
     DeepSpeed's default of 5e8 costs about 9 GB with ``overlap_comm``; the square of the
     width is one large matrix, which is what keeps the network busy.
     """
-    zero, geometry = exp.zero, model_geometry(exp.model)
+    geometry = model_geometry(model)
     square = geometry.hidden_size**2 if geometry else 4096**2
     reduce = min(max(square, 2_000_000), 200_000_000)
     hidden = geometry.hidden_size if geometry else 4096
@@ -84,7 +84,7 @@ def _fp16(precision: str) -> dict[str, Any]:
 
 
 def _zero(exp: Experiment, plan: Plan) -> dict[str, Any]:
-    zero, sizes = exp.zero, bucket_sizes(exp, plan.accelerator)
+    zero, sizes = exp.zero, bucket_sizes(exp.model, exp.zero, plan.accelerator)
     section: dict[str, Any] = {
         "stage": zero.stage,
         "contiguous_gradients": True,

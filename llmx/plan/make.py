@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from llmx.config.schema import (
+    DataConfig,
     DeviceConfig,
     Experiment,
     HardwareConfig,
     HostConfig,
     LaunchConfig,
+    ModelConfig,
 )
 from llmx.plan.adapter import adapter_size
 from llmx.plan.batch import solve_batch
@@ -81,13 +83,18 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         num_trained=adapter.trained if adapter else None,
         grad_accum_dtype=grad_accum,
         attention=tuple(
-            (name, attention_for(exp, hardware.devices[name], precision, shape)) for name in used
+            (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
+            for name in used
         ),
     )
 
 
 def attention_for(
-    exp: Experiment, device: DeviceConfig, precision: str, shape: Geometry | None = None
+    model: ModelConfig,
+    data: DataConfig,
+    device: DeviceConfig,
+    precision: str,
+    shape: Geometry | None = None,
 ) -> str:
     """The attention for packed rows on this type of device; the ranks try it at the start.
 
@@ -95,13 +102,13 @@ def attention_for(
     capability 8.0 on, the first that compute bf16. ``segments`` runs row by row on every GPU. Both
     are causal: what sees its whole row has a mask.
     """
-    if exp.model.attention != "auto":
-        return exp.model.attention
+    if model.attention != "auto":
+        return model.attention
     if shape is not None and not shape.causal:
         return "eager" if shape.keeps_scores else "sdpa"
     if device.accelerator != "cuda":
         return "sdpa"
-    if exp.data.layout == "padded":
+    if data.layout == "padded":
         return "sdpa"  # rows of their own need no mask
     return "varlen" if precision != "fp32" and "bf16" in device.precisions else "segments"
 
@@ -158,7 +165,7 @@ def _memory(
                 world_size=len(ranks),
                 slots=max(host.slots for host in hosts if host.device == name),
                 precision=precision,
-                buckets=bucket_sizes(exp, accelerator),
+                buckets=bucket_sizes(exp.model, exp.zero, accelerator),
                 grad_accum_dtype=grad_accum,
             )
         )
@@ -197,7 +204,7 @@ def _warnings(
         if not part.fits:
             found.append(
                 f"{part.device}: {part.total_gib:.1f} GiB predicted, {part.capacity_gib:.0f} GiB "
-                f"available: expect it to run out of memory. Cheapest remedy: {cheapest_fit(exp)}."
+                f"available: expect it to run out of memory. Cheapest remedy: {cheapest_fit(exp.model, exp.zero, exp.batch)}."
             )
     trained = exp.model.trained_dtype
     if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":

@@ -12,7 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmx.config.schema import DeviceConfig, Experiment, ModelConfig
+from llmx.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    DeviceConfig,
+    Experiment,
+    ModelConfig,
+    OptimConfig,
+    ZeroConfig,
+)
 from llmx.plan.adapter import adapter_size
 from llmx.plan.geometry import Geometry
 from llmx.plan.types import MemoryPlan
@@ -62,7 +71,8 @@ def predict_memory(
     optimizer = _optimizer_bytes(exp.optim.kind, precision) * shard
     parameters = width * n / (world_size if zero.stage >= 3 else 1)
     step = step_bytes(
-        exp,
+        exp.zero,
+        exp.optim,
         trained,
         shard,
         width=width,
@@ -120,7 +130,7 @@ def predict_memory(
         host_gib=host * slots / GIB,
         capacity_gib=device.memory_gib,
         update_gib=max(0.0, step.update - step.gradients - activations - logits - buffers) / GIB,
-        saves_host_gib=_save_bytes(exp, shard, precision) * slots / GIB,
+        saves_host_gib=_save_bytes(exp.checkpoint, exp.optim, shard, precision) * slots / GIB,
     )
 
 
@@ -150,11 +160,19 @@ class StepBytes:
 
 
 def step_bytes(
-    exp: Experiment, n: float, shard: float, *, width: int, accum: int, bf16: bool, cuda: bool
+    zero: ZeroConfig,
+    optim: OptimConfig,
+    n: float,
+    shard: float,
+    *,
+    width: int,
+    accum: int,
+    bf16: bool,
+    cuda: bool,
 ) -> StepBytes:
     """As DeepSpeed 0.19.8 does it; ``accum`` is the width of the sums over micro steps."""
-    stage, offload = exp.zero.stage, exp.zero.offload_optimizer != "none"
-    temporary = _temporary_bytes(exp.optim.kind, fused=cuda or offload)
+    stage, offload = zero.stage, zero.offload_optimizer != "none"
+    temporary = _temporary_bytes(optim.kind, fused=cuda or offload)
     half = width < 4
     if stage == 0:
         bucket = width * min(n, ALLREDUCE_BUCKET_ELEMENTS)
@@ -174,7 +192,7 @@ def step_bytes(
         # fp32 sums of half-precision gradients lie flat already, ready for the optimizer.
         flat = 4 + temporary if half and accum == 4 else _flat_update(width, temporary)
         return StepBytes(accum * shard, flat * shard)
-    group = min(shard, exp.zero.sub_group_size)
+    group = min(shard, zero.sub_group_size)
     flat = max(width + 4, 4 + temporary) if half else 4 + temporary
     return StepBytes(accum * shard, accum * shard + flat * group)
 
@@ -185,12 +203,14 @@ def _flat_update(width: int, temporary: int) -> int:
     return width + (max(width + 4, 4 + temporary) if width < 4 else 4 + temporary)
 
 
-def _save_bytes(exp: Experiment, shard: float, precision: str) -> float:
+def _save_bytes(
+    checkpoint: CheckpointConfig, optim: OptimConfig, shard: float, precision: str
+) -> float:
     """Copies in host memory of what a checkpoint saved in the background holds."""
-    wanted = exp.checkpoint
+    wanted = checkpoint
     if wanted.background == "never" or not (wanted.every_steps or wanted.every_minutes):
         return 0.0
-    return (_optimizer_bytes(exp.optim.kind, precision) + (4 if precision == "fp32" else 0)) * shard
+    return (_optimizer_bytes(optim.kind, precision) + (4 if precision == "fp32" else 0)) * shard
 
 
 def _logits_bytes(
@@ -268,41 +288,47 @@ def _activation_bytes(
     # The last norm, and what the backward pass of one layer has in flight.
     total += geometry.hidden_size * (4 + 2 * width)
     total += width * (3 * geometry.intermediate_size + 2 * geometry.hidden_size)
-    return float(tokens * total) + _dense_mask_bytes(exp, geometry, tokens, width, accelerator)
+    return float(tokens * total) + _dense_mask_bytes(
+        exp.model, exp.data, geometry, tokens, width, accelerator
+    )
 
 
 def _dense_mask_bytes(
-    exp: Experiment, geometry: Geometry, tokens: int, width: int, accelerator: str
+    model: ModelConfig,
+    data: DataConfig,
+    geometry: Geometry,
+    tokens: int,
+    width: int,
+    accelerator: str,
 ) -> float:
     """Masks of packed rows, [B, 1, T, T]: one as it is made, and one in the dtype of the
     activations that each layer keeps. Attention in both directions always has one; and scores
     where no kernel does without."""
-    wanted = exp.model.attention
-    squares = float(tokens) * exp.data.seq_len
+    wanted = model.attention
+    squares = float(tokens) * data.seq_len
     if geometry.keeps_scores:
-        layers = 1 if exp.model.activation_checkpointing == "full" else geometry.num_layers
+        layers = 1 if model.activation_checkpointing == "full" else geometry.num_layers
         return squares * (width + 2 * width * geometry.num_heads * layers)
     dense = wanted in ("sdpa", "eager") or (wanted == "auto" and accelerator == "cpu")
     if not (dense or not geometry.causal):
         return 0.0
-    if exp.data.layout == "padded" or exp.data.packing == "none":
+    if data.layout == "padded" or data.packing == "none":
         return 0.0
     if wanted == "eager":  # scores of all heads, twice, and one mask for all layers
         return squares * (width + 2 * width * geometry.num_heads * geometry.num_layers)
-    layers = geometry.num_layers if exp.model.activation_checkpointing == "none" else 1
+    layers = geometry.num_layers if model.activation_checkpointing == "none" else 1
     return squares * (1 + width * layers)
 
 
-def cheapest_fit(exp: Experiment) -> str:
+def cheapest_fit(model: ModelConfig, zero: ZeroConfig, batch: BatchConfig) -> str:
     """What to try next when the plan does not fit: the ladder, cheapest step first."""
-    zero = exp.zero
-    if exp.batch.micro_batch > 1:
+    if batch.micro_batch > 1:
         return "batch.micro_batch=1 (accumulation then rises by itself)"
     if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
         return "zero.grad_accum_dtype=auto"
-    if exp.model.activation_checkpointing == "none":
+    if model.activation_checkpointing == "none":
         return "model.activation_checkpointing=selective"
-    if exp.model.activation_checkpointing == "selective":
+    if model.activation_checkpointing == "selective":
         return "model.activation_checkpointing=full"
     if zero.stage < 2:
         return "zero=stage2"

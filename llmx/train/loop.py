@@ -76,7 +76,7 @@ def write_model(session: Session) -> None:
 def train(session: Session) -> None:
     """All steps from the resume point, with evaluations and checkpoints where they are due."""
     exp, engine, start, saver = session.exp, session.engine, session.resume_point, session.saver
-    total, optim = session.length.steps, optim_of(exp)
+    total, optim = session.length.steps, optim_of(exp.optim, exp.adapter)
     last = max(start.step, min(total, exp.task.stop_at_step or total))
     write_beginning(session, total=total)
     # From now on all ranks exit together, whichever of them receives a signal.

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from llmx.config import Experiment, OptimConfig, TaskConfig
+from llmx.config import AdapterConfig, OptimConfig, TaskConfig
 from llmx.errors import ConfigError
 from llmx.text import plural
 
@@ -74,11 +74,11 @@ def warmup_steps(optim: OptimConfig, *, total: int) -> int:
     return math.ceil((optim.warmup_fraction or 0.0) * total)
 
 
-def optim_of(exp: Experiment) -> OptimConfig:
+def optim_of(optim: OptimConfig, adapter: AdapterConfig) -> OptimConfig:
     """With the peak learning rate of what is trained: an adapter may have its own."""
-    if exp.adapter.kind == "none" or exp.adapter.lr is None:
-        return exp.optim
-    return dataclasses.replace(exp.optim, lr=exp.adapter.lr)
+    if adapter.kind == "none" or adapter.lr is None:
+        return optim
+    return dataclasses.replace(optim, lr=adapter.lr)
 
 
 def lr_at(step: int, *, optim: OptimConfig, total: int) -> float:

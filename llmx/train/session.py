@@ -13,7 +13,7 @@ import torch
 
 from llmx.checkpoint.distributed.topology import find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
-from llmx.config import Experiment
+from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir
@@ -65,7 +65,7 @@ class Session:
     @property
     def length(self) -> RunLength:
         """Of the whole run."""
-        return length_of(self.exp, self.plan, self.train_store)
+        return length_of(self.exp.task, self.exp.data, self.plan, self.train_store)
 
     def log(self, text: str) -> None:
         """One line of rank 0's log."""
@@ -84,7 +84,7 @@ def open_session(
     from llmx.data import load_tokenizer
 
     status.enter("loading")
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     task = task_of(exp, tokenizer)
     check_declared(task.metrics, task=exp.task.kind)
     checkpoint = exp.checkpoint
@@ -105,7 +105,7 @@ def open_session(
     # Before the model is built: what cannot be resumed fails at once.
     ours = identity(seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=train_store)
     stage = ds_config["zero_optimization"]["stage"]
-    length = length_of(exp, plan, train_store)
+    length = length_of(exp.task, exp.data, plan, train_store)
     resume_point = find_resume_point(
         run_dir, ours, topology=topology, stage=stage, group=consensus.group
     )
@@ -151,7 +151,7 @@ def open_session(
         checkpoint,
         plan,
         run_dir,
-        lr=optim_of(exp).lr,
+        lr=optim_of(exp.optim, exp.adapter).lr,
         engine=engine,
         tokenizer=tokenizer,
         identity=ours,
@@ -183,13 +183,13 @@ def open_session(
     )
 
 
-def length_of(exp: Experiment, plan: Plan, train_store: Any) -> RunLength:
+def length_of(task: TaskConfig, data: DataConfig, plan: Plan, train_store: Any) -> RunLength:
     """Steps and samples of the run."""
     return run_length(
-        exp.task,
+        task,
         num_samples=len(train_store),
         global_batch=plan.batch.global_batch,
-        last_batch=exp.data.last_batch,
+        last_batch=data.last_batch,
     )
 
 

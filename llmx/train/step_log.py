@@ -141,7 +141,9 @@ class StepLog:
             epoch=samples / len(session.train_store),
             loss=loss,
             loss_mean=loss_mean,
-            lr=lr_at(step.step, optim=optim_of(session.exp), total=self.total),
+            lr=lr_at(
+                step.step, optim=optim_of(session.exp.optim, session.exp.adapter), total=self.total
+            ),
             grad_norm=norm,
             loss_scale=engine.loss_scale(),
             skipped_steps=engine.engine.skipped_steps,
@@ -156,6 +158,8 @@ class StepLog:
         )
         session.log(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
-        raise_if_not_finite(loss_step, gradient_step, lr=optim_of(session.exp).lr)
+        raise_if_not_finite(
+            loss_step, gradient_step, lr=optim_of(session.exp.optim, session.exp.adapter).lr
+        )
         self.spikes.check(done, loss)
         self.restart()

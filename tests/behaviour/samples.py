@@ -40,7 +40,7 @@ def digest(sequences: Iterable[Sequence], *, digits: int = 12) -> str:
 def of_prepared(words: Iterable[str], directory: Path) -> dict[str, Any]:
     """Each split of the data of an experiment: counts, and a hash for each sample in order."""
     exp = composed([*words, f"data.cache_dir={directory}", "data.num_workers=1"]).experiment
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     return {
         f"{split}.{name}": value
         for split in (("train", "eval") if has_eval(exp.data) else ("train",))
@@ -53,7 +53,7 @@ def of_run(root: Path, *, batches: int = 8) -> dict[str, Any]:
     the evaluation samples and prompts."""
     run = RunDir(root)
     exp, plan = snapshot.load(run), Plan.from_dict(read_json(run.plan))
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     store = prepare(exp, tokenizer)
     length = run_length(
         exp.task,

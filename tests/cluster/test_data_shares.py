@@ -60,7 +60,7 @@ def test_private_disks_share_the_work(
     for store in stores:
         store.verify()
     exp = _experiment(source, tmp_path / "alone")
-    alone = prepare(exp, load_tokenizer(exp))
+    alone = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task))
     assert alone.meta["identity"] == stores[0].meta["identity"]
     assert alone.meta["sha256"] == stores[0].meta["sha256"]
     assert alone.meta["rows_read"] == DOCUMENTS

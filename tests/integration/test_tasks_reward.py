@@ -39,7 +39,7 @@ def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:
     assert first[0]["loss"] == pytest.approx(0.693, abs=0.2)
     # The exported model scores the held-out conversations as the evaluation did.
     exp = snapshot.load(RunDir(whole))
-    store = prepare(exp, load_tokenizer(exp), split="eval")
+    store = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task), split="eval")
     model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
     assert model.config.num_labels == 1
     scores = []

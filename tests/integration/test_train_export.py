@@ -72,7 +72,7 @@ def test_the_export_has_the_loss_of_the_last_evaluation(finished: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exp, run_dir = finished
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     assert len(tokenizer) % PADDED_TO, "the vocabulary is padded in memory"
     model = AutoModelForCausalLM.from_pretrained(run_dir.final_model)
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)

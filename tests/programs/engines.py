@@ -286,7 +286,7 @@ def captured(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 
 def exact_gradient(exp: Any, step: Any) -> dict[str, torch.Tensor]:
     """Each micro step's gradient in bf16, as the engines compute it; their sum in fp64."""
-    config = model_config(exp, tokenizer=word_tokenizer())
+    config = model_config(exp.model, exp.data, tokenizer=word_tokenizer())
     cpu, stage0 = torch.device("cpu"), {"zero_optimization": {"stage": 0}}
     model = build_model(
         exp, config, precision="bf16", device=cpu, implementation="sdpa", ds_config=stage0
@@ -357,7 +357,8 @@ def memory_of(job: dict[str, Any], out: Path) -> dict[str, Any]:
     shard = size / WORLD if job["stage"] else size
     width = 4 if exp.precision == "fp32" else 2
     foreseen = step_bytes(
-        exp,
+        exp.zero,
+        exp.optim,
         size,
         shard,
         width=width,

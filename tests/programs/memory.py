@@ -47,7 +47,7 @@ def run_job(job: dict[str, Any], *, out: Path, tokenizer: Any) -> None:
     try:
         model = build_model(
             exp,
-            model_config(exp, tokenizer=tokenizer),
+            model_config(exp.model, exp.data, tokenizer=tokenizer),
             precision="fp32",
             device=torch.device("cpu"),
             implementation="sdpa",

@@ -228,7 +228,7 @@ def test_a_copy_of_a_source_is_read_again(tmp_path: Path):
         SourceConfig(path=str(tmp_path / "source/1.jsonl"), weight=2),
         SourceConfig(path=str(tmp_path / "source/2.jsonl")),
     ]
-    split = DatasetSplit.of(exp, "train")
+    split = DatasetSplit.of(exp.data, exp.seed, "train")
     rows = [row for host in range(3) for row in records_of(split, shard_of(split, [1, 1, 1], host))]
     assert rows == list(split.records())
 

@@ -430,12 +430,12 @@ def test_concat_loses_at_most_one_token(lengths: list[int], capacity: int):
 def test_tokenizer_that_cannot_be_loaded(monkeypatch):
     exp = Experiment()
     with pytest.raises(ConfigError, match=r"Neither model\.tokenizer nor model\.path"):
-        load_tokenizer(exp)
+        load_tokenizer(exp.model, exp.data, exp.task)
     exp.model.tokenizer = "/nowhere/model"
     with pytest.raises(ConfigError, match="there is no such directory"):
-        load_tokenizer(exp)
+        load_tokenizer(exp.model, exp.data, exp.task)
     # As HF_HUB_OFFLINE=1 sets it, when the client is imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     exp.model.tokenizer = "nobody/no-such-model"
     with pytest.raises(ConfigError, match=r"'nobody/no-such-model' cannot be loaded.*hf download"):
-        load_tokenizer(exp)
+        load_tokenizer(exp.model, exp.data, exp.task)

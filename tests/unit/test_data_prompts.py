@@ -144,7 +144,9 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     exp.data.max_rows, exp.data.seq_len = 400, 96
     exp.data.label_names = {"0": "差评", "1": "好评"}
     store = prepare(exp, tokenizer)
-    labels = [row.messages[-1].content for row in DatasetSplit.of(exp, "train").records()]
+    labels = [
+        row.messages[-1].content for row in DatasetSplit.of(exp.data, exp.seed, "train").records()
+    ]
     assert store.num_sequences == 400
     assert store.meta["dropped"] == {}
     assert store.meta["truncated"] > 100

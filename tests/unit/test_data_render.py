@@ -277,7 +277,7 @@ def test_spans_equal_the_templates_own_generation_marks():
     """The demo's template marks its answers; ours are found without the marks."""
     exp = Experiment()
     exp.model.tokenizer = "demo"
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     conversation = chat("Who has the kite?", "Anna has it.", "And the ball?", "Ben, naïve 春.")
     (row,) = Renderer(tokenizer).conversations([conversation])
     own = tokenizer.apply_chat_template(

@@ -28,10 +28,10 @@ from llmx.errors import DataError
 )
 def test_a_broken_rule(changes: dict, message: str):
     exp = Experiment()
-    assert list(data_problems(exp)) == []
+    assert list(data_problems(exp.data, exp.task)) == []
     for name, value in changes.items():
         setattr(exp.data, name, value)
-    (problem,) = data_problems(exp)
+    (problem,) = data_problems(exp.data, exp.task)
     assert problem.startswith(message)
 
 
@@ -44,7 +44,7 @@ def test_the_text_column_may_be_mapped_like_the_others(tmp_path: Path):
     path.write_text('{"body": "words"}\n')
     exp = Experiment()
     exp.data.path, exp.data.columns = str(path), {"text": "body"}
-    (row,) = DatasetSplit.of(exp, "train").records()
+    (row,) = DatasetSplit.of(exp.data, exp.seed, "train").records()
     assert row is not None
     assert row.text == "words"  # type: ignore[union-attr]
 
@@ -61,4 +61,4 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     # Root, as whom tests may run, is refused nothing.
     monkeypatch.setattr(part, "digest_of", refuses)
     with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read \(Permission denied\)"):
-        DatasetSplit.of(exp, "train").digests(cache=tmp_path)
+        DatasetSplit.of(exp.data, exp.seed, "train").digests(cache=tmp_path)

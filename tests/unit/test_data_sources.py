@@ -140,7 +140,7 @@ def test_an_unreachable_hub_names_the_way_out(tmp_path: Path, monkeypatch):
     exp = Experiment()
     exp.data.path = "owner/name"
     with pytest.raises(DataError, match=r"--repo-type dataset --local-dir DIR"):
-        DatasetSplit.of(exp, "train").digests(cache=tmp_path)
+        DatasetSplit.of(exp.data, exp.seed, "train").digests(cache=tmp_path)
 
 
 # Arrays
@@ -222,7 +222,7 @@ def source(tmp_path: Path, split: str = "train", seed: int = 0, **data) -> Datas
     exp.data.cache_dir = str(tmp_path / "cache")
     for name, value in data.items():
         setattr(exp.data, name, value)
-    return DatasetSplit.of(exp, split)
+    return DatasetSplit.of(exp.data, exp.seed, split)
 
 
 def questions(found: DatasetSplit) -> list[str]:

@@ -23,7 +23,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##s", "\u2028",
 def loaded(directory: Path):
     exp = Experiment()
     exp.model.tokenizer = str(directory)
-    return load_tokenizer(exp)
+    return load_tokenizer(exp.model, exp.data, exp.task)
 
 
 def write(directory: Path, vocab: list[str], merges: str | None = "#version: 0.2\nĠ t\n") -> Path:

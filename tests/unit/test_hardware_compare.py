@@ -231,9 +231,13 @@ def test_flash_attention_needs_its_package() -> None:
 
 def test_what_is_asked_of_hosts() -> None:
     cpu = composed(["hardware=cpu2"])
-    assert asked_of_hosts(cpu.experiment, cpu.plan) == {"torch": False, "aio": False, "nvme": None}
+    assert asked_of_hosts(cpu.experiment.zero, cpu.experiment.optim, cpu.plan) == {
+        "torch": False,
+        "aio": False,
+        "nvme": None,
+    }
     gpu = composed(["hardware=a100x8", "zero=infinity", "zero.nvme_path=/nvme"])
-    asked = asked_of_hosts(gpu.experiment, gpu.plan)
+    asked = asked_of_hosts(gpu.experiment.zero, gpu.experiment.optim, gpu.plan)
     assert asked == {"torch": True, "aio": True, "nvme": "/nvme"}
 
 

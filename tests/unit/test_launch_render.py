@@ -326,13 +326,13 @@ def test_paths_that_another_shell_would_read(letter: str) -> None:
     exp = experiment("pdsh", (1, 1))
     exp.run_dir = f"/runs/a{letter}b"
     with pytest.raises(ConfigError, match="run_dir="):
-        check_launch(exp, make_plan(exp))
+        check_launch(exp.launch, exp.run_dir, make_plan(exp))
     exp = experiment("pdsh", (1, 1), python=f"/opt/py{letter}x/bin/python")
     with pytest.raises(ConfigError, match="launch.python="):
-        check_launch(exp, make_plan(exp))
+        check_launch(exp.launch, exp.run_dir, make_plan(exp))
     local = experiment("local", (1,))
     local.run_dir = f"/runs/a{letter}b"
-    check_launch(local, make_plan(local))
+    check_launch(local.launch, local.run_dir, make_plan(local))
 
 
 def test_paths_that_travel() -> None:
@@ -343,7 +343,7 @@ def test_paths_that_travel() -> None:
     ):
         exp = experiment("pdsh", (1, 1))
         exp.run_dir = run_dir
-        check_launch(exp, make_plan(exp))
+        check_launch(exp.launch, exp.run_dir, make_plan(exp))
 
 
 def test_what_people_have_in_their_own_ssh_config(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_local_refuses_other_machines() -> None:
     plan = make_plan(exp)
     far = dataclasses.replace(plan.hosts[0], name="far", is_local=False)
     with pytest.raises(ConfigError, match='"far" is another machine'):
-        check_launch(exp, dataclasses.replace(plan, hosts=(far,)))
+        check_launch(exp.launch, exp.run_dir, dataclasses.replace(plan, hosts=(far,)))
 
 
 def test_a_host_name_with_a_port() -> None:

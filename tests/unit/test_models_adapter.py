@@ -35,7 +35,9 @@ def experiment(base: Path | str = "/nowhere", seed: int = 7, **adapter: Any) -> 
 def adapted(
     network: Any, exp: Experiment, *, dtype: torch.dtype = torch.float32, head: str = "causal_lm"
 ) -> Adapter:
-    return add_adapter(network, exp, ds_config=STAGE_0, dtype=dtype, head=head)
+    return add_adapter(
+        network, exp.model, exp.adapter, exp.seed, ds_config=STAGE_0, dtype=dtype, head=head
+    )
 
 
 def train_a_little(network: Any) -> None:

@@ -115,7 +115,9 @@ def experiment_of(tmp_path: Path, source: Path) -> Experiment:
 
 
 def built(exp: Experiment, spec: ModelSpec, precision: str = "fp32") -> Any:
-    config = model_config(exp, tokenizer=load_tokenizer(exp), spec=spec)
+    config = model_config(
+        exp.model, exp.data, tokenizer=load_tokenizer(exp.model, exp.data, exp.task), spec=spec
+    )
     return build_model(
         exp,
         config,
@@ -196,4 +198,4 @@ def test_a_head_from_scratch(tmp_path: Path) -> None:
     network = built(exp, SPEC)
     assert network.score.weight.shape == (3, 64)
     assert float(network.score.weight.detach().std()) > 0
-    assert network.config.vocab_size >= true_vocab(load_tokenizer(exp))
+    assert network.config.vocab_size >= true_vocab(load_tokenizer(exp.model, exp.data, exp.task))

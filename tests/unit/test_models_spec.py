@@ -97,10 +97,10 @@ def test_a_wrong_source_is_named(tmp_path: Path) -> None:
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write_pretrained(tmp_path / "judge")
     own = with_source(experiment(tmp_path / "run"), ModelSpec(source=str(tmp_path / "judge")))
-    check_tokenizer(own, word_tokenizer())
+    check_tokenizer(own.model, word_tokenizer())
     tokenizer = word_tokenizer()
     tokenizer.add_tokens(["more"])
-    check_tokenizer(own, tokenizer)  # whether its embedding has the row is another question
+    check_tokenizer(own.model, tokenizer)  # whether its embedding has the row is another question
     vocabulary = {**tokenizer.get_vocab(), "w3": 4, "w4": 3}
 
     class Other:
@@ -108,9 +108,9 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
             return vocabulary
 
     with pytest.raises(ConfigError, match=r"2 of 91 tokens have other ids there, e\.g\. 'w4'"):
-        check_tokenizer(own, Other())
+        check_tokenizer(own.model, Other())
     (tmp_path / "none").mkdir()
     check_tokenizer(
-        with_source(experiment(tmp_path / "run"), ModelSpec(source=str(tmp_path / "none"))),
+        with_source(experiment(tmp_path / "run"), ModelSpec(source=str(tmp_path / "none"))).model,
         tokenizer,
     )

@@ -101,16 +101,18 @@ def test_a_plan_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_config_is_another_question(tmp_path: Path) -> None:
     one = composed(tmp_path, "llama").experiment
-    key = packing._key(one, "cpu")
+    key = packing._key(one.model, one.data, one.task, "cpu")
     one.data.seq_len += 1
-    assert packing._key(one, "cpu") != key
+    assert packing._key(one.model, one.data, one.task, "cpu") != key
     one.data.seq_len -= 1
-    assert packing._key(one, "cpu") == key
+    assert packing._key(one.model, one.data, one.task, "cpu") == key
     # Another model in the same directory: the answer for the old one says nothing of it.
     small_config("qwen3_next").save_pretrained(str(one.model.path))
-    assert packing._key(one, "cpu") != key
+    assert packing._key(one.model, one.data, one.task, "cpu") != key
 
-    assert packing._key(one, "cuda") != packing._key(one, "cpu")
+    assert packing._key(one.model, one.data, one.task, "cuda") != packing._key(
+        one.model, one.data, one.task, "cpu"
+    )
 
 
 def test_a_branch_of_the_hub_that_moved_is_another_question(
@@ -125,7 +127,7 @@ def test_a_branch_of_the_hub_that_moved_is_another_question(
     keys = set()
     for commit in ("1" * 40, "2" * 40):
         reference.write_text(commit)
-        keys.add(packing._key(one, "cpu"))
+        keys.add(packing._key(one.model, one.data, one.task, "cpu"))
     assert len(keys) == 2
 
 

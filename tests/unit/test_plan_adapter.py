@@ -86,7 +86,7 @@ def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> 
             ]
         }
     exp = experiment(kind, tied=tied, **adapter)
-    modules = network_modules(exp)
+    modules = network_modules(exp.model)
     assert modules is not None
     assert {*modules.linear, *modules.others} == {
         name
@@ -99,7 +99,9 @@ def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> 
     before = sum(p.numel() for p in network.parameters())
     add_adapter(
         network,
-        exp,
+        exp.model,
+        exp.adapter,
+        exp.seed,
         ds_config={"zero_optimization": {"stage": 0}},
         dtype=next(network.parameters()).dtype,
         head="causal_lm",

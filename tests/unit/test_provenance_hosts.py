@@ -23,7 +23,7 @@ def test_every_host_is_asked_and_one_out_of_reach_is_said(tmp_path) -> None:
         done.plan.hosts[0], name="away.invalid", address="away.invalid", is_local=False
     )
     plan = dataclasses.replace(done.plan, hosts=(*done.plan.hosts, away))
-    found = ask_hosts(done.experiment, plan)
+    found = ask_hosts(done.experiment.launch, done.experiment.run_dir, plan)
     here = found["localhost"]
     assert here["python"] == ".".join(str(part) for part in sys.version_info[:3])
     assert here["packages"]["torch"]

@@ -53,7 +53,7 @@ def experiment_of(
 
 
 def prepared(exp: Experiment) -> tuple[Reward, SampleStore]:
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     task = task_of(exp, tokenizer)
     assert isinstance(task, Reward)
     return task, prepare(exp, tokenizer)

@@ -36,22 +36,22 @@ def test_true_vocabulary_counts_the_holes() -> None:
 def test_a_new_model_takes_the_tokenizers_vocabulary(kind: str, tmp_path: Path) -> None:
     exp = parity_experiment(tmp_path, kind=kind)
     exp.model.pad_vocab_to_multiple_of = 32
-    config = model_config(exp, tokenizer=word_tokenizer())
+    config = model_config(exp.model, exp.data, tokenizer=word_tokenizer())
     assert config.vocab_size == 96
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
     # One token for both would have an embedding that is never trained.
     shared = word_tokenizer()
     shared.pad_token = shared.eos_token
-    assert model_config(exp, tokenizer=shared).pad_token_id is None
+    assert model_config(exp.model, exp.data, tokenizer=shared).pad_token_id is None
 
 
 @pytest.mark.parametrize("kind", sorted(PARITY_MODELS))
 def test_rows_longer_than_the_positions_are_refused(kind: str, tmp_path: Path) -> None:
     exp = parity_experiment(tmp_path, kind=kind)
-    limit = model_config(exp, tokenizer=word_tokenizer()).max_position_embeddings
+    limit = model_config(exp.model, exp.data, tokenizer=word_tokenizer()).max_position_embeddings
     exp.data.seq_len = limit + 1
     with pytest.raises(ConfigError, match=f"data.seq_len={limit + 1} is over the {limit} pos"):
-        model_config(exp, tokenizer=word_tokenizer())
+        model_config(exp.model, exp.data, tokenizer=word_tokenizer())
 
 
 def test_a_tokenizer_larger_than_the_pretrained_model_is_refused(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_tokenizer_larger_than_the_pretrained_model_is_refused(tmp_path: Path)
     exp = parity_experiment(tmp_path)
     exp.model.init, exp.model.path, exp.model.config = "pretrained", str(tmp_path / "model"), {}
     with pytest.raises(ConfigError, match="ids up to 89, the model an embedding of 89 rows"):
-        model_config(exp, tokenizer=word_tokenizer())
+        model_config(exp.model, exp.data, tokenizer=word_tokenizer())
 
 
 def test_only_matrices_decay() -> None:

@@ -74,38 +74,38 @@ def plan_of(*hosts: int, accelerator: str = "cpu", attention: str = "sdpa") -> A
 
 def test_auto_packs_only_where_every_host_can(tmp_path: Path) -> None:
     exp = experiment(tmp_path, layout="auto")
-    assert common_layout(exp, [PACKED, PACKED]) == "packed"
-    assert common_layout(exp, [PACKED, LEAKS]) == "padded"
-    assert common_layout(exp, [NOT_SHOWN]) == "padded"
+    assert common_layout(exp.model, exp.data, [PACKED, PACKED]) == "packed"
+    assert common_layout(exp.model, exp.data, [PACKED, LEAKS]) == "padded"
+    assert common_layout(exp.model, exp.data, [NOT_SHOWN]) == "padded"
     plan = plan_of(0, 1)
-    assert log_lines(exp, plan, {0: PACKED, 1: PACKED}, "packed") == []
-    assert log_lines(exp, plan, {0: LEAKS, 1: LEAKS}, "padded") == [
+    assert log_lines(exp.data, plan, {0: PACKED, 1: PACKED}, "packed") == []
+    assert log_lines(exp.data, plan, {0: LEAKS, 1: LEAKS}, "padded") == [
         "Rows are not packed (data.layout=auto): the loss of a row differs."
     ]
-    assert log_lines(exp, plan, {0: PACKED, 1: LEAKS}, "padded") == [
+    assert log_lines(exp.data, plan, {0: PACKED, 1: LEAKS}, "padded") == [
         "Rows are not packed (data.layout=auto) on host node-b: the loss of a row differs."
     ]
 
 
 def test_a_padded_run_whose_model_could_not_be_tried_says_so(tmp_path: Path) -> None:
     exp, plan = experiment(tmp_path, layout="padded"), plan_of(0)
-    assert "is not known: no small model" in log_lines(exp, plan, {0: NOT_TRIED}, "padded")[0]
+    assert "is not known: no small model" in log_lines(exp.data, plan, {0: NOT_TRIED}, "padded")[0]
 
 
 def test_the_log_names_the_attention_of_each_type_of_gpu(tmp_path: Path) -> None:
     exp, plan = experiment(tmp_path, layout="auto"), plan_of(0, 0, 1, accelerator="cuda")
     flash = TrialResult(AttentionMethod(VARLEN, "cu_seq_lens"), None)
-    first, second = log_lines(exp, plan, {0: flash, 1: PACKED}, "packed")
+    first, second = log_lines(exp.data, plan, {0: flash, 1: PACKED}, "packed")
     assert first == "Attention on gpu-0: varlen."
     assert second.startswith("Attention on gpu-1: sdpa. WARNING: packed rows are isolated by a")
 
 
 def test_packed_in_words_is_refused_where_isolation_was_not_shown(tmp_path: Path) -> None:
     exp = experiment(tmp_path, layout="packed")
-    assert common_layout(exp, [PACKED]) == "packed"
+    assert common_layout(exp.model, exp.data, [PACKED]) == "packed"
     for result, why in ((LEAKS, "the loss of a row differs"), (NOT_SHOWN, "it could not be shown")):
         with pytest.raises(ConfigError, match=rf"{why}\. Set data\.layout=auto"):
-            common_layout(exp, [PACKED, result])
+            common_layout(exp.model, exp.data, [PACKED, result])
 
 
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
@@ -191,12 +191,16 @@ def test_the_plan_names_the_attention_of_each_device(tmp_path: Path) -> None:
     exp = experiment(tmp_path)
     new = DeviceConfig(accelerator="cuda", precisions=["fp32", "fp16", "bf16"])
     old = DeviceConfig(accelerator="cuda", precisions=["fp32", "fp16"])
-    assert attention_for(exp, new, "bf16") == attention_for(exp, new, "fp16") == "varlen"
-    assert attention_for(exp, old, "fp16") == "segments"
-    assert attention_for(exp, new, "fp32") == "segments"
-    assert attention_for(exp, DeviceConfig(accelerator="cpu"), "fp32") == "sdpa"
+    assert (
+        attention_for(exp.model, exp.data, new, "bf16")
+        == attention_for(exp.model, exp.data, new, "fp16")
+        == "varlen"
+    )
+    assert attention_for(exp.model, exp.data, old, "fp16") == "segments"
+    assert attention_for(exp.model, exp.data, new, "fp32") == "segments"
+    assert attention_for(exp.model, exp.data, DeviceConfig(accelerator="cpu"), "fp32") == "sdpa"
     exp.data.layout = "padded"
-    assert attention_for(exp, new, "bf16") == "sdpa"
+    assert attention_for(exp.model, exp.data, new, "bf16") == "sdpa"
     assert Plan.attention_on is not None
 
 
@@ -320,7 +324,9 @@ def test_an_encoder_that_pools_a_sequence_itself_gets_one_a_line(tmp_path: Path)
     config = AutoConfig.for_model("bert", num_labels=3)
     exp = experiment(tmp_path)
     exp.data.layout = "auto"
-    found = select_attention.try_layouts(exp, config, packing=("sdpa",), head=CLASSIFICATION)
+    found = select_attention.try_layouts(
+        exp.model, exp.data, config, packing=("sdpa",), head=CLASSIFICATION
+    )
     assert found.packed is None
     assert found.padded is not None
     assert not found.padded.causal

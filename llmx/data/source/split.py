@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmx.config import DataConfig, Experiment, SourceConfig
+from llmx.config import DataConfig, SourceConfig
 from llmx.data.examples import TypedRecord
 from llmx.data.format.formats import (
     Conversation,
@@ -164,7 +164,8 @@ class DatasetSplit:
     @classmethod
     def of(
         cls,
-        exp: Experiment,
+        data: DataConfig,
+        seed: int,
         split: str,
         *,
         takes: tuple[type, ...] = TAKEN,
@@ -174,12 +175,12 @@ class DatasetSplit:
         experiment has not."""
         if split not in SPLITS:
             raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
-        if split == "eval" and not has_eval(exp.data):
+        if split == "eval" and not has_eval(data):
             raise ConfigError(
                 "There is no evaluation data: set data.eval_path, or data.eval_samples to hold "
                 "out that many rows of data.path."
             )
-        return cls(exp.data, exp.seed, split, takes=takes, turn_weights=turn_weights)
+        return cls(data, seed, split, takes=takes, turn_weights=turn_weights)
 
     @cached_property
     def sources(self) -> list[Source]:

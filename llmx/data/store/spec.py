@@ -89,7 +89,9 @@ class DatasetSpec:
 def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
-    source = DatasetSplit.of(exp, split, takes=encoding.takes, turn_weights=encoding.turn_weights)
+    source = DatasetSplit.of(
+        exp.data, exp.seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
+    )
     data = exp.data
     encoding.check_source(source)
     _check(encoding, source)

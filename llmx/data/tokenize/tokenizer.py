@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment, ModelConfig
+from llmx.config import DataConfig, ModelConfig, TaskConfig
 from llmx.data.format.templates import choose_template
 from llmx.data.source.records import names
 from llmx.data.tokenize.byte_level import byte_of_character
@@ -138,12 +138,12 @@ _FINGERPRINTS: dict[str, str] = {}
 """Digest of a tokenizer as it is -> its fingerprint; of this process."""
 
 
-def load_tokenizer(exp: Experiment) -> Any:
+def load_tokenizer(model: ModelConfig, data: DataConfig, task: TaskConfig) -> Any:
     """The Hugging Face tokenizer of ``model.tokenizer`` (default ``model.path``; ``demo`` is the
     bundled one), with the chat template that ``data.template`` chooses, so that an exported
     tokenizer renders what was trained. Raises ConfigError when it cannot be loaded.
     """
-    name = exp.model.tokenizer or exp.model.path
+    name = model.tokenizer or model.path
     if not name:
         raise ConfigError(
             "Neither model.tokenizer nor model.path is set: no tokenizer to prepare data with. "
@@ -151,7 +151,7 @@ def load_tokenizer(exp: Experiment) -> Any:
         )
     source = str(DEMO_DIRECTORY / "tokenizer") if name == "demo" else str(Path(name).expanduser())
     place, shown = Path(source), printable(name, keep="")
-    key = "model.tokenizer" if exp.model.tokenizer else "model.path"
+    key = "model.tokenizer" if model.tokenizer else "model.path"
     if place.is_file():
         raise ConfigError(
             f"{key}={shown} is a file. Give the directory that it lies in, with {HOW_NAMED}."
@@ -164,9 +164,9 @@ def load_tokenizer(exp: Experiment) -> Any:
         tokenizer.name_or_path = source
         _note(f"{key}={shown}: {how}")
     else:
-        tokenizer = _loaded(exp.model, source, key=key)
-    if exp.task.kind in CHAT_TASKS or exp.data.template != "auto":
-        tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
+        tokenizer = _loaded(model, source, key=key)
+    if task.kind in CHAT_TASKS or data.template != "auto":
+        tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
     return tokenizer
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from llmx.config import Experiment, TokenizerConfig, experiment_from_dict
+from llmx.config import DataConfig, Experiment, TokenizerConfig, experiment_from_dict
 from llmx.data.format.templates import TEMPLATES, choose_template
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.split import DatasetSplit
@@ -190,7 +190,7 @@ def train_tokenizer(exp: Experiment) -> Trained:
     source that is wrong or too small.
     """
     config = exp.tokenizer
-    output = _output(exp)
+    output = _output(exp.tokenizer, exp.data)
     special = _special_tokens(exp.data.template, config.kind)
     alphabet = {"bbpe": 256, "sentencepiece": 256 + 3, "wordpiece": 0}
     smallest = len(special) + alphabet[config.kind]
@@ -216,7 +216,7 @@ def train_tokenizer(exp: Experiment) -> Trained:
             }  # fmt: skip
             backend = trainers[config.kind](sample, config, special)
             ready = directory / "tokenizer"
-            tokenizer = _saved(backend, exp, special, ready)
+            tokenizer = _saved(backend, exp.tokenizer, exp.data, special, ready)
             proof = list(islice(sample, PROOF_TEXTS))
             tokens = _proven(tokenizer, proof, exact=config.kind != "wordpiece")
             sample.close()
@@ -239,9 +239,8 @@ def train_tokenizer(exp: Experiment) -> Trained:
     )
 
 
-def _output(exp: Experiment) -> Path:
-    config = exp.tokenizer
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", exp.data.name or Path(exp.data.path).stem) or "data"
+def _output(config: TokenizerConfig, data: DataConfig) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", data.name or Path(data.path).stem) or "data"
     default = f"tokenizers/{name}-{config.kind}-{config.vocab_size}"
     output = Path(config.output or default).expanduser().absolute()
     if output.exists():
@@ -253,7 +252,7 @@ def _output(exp: Experiment) -> Path:
 
 
 def _sampled(exp: Experiment, directory: Path) -> TextSample:
-    source = DatasetSplit.of(exp, "train")
+    source = DatasetSplit.of(exp.data, exp.seed, "train")
     sample = TextSample(directory, max_bytes=exp.tokenizer.max_bytes, seed=exp.seed)
     meter = source.meter
     title = f"Reading {exp.data.name or source.path}"
@@ -317,18 +316,20 @@ def _wordpiece(sample: TextSample, config: TokenizerConfig, special: list[str]) 
     return backend
 
 
-def _saved(backend: Any, exp: Experiment, special: list[str], directory: Path) -> Any:
+def _saved(
+    backend: Any, config: TokenizerConfig, data: DataConfig, special: list[str], directory: Path
+) -> Any:
     """Written with its chat template, and loaded as everybody will load it."""
     from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-    if exp.tokenizer.kind == "wordpiece":
+    if config.kind == "wordpiece":
         bert = BertTokenizer(
-            vocab=backend.get_vocab(), do_lower_case=exp.tokenizer.lowercase, eos_token="[SEP]"
+            vocab=backend.get_vocab(), do_lower_case=config.lowercase, eos_token="[SEP]"
         )
         bert.save_pretrained(directory)
         return AutoTokenizer.from_pretrained(directory)
     named = {"eos_token": special[0], "pad_token": special[1]}
-    if exp.tokenizer.kind == "sentencepiece":
+    if config.kind == "sentencepiece":
         named |= {"unk_token": "<unk>", "bos_token": "<s>"}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -336,7 +337,7 @@ def _saved(backend: Any, exp: Experiment, special: list[str], directory: Path) -
         clean_up_tokenization_spaces=False,
         **named,
     )
-    tokenizer.chat_template = choose_template(tokenizer, exp.data.template)[1]
+    tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
     tokenizer.save_pretrained(directory)
     return AutoTokenizer.from_pretrained(directory)
 

@@ -211,7 +211,7 @@ def check_environments(spec: LaunchSpec, connections: list[Connection]) -> tuple
     Returns warnings. A run on this machine alone is checked only where something can be missing
     (GPUs, extensions that DeepSpeed compiles), and without importing torch, so that it starts fast.
     """
-    asked = asked_of_hosts(spec.exp, spec.plan)
+    asked = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
     ranks = rank_env(spec)
     names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR")
     asked["env"] = {name: ranks[name] for name in names if name in ranks}

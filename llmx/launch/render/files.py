@@ -27,7 +27,7 @@ DEFAULT_PORT = 29500
 """Shown in a dry run; a run takes a free one."""
 
 
-def check_launch(exp: Experiment, plan: Plan) -> None:
+def check_launch(launch: LaunchConfig, run_dir: str, plan: Plan) -> None:
     """ConfigError for what would fail with this plan's transport, before anything is written.
 
     The rules that need no plan are in ``llmx.config.launch_rules``.
@@ -41,7 +41,7 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
         ]
     else:
         # DeepSpeed writes paths into the command for the other hosts without quotes.
-        paths = {"run_dir": exp.run_dir, "launch.python": exp.launch.python or sys.executable}
+        paths = {"run_dir": run_dir, "launch.python": launch.python or sys.executable}
         for key, path in paths.items():
             special = _SPECIAL_TO_SHELLS.search(path)
             if special is not None:
@@ -70,7 +70,7 @@ def check_programs(launch: LaunchConfig, plan: Plan) -> None:
 
 def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSpec:
     """Check a launch and write its files; returns the spec from which they were rendered."""
-    check_launch(exp, plan)
+    check_launch(exp.launch, exp.run_dir, plan)
     port = exp.launch.master_port or DEFAULT_PORT
     spec = make_spec(exp, plan, run_dir, port=port, token=write_identity(run_dir))
     write_rendered(spec)

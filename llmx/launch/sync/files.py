@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmx.config.schema import Experiment
+from llmx.config.schema import DataConfig, LaunchConfig, ModelConfig
 from llmx.config.user_code import user_task
 from llmx.errors import LaunchError
 from llmx.launch.render.environment import tool_env
@@ -62,7 +62,10 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
         items.append(SyncPath(str(task.package), (*CODE_EXCLUDES, *extra), "task"))
     if run_dir:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
-    items += [SyncPath(path, extra, what) for path, what in _configured_paths(spec.exp)]
+    items += [
+        SyncPath(path, extra, what)
+        for path, what in _configured_paths(spec.exp.model, spec.exp.data, spec.exp.launch)
+    ]
     unique: dict[str, SyncPath] = {}
     for item in items:
         unique.setdefault(item.path, item)
@@ -78,17 +81,19 @@ def _without_runs(item: SyncPath, run_dir: Path) -> SyncPath:
     return replace(item, excludes=(*item.excludes, *below)) if below else item
 
 
-def _configured_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
+def _configured_paths(
+    model: ModelConfig, data: DataConfig, launch: LaunchConfig
+) -> Iterable[tuple[str, str]]:
     """The absolute local paths of the config, with globs expanded."""
     wanted = [
-        (exp.model.path, "model"),
-        (exp.model.tokenizer, "tokenizer"),
-        (exp.data.path, "data"),
-        (exp.data.eval_path, "evaluation data"),
-        *((source.path, "data") for source in exp.data.sources),
+        (model.path, "model"),
+        (model.tokenizer, "tokenizer"),
+        (data.path, "data"),
+        (data.eval_path, "evaluation data"),
+        *((source.path, "data") for source in data.sources),
         # By the rule of data.cache_dir.
-        (exp.data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx", "prepared data"),
-        *((path, "launch.sync_extra") for path in exp.launch.sync_extra),
+        (data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx", "prepared data"),
+        *((path, "launch.sync_extra") for path in launch.sync_extra),
     ]
     for path, what in wanted:
         if not path or not Path(path).expanduser().is_absolute():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmx.compose.apply_overrides import RunCommand, apply, group_of
 from llmx.compose.complete import Composed, plan_experiment
-from llmx.config import Experiment, to_dict
+from llmx.config import DataConfig, Experiment, TaskConfig, to_dict
 from llmx.errors import ConfigError
 from llmx.hardware.resolve import resolve_hardware
 from llmx.lifecycle.resume.rules import Change, changes, refuse
@@ -60,7 +60,7 @@ def next_run(run: RunDir, exp: Experiment, words: RunCommand, state: RunState) -
         changes=changes(to_dict(exp), to_dict(new)),
         words=words.overrides,
         dry_run=asked.dry_run,
-        total=_total(new, composed.plan, state),
+        total=_total(new.data, new.task, composed.plan, state),
     )
 
 
@@ -130,22 +130,25 @@ def _refuse_other_batch(old: Plan, new: Plan) -> None:
         )
 
 
-def _total(exp: Experiment, plan: Plan, state: RunState) -> int | None:
-    if exp.task.steps is not None:
-        return exp.task.steps
+def _total(data: DataConfig, task: TaskConfig, plan: Plan, state: RunState) -> int | None:
+    if task.steps is not None:
+        return task.steps
     if state.num_samples is None:
         return None
     return run_length(
-        exp.task,
+        task,
         num_samples=state.num_samples,
         global_batch=plan.batch.global_batch,
-        last_batch=exp.data.last_batch,
+        last_batch=data.last_batch,
     ).steps
 
 
 def schedule_note(upcoming: Next, state: RunState, origin: int) -> str:
     """How the learning rate of the next step changes with the length or the optimizer's values."""
-    old, new = optim_of(upcoming.former), optim_of(upcoming.composed.experiment)
+    old, new = (
+        optim_of(upcoming.former.optim, upcoming.former.adapter),
+        optim_of(upcoming.composed.experiment.optim, upcoming.composed.experiment.adapter),
+    )
     before, after = state.total_steps, upcoming.total
     if before is None or after is None or origin >= after:
         return ""

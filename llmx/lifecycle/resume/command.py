@@ -67,7 +67,7 @@ def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
         return 0
     origin = first_step(run, state, step)
     new = upcoming.composed
-    check_launch(new.experiment, new.plan)
+    check_launch(new.experiment.launch, new.experiment.run_dir, new.plan)
     check_paths(new.experiment, new.plan)
     now = record(new.experiment, new.plan, list(typed))
     then = read_mapping(run.provenance)

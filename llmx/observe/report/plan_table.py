@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
-from llmx.config import DataConfig, Experiment, TaskConfig
+from llmx.config import AdapterConfig, DataConfig, Experiment, ModelConfig, TaskConfig, ZeroConfig
 from llmx.observe.report.screen import open_console
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural
@@ -104,8 +104,8 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
         ("batch", batch_line(plan)),
         ("steps", _steps_line(plan, exp.task)),
-        ("model", _model_line(plan, exp)),
-        ("zero", _zero_line(exp)),
+        ("model", _model_line(plan, exp.model, exp.adapter)),
+        ("zero", _zero_line(exp.zero, exp.model)),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
         ("attention", _attention_line(plan, exp.data)),
         ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
@@ -153,21 +153,20 @@ def _steps_line(plan: Plan, task: TaskConfig) -> str:
     return "not set; give task.steps or task.epochs"
 
 
-def _model_line(plan: Plan, exp: Experiment) -> str:
+def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:
     size = human.count(plan.num_parameters) if plan.num_parameters else "an unknown number of"
-    start = "from scratch" if exp.model.init == "scratch" else "pretrained"
-    if exp.adapter.kind == "none":
-        return f"{exp.model.name or exp.model.kind}, {size} parameters, {start}"
+    start = "from scratch" if model.init == "scratch" else "pretrained"
+    if adapter.kind == "none":
+        return f"{model.name or model.kind}, {size} parameters, {start}"
     trained = "an unknown number"
     if plan.num_trained is not None:
         part = plan.num_trained / plan.num_parameters
         trained = f"{human.count(plan.num_trained)} ({part:.2%})"
-    how = f"{exp.adapter.kind} of rank {exp.adapter.rank}"
-    return f"{exp.model.name or exp.model.kind}, {size} parameters, {trained} trained: {how}"
+    how = f"{adapter.kind} of rank {adapter.rank}"
+    return f"{model.name or model.kind}, {size} parameters, {trained} trained: {how}"
 
 
-def _zero_line(exp: Experiment) -> str:
-    zero = exp.zero
+def _zero_line(zero: ZeroConfig, model: ModelConfig) -> str:
     words = [f"stage {zero.stage}"]
     if zero.offload_optimizer != "none":
         words.append(f"optimizer on {zero.offload_optimizer}")
@@ -179,8 +178,8 @@ def _zero_line(exp: Experiment) -> str:
         words.append("qwZ")
     if zero.quantized_gradients:
         words.append("qgZ")
-    if exp.model.activation_checkpointing != "none":
-        words.append(f"{exp.model.activation_checkpointing} activation checkpointing")
+    if model.activation_checkpointing != "none":
+        words.append(f"{model.activation_checkpointing} activation checkpointing")
     return ", ".join(words)
 
 

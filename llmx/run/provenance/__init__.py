@@ -47,5 +47,5 @@ def record(
         "gpus": facts.gpus,
         "cpu": facts.cpu,
         "environment": numeric_environment(exp, plan),
-        "fingerprints": fingerprints(exp),
+        "fingerprints": fingerprints(exp.model, exp.data),
     }

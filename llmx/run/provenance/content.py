@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import llmx
-from llmx.config import Experiment
+from llmx.config import DataConfig, ModelConfig
 
 FULL_BYTES = 128 << 20
 """Of one input; more is sampled."""
@@ -26,9 +26,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def fingerprints(exp: Experiment) -> dict[str, Any]:
+def fingerprints(model: ModelConfig, data: DataConfig) -> dict[str, Any]:
     """``data``, ``eval_data``, ``tokenizer``, ``model`` -> what ``fingerprint`` says of it."""
-    data, model = exp.data, exp.model
     paths = [source.path for source in data.sources] or [data.path]
     demo = Path(llmx.__file__).parent / "assets" / "demo"
     tokenizer = model.tokenizer or model.path

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment
+from llmx.config import Experiment, LaunchConfig
 from llmx.hardware.remote import SurveyError, run_survey
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
@@ -29,20 +29,20 @@ def hosts_then_and_now(run: RunDir, exp: Experiment, plan: Plan) -> list[Differe
     then = read_mapping(run.hosts)
     if len(plan.hosts) < 2 or not then:
         return []
-    return host_differences(then, ask_hosts(exp, plan))
+    return host_differences(then, ask_hosts(exp.launch, exp.run_dir, plan))
 
 
-def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
+def ask_hosts(launch: LaunchConfig, run_dir: str, plan: Plan) -> dict[str, dict[str, Any]]:
     """Host -> its survey; ``{"error": why}`` for one that does not answer. Hosts at once."""
     from llmx.launch.render.ssh_config import render_ssh_config, ssh_argv
 
-    python = exp.launch.python or sys.executable
+    python = launch.python or sys.executable
     with tempfile.TemporaryDirectory(prefix="llmx-hosts-") as directory:
         config = Path(directory) / "ssh_config"
         config.write_text(render_ssh_config(plan.hosts), encoding="utf-8")
 
         def ask(host: HostPlan) -> dict[str, Any]:
-            words = [python, "-", exp.run_dir]
+            words = [python, "-", run_dir]
             argv = words if host.is_local else ssh_argv(config, host.name, words)
             try:
                 return run_survey(argv, timeout_s=TIMEOUT_S)

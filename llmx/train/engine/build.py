@@ -18,7 +18,7 @@ from torch import nn
 from llmx.checkpoint.state.refresh import forget_dummy_step
 from llmx.checkpoint.state.values import check_states
 from llmx.collectives import first_problem
-from llmx.config import Experiment
+from llmx.config import AdapterConfig, Experiment, ModelConfig, OptimConfig
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze
 from llmx.models.adapter_names import is_added
@@ -217,7 +217,7 @@ def build_engine(
     optimizer = build_optimizer(
         whole,
         exp.optim,
-        apart=_own_lr(exp, parts.values()),
+        apart=_own_lr(exp.optim, exp.adapter, parts.values()),
         accelerator=plan.accelerator,
         offloaded=exp.zero.offload_optimizer != "none",
     )
@@ -290,8 +290,8 @@ def _build_named(
         check_spec(spec, precision=plan.precision)
         own = with_source(exp, spec)
         if spec.source is not None:
-            check_source(own)
-            check_tokenizer(own, tokenizer)
+            check_source(own.model)
+            check_tokenizer(own.model, tokenizer)
         return _build_one(own, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device)
     except ConfigError as error:
         if spec.source is None and spec.precision is None:
@@ -336,10 +336,10 @@ def with_source(exp: Experiment, spec: ModelSpec) -> Experiment:
     return replace(exp, model=model)
 
 
-def check_source(own: Experiment) -> None:
+def check_source(model: ModelConfig) -> None:
     """Raise ConfigError where a network's source has no config that can be read."""
     try:
-        plain_config(own.model)
+        plain_config(model)
     except Exception as error:  # the Hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
@@ -348,7 +348,7 @@ def check_source(own: Experiment) -> None:
         ) from error
 
 
-def check_tokenizer(own: Experiment, tokenizer: Any) -> None:
+def check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
     """Raise ConfigError where the tokenizer beside a network's weights numbers its tokens
     otherwise than the run's: the network would read other text. One that is not there, or cannot
     be loaded, says nothing."""
@@ -356,9 +356,9 @@ def check_tokenizer(own: Experiment, tokenizer: Any) -> None:
 
     try:
         found = AutoTokenizer.from_pretrained(
-            own.model.path,
-            revision=own.model.revision,
-            trust_remote_code=own.model.trust_remote_code,
+            model.path,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
         ).get_vocab()
     except Exception:  # the Hub client's errors have no common base
         return
@@ -442,7 +442,7 @@ def _build_one(
     device: torch.device,
 ) -> BuiltNetwork:
     """Collective."""
-    config = model_config(exp, tokenizer=tokenizer, spec=spec)
+    config = model_config(exp.model, exp.data, tokenizer=tokenizer, spec=spec)
     attention = select_attention(exp, plan, config, device=device, head=spec.head)
     precision = spec.precision or plan.precision
     with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[precision])
@@ -465,19 +465,27 @@ def _build_one(
                 "trained and has a source of its own. Set adapter=none."
             )
         adapter = add_adapter(
-            network, exp, ds_config=ds_config, dtype=DTYPES[precision], head=spec.head
+            network,
+            exp.model,
+            exp.adapter,
+            exp.seed,
+            ds_config=ds_config,
+            dtype=DTYPES[precision],
+            head=spec.head,
         )
     else:
         freeze(network, exp.model.freeze)
     return BuiltNetwork(exp, network, config, attention, precision, with_liger, adapter)
 
 
-def _own_lr(exp: Experiment, parts: Iterable[BuiltNetwork]) -> dict[int, float]:
+def _own_lr(
+    optim: OptimConfig, adapter: AdapterConfig, parts: Iterable[BuiltNetwork]
+) -> dict[int, float]:
     """Where the adapter has a learning rate of its own: id of each parameter that is trained
     beside it -> ``optim.lr`` as a part of that."""
-    if exp.adapter.kind == "none" or exp.adapter.lr is None:
+    if adapter.kind == "none" or adapter.lr is None:
         return {}
-    scale = exp.optim.lr / exp.adapter.lr
+    scale = optim.lr / adapter.lr
     return {
         id(parameter): scale
         for part in parts
