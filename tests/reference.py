@@ -168,7 +168,8 @@ def naive_training(
     """Losses of ``steps`` steps of SGD, and the gradients of each, by name of parameter.
     ``stop``: samples of all steps, of which the last may have fewer."""
     model = build_model(
-        exp,
+        exp.model,
+        exp.seed,
         model_config(exp.model, exp.data, tokenizer=tokenizer),
         precision="fp32",
         device=torch.device("cpu"),
@@ -201,7 +202,8 @@ def naive_gradient(
     cpu = torch.device("cpu")
     networks = {
         name: build_model(
-            exp,
+            exp.model,
+            exp.seed,
             model_config(exp.model, exp.data, tokenizer=tokenizer, spec=spec),
             precision="fp32",
             device=cpu,

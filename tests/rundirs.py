@@ -74,7 +74,7 @@ def write_run(exp: Experiment, *, plan: Plan | None = None) -> RunDir:
     plan = plan or make_plan(exp)
     write_text(run_dir.config, yaml.safe_dump(to_dict(exp), sort_keys=False))
     write_json(run_dir.plan, plan.to_dict())
-    write_json(run_dir.ds_config, ds_config(exp, plan))
+    write_json(run_dir.ds_config, ds_config(exp.model, exp.zero, exp.optim, plan))
     return run_dir
 
 

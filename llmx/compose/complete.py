@@ -16,7 +16,7 @@ from typing import Any
 
 from llmx.compose.local_paths import absolute, is_directory, local_paths, missing_here
 from llmx.compose.task_options import option_problems
-from llmx.config import Experiment, ModelConfig, experiment_from_dict
+from llmx.config import DataConfig, Experiment, ModelConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -48,10 +48,10 @@ def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
 
     ``problems``: what completing it has found, to be reported with the rest.
     """
-    problems = [*problems, *target_problems(exp), *option_problems(exp.task)]
+    problems = [*problems, *target_problems(exp.model, exp.adapter), *option_problems(exp.task)]
     validate(exp, problems, position_limit=position_limit(exp.model.config))
     plan = make_plan(exp, local_names=local_names())
-    return Composed(exp, plan, ds_config(exp, plan))
+    return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 
 
 def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
@@ -96,14 +96,14 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     return exp, problems
 
 
-def check_paths(exp: Experiment, plan: Plan) -> None:
+def check_paths(data: DataConfig, model: ModelConfig, plan: Plan) -> None:
     """Raise ConfigError for an absolute path that is not here, when all ranks are.
 
     A path of other hosts may be missing on this machine; their agents see to it.
     """
     if not all(host.is_local for host in plan.hosts):
         return
-    missing = list(missing_here(exp.data, exp.model))
+    missing = list(missing_here(data, model))
     if missing:
         raise ConfigError("\n".join(missing))
 

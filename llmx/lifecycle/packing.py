@@ -52,7 +52,7 @@ def resolve_layout(composed: Composed, *, stream: TextIO) -> Composed:
     result that the tests know, and the ranks try it in any case.
     """
     exp, accelerator = composed.experiment, composed.plan.accelerator
-    result = cached_result(exp, accelerator=accelerator)
+    result = cached_result(exp.model, exp.data, exp.task, accelerator=accelerator)
     if result is None and not exp.dry_run and exp.model.kind == "hf":
         result = _run_trial(exp, accelerator=accelerator)
     if result is None:
@@ -95,19 +95,21 @@ def _warn_of_dense_mask(composed: Composed) -> Composed:
     return dataclasses.replace(composed, plan=plan)
 
 
-def cached_result(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
+def cached_result(
+    model: ModelConfig, data: DataConfig, task: TaskConfig, *, accelerator: str
+) -> dict[str, Any] | None:
     """``packs``, ``dense``, ``why``, ``problem`` of an earlier trial of the same; None where there
     is none."""
     try:
-        result = json.loads(_cached(exp, accelerator).read_text(encoding="utf-8"))
+        result = json.loads(_cached(model, data, task, accelerator).read_text(encoding="utf-8"))
         return {name: result[name] for name in ("packs", "dense", "why", "problem")}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _cached(exp: Experiment, accelerator: str) -> Path:
+def _cached(model: ModelConfig, data: DataConfig, task: TaskConfig, accelerator: str) -> Path:
     root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
-    return root / "trials" / f"{_key(exp.model, exp.data, exp.task, accelerator)}.json"
+    return root / "trials" / f"{_key(model, data, task, accelerator)}.json"
 
 
 def _key(model: ModelConfig, data: DataConfig, task: TaskConfig, accelerator: str) -> str:
@@ -187,7 +189,7 @@ def _run_trial(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
             return None
     if result.get("unknown"):
         return None
-    path = _cached(exp, accelerator)
+    path = _cached(exp.model, exp.data, exp.task, accelerator)
     with contextlib.suppress(OSError):  # the next launch asks again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result)

@@ -26,7 +26,7 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check_launch(composed.experiment.launch, composed.experiment.run_dir, composed.plan)
-    check_paths(composed.experiment, composed.plan)
+    check_paths(composed.experiment.data, composed.experiment.model, composed.plan)
     composed = resolve_layout(composed, stream=out)
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)

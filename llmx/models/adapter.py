@@ -61,7 +61,7 @@ def add_adapter(
     dtype: torch.dtype,
     head: str,
 ) -> Adapter:
-    """Freeze ``network`` and put ``exp.adapter`` into it. Collective under ZeRO-3, where the base
+    """Freeze ``network`` and put ``adapter`` into it. Collective under ZeRO-3, where the base
     is sharded already; the small matrices are whole until DeepSpeed shards them with the rest.
 
     Raises:

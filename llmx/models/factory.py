@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from llmx.config import DataConfig, Experiment, ModelConfig
+from llmx.config import DataConfig, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.classification import (
     give_pooled_forward,
@@ -115,7 +115,8 @@ def _check(config: Any, tokenizer: Any, *, seq_len: int) -> None:
 
 
 def build_model(
-    exp: Experiment,
+    source: ModelConfig,
+    seed: int,
     config: Any,
     *,
     precision: str,
@@ -126,27 +127,27 @@ def build_model(
 ) -> nn.Module:
     """A network with its weights in place, in the training dtype; by default a causal LM.
 
-    Weights from scratch depend on ``exp.seed`` and the parameter's module alone: the same for
+    Weights from scratch depend on ``seed`` and the parameter's module alone: the same for
     every ZeRO stage and number of ranks. Needs ``torch.distributed`` under ZeRO-3.
     """
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
     with _empty_model(stage=stage, device=device, ds_config=ds_config, dtype=dtype):
-        model = _construct(exp.model, config, dtype=dtype, implementation=implementation, head=head)
+        model = _construct(source, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
     if head != CAUSAL_LM:
         config.architectures = model.config.architectures = [type(model).__name__]
     if head == CLASSIFICATION and has_score(model):
         give_pooled_forward(model)
     accept_masks(model)
-    if exp.model.init == "scratch":
-        initialise(model, seed=exp.seed)
+    if source.init == "scratch":
+        initialise(model, seed=seed)
     else:
-        _load(model, config, exp.model, exp.seed, head=head)
-        keep_generation_config(model, exp.model)
-    if exp.model.activation_checkpointing != "none":
-        recompute(model, exp.model.activation_checkpointing)
-    if exp.model.compile:
+        _load(model, config, source, seed, head=head)
+        keep_generation_config(model, source)
+    if source.activation_checkpointing != "none":
+        recompute(model, source.activation_checkpointing)
+    if source.compile:
         compile_blocks(model)
     return model
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from llmx.collectives import all_gather
-from llmx.config import DataConfig, Experiment, ModelConfig
+from llmx.config import DataConfig, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.classification import pools_itself
@@ -43,7 +43,13 @@ CPU: dict[str, Any] = {}
 
 
 def select_attention(
-    exp: Experiment, plan: Plan, config: Any, *, device: torch.device, head: str = CAUSAL_LM
+    model: ModelConfig,
+    data: DataConfig,
+    plan: Plan,
+    config: Any,
+    *,
+    device: torch.device,
+    head: str = CAUSAL_LM,
 ) -> AttentionMethod:
     """The method of this rank, for a network with this ``head``. Collective; ConfigError, on all
     ranks, where there is none."""
@@ -52,7 +58,7 @@ def select_attention(
     # One rank a host tries: the others have the same packages and devices.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
-            mine = try_on_this_host(exp, plan, config, device=device, head=head)
+            mine = try_on_this_host(model, data, plan, config, device=device, head=head)
         except ConfigError as error:  # sent to the others, which wait for a result
             mine = TrialResult(None, None, config_error=str(error))
     everyone = all_gather(mine.to_dict() if mine else None)
@@ -64,22 +70,24 @@ def select_attention(
     for host, result in by_host.items():
         if result.config_error:
             raise ConfigError(f"Host {plan.hosts[host].name}: {result.config_error}")
-    layout = common_layout(exp.model, exp.data, list(by_host.values()), head=head)
+    layout = common_layout(model, data, list(by_host.values()), head=head)
     own = by_host[plan.ranks[torch.distributed.get_rank()].host]
     if torch.distributed.get_rank() == 0:
-        for line in log_lines(exp.data, plan, by_host, layout):
+        for line in log_lines(data, plan, by_host, layout):
             print(line, flush=True)
     if layout == "padded" and own.packed is not None:
         # Another host cannot pack them, and the trial of this one has stopped at packed rows.
-        own = common_padded(exp, config, head=head)
+        own = common_padded(model, data, config, head=head)
     method: AttentionMethod | None = getattr(own, layout)
     return method or _untried(config, head)
 
 
-def common_padded(exp: Experiment, config: Any, *, head: str = CAUSAL_LM) -> TrialResult:
+def common_padded(
+    model: ModelConfig, data: DataConfig, config: Any, *, head: str = CAUSAL_LM
+) -> TrialResult:
     """The trial of padded rows alone; ConfigError where no method is right for them."""
-    result = try_layouts(exp.model, exp.data, config, packing=(), head=head)
-    common_layout(exp.model, exp.data, [result], head=head)
+    result = try_layouts(model, data, config, packing=(), head=head)
+    common_layout(model, data, [result], head=head)
     return result
 
 
@@ -146,7 +154,13 @@ def _attention_line(device: str, method: AttentionMethod) -> str:
 
 
 def try_on_this_host(
-    exp: Experiment, plan: Plan, config: Any, *, device: torch.device, head: str = CAUSAL_LM
+    model: ModelConfig,
+    data: DataConfig,
+    plan: Plan,
+    config: Any,
+    *,
+    device: torch.device,
+    head: str = CAUSAL_LM,
 ) -> TrialResult:
     """The result of the trials on this host."""
 
@@ -155,10 +169,8 @@ def try_on_this_host(
             return CPU
         return {"device": device, "dtype": DTYPES[plan.precision], "real_heads": True}
 
-    packing = candidates(exp.model.attention, plan, device) if exp.data.layout != "padded" else ()
-    return try_layouts(
-        exp.model, exp.data, config, packing=packing, conditions=conditions, head=head
-    )
+    packing = candidates(model.attention, plan, device) if data.layout != "padded" else ()
+    return try_layouts(model, data, config, packing=packing, conditions=conditions, head=head)
 
 
 def try_layouts(

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.config import Experiment
+from llmx.config import DataConfig, ModelConfig
 from llmx.models.factory import plain_config
 from llmx.models.model import CAUSAL_LM
 from llmx.models.select_attention import PLAIN, suitable, try_layouts
 from llmx.models.varlen import IMPLEMENTATIONS, SEGMENTS
 
 
-def try_model(exp: Experiment, *, accelerator: str, head: str = CAUSAL_LM) -> dict[str, Any]:
+def try_model(
+    model: ModelConfig, data: DataConfig, *, accelerator: str, head: str = CAUSAL_LM
+) -> dict[str, Any]:
     """``packs``: rows can be packed; ``why`` not; ``dense``: only a dense mask isolates them;
     ``problem``: it cannot be trained at all, and what to do."""
-    packing = cpu_substitutes(exp.model.attention, accelerator)
+    packing = cpu_substitutes(model.attention, accelerator)
     found = try_layouts(
-        exp.model,
-        exp.data,
-        plain_config(exp.model),
-        packing=packing if exp.data.layout != "padded" else (),
+        model,
+        data,
+        plain_config(model),
+        packing=packing if data.layout != "padded" else (),
         head=head,
     )
     problem = found.why_not_trained

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config.adapter_rules import is_named, matching, no_such_module, output_head_target
-from llmx.config.schema import ALL_LINEAR, Experiment, ModelConfig
+from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig
 from llmx.plan.geometry import Geometry, model_geometry
 
 
@@ -55,10 +55,9 @@ def network_modules(model: ModelConfig) -> Modules | None:
     return _llama(shape, config)
 
 
-def adapter_size(exp: Experiment) -> AdapterSize | None:
+def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | None:
     """What ``adapter`` adds and trains; None without one, or where the modules are not known."""
-    adapter = exp.adapter
-    modules = network_modules(exp.model) if adapter.kind != "none" else None
+    modules = network_modules(model) if adapter.kind != "none" else None
     if modules is None:
         return None
     targets = adapter.targets
@@ -79,10 +78,9 @@ def adapter_size(exp: Experiment) -> AdapterSize | None:
     return AdapterSize(added, added + whole, kept, head)
 
 
-def target_problems(exp: Experiment) -> Iterator[str]:
+def target_problems(model: ModelConfig, adapter: AdapterConfig) -> Iterator[str]:
     """One message for each name of ``adapter`` that no module has, where they are known."""
-    adapter = exp.adapter
-    modules = network_modules(exp.model) if adapter.kind != "none" else None
+    modules = network_modules(model) if adapter.kind != "none" else None
     if modules is None:
         return
     for target in adapter.targets:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmx.config.schema import Experiment, ModelConfig, ZeroConfig
+from llmx.config.schema import ModelConfig, OptimConfig, ZeroConfig
 from llmx.errors import ConfigError
 from llmx.plan import ds_keys
 from llmx.plan.geometry import model_geometry
@@ -39,7 +39,9 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def ds_config(exp: Experiment, plan: Plan) -> dict[str, Any]:
+def ds_config(
+    model: ModelConfig, zero: ZeroConfig, optim: OptimConfig, plan: Plan
+) -> dict[str, Any]:
     """What ``deepspeed.initialize`` gets for this plan.
 
     DeepSpeed asserts ``train_batch = micro x accumulation x world``. With unequal micro
@@ -52,7 +54,7 @@ def ds_config(exp: Experiment, plan: Plan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": plan.batch.accumulation,
         "train_batch_size": micro_batch * plan.batch.accumulation * plan.world_size,
-        "gradient_clipping": float(exp.optim.clip_norm),
+        "gradient_clipping": float(optim.clip_norm),
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         # Its own throughput lines would be a second, wrong truth.
@@ -67,9 +69,9 @@ def ds_config(exp: Experiment, plan: Plan) -> dict[str, Any]:
         # would refuse it for an offload, where it expects its own; PyTorch's is fused there, too.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero(exp, plan),
+        "zero_optimization": _zero(model, zero, plan),
     }
-    return merge_extra(config, exp.zero.extra)
+    return merge_extra(config, zero.extra)
 
 
 def _fp16(precision: str) -> dict[str, Any]:
@@ -83,8 +85,8 @@ def _fp16(precision: str) -> dict[str, Any]:
     }
 
 
-def _zero(exp: Experiment, plan: Plan) -> dict[str, Any]:
-    zero, sizes = exp.zero, bucket_sizes(exp.model, exp.zero, plan.accelerator)
+def _zero(model: ModelConfig, zero: ZeroConfig, plan: Plan) -> dict[str, Any]:
+    sizes = bucket_sizes(model, zero, plan.accelerator)
     section: dict[str, Any] = {
         "stage": zero.stage,
         "contiguous_gradients": True,

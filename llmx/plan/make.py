@@ -50,7 +50,7 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         for rank, (index, slot) in enumerate(placed)
     )
     accelerator = hardware.devices[hosts[0].device].accelerator
-    shape, adapter = model_geometry(exp.model), adapter_size(exp)
+    shape, adapter = model_geometry(exp.model), adapter_size(exp.model, exp.adapter)
 
     def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
         return _memory(exp, shape, hosts, ranks, precision, accelerator, sums)
@@ -204,7 +204,8 @@ def _warnings(
         if not part.fits:
             found.append(
                 f"{part.device}: {part.total_gib:.1f} GiB predicted, {part.capacity_gib:.0f} GiB "
-                f"available: expect it to run out of memory. Cheapest remedy: {cheapest_fit(exp.model, exp.zero, exp.batch)}."
+                "available: expect it to run out of memory. Cheapest remedy: "
+                f"{cheapest_fit(exp.model, exp.zero, exp.batch)}."
             )
     trained = exp.model.trained_dtype
     if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":

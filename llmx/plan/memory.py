@@ -22,7 +22,7 @@ from llmx.config.schema import (
     OptimConfig,
     ZeroConfig,
 )
-from llmx.plan.adapter import adapter_size
+from llmx.plan.adapter import AdapterSize, adapter_size
 from llmx.plan.geometry import Geometry
 from llmx.plan.types import MemoryPlan
 
@@ -62,7 +62,7 @@ def predict_memory(
     The peak is the larger of the last backward pass (with activations, logits and buckets) and of
     the update (with its temporaries).
     """
-    zero, adapter = exp.zero, adapter_size(exp)
+    zero, adapter = exp.zero, adapter_size(exp.model, exp.adapter)
     n = geometry.num_parameters + (adapter.added if adapter else 0)
     # Frozen weights have neither gradients nor an optimizer.
     trained = adapter.trained if adapter else n
@@ -112,12 +112,16 @@ def predict_memory(
         )
     if world_size == 1:
         buffers = 0.0
-    activations = _activation_bytes(exp, geometry, tokens, width, device.accelerator)
+    activations = _activation_bytes(exp.model, geometry, tokens, width, device.accelerator)
+    activations += _dense_mask_bytes(
+        exp.model, exp.data, geometry, tokens, width, device.accelerator
+    )
     if adapter:
         # With activation checkpointing one layer at a time.
         layers = 1 if exp.model.activation_checkpointing == "none" else geometry.num_layers
         activations += width * tokens * adapter.activations / max(1, layers)
-    logits = _logits_bytes(exp, geometry, tokens, width, device.accelerator)
+    fused = fused_loss(exp.model, device.accelerator)
+    logits = _logits_bytes(geometry, adapter, tokens, width, device.accelerator, fused=fused)
     return MemoryPlan(
         device=device_name,
         parameters_gib=parameters / GIB,
@@ -207,26 +211,30 @@ def _save_bytes(
     checkpoint: CheckpointConfig, optim: OptimConfig, shard: float, precision: str
 ) -> float:
     """Copies in host memory of what a checkpoint saved in the background holds."""
-    wanted = checkpoint
-    if wanted.background == "never" or not (wanted.every_steps or wanted.every_minutes):
+    if checkpoint.background == "never" or not (checkpoint.every_steps or checkpoint.every_minutes):
         return 0.0
     return (_optimizer_bytes(optim.kind, precision) + (4 if precision == "fp32" else 0)) * shard
 
 
 def _logits_bytes(
-    exp: Experiment, geometry: Geometry, tokens: int, width: int, accelerator: str
+    geometry: Geometry,
+    adapter: AdapterSize | None,
+    tokens: int,
+    width: int,
+    accelerator: str,
+    *,
+    fused: bool,
 ) -> float:
     """Logits and their gradient, every position a target; the chunk that is in fp32; and the
     hidden states that were picked, with their gradient."""
     whole = float(tokens * geometry.vocab_size * width)
     chunk = min(LOSS_CHUNK_BYTES[accelerator], whole * 4 / width)
     picked = 2 * tokens * geometry.hidden_size * width
-    if not fused_loss(exp.model, accelerator):
+    if not fused:
         return 2 * whole + chunk + picked
     head = geometry.vocab_size * geometry.hidden_size
     # The head's gradient is there from the forward pass on, summed over chunks in fp32.
     gradient = head * (width if whole <= FUSED_LOSS_CHUNK_BYTES else 4 + width)
-    adapter = adapter_size(exp)
     if adapter is not None and not adapter.trains_head:
         gradient = 0
     return 2 * min(whole, FUSED_LOSS_CHUNK_BYTES) + chunk + picked + gradient
@@ -272,7 +280,7 @@ def layer_activations(geometry: Geometry, width: int, *, mask_width: int = 1) ->
 
 
 def _activation_bytes(
-    exp: Experiment, geometry: Geometry, tokens: int, width: int, accelerator: str
+    model: ModelConfig, geometry: Geometry, tokens: int, width: int, accelerator: str
 ) -> float:
     """Saved for the backward pass, with attention that keeps no ``seq_len``^2 scores."""
     mask_width = 1 if accelerator == "cuda" else width
@@ -281,16 +289,14 @@ def _activation_bytes(
         "none": layer.all,
         "selective": layer.selective,
         "full": layer.full,
-    }[exp.model.activation_checkpointing]
+    }[model.activation_checkpointing]
     total = geometry.num_layers * kept
-    if exp.model.activation_checkpointing != "none":
+    if model.activation_checkpointing != "none":
         total += layer.all  # the one that is computed again
     # The last norm, and what the backward pass of one layer has in flight.
     total += geometry.hidden_size * (4 + 2 * width)
     total += width * (3 * geometry.intermediate_size + 2 * geometry.hidden_size)
-    return float(tokens * total) + _dense_mask_bytes(
-        exp.model, exp.data, geometry, tokens, width, accelerator
-    )
+    return float(tokens * total)
 
 
 def _dense_mask_bytes(

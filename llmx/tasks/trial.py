@@ -25,7 +25,9 @@ def heads_of(exp: Experiment) -> list[str]:
 
 def try_task(exp: Experiment, *, accelerator: str) -> dict[str, Any]:
     """``try_model`` of all its networks: the first that cannot be packed, or trained, decides."""
-    found = [try_model(exp, accelerator=accelerator, head=head) for head in heads_of(exp)]
+    found = [
+        try_model(exp.model, exp.data, accelerator=accelerator, head=head) for head in heads_of(exp)
+    ]
     worst = min(found, key=lambda one: (not one["problem"], not one["unknown"], one["packs"]))
     return {**worst, "dense": any(one["dense"] for one in found)}
 

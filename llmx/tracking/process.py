@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmx.config import Experiment, experiment_from_dict
+from llmx.config import Experiment, TrackingConfig, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.metrics.lines import MetricsTail, Record
 from llmx.run.rundir import RunDir, read_mapping, write_json
@@ -158,17 +158,16 @@ def _start(
     composite = CompositeTracker(
         make_trackers(experiment.tracking.kinds, notify=statuses), notify=statuses
     )
-    composite.start(run_meta(run, experiment, config))
+    composite.start(run_meta(run, experiment.name, experiment.tracking, config))
     return composite
 
 
-def run_meta(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> RunMeta:
+def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str, Any]) -> RunMeta:
     """What the trackers are told about the run besides its metrics."""
-    tracking = experiment.tracking
     identity = read_mapping(run.identity).get("run_id", "")
     return RunMeta(
         run_id=run_id(identity or run_token(run) or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
-        name=experiment.name or run.root.name,
+        name=name or run.root.name,
         run_dir=run.root,
         project=tracking.project,
         entity=tracking.entity,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from llmx.collectives import all_gather
-from llmx.config import Experiment
+from llmx.config import Experiment, ModelConfig
 from llmx.data import SampleStore, collate
 from llmx.data.examples import Schema
 from llmx.data.store.precomputed import Precomputed, Values, check_values
@@ -84,7 +84,8 @@ def with_precomputed(
             "add one to models(), ModelSpec(trained=False, precomputes=True)."
         )
     Schema((*task.columns, *task.precomputed))
-    source = {name: model_identity(with_source(exp, spec)) for name, spec in specs.items()}
+    own = {name: with_source(exp, spec).model for name, spec in specs.items()}
+    source = {name: model_identity(model, exp.seed, exp.run_dir) for name, model in own.items()}
     # Rank 0 decides: what lies in the Hub's cache may differ from host to host.
     source = all_gather(source, group=group)[0]
     identity = {
@@ -127,17 +128,17 @@ def with_precomputed(
     }
 
 
-def model_identity(exp: Experiment) -> dict[str, Any]:
+def model_identity(model: ModelConfig, seed: int, run_dir: str) -> dict[str, Any]:
     """What the weights and the architecture come from: the ``model`` group, and the content of its
     files (names, sizes, a sample of the bytes of large ones) or the commit in the Hub's cache."""
-    model = dataclasses.asdict(exp.model)
-    identity = {key: value for key, value in model.items() if key not in NOT_OF_VALUES}
-    if exp.model.init == "scratch":
-        identity["seed"] = exp.seed
-    if exp.model.path is not None:
-        found = fingerprint(exp.model.path, kind="models", revision=exp.model.revision)
+    values = dataclasses.asdict(model)
+    identity = {key: value for key, value in values.items() if key not in NOT_OF_VALUES}
+    if model.init == "scratch":
+        identity["seed"] = seed
+    if model.path is not None:
+        found = fingerprint(model.path, kind="models", revision=model.revision)
         # A model that is not there to be looked at is this run's alone.
-        identity["content"] = found["digest"] if found else f"of {exp.run_dir}"
+        identity["content"] = found["digest"] if found else f"of {run_dir}"
     return identity
 
 

@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, RunDi
     made = Experiment()
     made.data.path = str(DEMO_DIRECTORY / "train.jsonl")
     made.tokenizer.output, made.tokenizer.vocab_size = str(root / "tokenizer"), 500
-    tokenizer = train_tokenizer(made).path
+    tokenizer = train_tokenizer(made.tokenizer, made.data, made.seed).path
     exp = experiment(
         root / "run",
         ranks=1,

@@ -289,7 +289,13 @@ def exact_gradient(exp: Any, step: Any) -> dict[str, torch.Tensor]:
     config = model_config(exp.model, exp.data, tokenizer=word_tokenizer())
     cpu, stage0 = torch.device("cpu"), {"zero_optimization": {"stage": 0}}
     model = build_model(
-        exp, config, precision="bf16", device=cpu, implementation="sdpa", ds_config=stage0
+        exp.model,
+        exp.seed,
+        config,
+        precision="bf16",
+        device=cpu,
+        implementation="sdpa",
+        ds_config=stage0,
     )
     factor = 1 / step.target_tokens
     sums = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}

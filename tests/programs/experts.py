@@ -68,7 +68,9 @@ def train(out: Path, *, stage: int) -> dict[str, Any]:
     # Every parameter is partitioned, however small, and gathered when its module runs.
     exp.zero.param_persistence_threshold = 0
     plan = with_batch(make_plan(exp), (1, 1), 1)
-    engine = build_engine(exp, plan, ds_config(exp, plan), tokenizer=word_tokenizer())
+    engine = build_engine(
+        exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan), tokenizer=word_tokenizer()
+    )
     engine.set_lr(0.01)
     rank = torch.distributed.get_rank()
     found: dict[str, Any] = {"losses": [], "norms": [], "experts": []}

@@ -46,12 +46,13 @@ def run_job(job: dict[str, Any], *, out: Path, tokenizer: Any) -> None:
     before, error = resident("VmRSS"), None
     try:
         model = build_model(
-            exp,
+            exp.model,
+            exp.seed,
             model_config(exp.model, exp.data, tokenizer=tokenizer),
             precision="fp32",
             device=torch.device("cpu"),
             implementation="sdpa",
-            ds_config=ds_config(exp, plan),
+            ds_config=ds_config(exp.model, exp.zero, exp.optim, plan),
         )
         del model
     except ConfigError as raised:

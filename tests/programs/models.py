@@ -50,7 +50,9 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
         exp.model.init, exp.model.path = "pretrained", job["path"]
         exp.model.config = {}
     plan = with_batch(make_plan(exp), (2,) * world, 1)
-    engine = build_engine(exp, plan, ds_config(exp, plan), tokenizer=tokenizer)
+    engine = build_engine(
+        exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan), tokenizer=tokenizer
+    )
     report = {
         "digest": digest(whole_weights(engine.module)),
         "buffers": {name: str(b.dtype) for name, b in engine.module.named_buffers()},

@@ -42,7 +42,9 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
     )
     plan = with_batch(make_plan(exp), tuple(job["micro_batches"]), job["accumulation"])
     assert plan.batch.global_batch == GLOBAL_BATCH
-    engine = build_engine(exp, plan, ds_config(exp, plan), tokenizer=tokenizer)
+    engine = build_engine(
+        exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan), tokenizer=tokenizer
+    )
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=job["layout"])
     losses, norms = [], []
     start = whole_weights(engine.module)

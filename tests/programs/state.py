@@ -134,7 +134,7 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
         engine = build_engine(
             exp,
             plan,
-            ds_config(exp, plan),
+            ds_config(exp.model, exp.zero, exp.optim, plan),
             tokenizer=word_tokenizer(),
             specs=task_of(exp).models(),
         )

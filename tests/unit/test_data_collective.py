@@ -207,7 +207,8 @@ def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
 @pytest.mark.parametrize("cores", [[1, 1], [3, 1, 2], [1, 64], [1] * 40])
 @pytest.mark.parametrize("source", SOURCES[:4], ids=lambda make: make.__name__)
 def test_shards_are_the_split(source: Any, cores: list[int], tmp_path: Path):
-    split = DatasetSplit.of(source(tmp_path / "source"), "train")
+    exp = source(tmp_path / "source")
+    split = DatasetSplit.of(exp.data, exp.seed, "train")
     assert split.divisible
     shards = [shard_of(split, cores, host) for host in range(len(cores))]
     rows = [row for pieces in shards for row in records_of(split, pieces)]

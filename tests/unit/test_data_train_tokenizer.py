@@ -36,7 +36,8 @@ def experiment(tmp_path: Path, **options) -> Experiment:
 
 @pytest.mark.parametrize("kind", ["bbpe", "sentencepiece"])
 def test_it_loads_and_gives_text_back(tmp_path: Path, kind: str):
-    trained = train_tokenizer(experiment(tmp_path, kind=kind))
+    exp = experiment(tmp_path, kind=kind)
+    trained = train_tokenizer(exp.tokenizer, exp.data, exp.seed)
     tokenizer = AutoTokenizer.from_pretrained(trained.path)
     assert len(tokenizer) == trained.vocab_size == 700
     assert "700; 704 when padded to a multiple of 64" in str(trained)
@@ -60,14 +61,16 @@ def test_two_trainings_are_the_same(tmp_path: Path):
     paths = []
     for name in "ab":
         exp = experiment(tmp_path, output=str(tmp_path / name), max_bytes=1 << 16)
-        paths.append(train_tokenizer(exp).path)
+        paths.append(train_tokenizer(exp.tokenizer, exp.data, exp.seed).path)
     assert len({(path / "tokenizer.json").read_bytes() for path in paths}) == 1
 
 
 def test_another_template_brings_its_control_tokens(tmp_path: Path):
     exp = experiment(tmp_path)
     exp.data.template = "llama3"
-    tokenizer = AutoTokenizer.from_pretrained(train_tokenizer(exp).path)
+    tokenizer = AutoTokenizer.from_pretrained(
+        train_tokenizer(exp.tokenizer, exp.data, exp.seed).path
+    )
     chat = [{"role": "user", "content": "Who?"}]
     ids = tokenizer.apply_chat_template(chat, return_dict=False)
     for token in ("<|start_header_id|>", "<|eot_id|>"):
@@ -94,8 +97,9 @@ def test_what_cannot_be_is_said(tmp_path: Path, options: dict, error: type, mess
         key: value.format(tmp_path=tmp_path) if isinstance(value, str) else value
         for key, value in options.items()
     }
+    exp = experiment(tmp_path, **options)
     with pytest.raises(error, match=message):
-        train_tokenizer(experiment(tmp_path, **options))
+        train_tokenizer(exp.tokenizer, exp.data, exp.seed)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,7 +107,7 @@ def test_a_small_vocabulary_of_little_text_is_reported_as_it_is(tmp_path: Path):
     exp = experiment(tmp_path, vocab_size=64000)
     (tmp_path / "a.txt").write_text("so few words " * 50)
     exp.data.path, exp.data.form = str(tmp_path / "a.txt"), "auto"
-    trained = train_tokenizer(exp)
+    trained = train_tokenizer(exp.tokenizer, exp.data, exp.seed)
     assert 260 < trained.vocab_size < 300
     assert "asked for 64,000" in str(trained)
 

@@ -119,7 +119,8 @@ def built(exp: Experiment, spec: ModelSpec, precision: str = "fp32") -> Any:
         exp.model, exp.data, tokenizer=load_tokenizer(exp.model, exp.data, exp.task), spec=spec
     )
     return build_model(
-        exp,
+        exp.model,
+        exp.seed,
         config,
         precision=precision,
         device=torch.device("cpu"),

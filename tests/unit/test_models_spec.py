@@ -50,7 +50,7 @@ def test_a_source_brings_its_own_config_and_no_trust(tmp_path: Path) -> None:
 
 def build(exp: Any, spec: ModelSpec) -> Any:
     plan = make_plan(exp)
-    config = ds_config(exp, plan)
+    config = ds_config(exp.model, exp.zero, exp.optim, plan)
     return _build_named(
         "judge",
         exp,

@@ -46,7 +46,15 @@ def test_a_model_whose_rows_would_mix_is_padded_and_asked_once(
     assert (
         "rows are not packed (data.layout=auto): the loss of a row of Qwen3Next" in out.getvalue()
     )
-    assert cached_result(before.experiment, accelerator="cpu") is not None
+    assert (
+        cached_result(
+            before.experiment.model,
+            before.experiment.data,
+            before.experiment.task,
+            accelerator="cpu",
+        )
+        is not None
+    )
     monkeypatch.setattr(packing, "_run_trial", lambda *_, **__: pytest.fail("asked twice"))
     assert resolve_layout(before, stream=out).experiment == after.experiment
 

@@ -93,7 +93,7 @@ def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> 
         for name, module in network.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     }
-    assert not list(target_problems(exp))
+    assert not list(target_problems(exp.model, exp.adapter))
     if tied and "modules_to_save" in adapter:
         return  # tied: the embedding is trained with it
     before = sum(p.numel() for p in network.parameters())
@@ -106,7 +106,7 @@ def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> 
         dtype=next(network.parameters()).dtype,
         head="causal_lm",
     )
-    size = adapter_size(exp)
+    size = adapter_size(exp.model, exp.adapter)
     assert size is not None
     assert size.trained == sum(p.numel() for p in network.parameters() if p.requires_grad)
     assert size.added == sum(p.numel() for p in network.parameters()) - before
@@ -170,5 +170,6 @@ def test_an_adapter_needs_weights() -> None:
     ],
 )
 def test_names_are_checked_before_ranks_start(adapter: dict[str, Any], words: list[str]) -> None:
-    (problem,) = target_problems(experiment("llama", **adapter))
+    exp = experiment("llama", **adapter)
+    (problem,) = target_problems(exp.model, exp.adapter)
     assert all(word in problem for word in words), problem

@@ -76,7 +76,8 @@ def test_frozen_weights_beside_an_adapter_have_no_gradient_of_their_own() -> Non
     values = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
     exp = experiment_from_dict({"model": {"path": "/nowhere"}, "adapter": values})
     add_adapter(
-        model, exp.model, exp.adapter, exp.seed, ds_config={"zero_optimization": {"stage": 0}}, dtype=torch.float32,
+        model, exp.model, exp.adapter, exp.seed,
+        ds_config={"zero_optimization": {"stage": 0}}, dtype=torch.float32,
         head="causal_lm",
     )  # fmt: skip
     model.enable_input_require_grads()  # the first layer, too, passes a gradient on

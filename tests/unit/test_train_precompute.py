@@ -58,17 +58,23 @@ def test_groups_are_of_a_size_that_the_length_decides() -> None:
 def test_what_decides_the_values_of_a_model(tmp_path: Path) -> None:
     exp = small_experiment(tmp_path / "run")
     same = replace(exp, model=replace(exp.model, attention="eager", name="other"))
-    assert model_identity(same) == model_identity(exp)
-    assert model_identity(replace(exp, seed=1)) != model_identity(exp), "drawn from another seed"
+    assert model_identity(same.model, same.seed, same.run_dir) == model_identity(
+        exp.model, exp.seed, exp.run_dir
+    )
+    assert model_identity(exp.model, 1, exp.run_dir) != model_identity(
+        exp.model, exp.seed, exp.run_dir
+    ), "drawn from another seed"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"first")
     loaded = replace(exp, model=replace(exp.model, init="pretrained", path=str(tmp_path / "model")))
-    before = model_identity(loaded)
+    before = model_identity(loaded.model, loaded.seed, loaded.run_dir)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"other")
-    assert model_identity(loaded) != before
+    assert model_identity(loaded.model, loaded.seed, loaded.run_dir) != before
     missing = replace(loaded, model=replace(loaded.model, path="nobody/nothing"))
     other_run = replace(missing, run_dir=str(tmp_path / "other"))
-    assert model_identity(missing) != model_identity(other_run), "unknown: never taken for another"
+    assert model_identity(missing.model, missing.seed, missing.run_dir) != model_identity(
+        other_run.model, other_run.seed, other_run.run_dir
+    ), "unknown: never taken for another"
 
 
 class Summed(Task):

@@ -110,8 +110,9 @@ def test_packed_in_words_is_refused_where_isolation_was_not_shown(tmp_path: Path
 
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     for layout in ("auto", "packed", "padded"):
+        exp = experiment(tmp_path, layout=layout)
         with pytest.raises(ConfigError, match="cannot be trained here: it looks ahead"):
-            common_layout(experiment(tmp_path, layout=layout), [NEVER])
+            common_layout(exp.model, exp.data, [NEVER])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,9 @@ def test_the_method_on_a_cpu(
     model: str, layout: str, method: AttentionMethod, tmp_path: Path
 ) -> None:
     exp = experiment(tmp_path, layout=layout, seq_len=1 << 20)
-    found = select_attention.try_on_this_host(exp, OnlyPlan(), full_config(model), device=CPU)  # type: ignore[arg-type]
+    found = select_attention.try_on_this_host(
+        exp.model, exp.data, OnlyPlan(), full_config(model), device=CPU
+    )  # type: ignore[arg-type]
     assert getattr(found, method.layout) == method
     assert bool(found.why_not_packed) == (layout == "auto" and method.layout == "padded")
 
@@ -136,7 +139,9 @@ def test_the_method_on_a_cpu(
 def test_segments_asked_for_are_taken(tmp_path: Path) -> None:
     exp = experiment(tmp_path, layout="auto")
     exp.model.attention = "segments"
-    found = select_attention.try_on_this_host(exp, OnlyPlan(), full_config("llama"), device=CPU)  # type: ignore[arg-type]
+    found = select_attention.try_on_this_host(
+        exp.model, exp.data, OnlyPlan(), full_config("llama"), device=CPU
+    )  # type: ignore[arg-type]
     assert found.packed == AttentionMethod(SEGMENTS, "cu_seq_lens")
 
 
@@ -225,7 +230,8 @@ def test_every_rank_of_a_host_knows_the_kernels_by_name(
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     plan = plan_of(0, 0)
     config = tiny_config(full_config("llama"))
-    method = select_attention.select_attention(experiment(tmp_path), plan, config, device=CPU)  # type: ignore[arg-type]
+    exp = experiment(tmp_path)
+    method = select_attention.select_attention(exp.model, exp.data, plan, config, device=CPU)  # type: ignore[arg-type]
     assert method == found.packed
     AutoModelForCausalLM.from_config(config, attn_implementation=method.implementation)
 
@@ -253,8 +259,10 @@ def test_rows_are_packed_only_where_isolation_was_shown(
     given = iter([*results, TrialResult(None, padded)])
     monkeypatch.setattr(select_attention, "candidates", lambda *_: [VARLEN, SEGMENTS])
     monkeypatch.setattr(select_attention, "find_methods", lambda *_, **__: next(given))
+    exp = experiment(tmp_path, layout=layout)
     found = select_attention.try_on_this_host(
-        experiment(tmp_path, layout=layout),
+        exp.model,
+        exp.data,
         OnlyPlan(),  # type: ignore[arg-type]
         None,
         device=GPU,
@@ -281,7 +289,7 @@ def test_a_host_that_could_pack_pads_with_the_others(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     exp = experiment(tmp_path, layout="auto")
-    method = select_attention.select_attention(exp, plan, config, device=CPU)
+    method = select_attention.select_attention(exp.model, exp.data, plan, config, device=CPU)
     assert method == AttentionMethod("sdpa", "padding_mask", "padded")
 
 
@@ -309,12 +317,14 @@ def test_what_one_host_refuses_is_raised_by_all_ranks(
             monkeypatch.setattr(
                 select_attention,
                 "try_on_this_host",
-                lambda exp, plan, config, device, head: refuse(exp.model.attention, plan, device),
+                lambda model, data, plan, config, device, head: refuse(
+                    model.attention, plan, device
+                ),
             )
         else:
             monkeypatch.setattr(select_attention, "try_on_this_host", lambda *_, **__: PACKED)
         with pytest.raises(ConfigError) as caught:
-            select_attention.select_attention(exp, plan, None, device=CPU)  # type: ignore[arg-type]
+            select_attention.select_attention(exp.model, exp.data, plan, None, device=CPU)  # type: ignore[arg-type]
         errors.append(str(caught.value))
     assert len(set(errors)) == 1
     assert errors[0].startswith("Host node-b: model.attention=flex_attention trains on CUDA only")

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from llmx.config import DataConfig, Experiment, TokenizerConfig, experiment_from_dict
+from llmx.config import DataConfig, TokenizerConfig, experiment_from_dict
 from llmx.data.format.templates import TEMPLATES, choose_template
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.split import DatasetSplit
@@ -183,15 +183,14 @@ class Trained:
         )
 
 
-def train_tokenizer(exp: Experiment) -> Trained:
-    """Train, prove and write the tokenizer of ``exp.tokenizer``.
+def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Trained:
+    """Train, prove and write the tokenizer of ``config``.
 
     Raises ConfigError for a size that cannot be, or an output that exists; DataError for a
     source that is wrong or too small.
     """
-    config = exp.tokenizer
-    output = _output(exp.tokenizer, exp.data)
-    special = _special_tokens(exp.data.template, config.kind)
+    output = _output(config, data)
+    special = _special_tokens(data.template, config.kind)
     alphabet = {"bbpe": 256, "sentencepiece": 256 + 3, "wordpiece": 0}
     smallest = len(special) + alphabet[config.kind]
     if config.vocab_size <= smallest:
@@ -210,13 +209,13 @@ def train_tokenizer(exp: Experiment) -> Trained:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
             directory = Path(name)
-            sample = _sampled(exp, directory)
+            sample = _sampled(config, data, seed, directory)
             trainers = {
                 "bbpe": _bbpe, "sentencepiece": train_sentencepiece, "wordpiece": _wordpiece
             }  # fmt: skip
             backend = trainers[config.kind](sample, config, special)
             ready = directory / "tokenizer"
-            tokenizer = _saved(backend, exp.tokenizer, exp.data, special, ready)
+            tokenizer = _saved(backend, config, data, special, ready)
             proof = list(islice(sample, PROOF_TEXTS))
             tokens = _proven(tokenizer, proof, exact=config.kind != "wordpiece")
             sample.close()
@@ -251,11 +250,11 @@ def _output(config: TokenizerConfig, data: DataConfig) -> Path:
     return output
 
 
-def _sampled(exp: Experiment, directory: Path) -> TextSample:
-    source = DatasetSplit.of(exp.data, exp.seed, "train")
-    sample = TextSample(directory, max_bytes=exp.tokenizer.max_bytes, seed=exp.seed)
+def _sampled(config: TokenizerConfig, data: DataConfig, seed: int, directory: Path) -> TextSample:
+    source = DatasetSplit.of(data, seed, "train")
+    sample = TextSample(directory, max_bytes=config.max_bytes, seed=seed)
     meter = source.meter
-    title = f"Reading {exp.data.name or source.path}"
+    title = f"Reading {data.name or source.path}"
     with PreparationProgress(
         title, total_bytes=source.total_bytes, read=lambda: meter.bytes
     ) as progress:
@@ -264,8 +263,8 @@ def _sampled(exp: Experiment, directory: Path) -> TextSample:
             progress.add(size=len(text.encode("utf-8", "replace")))
     if not sample.bytes:
         raise DataError(f"{source.path}: there is no text in it. Check data.path and the columns.")
-    room = exp.tokenizer.max_memory_gib * 2**30 - BASE_BYTES
-    sample.fit_words(int(room / BYTES_A_WORD_BYTE[exp.tokenizer.kind]))
+    room = config.max_memory_gib * 2**30 - BASE_BYTES
+    sample.fit_words(int(room / BYTES_A_WORD_BYTE[config.kind]))
     return sample
 
 
@@ -373,7 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if key not in OWN_KEYS:
                 raise ConfigError(f"{word}: no such key here. Write tokenizer.{word}.")
             values["tokenizer"][key] = value
-        print(train_tokenizer(experiment_from_dict(values)))
+        exp = experiment_from_dict(values)
+        print(train_tokenizer(exp.tokenizer, exp.data, exp.seed))
         return 0
 
     return exit_code(work)

@@ -79,7 +79,10 @@ class HostSelection:
         """Write the plan that the ranks of the next attempts read."""
         self.spec = spec
         write_json(spec.run_dir.plan, spec.plan.to_dict())
-        write_json(spec.run_dir.ds_config, ds_config(spec.exp, spec.plan))
+        write_json(
+            spec.run_dir.ds_config,
+            ds_config(spec.exp.model, spec.exp.zero, spec.exp.optim, spec.plan),
+        )
 
     def _hosts_lost(self, missing: Sequence[str]) -> Outcome:
         wait_s = self.full_spec.exp.launch.host_wait_s

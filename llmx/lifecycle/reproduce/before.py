@@ -34,7 +34,7 @@ def all_differences(
     found = [
         *edited_config(run, then),
         *of_this_machine(differences(then, now), composed.plan),
-        *hosts_then_and_now(run, new, composed.plan),
+        *hosts_then_and_now(run, new.launch, new.run_dir, composed.plan),
         *plan_differences(
             read_mapping(run.plan),
             composed.plan.to_dict(),

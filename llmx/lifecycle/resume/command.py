@@ -68,12 +68,12 @@ def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
     origin = first_step(run, state, step)
     new = upcoming.composed
     check_launch(new.experiment.launch, new.experiment.run_dir, new.plan)
-    check_paths(new.experiment, new.plan)
+    check_paths(new.experiment.data, new.experiment.model, new.plan)
     now = record(new.experiment, new.plan, list(typed))
     then = read_mapping(run.provenance)
     refuse_other_content(upcoming.changes, then, now)
     found = of_this_machine(differences(then, now), new.plan) if then else []
-    found += hosts_then_and_now(run, new.experiment, new.plan)
+    found += hosts_then_and_now(run, new.experiment.launch, new.experiment.run_dir, new.plan)
     found += edited_config(run, then)
     if origin:
         refuse_other_data(found)

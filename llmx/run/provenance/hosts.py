@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment, LaunchConfig
+from llmx.config import LaunchConfig
 from llmx.hardware.remote import SurveyError, run_survey
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
@@ -24,12 +24,14 @@ from llmx.run.rundir import RunDir, read_mapping
 TIMEOUT_S = 30.0
 
 
-def hosts_then_and_now(run: RunDir, exp: Experiment, plan: Plan) -> list[Difference]:
+def hosts_then_and_now(
+    run: RunDir, launch: LaunchConfig, run_dir: str, plan: Plan
+) -> list[Difference]:
     """Of a run over several hosts, asked now: what differs on those that took part then."""
     then = read_mapping(run.hosts)
     if len(plan.hosts) < 2 or not then:
         return []
-    return host_differences(then, ask_hosts(exp.launch, exp.run_dir, plan))
+    return host_differences(then, ask_hosts(launch, run_dir, plan))
 
 
 def ask_hosts(launch: LaunchConfig, run_dir: str, plan: Plan) -> dict[str, dict[str, Any]]:

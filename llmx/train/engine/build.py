@@ -443,11 +443,12 @@ def _build_one(
 ) -> BuiltNetwork:
     """Collective."""
     config = model_config(exp.model, exp.data, tokenizer=tokenizer, spec=spec)
-    attention = select_attention(exp, plan, config, device=device, head=spec.head)
+    attention = select_attention(exp.model, exp.data, plan, config, device=device, head=spec.head)
     precision = spec.precision or plan.precision
     with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[precision])
     network = build_model(
-        exp,
+        exp.model,
+        exp.seed,
         config,
         precision=precision,
         device=device,
