@@ -115,7 +115,7 @@ class Bench:
                 model=ModelConfig(tokenizer=str(self.tokenizer)),
                 data=DataConfig(path=str(self.rows), seq_len=SEQ_LEN, packing=packing),
             )
-            stores[packing] = prepare(exp, load_tokenizer(exp))
+            stores[packing] = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task))
         self.store = stores["none"].path
         packed = stores["best_fit"].meta
         self.rows_per_sample = packed["num_rows"] / packed["num_samples"]

@@ -248,7 +248,7 @@ def with_llmx(corpus: Path, directory: Path) -> dict[str, object]:
     exp = Experiment()
     exp.task.kind, exp.data.packing, exp.data.seq_len = "pretrain", "concat", SEQ_LEN
     exp.data.path, exp.model.tokenizer = str(corpus), str(directory)
-    tokenizer = load_tokenizer(exp)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
     with tempfile.TemporaryDirectory() as cache:
         exp.data.cache_dir = cache
         clock = Clock()

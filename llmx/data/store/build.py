@@ -1,6 +1,6 @@
 """Prepares data once: read, encode, tokenize, pack, store; found again when nothing changed.
 
-    store = prepare(exp, load_tokenizer(exp), task, split="train")
+    store = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task), task, split="train")
     print(summary(store))
 
 A second process that wants the same waits for the first and uses its work. A preparation that was
