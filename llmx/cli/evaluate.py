@@ -204,12 +204,14 @@ def run(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(target.model)
     task = task_of(exp, tokenizer)
-    store = prepare(exp, tokenizer, task, split="eval")
+    store = prepare(exp.data, exp.seed, tokenizer, task, split="eval")
     of_model = type(task).see_model is not Task.see_model
     if type(task).see_data is not Task.see_data and (target.trained or not of_model):
         # What follows from the training data (the labels), it learns from that of the run.
         trained = target.trained
-        seen = prepare(trained, tokenizer, task, split="train") if trained else store
+        seen = store
+        if trained:
+            seen = prepare(trained.data, trained.seed, tokenizer, task, split="train")
         task.see_data(seen, store)
     if of_model and not target.trained:  # a published model says it itself
         for line in task.see_model(AutoConfig.from_pretrained(target.model), store):

@@ -1,7 +1,7 @@
 """Data: from files in the form they have to packed, exact, resumable samples.
 
-    store = prepare(exp, tokenizer, task, split="train")  # once; found again when unchanged
-    samples = samples_of_step(step, global_batch=8, num_samples=len(store), seed=exp.seed)
+    store = prepare(data, seed, tokenizer, task, split="train")  # once; found again when unchanged
+    samples = samples_of_step(step, global_batch=8, num_samples=len(store), seed=seed)
     mine = rank_slice(samples, micro_batches=(2, 2), accumulation=2, rank=0, micro_step=0)
     batch = collate([store[i] for i in mine], seq_len=512, pad_id=0, layout="packed")
 

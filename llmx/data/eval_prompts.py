@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.config import Experiment
+from llmx.config import DataConfig
 from llmx.data.format.formats import Conversation
 from llmx.data.source.split import DatasetSplit
 from llmx.data.store.truncation import PromptCutter
@@ -31,21 +31,21 @@ class EvalPrompt:
 
 
 def held_out_prompts(
-    exp: Experiment, tokenizer: Any, *, limit: int, turn_weights: bool = False
+    data: DataConfig, seed: int, tokenizer: Any, *, limit: int, turn_weights: bool = False
 ) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
     ``seq_len``. ``turn_weights``: turns may have weights, which change nothing here.
 
     Raises ConfigError for a source of plain text, which has no prompts.
     """
-    source = DatasetSplit.of(exp.data, exp.seed, "eval", turn_weights=turn_weights)
+    source = DatasetSplit.of(data, seed, "eval", turn_weights=turn_weights)
     if source.form == "text":
         raise ConfigError(
-            f"task.eval_generate={exp.task.eval_generate} needs conversations to take eval prompts "
+            f"task.eval_generate={limit} needs conversations to take eval prompts "
             f"from, and {source.path} holds plain text. Set task.eval_generate=0."
         )
-    renderer = Renderer(tokenizer, template=exp.data.template)
-    cutter = PromptCutter(renderer, limit=exp.data.seq_len, side=exp.data.truncate_prompt)
+    renderer = Renderer(tokenizer, template=data.template)
+    cutter = PromptCutter(renderer, limit=data.seq_len, side=data.truncate_prompt)
     prompts: list[EvalPrompt] = []
     rows = source.records()
     while len(prompts) < limit:
@@ -54,10 +54,10 @@ def held_out_prompts(
             break
         if not isinstance(row, Conversation):
             continue
-        if row.keeps_completion and exp.data.over_long == "truncate":
+        if row.keeps_completion and data.over_long == "truncate":
             row = cutter.conversation(row) or row
         tokens, expected = renderer.prompt(row)
-        if len(tokens) < exp.data.seq_len:
+        if len(tokens) < data.seq_len:
             prompts.append(
                 EvalPrompt(tuple(tokens.tolist()), row.messages[-2].content, expected.strip())
             )

@@ -68,7 +68,7 @@ def task_of(exp: Experiment, tokenizer: Any) -> Task:
 
 def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.SampleStore:
     """The prepared samples of one split, as the experiment's task encodes them."""
-    return data.prepare(exp, tokenizer, task_of(exp, tokenizer), split=split)
+    return data.prepare(exp.data, exp.seed, tokenizer, task_of(exp, tokenizer), split=split)
 
 
 __all__ = [

@@ -103,7 +103,11 @@ class Sft(Task):
         if self._eval_prompts is None:
             found = (
                 held_out_prompts(
-                    self.exp, self.tokenizer, limit=limit, turn_weights=self.turn_weights
+                    self.exp.data,
+                    self.exp.seed,
+                    self.tokenizer,
+                    limit=limit,
+                    turn_weights=self.turn_weights,
                 )
                 if limit
                 else []

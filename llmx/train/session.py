@@ -95,7 +95,7 @@ def open_session(
         exp.task.early_stopping, checkpoint, task.metrics, task=exp.task.kind
     )
     checkpoint = dataclasses.replace(checkpoint, mode=mode)
-    train_store, eval_store = open_stores(exp, tokenizer, task, plan)
+    train_store, eval_store = open_stores(exp.data, exp.seed, tokenizer, task, plan)
     for line in task.see_data(train_store, eval_store):
         log(line)
     consensus = Consensus(timeout_s=exp.launch.comm_timeout_s)
@@ -215,16 +215,18 @@ def log(text: str) -> None:
         print(f"{text}\n", end="", flush=True)
 
 
-def open_stores(exp: Experiment, tokenizer: Any, task: Task, plan: Plan) -> tuple[Any, Any | None]:
+def open_stores(
+    data: DataConfig, seed: int, tokenizer: Any, task: Task, plan: Plan
+) -> tuple[Any, Any | None]:
     """Training and held-out samples, prepared by the first rank of each host. Collective."""
     from llmx.data import has_eval
     from llmx.data.distributed.collective import Host, prepare_together
 
     leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
-    splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
+    splits = ["train", "eval"] if has_eval(data) else ["train"]
     own = plan.ranks[torch.distributed.get_rank()].host
-    stores = prepare_together(exp, tokenizer, task, splits, hosts=hosts, host=own)
+    stores = prepare_together(data, seed, tokenizer, task, splits, hosts=hosts, host=own)
     return stores[0], stores[1] if len(stores) > 1 else None
 
 

@@ -91,7 +91,7 @@ def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
         try:
             task = task_of(exp, tokenizer())
             (store,) = prepare_together(
-                exp, task.tokenizer, task, ["train"], hosts=HOSTS, host=PLACES[rank]
+                exp.data, exp.seed, task.tokenizer, task, ["train"], hosts=HOSTS, host=PLACES[rank]
             )
             store.verify()
             assert split.calls == 0, "a rank outside of a group waits in ncclCommSplit"
@@ -248,7 +248,7 @@ def test_a_killed_shard_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pass
 
     def stage(number: int) -> tuple[Any, Path]:
-        spec = dataset_spec(exp, tokenizer(), task_of(exp, tokenizer()), "train")
+        spec = dataset_spec(exp.data, exp.seed, tokenizer(), task_of(exp, tokenizer()), "train")
         pieces = shard_of(spec.split, [1, 1], number)
         name = stage_shard(spec, pieces, directory, number=number, title="x")
         return spec, directory / name

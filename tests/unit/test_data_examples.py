@@ -106,7 +106,7 @@ def experiment(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Ex
 
 
 def prepared(exp: Experiment, tokenizer, task: type[Task] = Pairs) -> SampleStore:
-    return data.prepare(exp, tokenizer, task(exp, tokenizer))
+    return data.prepare(exp.data, exp.seed, tokenizer, task(exp, tokenizer))
 
 
 def examples_of(store: SampleStore) -> list[dict[str, Any]]:
@@ -282,7 +282,7 @@ def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, [pair_row(i) for i in range(1, 150)])
     alone = prepared(exp, tokenizer)
     exp.data.cache_dir = str(tmp_path / "hosts")
-    spec = dataset_spec(exp, tokenizer, Pairs(exp, tokenizer), "train")
+    spec = dataset_spec(exp.data, exp.seed, tokenizer, Pairs(exp, tokenizer), "train")
     shards = []
     for host in range(2):
         pieces = shard_of(spec.split, [1, 1], host)

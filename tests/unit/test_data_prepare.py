@@ -63,7 +63,7 @@ def experiment(tmp_path: Path, rows: list[tuple[str, str]] | str, **data) -> Exp
 
 
 def store_path(exp: Experiment, tokenizer) -> Path:
-    return dataset_spec(exp, tokenizer, task_of(exp, tokenizer), "train").path
+    return dataset_spec(exp.data, exp.seed, tokenizer, task_of(exp, tokenizer), "train").path
 
 
 def numbered(count: int) -> list[tuple[str, str]]:
@@ -308,7 +308,7 @@ def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
     assert has_eval(exp.data)
     assert texts(prepare(exp, tokenizer, split="eval"), tokenizer) == ["QQ?<|end|>A A. <|end|>"]
     assert prepare(exp, tokenizer).num_sequences == 9
-    (prompt,) = held_out_prompts(exp, tokenizer, limit=5)
+    (prompt,) = held_out_prompts(exp.data, exp.seed, tokenizer, limit=5)
     assert (prompt.prompt, prompt.expected) == ("Q?", "A.")
     assert tokenizer.decode(prompt.tokens) == "QQ?<|end|>A"
 

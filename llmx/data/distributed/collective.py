@@ -1,6 +1,6 @@
 """All ranks of a run come to the same data: found, prepared by one host or by each, or in shards.
 
-    stores = prepare_together(exp, tokenizer, task, ["train", "eval"], hosts=plan_hosts, host=0)
+    stores = prepare_together(data, seed, tokenizer, task, ["train", "eval"], hosts=plan_hosts, host=0)
 
 One rank of each host, its leader, prepares. What comes out is the same bytes as on one host. Hosts
 that share the disk of the cache put their shards there; from others they are sent, and the
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.config import Experiment
+from llmx.config import DataConfig
 from llmx.data.distributed.shards import assemble, shard_of, stage_shard
 from llmx.data.distributed.transfer import FileTransfer, RankStore, storage_topology
 from llmx.data.examples import Encoding
@@ -57,7 +57,8 @@ class _Ranks:
 
 
 def prepare_together(
-    exp: Experiment,
+    data: DataConfig,
+    seed: int,
     tokenizer: Any,
     encoding: Encoding,
     splits: list[str],
@@ -73,15 +74,15 @@ def prepare_together(
     for split in splits:
         store = RankStore(f"data/{call}/{split}")
         if len(hosts) > 1:
-            spec = dataset_spec(exp, tokenizer, encoding, split) if ranks.leads else None
+            spec = dataset_spec(data, seed, tokenizer, encoding, split) if ranks.leads else None
             plan = _agreed(spec, store, ranks)
             if plan["kind"] != "each":
                 _bring(spec, plan, store, ranks)
         if ranks.leads:
-            prepare(exp, tokenizer, encoding, split=split)
+            prepare(data, seed, tokenizer, encoding, split=split)
             store.set(f"ready/{host}")
         store.get(f"ready/{host}")
-        stores.append(prepare(exp, tokenizer, encoding, split=split))
+        stores.append(prepare(data, seed, tokenizer, encoding, split=split))
         if ranks.rank == 0:
             print(f"Data ({split}): {summary(stores[-1])}", flush=True)
     return stores

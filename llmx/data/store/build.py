@@ -1,6 +1,6 @@
 """Prepares data once: read, encode, tokenize, pack, store; found again when nothing changed.
 
-    store = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task), task, split="train")
+    store = prepare(exp.data, exp.seed, tokenizer, task, split="train")
     print(summary(store))
 
 A second process that wants the same waits for the first and uses its work. A preparation that was
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from llmx import text as human
-from llmx.config import Experiment
+from llmx.config import DataConfig
 from llmx.data.examples import Encoding, TypedRecord
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import excerpt
@@ -39,15 +39,15 @@ from llmx.text import plural, printable
 
 
 def prepare(
-    exp: Experiment, tokenizer: Any, encoding: Encoding, *, split: str = "train"
+    data: DataConfig, seed: int, tokenizer: Any, encoding: Encoding, *, split: str = "train"
 ) -> SampleStore:
-    """The store of one split of ``exp.data``; made now, or found from before.
+    """The store of one split of ``data``; made now, or found from before.
 
     ``encoding`` is the task: what it makes of a row (``llmx.tasks.prepare`` finds it).
     ``split`` is ``train`` or ``eval``. Raises ConfigError for options that do not go together,
     DataError (with file and line) for a source that cannot be read or a row that is wrong.
     """
-    return prepare_spec(dataset_spec(exp, tokenizer, encoding, split))
+    return prepare_spec(dataset_spec(data, seed, tokenizer, encoding, split))
 
 
 def prepare_spec(spec: DatasetSpec) -> SampleStore:

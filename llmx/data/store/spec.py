@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.config import DataConfig, Experiment
+from llmx.config import DataConfig
 from llmx.data.examples import Encoding, Schema
 from llmx.data.format.formats import (
     Conversation,
@@ -86,13 +86,14 @@ class DatasetSpec:
         return found
 
 
-def dataset_spec(exp: Experiment, tokenizer: Any, encoding: Encoding, split: str) -> DatasetSpec:
+def dataset_spec(
+    data: DataConfig, seed: int, tokenizer: Any, encoding: Encoding, split: str
+) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
     source = DatasetSplit.of(
-        exp.data, exp.seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
+        data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )
-    data = exp.data
     encoding.check_source(source)
     _check(encoding, source)
     chats = any(one.record_type in (Conversation, Preference) for one in source.sources)
