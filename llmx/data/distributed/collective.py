@@ -1,6 +1,6 @@
 """All ranks of a run come to the same data: found, prepared by one host or by each, or in shards.
 
-    stores = prepare_together(data, seed, tokenizer, task, ["train", "eval"], hosts=plan_hosts, host=0)
+    stores = prepare_together(data, seed, tokenizer, task, ["train", "eval"], hosts=hosts, host=0)
 
 One rank of each host, its leader, prepares. What comes out is the same bytes as on one host. Hosts
 that share the disk of the cache put their shards there; from others they are sent, and the
