@@ -481,6 +481,18 @@ class OptimConfig:
     """AdamW's term in the denominator."""
     weight_decay: float = number(0.0, minimum=0, maximum=100)
     """Decoupled weight decay of matrices; biases and norms do not decay."""
+    layer_decay: float | None = number(None, above=0, maximum=1, example=0.9)
+    """Layer-wise learning rates: the head has ``lr``, the last layer ``lr * layer_decay``, each
+    layer below it that much less again, the embeddings least. 0.8 to 0.95 is usual for fine-tuning
+    an encoder. Null: one rate for all."""
+    lr_scale: dict[str, float] = mapping(
+        maximum=1000,
+        example="{*.embed_tokens.*: 0.1}",
+        values=Range(above=0, maximum=10**6),
+    )
+    """Factors of the learning rate by patterns of parameter names (``*``, ``?``, ``[0-3]``), beside
+    ``layer_decay``. A name that several match has their product; a pattern that matches nothing is
+    an error."""
     clip_norm: float = number(1.0, minimum=0, maximum=10**6)
     """Global gradient norm; 0 does not clip."""
     schedule: str = choice(

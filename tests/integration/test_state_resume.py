@@ -25,6 +25,8 @@ GPT2: dict[str, Any] = {"kind": "gpt2", "config": DROPOUT, "clip_norm": 0.5, "ac
 CPU = {"offload_optimizer": "cpu"}
 LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
 WHOLE = {"modules_to_save": ["embed_tokens"], "lr": 0.05}
+RATES = {"layer_decay": 0.5, "lr_scale": {"*.mlp.*": 2.0, "*norm*": 0.25}}
+"""``optim``: nine groups of the optimizer."""
 ALL_CPU = {**CPU, "offload_param": "cpu", "param_persistence_threshold": 0}
 
 SAME_RANKS: list[dict[str, Any]] = [
@@ -69,6 +71,7 @@ SAME_RANKS: list[dict[str, Any]] = [
     {"name": "uneven", "stage": 1, "micro_batches": [3, 1], "precision": "bf16"},
     {"name": "sgd", "stage": 2, "optim": "sgd"},
     {"name": "lion", "stage": 2, "optim": "lion"},
+    *({"name": f"rates-{stage}", "stage": stage, "optim_keys": RATES} for stage in range(4)),
     # A task that uses all of the seam; equal weights generate the same samples again.
     *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in range(4)),
     # Its frozen model is another network in another precision.
@@ -128,6 +131,7 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         {"name": "one-own", "load": "own-2", "stage": 3, "until": 6, "task": OWN_TASK},
         {"name": "one-lion", "load": "lion", "stage": 3, "until": 6, "optim": "lion"},
         {"name": "one-lora", "load": "lora-3", "stage": 1, "until": 6, "adapter": LORA},
+        {"name": "one-rates", "load": "rates-2", "stage": 3, "until": 6, "optim_keys": RATES},
         {"name": "one-d", "load": "bf16-1", "stage": 3, "precision": "bf16", "until": 5},
     ],
     # ... -> 3, and the rest straight from 2 to 3.
@@ -135,6 +139,7 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         {"name": "three-a", "load": "one-a", "stage": 1, "until": 7},
         {"name": "three-own", "load": "one-own", "stage": 0, "until": 7, "task": OWN_TASK},
         {"name": "three-lora", "load": "one-lora", "stage": 0, "until": 7, "adapter": LORA},
+        {"name": "three-rates", "load": "one-rates", "stage": 1, "until": 7, "optim_keys": RATES},
         {"name": "three-b", "load": "one-b", "stage": 3, "until": 7},
         {"name": "three-c", "load": "one-c", "stage": 0, "until": 7},
         {"name": "three-d", "load": "fp32-1", "stage": 2, "until": 7, "zero": CPU},
@@ -248,6 +253,7 @@ def test_other_ranks_and_stages_go_on_alike(out: Path, world: int, name: str, or
     [
         ("own", 2e-6),
         ("lora", 2e-6),
+        ("rates", 2e-6),
         ("gpt2-fp32", 2e-6),
         ("gpt2-bf16", 1e-3),
         ("bf16", 1e-3),

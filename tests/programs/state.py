@@ -99,6 +99,7 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
             "clip_norm": job.get("clip_norm", 0.0),
             "weight_decay": job.get("weight_decay", 0.1),
             "warmup_steps": 1,
+            **job.get("optim_keys", {}),
         },
     )
     return exp, with_batch(make_plan(exp), tuple(job["micro_batches"]), job["accumulation"])

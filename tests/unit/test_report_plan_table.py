@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.config import Experiment, ModelConfig, TaskConfig, ZeroConfig
+from llmx.config import Experiment, ModelConfig, OptimConfig, TaskConfig, ZeroConfig
 from llmx.observe.report.plan_table import batch_line, print_plan
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 
@@ -130,3 +130,18 @@ def test_the_control_process_stays_light() -> None:
     modules = set(found.stdout.split('"'))
     assert "rich.table" in modules
     assert {"torch", "deepspeed", "transformers", "matplotlib", "wandb"}.isdisjoint(modules)
+
+
+def test_rates_of_layers_and_parts_are_shown() -> None:
+    exp = dataclasses.replace(
+        experiment(steps=600),
+        model=ModelConfig(
+            name="small", kind="llama", init="scratch",
+            config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "vocab_size": 100},
+        ),
+        optim=OptimConfig(lr=0.01, layer_decay=0.5, lr_scale={"*.mlp.*": 2.0}),
+    )  # fmt: skip
+    text = rendered(mixed_plan(), exp, width=140)
+    (line,) = (line for line in text.splitlines() if line.startswith(" rates"))
+    assert "embeddings 0.00125, layer 0 0.0025, layer 1 0.005, head 0.01, *.mlp.* " in line

@@ -10,8 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
-from llmx.config import AdapterConfig, DataConfig, Experiment, ModelConfig, TaskConfig, ZeroConfig
+from llmx.config import (
+    AdapterConfig,
+    DataConfig,
+    Experiment,
+    ModelConfig,
+    OptimConfig,
+    TaskConfig,
+    ZeroConfig,
+)
+from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.observe.report.screen import open_console
+from llmx.plan.geometry import model_geometry
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural
 
@@ -105,6 +115,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         ("batch", batch_line(plan)),
         ("steps", _steps_line(plan, exp.task)),
         ("model", _model_line(plan, exp.model, exp.adapter)),
+        *([("rates", line)] if (line := _rates_line(exp.optim, exp.adapter, exp.model)) else []),
         ("zero", _zero_line(exp.zero, exp.model)),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
         ("attention", _attention_line(plan, exp.data)),
@@ -164,6 +175,25 @@ def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:
         trained = f"{human.count(plan.num_trained)} ({part:.2%})"
     how = f"{adapter.kind} of rank {adapter.rank}"
     return f"{model.name or model.kind}, {size} parameters, {trained} trained: {how}"
+
+
+def _rates_line(optim: OptimConfig, adapter: AdapterConfig, model: ModelConfig) -> str:
+    """Learning rates of parts of the network; empty where there is one for all."""
+    peak = optim.lr if adapter.lr is None else adapter.lr
+    shape, decay = model_geometry(model), optim.layer_decay
+    words = []
+    if decay is not None and shape is not None:
+        count = shape.num_layers
+        places: dict[str, int | str] = {"embeddings": EMBEDDINGS, "layer 0": 0}
+        places |= {f"layer {count - 1}": count - 1, "head": HEAD}
+        words = [
+            f"{name} {peak * layer_factor(decay, place, num_layers=count):.3g}"
+            for name, place in places.items()
+        ]
+    elif decay is not None:
+        words = [f"head {peak:.3g}, each layer below{human.TIMES}{decay:g}"]
+    words += [f"{pattern}{human.TIMES}{scale:g}" for pattern, scale in optim.lr_scale.items()]
+    return ", ".join(words)
 
 
 def _zero_line(zero: ZeroConfig, model: ModelConfig) -> str:

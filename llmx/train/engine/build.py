@@ -7,7 +7,7 @@ tests/integration/test_train_export.py``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +18,9 @@ from torch import nn
 from llmx.checkpoint.state.refresh import forget_dummy_step
 from llmx.checkpoint.state.values import check_states
 from llmx.collectives import first_problem
-from llmx.config import AdapterConfig, Experiment, ModelConfig, OptimConfig
+from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze
-from llmx.models.adapter_names import is_added
 from llmx.models.attention import AttentionMethod
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
@@ -44,6 +43,7 @@ from llmx.models.model import (
 from llmx.models.select_attention import select_attention
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
+from llmx.train.engine.learning_rates import lr_scales
 from llmx.train.engine.loss_scale import grow_after_step
 from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, load_muon_uncompiled
 from llmx.train.engine.process_group import check_quantized_gradients, device_of
@@ -123,8 +123,8 @@ class Engine:
         return model.spec.trained
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next step; that of modules beside an adapter with one of its
-        own is in proportion to it."""
+        """The learning rate of the next step; that of parts with one of their own is in proportion
+        to it (``llmx.train.engine.learning_rates``)."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
@@ -217,7 +217,7 @@ def build_engine(
     optimizer = build_optimizer(
         whole,
         exp.optim,
-        apart=_own_lr(exp.optim, exp.adapter, parts.values()),
+        apart=lr_scales(exp.optim, exp.adapter, [part.network for part in parts.values()]),
         accelerator=plan.accelerator,
         offloaded=exp.zero.offload_optimizer != "none",
     )
@@ -477,22 +477,6 @@ def _build_one(
     else:
         freeze(network, exp.model.freeze)
     return BuiltNetwork(exp, network, config, attention, precision, with_liger, adapter)
-
-
-def _own_lr(
-    optim: OptimConfig, adapter: AdapterConfig, parts: Iterable[BuiltNetwork]
-) -> dict[int, float]:
-    """Where the adapter has a learning rate of its own: id of each parameter that is trained
-    beside it -> ``optim.lr`` as a part of that."""
-    if adapter.kind == "none" or adapter.lr is None:
-        return {}
-    scale = optim.lr / adapter.lr
-    return {
-        id(parameter): scale
-        for part in parts
-        for name, parameter in part.network.named_parameters()
-        if parameter.requires_grad and not is_added(name)
-    }
 
 
 def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Tensor]:

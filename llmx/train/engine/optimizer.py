@@ -41,7 +41,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Matrices decay, vectors (biases and norms) do not. Order as in the model.
 
-    ``apart``: id of a parameter -> its learning rate, as a part of that of the others.
+    ``apart``: id of a parameter -> its part of the schedule's learning rate (``lr_scales``).
     """
     apart = apart or {}
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
