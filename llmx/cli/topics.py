@@ -74,6 +74,10 @@ ENVIRONMENT = {
     "Others that llmx reads": {
         "WANDB_API_KEY": "For tracking=wandb. It stays in the control process; ranks never see it.",
         "WANDB_MODE": "offline or disabled wins over tracking.mode=auto.",
+        "MLFLOW_TRACKING_URI": "For tracking=mlflow: the server or store. tracking.uri wins. "
+        "MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN: as for MLflow; ranks never see them.",
+        "SWANLAB_API_KEY": "For tracking=swanlab. It stays in the control process. "
+        "SWANLAB_API_HOST: a server of your own.",
         "HF_HOME": "Where models and data sets of the Hub are kept. HF_HUB_CACHE wins.",
         "CUDA_VISIBLE_DEVICES": "The GPUs of this machine that a local run may use.",
         "TORCH_EXTENSIONS_DIR": "Where DeepSpeed builds its extensions.",

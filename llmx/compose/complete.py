@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.compose.local_paths import absolute, is_directory, local_paths, missing_here
+from llmx.compose.local_paths import (
+    absolute,
+    absolute_store,
+    is_directory,
+    local_paths,
+    missing_here,
+)
 from llmx.compose.task_options import option_problems
 from llmx.config import DataConfig, Experiment, ModelConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
@@ -92,6 +98,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         zero=zero,
         hardware=hardware,
         optim=optim,
+        tracking=dataclasses.replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
     return exp, problems
 

@@ -63,6 +63,15 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
+def absolute_store(uri: str | None) -> str | None:
+    """``tracking.uri``, absolute where it is a directory or a file of SQLite here."""
+    if not uri:
+        return None
+    if uri.startswith("sqlite:///"):
+        return f"sqlite:///{absolute(uri.removeprefix('sqlite:///'))}"
+    return uri if ":" in uri else absolute(uri)
+
+
 def is_directory(path: str) -> bool:
     """Whether an absolute path is a directory here; False also for one that cannot be."""
     return os.path.isabs(path) and os.path.isdir(path)

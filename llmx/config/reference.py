@@ -164,6 +164,7 @@ EXAMPLES = {
     "tracking.entity": "my-team",
     "tracking.group": "ablation",
     "tracking.tags": "[baseline, zero3]",
+    "tracking.uri": "http://mlflow.lan:5000",
     "tracking.finish_timeout_s": "120",
     "tokenizer.vocab_size": "64000",
     "tokenizer.output": "tokenizers/mine",

@@ -659,18 +659,21 @@ class LaunchConfig:
 class TrackingConfig:
     """Where metrics are sent. ``metrics.jsonl`` in the run directory is the truth."""
 
-    kinds: list[str] = choices("wandb", "tensorboard", "csv")
+    kinds: list[str] = choices("wandb", "tensorboard", "csv", "mlflow", "swanlab")
     """Trackers that get the metrics; empty: none."""
     project: str = "llmx"
-    """The project of Weights & Biases."""
+    """The project of Weights & Biases and SwanLab, the experiment of MLflow."""
     entity: str | None = None
-    """The user or team of Weights & Biases; null: the key's own."""
+    """The user or team of Weights & Biases, the workspace of SwanLab; null: the key's own."""
     group: str | None = None
-    """Groups runs in Weights & Biases."""
+    """Groups runs in Weights & Biases and SwanLab; a tag in MLflow."""
     tags: list[str] = items(maximum=100, example="[first, long]", rule=Text(max_length=64))
-    """Tags in Weights & Biases."""
+    """Tags of the run in Weights & Biases, MLflow and SwanLab."""
     mode: str = choice("auto", "online", "offline")
     """``auto``: online with a key and a server that answers, else offline."""
+    uri: str | None = None
+    """MLflow's server (``http://host:5000``) or store (``sqlite:////data/mlflow.db``, a directory);
+    null: MLFLOW_TRACKING_URI, else a store in the run directory."""
     finish_timeout_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS)
     """How long the end of the run may wait for a tracker."""
 

@@ -13,7 +13,7 @@ from llmx.config.adapter_rules import adapter_problems
 from llmx.config.build import experiment_from_dict, to_dict
 from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
-from llmx.config.launch_rules import launch_problems
+from llmx.config.launch_rules import is_secret, launch_problems
 from llmx.config.model_rules import model_config_problems
 from llmx.config.schema import (
     SCHEMA_VERSION,
@@ -23,6 +23,7 @@ from llmx.config.schema import (
     HardwareConfig,
     ModelConfig,
     TaskConfig,
+    TrackingConfig,
     ZeroConfig,
 )
 from llmx.errors import ConfigError
@@ -52,6 +53,7 @@ def validate(
         *_batch_and_optim(exp),
         *_zero(exp.zero, exp.model, exp.hardware),
         *launch_problems(exp.launch, exp.hardware),
+        *_tracking(exp.tracking),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -212,3 +214,11 @@ def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Ite
                 "zero.quantized_weights (qwZ) and zero.quantized_gradients (qgZ) need CUDA. Set "
                 "both to false."
             )
+
+
+def _tracking(tracking: TrackingConfig) -> Iterator[str]:
+    if tracking.uri and is_secret("", tracking.uri):
+        yield (
+            "tracking.uri holds a password, and config.yaml keeps what it says. Leave user and "
+            "password out of it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+        )

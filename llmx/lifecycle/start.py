@@ -12,6 +12,7 @@ from llmx.compose.complete import Composed, check_paths, compose
 from llmx.errors import RunFailed
 from llmx.lifecycle.packing import resolve_layout
 from llmx.run import snapshot
+from llmx.tracking.packages import check_packages
 
 
 def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:
@@ -27,6 +28,8 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check_launch(composed.experiment.launch, composed.experiment.run_dir, composed.plan)
     check_paths(composed.experiment.data, composed.experiment.model, composed.plan)
+    if not composed.experiment.dry_run:
+        check_packages(composed.experiment.tracking)
     composed = resolve_layout(composed, stream=out)
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)

@@ -9,14 +9,19 @@ from __future__ import annotations
 import abc
 import dataclasses
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmx.offline import why_no_answer
 from llmx.run.metrics.lines import Record
+
+LONGEST_VALUE = 500
+"""Characters of one value of ``flat``: what the oldest servers take."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class RunMeta:
     tags: tuple[str, ...] = ()
     mode: str = "auto"
     """``auto``, ``online`` or ``offline``."""
+    uri: str | None = None
+    """MLflow's server or store; None: its own variable, else the run directory."""
     finish_timeout_s: float = 30.0
     config: dict[str, Any] = field(default_factory=dict)
     """The whole resolved experiment, nested, with the plan under ``plan``."""
@@ -81,9 +88,9 @@ class Tracker(abc.ABC):
     def log(self, record: Record) -> None:
         """Take one line of ``metrics.jsonl``."""
 
-    @abc.abstractmethod
-    def rewind(self, step: int) -> None:
-        """A restart went back to ``step``: lines of later steps come again."""
+    def rewind(self, step: int) -> None:  # noqa: B027 - most services forget no point
+        """A restart went back to ``step``: lines of later steps come again. As it stands: what the
+        service has is kept."""
 
     @abc.abstractmethod
     def finish(self, result: Record | None) -> None:
@@ -184,3 +191,23 @@ class _Lane:
 def replay_command(run_dir: Path) -> str:
     """The command that builds every tracker's data again."""
     return f"python -m llmx.tracking.process {run_dir} --replay"
+
+
+def why_not_online(server: str, meta: RunMeta) -> str:
+    """Why a tracker stays here, without asking ``server``; empty where it gives an answer."""
+    if meta.mode == "offline":
+        return "tracking.mode=offline"
+    why = why_no_answer(server, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))
+    return f"{server} cannot be reached ({why})" if why else ""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested config as text under dotted keys, for services that take no nesting."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        name = prefix + re.sub(r"[^\w\-. ]", "_", str(key))
+        if isinstance(value, Mapping) and value:
+            found.update(flat(value, f"{name}."))
+        else:
+            found[name] = str(value)[:LONGEST_VALUE]
+    return found

@@ -33,13 +33,14 @@ from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
 
 POLL_S = 0.5
 TRACKING_JSON = "tracking.json"
+KINDS = ("wandb", "tensorboard", "csv", "mlflow", "swanlab")
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 1 where a tracker failed."""
     parser = argparse.ArgumentParser(
         prog="python -m llmx.tracking.process",
-        description="Send RUN_DIR/metrics.jsonl to W&B, TensorBoard and CSV.",
+        description="Send RUN_DIR/metrics.jsonl to the trackers of its tracking.kinds.",
     )
     parser.add_argument("run_dir", type=Path, help="a run directory of llmx")
     parser.add_argument(
@@ -144,9 +145,17 @@ def make_trackers(kinds: list[str], *, notify: TrackerStatuses) -> list[Tracker]
             from llmx.tracking.csv_file import CsvTracker
 
             trackers.append(CsvTracker(notify))
+        elif kind == "mlflow":
+            from llmx.tracking.mlflow_run import MlflowTracker
+
+            trackers.append(MlflowTracker(notify))
+        elif kind == "swanlab":
+            from llmx.tracking.swanlab_run import SwanlabTracker
+
+            trackers.append(SwanlabTracker(notify))
         else:
             raise ConfigError(
-                f"tracking.kinds: {kind!r} is none of wandb, tensorboard, csv; "
+                f"tracking.kinds: {kind!r} is none of {', '.join(KINDS)}; "
                 "write e.g. tracking.kinds=[wandb,csv]."
             )
     return trackers
@@ -174,6 +183,7 @@ def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str,
         group=tracking.group,
         tags=tuple(tracking.tags),
         mode=tracking.mode,
+        uri=tracking.uri,
         finish_timeout_s=tracking.finish_timeout_s,
         config={**config, "plan": read_mapping(run.plan)},
         ds_config=read_mapping(run.ds_config),
@@ -182,7 +192,7 @@ def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str,
 
 
 def run_id(token: str) -> str:
-    """A W&B run id from the run's token: the token itself where W&B allows it."""
+    """A run id for trackers from the run's token: the token itself where W&B allows it."""
     if re.fullmatch(r"[A-Za-z0-9_-]{8,48}", token):
         return token
     return hashlib.sha256(token.encode()).hexdigest()[:16]

@@ -136,7 +136,10 @@ def test_flags() -> None:
         ("llmx data.path=chats/a", ["chats/a\\ b.jsonl "]),
         ("llmx data.path=chats/a\\ ", ["chats/a\\ b.jsonl "]),
         ('llmx "data.path=chats/a b', ['data.path=chats/a b.jsonl" ']),
-        ("llmx tracking.kinds=", [f"\\[{kind}\\] " for kind in ("wandb", "tensorboard", "csv")]),
+        (
+            "llmx tracking.kinds=",
+            [f"\\[{kind}\\] " for kind in ("wandb", "tensorboard", "csv", "mlflow", "swanlab")],
+        ),
         ("python -m llmx optim.sch", ["optim.schedule="]),
         (".venv/bin/python -m llmx repo", ["report "]),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from llmx.config import TrackingConfig
+from llmx.errors import ConfigError
 from llmx.run.metrics.lines import MetricsTail, scalars
 from llmx.run.rundir import write_text
 from llmx.tracking import CompositeTracker, RunMeta, Status, Tracker
 from llmx.tracking.csv_file import CsvTracker
+from llmx.tracking.packages import OPTIONAL, check_packages
 from llmx.tracking.process import run_id
 from llmx.tracking.tensorboard import TensorBoardTracker
 from llmx.tracking.wandb_run import LONGEST_TEXT, _shortened
@@ -110,6 +114,121 @@ def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
         (r["step"], r["time"]) for r in metrics if r["kind"] == "train"
     ]
     assert [(e.step, e.value) for e in events.Scalars("resumed/attempt")] == [(10, 2.0)]
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in the run directory, first because no server answers: config, tags, each step once
+    after a restart and another tracker process, the outcome."""
+    from llmx.tracking.mlflow_run import MlflowTracker
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = {"model": {"name": "tiny", "task/odd": None}, "seed": 7, "long": "x" * 9000}
+    meta = RunMeta(
+        *("run-1", "name-演示", tmp_path),
+        project="tests",
+        group="g",
+        tags=("one", "two:2@x"),
+        uri="http://127.0.0.1:9",
+        config=config,
+        ds_config={"zero": {"stage": 2}},
+    )
+    records = tracked_run.lines()
+    records[5]["loss"], records[5]["nonfinite"], records[5]["recall@1"] = None, True, 0.5
+    said: list[Status] = []
+    here = dataclasses.replace(meta, uri=None)
+    for about, part, result in ((meta, records[:12], None), (here, records, tracked_run.result())):
+        tracker = MlflowTracker(said.append)
+        tracker.start(about)
+        for record in part:
+            tracker.log(record)
+        tracker.rewind(8)
+        for record in records[8:12]:
+            tracker.log({**record, "time": record["time"] + 100})
+        tracker.finish(result)
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    number = client.get_experiment_by_name("tests").experiment_id
+    (run,) = client.search_runs([number])
+    assert run.info.run_name == "name-演示"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["model.name"] == "tiny"
+    assert run.data.params["ds_config.zero.stage"] == "2"
+    assert len(run.data.params["long"]) == 500
+    assert run.data.tags["two_2_x"] == run.data.tags["one"] == "true"
+    assert run.data.tags["summary.outcome"] == "ok"
+    assert run.data.tags["summary.best_eval_loss"] == "0.4"
+    metrics = [record for record in records if scalars(record)]
+    for name in {name for record in metrics for name in scalars(record)}:
+        expected = {r["step"]: scalars(r)[name] for r in metrics if name in scalars(r)}
+        history = client.get_metric_history(run.info.run_id, name.replace("@", "_"))
+        assert len(history) == len(expected), name
+        for point in history:
+            assert point.value == pytest.approx(expected[point.step], nan_ok=True), name
+    away, again, over = said
+    assert away.state == "offline"
+    assert "http://127.0.0.1:9 cannot be reached" in away.message
+    assert away.sync == f"python -m llmx.tracking.process {tmp_path} --replay"
+    assert again.message == f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow/mlflow.db"
+    assert over.state == "finished"
+
+
+def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key: its file has the config, and each step of a metric once."""
+    pytest.importorskip("swanlab", reason="swanlab is not installed (it wants protobuf below 7)")
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record as SwanlabRecord
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    from llmx.tracking.swanlab_run import SwanlabTracker
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+    said: list[Status] = []
+    records = tracked_run.lines()
+    meta = RunMeta("run-1", "name", tmp_path, project="tests", config={"model": {"name": "tiny"}})
+    for _ in range(2):  # another tracker process of the run: the whole anew, the earlier set aside
+        tracker = SwanlabTracker(said.append)
+        tracker.start(meta)
+        for record in [*records[:12], *records[8:]]:
+            tracker.log(record)
+        tracker.finish(tracked_run.result())
+    (directory,) = (tmp_path / "swanlab").glob("run-*")
+    assert len(list((tmp_path / "swanlab").glob("superseded-run-*"))) == 1
+    assert "no API key" in said[-1].message
+    assert said[-1].sync == f"swanlab sync --project tests --id run-1 {directory}"
+    config = (directory / "files" / "config.yaml").read_text()
+    assert "name: tiny" in config
+    assert "summary.outcome" in config
+    reader = DataStoreReader()
+    reader.open(next(directory.glob("*.swanlab")))
+    points = [
+        (scalar.key, scalar.step, scalar.value.number)
+        for data in reader
+        for scalar in [SwanlabRecord.FromString(data).scalar]
+        if scalar.key
+    ]
+    expected = {
+        (name, record["step"]): value
+        for record in records
+        for name, value in scalars(record).items()
+    }
+    assert len(points) == len(expected)
+    for key, step, value in points:
+        assert value == pytest.approx(expected[key, step])
+
+
+def test_a_tracker_without_its_package_is_named_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(OPTIONAL, "mlflow", ("nowhere_to_be_found", "json"))
+    check_packages(TrackingConfig(kinds=["wandb", "csv"]))
+    with pytest.raises(ConfigError) as raised:
+        check_packages(TrackingConfig(kinds=["csv", "mlflow"]))
+    assert str(raised.value) == (
+        "tracking.kinds has mlflow, which needs a package that is not installed on this machine "
+        "(nowhere_to_be_found). Run `pip install llmx[mlflow]`, or leave it out (tracking=csv)."
+    )
 
 
 class Kept(Tracker):

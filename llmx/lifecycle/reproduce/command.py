@@ -26,6 +26,7 @@ from llmx.run.provenance import code_files, git_state, record
 from llmx.run.provenance.differences import HARMLESS, not_recorded
 from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.text import plural
+from llmx.tracking.packages import check_packages
 
 OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
 FILE = "reproduction.json"
@@ -137,6 +138,7 @@ def _start(
 
     said = [f"reproduce={run.root}", *words.overrides]
     check_launch(composed.experiment.launch, composed.experiment.run_dir, composed.plan)
+    check_packages(composed.experiment.tracking)
     skipped = set(read_resume(run)[1])
     skipped |= {
         int(line["step"]) for line in read_metrics(run.metrics) if line.get("event") == "skipped"

@@ -29,6 +29,7 @@ from llmx.run.provenance.differences import (
 )
 from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.run.rundir import RunDir, read_mapping, write_text
+from llmx.tracking.packages import check_packages
 
 OWN = ("step",)
 
@@ -69,6 +70,7 @@ def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
     new = upcoming.composed
     check_launch(new.experiment.launch, new.experiment.run_dir, new.plan)
     check_paths(new.experiment.data, new.experiment.model, new.plan)
+    check_packages(new.experiment.tracking)
     now = record(new.experiment, new.plan, list(typed))
     then = read_mapping(run.provenance)
     refuse_other_content(upcoming.changes, then, now)
