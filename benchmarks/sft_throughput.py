@@ -106,8 +106,7 @@ class Bench:
         write_tokenizer(self.data / "gpt2_bpe", self.tokenizer)
         os.environ["LLMX_CACHE"] = self.env["LLMX_CACHE"]
         from llmx.config import DataConfig, Experiment, ModelConfig
-        from llmx.data import load_tokenizer
-        from llmx.tasks import prepare
+        from llmx.tasks import prepare, tokenizer_of
 
         stores = {}
         for packing in ("none", "best_fit"):
@@ -115,7 +114,7 @@ class Bench:
                 model=ModelConfig(tokenizer=str(self.tokenizer)),
                 data=DataConfig(path=str(self.rows), seq_len=SEQ_LEN, packing=packing),
             )
-            stores[packing] = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task))
+            stores[packing] = prepare(exp, tokenizer_of(exp))
         self.store = stores["none"].path
         packed = stores["best_fit"].meta
         self.rows_per_sample = packed["num_rows"] / packed["num_samples"]

@@ -242,13 +242,12 @@ def bare(corpus: Path, directory: Path) -> dict[str, object]:
 def with_llmx(corpus: Path, directory: Path) -> dict[str, object]:
     """c: what a run does, with nothing prepared before."""
     from llmx.config import Experiment
-    from llmx.data import load_tokenizer
-    from llmx.tasks import prepare
+    from llmx.tasks import prepare, tokenizer_of
 
     exp = Experiment()
     exp.task.kind, exp.data.packing, exp.data.seq_len = "pretrain", "concat", SEQ_LEN
     exp.data.path, exp.model.tokenizer = str(corpus), str(directory)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     with tempfile.TemporaryDirectory() as cache:
         exp.data.cache_dir = cache
         clock = Clock()

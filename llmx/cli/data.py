@@ -20,12 +20,12 @@ from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
-from llmx.data import SampleStore, has_eval, load_tokenizer
+from llmx.data import SampleStore, has_eval
 from llmx.data.store.preview import print_samples
 from llmx.data.store.summary import draw_histogram, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
-from llmx.tasks import prepare, task_of
+from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.text import printable
 
 
@@ -54,7 +54,7 @@ def _run(config: Path, own: dict[str, str]) -> int:
     preview = _count(own.get("preview", "0"))
     if offline := stay_offline_if_unreachable(exp.model, os.environ):
         print(offline, flush=True)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     stores = {}
     for split in [wanted] if wanted else splits:
         stores[split] = store = _prepared(exp, tokenizer, split)

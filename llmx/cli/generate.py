@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.flags import Parser, whole_number
-from llmx.config import Experiment
+from llmx.config import DataConfig
 from llmx.data.format.formats import Conversation, Message
 from llmx.data.source.files import Where
 from llmx.data.tokenize.conversations import Renderer
@@ -198,9 +198,9 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
-    code = 0
+    code, chats = 0, learns_chats(exp.task.kind)
     for prompt in options.prompt or _lines():
-        ids = prompt_ids(exp, tokenizer, prompt)
+        ids = prompt_ids(exp.data, tokenizer, prompt, chats=chats)
         # The last token of a completion is not fed back: it needs no position of its own.
         if not ids or (limit is not None and len(ids) > limit):
             problem = (
@@ -315,12 +315,22 @@ def check_generates(directory: Path) -> None:
         )
 
 
-def prompt_ids(exp: Experiment, tokenizer: Any, prompt: str) -> list[int]:
-    """The prompt as training lays it out: a user's turn for SFT, plain text for pretraining."""
-    if exp.task.kind == "pretrain":
+def learns_chats(kind: str) -> bool:
+    """Whether the task of a run learns conversations, and its prompts are questions."""
+    from llmx.tasks import task_class
+
+    try:
+        return task_class(kind).learns_chats()
+    except ConfigError:  # a task of the user's own whose code is not here
+        return True
+
+
+def prompt_ids(data: DataConfig, tokenizer: Any, prompt: str, *, chats: bool) -> list[int]:
+    """The prompt as training lays it out: a user's turn of a conversation, or plain text."""
+    if not chats:
         return list(tokenizer(prompt)["input_ids"])
-    renderer = Renderer(tokenizer, template=exp.data.template)
-    system = [Message("system", exp.data.system)] if exp.data.system else []
+    renderer = Renderer(tokenizer, template=data.template)
+    system = [Message("system", data.system)] if data.system else []
     turns = (*system, Message("user", prompt), Message("assistant", "."))
     tokens, _ = renderer.prompt(Conversation(turns, Where(Path("prompt"), 1, "line")))
     return [int(token) for token in tokens]

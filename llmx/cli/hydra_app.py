@@ -152,16 +152,14 @@ def known_parts(keys: Iterable[str]) -> list[str]:
 
 def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) -> int:
     """Hand the completed config to a command's process; returns its exit code."""
-    from llmx.compose.complete import complete
+    from llmx.compose.complete import check, complete
     from llmx.config import experiment_from_dict
-    from llmx.config.validate import validate
-    from llmx.plan.geometry import position_limit
     from llmx.run.snapshot import dump_config
 
     chosen = CONFIG_COMMANDS[command]
     exp, problems = complete(experiment_from_dict(values))
     if chosen.trains:
-        validate(exp, problems, position_limit=position_limit(exp.model.config))
+        check(exp, problems)
     elif problems:
         raise ConfigError("\n".join(problems))
     with tempfile.TemporaryDirectory(prefix=f"llmx-{command}-") as directory:

@@ -21,7 +21,7 @@ from llmx.compose.local_paths import (
     local_paths,
     missing_here,
 )
-from llmx.compose.task_options import option_problems
+from llmx.compose.task_rules import task_problems
 from llmx.config import DataConfig, Experiment, ModelConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
 from llmx.config.user_code import with_code_path
@@ -54,10 +54,16 @@ def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
 
     ``problems``: what completing it has found, to be reported with the rest.
     """
-    problems = [*problems, *target_problems(exp.model, exp.adapter), *option_problems(exp.task)]
-    validate(exp, problems, position_limit=position_limit(exp.model.config))
+    check(exp, problems)
     plan = make_plan(exp, local_names=local_names())
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
+
+
+def check(exp: Experiment, problems: Sequence[str] = ()) -> None:
+    """Every rule of an experiment that is complete: of its values, of the names in its model, and
+    those of its task. Raises ConfigError with all that is wrong, ``problems`` included."""
+    problems = [*problems, *target_problems(exp.model, exp.adapter), *task_problems(exp)]
+    validate(exp, problems, position_limit=position_limit(exp.model.config))
 
 
 def complete(exp: Experiment) -> tuple[Experiment, list[str]]:

@@ -47,7 +47,7 @@ def validate(
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
         *adapter_problems(exp.adapter, exp.model),
-        *data_problems(exp.data, exp.task),
+        *data_problems(exp.data),
         *_length(exp.task),
         *_early_stopping(exp.task, exp.data, exp.checkpoint),
         *_batch_and_optim(exp),

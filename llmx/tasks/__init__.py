@@ -61,9 +61,19 @@ def _shipped(kind: str) -> type[Task]:
     return found[0]
 
 
+def tokenizer_of(exp: Experiment) -> Any:
+    """The tokenizer of an experiment, with the chat template that its task's conversations are
+    rendered with. Raises ConfigError when it cannot be loaded."""
+    chats = task_class(exp.task.kind).learns_chats()
+    return data.load_tokenizer(exp.model, template=exp.data.template, chats=chats)
+
+
 def task_of(exp: Experiment, tokenizer: Any) -> Task:
-    """The task of an experiment."""
-    return task_class(exp.task.kind)(exp, tokenizer)
+    """The task of an experiment. Raises ConfigError for values that it cannot be trained with."""
+    kind = task_class(exp.task.kind)
+    if problems := kind.config_problems(exp):
+        raise ConfigError("\n".join(problems))
+    return kind(exp, tokenizer)
 
 
 def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.SampleStore:
@@ -86,4 +96,5 @@ __all__ = [
     "prepare",
     "task_class",
     "task_of",
+    "tokenizer_of",
 ]

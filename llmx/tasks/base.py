@@ -19,7 +19,7 @@ from llmx.config import Experiment
 from llmx.config.build import dataclass_from
 from llmx.data import IGNORE, EvalPrompt, SampleStore
 from llmx.data.examples import Column, Example
-from llmx.data.format.formats import Conversation
+from llmx.data.format.formats import Conversation, Preference, UnpairedPreference
 from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.models.sampling import sample_seed
@@ -181,6 +181,19 @@ class Task:
 
     Options: ClassVar[type | None] = None
     """A dataclass of what ``task.options`` may hold, with a default for each field."""
+
+    @classmethod
+    def learns_chats(cls) -> bool:
+        """Whether all that it takes are conversations. The tokenizer is then exported with the chat
+        template that renders them, and ``python -m llmx generate`` renders a prompt as a user's
+        turn; else a prompt is plain text. Override it where ``Record`` is made a conversation."""
+        return set(cls.takes) <= {Conversation, Preference, UnpairedPreference}
+
+    @classmethod
+    def config_problems(cls, exp: Experiment) -> list[str]:
+        """One message for each value of the config that this task cannot be trained with: said
+        where the config is composed (of a task of your own, by the ranks)."""
+        return []
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         self.exp = exp

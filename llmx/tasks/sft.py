@@ -39,6 +39,10 @@ class Options:
     has none."""
 
 
+LEAST_CHAT_TOKENS = 8
+"""Of a question with its answer: the markers of two turns, a token in each, and the EOS token."""
+
+
 class Sft(Task):
     """Targets are the assistant's turns (``data.loss_on``), of a pair those of the better."""
 
@@ -52,6 +56,24 @@ class Sft(Task):
         self.turn_weights = options.turn_weights
         if options.turn_weights:
             self.columns = (TOKEN_WEIGHT,)
+
+    @classmethod
+    def config_problems(cls, exp: Experiment) -> list[str]:
+        """Conversations are learned whole, and a short one has a question and an answer."""
+        data, problems = exp.data, []
+        if data.packing == "concat":
+            problems.append(
+                "data.packing=concat: would cut completions at data.seq_len. For task=sft use "
+                "data.packing=best_fit or none."
+            )
+        short = data.seq_len < LEAST_CHAT_TOKENS
+        if short and data.form != "text" and data.loss_on != "all":
+            problems.append(
+                f"data.seq_len={data.seq_len}: no question with its answer is so short; its chat "
+                f"template alone takes most of {LEAST_CHAT_TOKENS} tokens. Set e.g. "
+                "data.seq_len=512."
+            )
+        return problems
 
     def encoding_identity(self) -> dict[str, Any]:
         """Nothing of its own but the weights: ``loss_on`` says the rest."""
@@ -72,11 +94,6 @@ class Sft(Task):
                 f"task=sft needs questions and answers, {texts} holds text{beside}. Use "
                 "task=pretrain, which learns text and conversations alike, or map the columns with "
                 "data.form and data.columns."
-            )
-        if source.data.packing == "concat":
-            raise ConfigError(
-                "data.packing=concat cuts rows at seq_len, task=sft needs them whole. Use "
-                "data.packing=best_fit."
             )
 
     @property

@@ -17,7 +17,7 @@ from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir
-from llmx.tasks import Task, task_of
+from llmx.tasks import Task, task_of, tokenizer_of
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.consensus import Consensus
 from llmx.train.early_stopping import EarlyStopping
@@ -81,10 +81,9 @@ def open_session(
     stop: ShutdownRequest,
 ) -> Session:
     """Data, then the engine, then what a checkpoint brings. Collective."""
-    from llmx.data import load_tokenizer
 
     status.enter("loading")
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     task = task_of(exp, tokenizer)
     check_declared(task.metrics, task=exp.task.kind)
     checkpoint = exp.checkpoint

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from llmx.config import Experiment
-from llmx.data import has_eval, held_out_prompts, load_tokenizer, samples_of_step
+from llmx.data import has_eval, held_out_prompts, samples_of_step
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json
-from llmx.tasks import prepare
+from llmx.tasks import prepare, tokenizer_of
 from llmx.train.schedule import run_length
 from tests.composing import composed
 
@@ -40,7 +40,7 @@ def digest(sequences: Iterable[Sequence], *, digits: int = 12) -> str:
 def of_prepared(words: Iterable[str], directory: Path) -> dict[str, Any]:
     """Each split of the data of an experiment: counts, and a hash for each sample in order."""
     exp = composed([*words, f"data.cache_dir={directory}", "data.num_workers=1"]).experiment
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     return {
         f"{split}.{name}": value
         for split in (("train", "eval") if has_eval(exp.data) else ("train",))
@@ -53,7 +53,7 @@ def of_run(root: Path, *, batches: int = 8) -> dict[str, Any]:
     the evaluation samples and prompts."""
     run = RunDir(root)
     exp, plan = snapshot.load(run), Plan.from_dict(read_json(run.plan))
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     store = prepare(exp, tokenizer)
     length = run_length(
         exp.task,

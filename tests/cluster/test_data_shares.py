@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment
-from llmx.data import SampleStore, load_tokenizer
-from llmx.tasks import prepare
+from llmx.data import SampleStore
+from llmx.tasks import prepare, tokenizer_of
 from tests.cluster.launching import nothing_left, start_llmx
 from tests.cluster.netns import Cluster
 
@@ -60,7 +60,7 @@ def test_private_disks_share_the_work(
     for store in stores:
         store.verify()
     exp = _experiment(source, tmp_path / "alone")
-    alone = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task))
+    alone = prepare(exp, tokenizer_of(exp))
     assert alone.meta["identity"] == stores[0].meta["identity"]
     assert alone.meta["sha256"] == stores[0].meta["sha256"]
     assert alone.meta["rows_read"] == DOCUMENTS

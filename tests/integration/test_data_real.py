@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import SampleStore, load_tokenizer
-from llmx.tasks import prepare
+from llmx.data import SampleStore
+from llmx.tasks import prepare, tokenizer_of
 from tests.realdata import real_tokenizer_dir
 
 
@@ -35,7 +35,7 @@ def rows(store: SampleStore) -> list[tuple[np.ndarray, np.ndarray]]:
 def test_the_tokenizer_has_the_real_ids(directory: Path):
     exp = Experiment()
     exp.model.tokenizer, exp.task.kind = str(directory), "pretrain"
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert len(tokenizer) == 50265
     assert tokenizer("the the").input_ids[1] == 5  # "Ġthe" in vocab.json
@@ -45,7 +45,7 @@ def test_the_tokenizer_has_the_real_ids(directory: Path):
 def test_alpaca_zh(real_data: Path, directory: Path, tmp_path: Path):
     path = real_data / "alpaca_zh_demo.json"
     exp = experiment(path, directory, tmp_path, seq_len=1024, over_long="drop", eval_samples=50)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     train, held_out = (prepare(exp, tokenizer, split=split) for split in ("train", "eval"))
     lost = sum(sum(store.meta["dropped"].values()) for store in (train, held_out))
     assert train.num_sequences + held_out.num_sequences + lost == 1000
@@ -67,7 +67,7 @@ def test_alpaca_zh(real_data: Path, directory: Path, tmp_path: Path):
 def test_sharegpt_tool_calls(real_data: Path, directory: Path, tmp_path: Path):
     path = real_data / "sharegpt_toolcall_zh_demo.json"
     exp = experiment(path, directory, tmp_path, seq_len=4096)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     store = prepare(exp, tokenizer)
     assert (store.meta["form"], store.num_sequences) == ("sharegpt", 300)
     source = json.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def test_tinyshakespeare_comes_back_byte_for_byte(real_data: Path, directory: Pa
     path = real_data / "tinyshakespeare.txt"
     exp = experiment(path, directory, tmp_path, seq_len=512, packing="concat")
     exp.task.kind = "pretrain"
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     store = prepare(exp, tokenizer)
     tokens = np.concatenate([store[i].tokens for i in range(len(store))])
     assert tokenizer.decode(tokens[:-1]) == path.read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def test_documents(
         real_data / name, directory, tmp_path, seq_len=1024, packing="concat", text_key=text_key
     )
     exp.task.kind, exp.data.form = "pretrain", "text"
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     store = prepare(exp, tokenizer)
     assert store.meta["rows_read"] == documents
     ends = sum(int(np.sum(store[i].tokens == tokenizer.eos_token_id)) for i in range(len(store)))

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from llmx.data import load_tokenizer
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir
-from llmx.tasks import prepare
+from llmx.tasks import prepare, tokenizer_of
 from tests.integration.test_tasks_classify import lines, llmx
 from tests.realdata import real_tokenizer_dir
 
@@ -39,7 +38,7 @@ def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:
     assert first[0]["loss"] == pytest.approx(0.693, abs=0.2)
     # The exported model scores the held-out conversations as the evaluation did.
     exp = snapshot.load(RunDir(whole))
-    store = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task), split="eval")
+    store = prepare(exp, tokenizer_of(exp), split="eval")
     model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
     assert model.config.num_labels == 1
     scores = []

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from llmx.config import Experiment
-from llmx.data import load_tokenizer
 from llmx.run.rundir import RunDir, read_json
-from llmx.tasks import prepare
+from llmx.tasks import prepare, tokenizer_of
 from tests.reference import naive_loss
 from tests.rundirs import TINY_LLAMA, experiment, launch, logs, write_run
 
@@ -72,7 +71,7 @@ def test_the_export_has_the_loss_of_the_last_evaluation(finished: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exp, run_dir = finished
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     assert len(tokenizer) % PADDED_TO, "the vocabulary is padded in memory"
     model = AutoModelForCausalLM.from_pretrained(run_dir.final_model)
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
@@ -120,7 +119,7 @@ def test_metrics_are_those_of_the_contract(finished: Any) -> None:
     assert evals[0] > evals[1] > evals[2]
     # Untrained, every token of the true vocabulary is about as likely.
     exp = finished[0]
-    size = len(load_tokenizer(exp.model, exp.data, exp.task))
+    size = len(tokenizer_of(exp))
     assert evals[0] == pytest.approx(np.log(size), rel=0.02)
     # Answers before and after only.
     matched = [line["exact_match"] for line in lines if line["kind"] == "eval"]

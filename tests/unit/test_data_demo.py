@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import load_tokenizer
 from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
-from llmx.tasks import prepare
+from llmx.tasks import prepare, tokenizer_of
 from tests.conftest import REPOSITORY
 
 
@@ -58,7 +57,7 @@ def test_a_constant_answer_or_a_copy_of_the_question_gets_nothing():
 def test_the_tokenizer_knows_every_text(text: str):
     exp = Experiment()
     exp.model.tokenizer = "demo"
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     ids = tokenizer(text, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert len(tokenizer) == 1024
@@ -69,7 +68,7 @@ def test_it_prepares(tmp_path: Path):
     exp = Experiment()
     exp.model.tokenizer = exp.data.path = "demo"
     exp.data.seq_len, exp.data.cache_dir = 128, str(tmp_path)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     train, held_out = prepare(exp, tokenizer), prepare(exp, tokenizer, split="eval")
     assert (train.num_sequences, held_out.num_sequences) == (6000, 160)
     assert train.meta["dropped"] == {}

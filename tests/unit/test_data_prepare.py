@@ -19,7 +19,6 @@ from llmx.config import Experiment, SourceConfig
 from llmx.data import (
     has_eval,
     held_out_prompts,
-    load_tokenizer,
     summary,
 )
 from llmx.data.source import digests, lines
@@ -30,7 +29,7 @@ from llmx.data.store.spec import cache_directory, dataset_spec
 from llmx.data.store.summary import report
 from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
-from llmx.tasks import prepare, task_of
+from llmx.tasks import prepare, task_of, tokenizer_of
 from tests.small_tokenizers import byte_tokenizer
 
 TEMPLATE = (
@@ -347,7 +346,7 @@ def test_task_and_form_must_go_together(tmp_path: Path, tokenizer):
     exp.task.kind = "sft"
     with pytest.raises(ConfigError, match="task=sft needs questions and answers"):
         prepare(exp, tokenizer)
-    with pytest.raises(ConfigError, match=r"data\.packing=concat cuts rows"):
+    with pytest.raises(ConfigError, match=r"data\.packing=concat: would cut"):
         prepare(experiment(tmp_path, numbered(3), packing="concat"), tokenizer)
     exp = experiment(tmp_path, "some text", form="alpaca")
     with pytest.raises(DataError, match=r"corpus\.txt, line 1: a text file has no columns"):
@@ -430,12 +429,12 @@ def test_concat_loses_at_most_one_token(lengths: list[int], capacity: int):
 def test_tokenizer_that_cannot_be_loaded(monkeypatch):
     exp = Experiment()
     with pytest.raises(ConfigError, match=r"Neither model\.tokenizer nor model\.path"):
-        load_tokenizer(exp.model, exp.data, exp.task)
+        tokenizer_of(exp)
     exp.model.tokenizer = "/nowhere/model"
     with pytest.raises(ConfigError, match="there is no such directory"):
-        load_tokenizer(exp.model, exp.data, exp.task)
+        tokenizer_of(exp)
     # As HF_HUB_OFFLINE=1 sets it, when the client is imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     exp.model.tokenizer = "nobody/no-such-model"
     with pytest.raises(ConfigError, match=r"'nobody/no-such-model' cannot be loaded.*hf download"):
-        load_tokenizer(exp.model, exp.data, exp.task)
+        tokenizer_of(exp)

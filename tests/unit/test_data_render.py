@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import load_tokenizer, stop_token_ids
+from llmx.data import stop_token_ids
 from llmx.data.format.formats import Conversation, Document, Message
 from llmx.data.format.templates import TEMPLATES
 from llmx.data.source.files import Where
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError, DataError
+from llmx.tasks import tokenizer_of
 from tests.small_tokenizers import byte_tokenizer
 
 WHERE = Where(Path("rows.jsonl"), 7, "line")
@@ -277,7 +278,7 @@ def test_spans_equal_the_templates_own_generation_marks():
     """The demo's template marks its answers; ours are found without the marks."""
     exp = Experiment()
     exp.model.tokenizer = "demo"
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     conversation = chat("Who has the kite?", "Anna has it.", "And the ball?", "Ben, naïve 春.")
     (row,) = Renderer(tokenizer).conversations([conversation])
     own = tokenizer.apply_chat_template(

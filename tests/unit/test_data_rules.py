@@ -17,7 +17,6 @@ from llmx.errors import DataError
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"packing": "concat"}, "data.packing=concat: would cut completions"),
         ({"columns": {"promt": "x"}}, 'data.columns.promt: no such column. Did you mean "p'),
         ({"data_map": {"response": "x"}}, "data.data_map.response: no such column."),
         (
@@ -28,10 +27,10 @@ from llmx.errors import DataError
 )
 def test_a_broken_rule(changes: dict, message: str):
     exp = Experiment()
-    assert list(data_problems(exp.data, exp.task)) == []
+    assert list(data_problems(exp.data)) == []
     for name, value in changes.items():
         setattr(exp.data, name, value)
-    (problem,) = data_problems(exp.data, exp.task)
+    (problem,) = data_problems(exp.data)
     assert problem.startswith(message)
 
 

@@ -11,9 +11,9 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from transformers import BertTokenizerFast
 
 from llmx.config import Experiment
-from llmx.data import load_tokenizer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 from llmx.errors import ConfigError
+from llmx.tasks import tokenizer_of
 
 TEXT = "Hello, wörld! 你好 \U0001f600  two  spaces\nA line\u2028more"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -23,7 +23,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##s", "\u2028",
 def loaded(directory: Path):
     exp = Experiment()
     exp.model.tokenizer = str(directory)
-    return load_tokenizer(exp.model, exp.data, exp.task)
+    return tokenizer_of(exp)
 
 
 def write(directory: Path, vocab: list[str], merges: str | None = "#version: 0.2\nĠ t\n") -> Path:

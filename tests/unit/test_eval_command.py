@@ -12,11 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from llmx.cli import evaluate
-from llmx.data import load_tokenizer
 from llmx.run import snapshot
 from llmx.run.metrics.completions import METRICS, load_metric, score, words
 from llmx.run.rundir import RunDir, read_json
-from llmx.tasks import prepare
+from llmx.tasks import prepare, tokenizer_of
 from tests.rundirs import experiment, write_run
 
 
@@ -31,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         data={"path": str(directory / "train.jsonl"), "eval_samples": 2, "packing": "best_fit"},
     )
     run_dir = write_run(exp)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
@@ -77,7 +76,7 @@ def test_a_run_on_its_own_held_out_data(run: RunDir, capsys: Any) -> None:
     out = measured(capsys, run.root)
     found = read_json(run.root / "eval-train.json")
     exp = snapshot.load(run)
-    store = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task), split="eval")
+    store = prepare(exp, tokenizer_of(exp), split="eval")
     wanted = plain_loss(run.final_model, store)
     assert found["metrics"]["loss"] == pytest.approx(wanted, rel=1e-5)
     assert found["metrics"]["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-4)
@@ -154,7 +153,7 @@ def test_a_classifier_is_measured_with_the_labels_that_it_was_trained_with(
         data={"path": str(tmp_path / "train.jsonl"), "form": "labelled",
               "data_map": {"prompt": "text"}},
     )  # fmt: skip
-    run_dir, tokenizer = write_run(exp), load_tokenizer(exp.model, exp.data, exp.task)
+    run_dir, tokenizer = write_run(exp), tokenizer_of(exp)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, num_labels=3,

@@ -99,6 +99,8 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["-m", "seed=1,2", "run_dir=x"], "every job of a sweep has its own run directory"),
         (["-m", "experiment=demo,null"], "null is no option of a sweep"),
         (["data", "-m", "seed=1,2"], "data: takes one config"),
+        (["data", "data.packing=concat"], "data.packing=concat: would cut completions"),
+        (["data", "task.options.dtf=true"], 'Did you mean "dft"?'),
         (["-sc", "install=bash"], "completion bash|zsh|fish"),
         (["--experimental-rerun", "X"], "reproduce RUN_DIR"),
         (["--cfg", "job", "-m"], "do not go together"),

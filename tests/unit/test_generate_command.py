@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmx.cli import generate
-from llmx.cli.generate import Stream, split_words, wanted
+from llmx.cli.generate import Stream, learns_chats, split_words, wanted
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir
 from tests.reference import word_tokenizer
@@ -139,3 +139,9 @@ def test_a_terminal_sees_a_completion_grow(capsys: Any, monkeypatch: pytest.Monk
     assert capsys.readouterr().out == "\n"
     stream.end("another")
     assert capsys.readouterr().out == "\nanother\n"
+
+
+def test_a_prompt_is_a_question_where_conversations_were_learned() -> None:
+    assert learns_chats("sft")
+    assert not learns_chats("pretrain")
+    assert learns_chats("not_installed_here:Own"), "as most tasks"

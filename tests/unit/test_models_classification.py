@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from llmx.config import Experiment
-from llmx.data import collate, load_tokenizer
+from llmx.data import collate
 from llmx.models.attention import AttentionMethod
 from llmx.models.classification import (
     give_pooled_forward,
@@ -28,6 +28,7 @@ from llmx.models.classification import (
 from llmx.models.experts import Routing
 from llmx.models.factory import build_model, model_config, true_vocab
 from llmx.models.model import CLASSIFICATION, Model, ModelSpec
+from llmx.tasks import tokenizer_of
 from tests.architectures import small_config
 from tests.rundirs import experiment
 from tests.unit.test_models_model import SEQUENCES, batch_of
@@ -115,9 +116,7 @@ def experiment_of(tmp_path: Path, source: Path) -> Experiment:
 
 
 def built(exp: Experiment, spec: ModelSpec, precision: str = "fp32") -> Any:
-    config = model_config(
-        exp.model, exp.data, tokenizer=load_tokenizer(exp.model, exp.data, exp.task), spec=spec
-    )
+    config = model_config(exp.model, exp.data, tokenizer=tokenizer_of(exp), spec=spec)
     return build_model(
         exp.model,
         exp.seed,
@@ -199,4 +198,4 @@ def test_a_head_from_scratch(tmp_path: Path) -> None:
     network = built(exp, SPEC)
     assert network.score.weight.shape == (3, 64)
     assert float(network.score.weight.detach().std()) > 0
-    assert network.config.vocab_size >= true_vocab(load_tokenizer(exp.model, exp.data, exp.task))
+    assert network.config.vocab_size >= true_vocab(tokenizer_of(exp))

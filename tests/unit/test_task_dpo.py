@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from llmx.compose.task_options import option_problems
+from llmx.compose.task_rules import task_problems
 from llmx.config import Experiment
 from llmx.config.schema import TaskConfig
 from llmx.data import Conversation, Preference, UnpairedPreference, collate
@@ -283,11 +283,14 @@ def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
 
 
 def test_options_are_checked_while_the_config_is_composed() -> None:
-    assert option_problems(TaskConfig(kind="dpo", options={"beta": 0.2})) == []
-    assert option_problems(TaskConfig(kind="my_tasks:Own", options={"x": 1})) == [], "by the ranks"
-    (unknown,) = option_problems(TaskConfig(kind="pretrain", options={"beta": 0.2}))
+    def problems(kind: str, **options: Any) -> list[str]:
+        return task_problems(Experiment(task=TaskConfig(kind=kind, options=options)))
+
+    assert problems("dpo", beta=0.2) == []
+    assert problems("my_tasks:Own", x=1) == [], "by the ranks"
+    (unknown,) = problems("pretrain", beta=0.2)
     assert "this task takes no options" in unknown
-    (unknown,) = option_problems(TaskConfig(kind="dpo", options={"bta": 0.2}))
+    (unknown,) = problems("dpo", bta=0.2)
     assert 'Did you mean "beta"?' in unknown
     # Without torch: the control process may run where there is none.
     code = "import sys, llmx.tasks.dpo; sys.exit('torch' in sys.modules)"

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from llmx.cli.evaluate import load, measure
 from llmx.config import Experiment
-from llmx.data import SampleStore, collate, load_tokenizer
+from llmx.data import SampleStore, collate
 from llmx.errors import ConfigError, DataError
 from llmx.models.classification import give_pooled_forward
 from llmx.models.model import Models
-from llmx.tasks import prepare, task_of
+from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.classify import Classify, class_weights, multi_label_losses, single_label_losses
 from llmx.train.evaluation import together
 from tests.rundirs import TINY_LLAMA, experiment
@@ -48,7 +48,7 @@ def experiment_of(
 
 def seen(exp: Experiment) -> tuple[Classify, SampleStore, list[str]]:
     """The task after it has seen its data, as a rank does it."""
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     task = task_of(exp, tokenizer)
     assert isinstance(task, Classify)
     store = prepare(exp, tokenizer)
@@ -143,7 +143,7 @@ def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
     task, _, lines = seen(exp)
     assert "left out of the evaluation" in lines[1]
     assert lines[2] == "No row of the evaluation data has 'bad', 'so'."
-    store = prepare(exp, load_tokenizer(exp.model, exp.data, exp.task), split="eval")
+    store = prepare(exp, tokenizer_of(exp), split="eval")
     network = network_of(task)
     give_pooled_forward(network)
     models = Models(policy=model_of(network, "mask", "packed"))
@@ -273,7 +273,7 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     network.config.id2label = dict(enumerate(task.labels))
     network.config.pad_token_id = 0
     network.save_pretrained(tmp_path / "model")
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     fresh = task_of(exp, tokenizer)
     store = prepare(exp, tokenizer, split="eval")
     config = AutoConfig.from_pretrained(tmp_path / "model")

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from llmx.config import Experiment
-from llmx.data import SampleStore, load_tokenizer
+from llmx.data import SampleStore
 from llmx.errors import DataError
 from llmx.models.classification import give_pooled_forward
 from llmx.models.model import Models
-from llmx.tasks import prepare, task_of
+from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.reward import Reward
 from tests.rundirs import TINY_LLAMA, experiment
 from tests.unit.test_models_classification import model_of
@@ -53,7 +53,7 @@ def experiment_of(
 
 
 def prepared(exp: Experiment) -> tuple[Reward, SampleStore]:
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     task = task_of(exp, tokenizer)
     assert isinstance(task, Reward)
     return task, prepare(exp, tokenizer)

@@ -13,15 +13,27 @@ from pathlib import Path
 
 import pytest
 
+from llmx.compose.task_rules import task_problems
+from llmx.config import Experiment, ModelConfig, TaskConfig
 from llmx.config.tasks import DIRECTORY, shipped_tasks
-from llmx.tasks import Task, task_class
+from llmx.errors import ConfigError
+from llmx.tasks import Task, task_class, task_of, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     *("train", "launch", "observe", "tracking", "lifecycle"),
     *("checkpoint", "run", "plan", "compose", "hardware", "models", "worker.py"),
 )
+ADVISING = ("config", "data", "cli")
+"""Rooms whose help, examples and messages may name tasks ("Use task=pretrain"). What they do may
+not depend on a name."""
 ALLOWED = {
+    # The default of the config's `task.kind`.
+    ("llmx/config/tasks.py", "sft"),
+    # A name of a column in other people's data.
+    ("llmx/data/format/columns.py", "reward"),
+    # A metric of completions that eval computes for every task.
+    ("llmx/cli/evaluate.py", "exact_match"),
     # Files of runs that earlier versions wrote, before tasks declared their metrics.
     ("llmx/run/metrics/declared.py", "exact_match"),
     # A library of metrics of texts, which any task may use.
@@ -48,15 +60,19 @@ def of_one_task() -> set[str]:
     return names
 
 
-def named(source: str, names: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, name) of each of ``names`` in code: in a text, an import, or as a name."""
+def named(source: str, names: set[str], *, advising: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, name) of each of ``names`` in code: in a text, an import, or as a name.
+
+    ``advising``: a text that has more words than the name is help, or a message.
+    """
     tree = ast.parse(source)
     # A text of its own: the docstring of a module, a class, a function or an attribute.
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         texts: list[str] = []
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            texts = [] if id(node) in docstrings else [node.value]
+            passed = id(node) in docstrings or (advising and node.value not in names)
+            texts = [] if passed else [node.value]
         elif isinstance(node, ast.Name):
             texts = [node.id]
         elif isinstance(node, ast.Attribute):
@@ -78,11 +94,12 @@ def test_nothing_that_drives_tasks_names_one() -> None:
     names = of_one_task()
     assert {"sft", "pretrain", "Sft", "Pretrain", "exact_match"} <= names
     found = []
-    for room in ROOMS:
+    for room in (*ROOMS, *ADVISING):
         place = ROOT / "llmx" / room
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             where = path.relative_to(ROOT).as_posix()
-            for line, name in named(path.read_text(encoding="utf-8"), names):
+            source = path.read_text(encoding="utf-8")
+            for line, name in named(source, names, advising=room in ADVISING):
                 if (where, name) not in ALLOWED:
                     found.append(f"{where}:{line}: names {name!r}")
     assert not found, (
@@ -110,3 +127,44 @@ def test_nothing_that_drives_tasks_names_one() -> None:
 )
 def test_what_names_a_task(source: str, wanted: list[tuple[int, str]]) -> None:
     assert list(named(source, {"sft", "Sft", "exact_match"})) == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ('raise ConfigError("Use task=sft.")', []),
+        ('if task.kind == "sft": pass', [(1, "sft")]),
+        ('CHATS = ("sft", "dpo")', [(1, "sft")]),
+        ("from llmx.tasks.sft import Sft", [(1, "sft"), (1, "Sft")]),
+    ],
+)
+def test_advice_may_name_a_task(source: str, wanted: list[tuple[int, str]]) -> None:
+    assert list(named(source, {"sft", "Sft"}, advising=True)) == wanted
+
+
+def test_what_a_task_learns_decides_its_chat_template() -> None:
+    """Not a list of names, which a task of one's own would be missing from."""
+    learns = {kind: task_class(kind).learns_chats() for kind in shipped_tasks()}
+    for kind, wanted in {"sft": True, "dpo": True, "reward": True, "pretrain": False}.items():
+        assert learns[kind] is wanted
+    assert not learns["mlm"]
+    assert not learns["classify"]
+    assert Task.learns_chats(), "by default conversations are taken"
+
+
+class Own(Task):
+    """A task of a user's own; this is where the ranks find it."""
+
+    @classmethod
+    def config_problems(cls, exp: Experiment) -> list[str]:
+        return [f"data.seq_len={exp.data.seq_len}: too short."] if exp.data.seq_len < 9 else []
+
+
+def test_a_task_of_ones_own_has_the_chat_template_and_its_own_rules() -> None:
+    exp = Experiment(model=ModelConfig(tokenizer="demo"), task=TaskConfig(kind=f"{__name__}:Own"))
+    assert "<|im_start|>" in tokenizer_of(exp).chat_template
+    assert isinstance(task_of(exp, None), Own)
+    exp.data.seq_len = 8
+    assert task_problems(exp) == [], "it is not imported where the config is composed"
+    with pytest.raises(ConfigError, match="seq_len=8: too short"):
+        task_of(exp, None)

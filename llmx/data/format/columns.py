@@ -105,7 +105,7 @@ _TEXT_ONLY = Rule(
 )  # fmt: skip
 _NOT_GOOD = Rule(
     ("label",), LEARNED, lambda value: not _is_false(value), "an answer that is marked as bad",
-    "the answer is marked as a bad one, and task=sft learns every answer as a good one",
+    "the answer is marked as a bad one, and this task learns every answer as a good one",
     f"{_FILTER}; true is learned",
 )  # fmt: skip
 _NOT_RIGHT = replace(

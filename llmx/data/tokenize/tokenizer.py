@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmx.config import DataConfig, ModelConfig, TaskConfig
+from llmx.config import ModelConfig
 from llmx.data.format.templates import choose_template
 from llmx.data.source.records import names
 from llmx.data.tokenize.byte_level import byte_of_character
@@ -131,17 +131,15 @@ DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
 
 
 HOW_NAMED = "tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
-CHAT_TASKS = ("sft", "dpo", "reward")
-"""Tasks whose tokenizer is exported with the chat template that was trained."""
 _NOTED: set[str] = set()
 _FINGERPRINTS: dict[str, str] = {}
 """Digest of a tokenizer as it is -> its fingerprint; of this process."""
 
 
-def load_tokenizer(model: ModelConfig, data: DataConfig, task: TaskConfig) -> Any:
+def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
     """The Hugging Face tokenizer of ``model.tokenizer`` (default ``model.path``; ``demo`` is the
-    bundled one), with the chat template that ``data.template`` chooses, so that an exported
-    tokenizer renders what was trained. Raises ConfigError when it cannot be loaded.
+    bundled one). With ``chats`` it has the chat template that ``template`` chooses, so that an
+    exported tokenizer renders what was trained. Raises ConfigError when it cannot be loaded.
     """
     name = model.tokenizer or model.path
     if not name:
@@ -165,8 +163,8 @@ def load_tokenizer(model: ModelConfig, data: DataConfig, task: TaskConfig) -> An
         _note(f"{key}={shown}: {how}")
     else:
         tokenizer = _loaded(model, source, key=key)
-    if task.kind in CHAT_TASKS or data.template != "auto":
-        tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
+    if chats or template != "auto":
+        tokenizer.chat_template = choose_template(tokenizer, template)[1]
     return tokenizer
 
 

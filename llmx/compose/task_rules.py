@@ -1,0 +1,32 @@
+"""What a task of llmx cannot be trained with, said while the config is composed.
+
+Only the task knows its options and what it needs, so its file is read. It imports torch where it
+computes, not at its top, so that this stays quick. A task of the user's own is not imported here:
+the ranks ask it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from llmx.config.schema import Experiment
+from llmx.config.tasks import shipped_tasks
+from llmx.errors import ConfigError
+
+
+def task_problems(exp: Experiment) -> list[str]:
+    """One message for each value that the task does not take."""
+    if exp.task.kind not in shipped_tasks():
+        return []
+    try:
+        # By name: this process does not depend on what the ranks import.
+        kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
+        typed_options = importlib.import_module("llmx.tasks.base").typed_options
+    except ImportError:  # a launching machine without what the ranks have
+        return []
+    problems: list[str] = kind.config_problems(exp)
+    try:
+        typed_options(kind.Options, exp.task.options)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    return problems
