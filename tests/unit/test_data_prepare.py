@@ -343,7 +343,7 @@ def test_nothing_left_is_an_error_and_leaves_nothing(tmp_path: Path, tokenizer):
 
 def test_task_and_form_must_go_together(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, "some text")
-    exp.task.kind = "sft"
+    exp.task.kind, exp.data.packing = "sft", "best_fit"
     with pytest.raises(ConfigError, match="task=sft needs questions and answers"):
         prepare(exp, tokenizer)
     with pytest.raises(ConfigError, match=r"data\.packing=concat: would cut"):

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from llmx.compose.task_rules import task_problems
-from llmx.config import Experiment, ModelConfig, TaskConfig
+from llmx.config import Experiment, ModelConfig
 from llmx.config.tasks import DIRECTORY, shipped_tasks
 from llmx.errors import ConfigError
 from llmx.tasks import Task, task_class, task_of, tokenizer_of
+from tests.reference import word_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
@@ -160,8 +161,12 @@ class Own(Task):
         return [f"data.seq_len={exp.data.seq_len}: too short."] if exp.data.seq_len < 9 else []
 
 
-def test_a_task_of_ones_own_has_the_chat_template_and_its_own_rules() -> None:
-    exp = Experiment(model=ModelConfig(tokenizer="demo"), task=TaskConfig(kind=f"{__name__}:Own"))
+def test_a_task_of_ones_own_has_the_chat_template_and_its_own_rules(tmp_path: Path) -> None:
+    word_tokenizer().save_pretrained(tmp_path)
+    exp = Experiment(model=ModelConfig(tokenizer=str(tmp_path)))
+    exp.task.kind = "pretrain"
+    assert tokenizer_of(exp).chat_template is None
+    exp.task.kind = f"{__name__}:Own"
     assert "<|im_start|>" in tokenizer_of(exp).chat_template
     assert isinstance(task_of(exp, None), Own)
     exp.data.seq_len = 8
