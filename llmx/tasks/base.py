@@ -228,14 +228,14 @@ class Task:
 
     @property
     def precomputed(self) -> tuple[Column, ...]:
-        """Columns by sequence or by example that ``precompute`` gives: computed once, before
-        training, by models with ``precomputes=True``, and stored beside the examples. Batches
-        have them as they have ``columns``."""
+        """Columns that ``precompute`` gives: computed once, before training, by models with
+        ``precomputes=True``, and stored beside the examples. Batches have them as they have
+        ``columns``. Of a column by token the values of target tokens are stored."""
         return ()
 
     def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The ``precomputed`` columns of a batch: [sequences, ...] or [examples, ...] by name.
-        Called as ``loss``, but without gradients and dropout; a batch without a sequence gives
+        """The ``precomputed`` columns of a batch by name: [sequences, ...], [examples, ...], or by
+        token [targets, ...] in the order of the batch's labels, as models give them. Called as ``loss``, but without gradients and dropout; a batch without a sequence gives
         empty tensors."""
         raise NotImplementedError(f"{type(self).__name__}.precompute")
 

@@ -21,7 +21,7 @@ from llmx.collectives import all_gather
 from llmx.config import Experiment, ModelConfig
 from llmx.data import SampleStore, collate
 from llmx.data.examples import Schema
-from llmx.data.store.precomputed import Precomputed, Values, check_values
+from llmx.data.store.precomputed import Precomputed, Values, check_values, place
 from llmx.data.store.spec import fingerprint_of
 from llmx.errors import ConfigError
 from llmx.models.model import ModelSpec
@@ -154,9 +154,7 @@ def compute(
 ) -> None:
     """Compute the columns of a store, and publish them on every disk. Collective."""
     store, rank = wanted.store, torch.distributed.get_rank()
-    values = wanted.empty()
-    done = wanted.recorded(values) if rank == 0 else 0
-    done = _begin(wanted, values, done, group)
+    done = all_gather(wanted.recorded() if rank == 0 else 0, group=group)[0]
     rounds = Rounds(
         len(store),
         size=group_size(layout.seq_len),
@@ -165,26 +163,31 @@ def compute(
     )
     progress = Progress(title, wanted, done, log if rank == 0 else None)
     at, seconds = 0, 0.0
+    most = max(1, wanted.window // max(1, rounds.samples(0, 1)[1] - done))
     while at < len(rounds):
         began = time.perf_counter()
-        until = min(len(rounds), at + (max(1, int(RECORD_S / seconds)) if seconds else 1))
+        many = max(1, min(most, int(RECORD_S / seconds))) if seconds else 1
+        until = min(len(rounds), at + many)
         first, last = rounds.samples(at, until)
+        values = wanted.zeros(first, last)
         for number in range(at, until):
             for indices in rounds.of_rank(number, rank, even=frozen.sharded):
-                _forward(wanted, task, frozen, layout, indices, values)
+                _forward(wanted, task, frozen, layout, indices, values, first)
             progress.show(rounds.samples(at, number + 1)[1])
-        for part in wanted.parts(values, first, last):
+        for part in values.values():
             # Zeros where another rank has computed: the sum is exact.
             _sum(part, group)
         mine = (time.perf_counter() - began) / (until - at)
         seconds = max(all_gather(mine, group=group))
-        if rank == 0 and until < len(rounds):
+        if rank == 0:
             wanted.record(values, first, last)
         at = until
     progress.end()
-    _publish(wanted, values, plan, group, how={"seconds": round(progress.seconds, 3)})
     if rank == 0:
-        wanted.forget()
+        wanted.publish(how={"seconds": round(progress.seconds, 3)})
+    torch.distributed.barrier(group=group)
+    if not all(_have(wanted, group)):
+        _hand_over(wanted, source=0, plan=plan, group=group)
 
 
 def group_size(seq_len: int) -> int:
@@ -280,8 +283,9 @@ def _forward(
     layout: Layout,
     indices: range,
     values: Values,
+    base: int,
 ) -> None:
-    """The values of these samples, into ``values``."""
+    """The values of these samples, into ``values``, which begin with those of sample ``base``."""
     store, columns = wanted.store, wanted.columns
     batch = collate(
         [store[index] for index in indices],
@@ -293,11 +297,15 @@ def _forward(
     )
     found = task.precompute(frozen.models, batch)
     first, last = indices.start, indices.stop
-    spans = {per: store.span(per, first, last) for per in ("sequence", "example")}
-    counts = {per: span.stop - span.start for per, span in spans.items()}
+    counts = {}
+    for per in ("sequence", "example", "target"):
+        span = store.span(per, first, last)
+        counts[per] = span.stop - span.start
     mine = check_values(found, columns, counts, task=task.name)
     for column in columns:
-        values[column.name][spans[column.per]] = mine[column.name]
+        before = wanted.rows(column, base, first)
+        start = before.stop - before.start
+        values[column.name][start : start + counts[place(column)]] = mine[column.name]
 
 
 def _have(wanted: Precomputed, group: Any) -> list[bool]:
@@ -305,34 +313,25 @@ def _have(wanted: Precomputed, group: Any) -> list[bool]:
     return all_gather(wanted.open() is not None, group=group)
 
 
-def _begin(wanted: Precomputed, values: Values, done: int, group: Any) -> int:
-    """What rank 0 has of an interrupted computation, on every rank; returns its samples."""
-    done = all_gather(done, group=group)[0]
-    if done:
-        for part in wanted.parts(values, 0, done):
-            _broadcast(part, 0, group)
-    return done
-
-
 def _hand_over(wanted: Precomputed, *, source: int, plan: Plan, group: Any) -> None:
-    """Columns that some hosts have come to the others."""
-    own = wanted.open() if torch.distributed.get_rank() == source else None
-    values = wanted.empty()
-    if own is not None:
-        for column in wanted.columns:
-            values[column.name][...] = own.values_of(column.name)
-    for part in wanted.parts(values, 0, len(wanted.store)):
-        _broadcast(part, source, group)
-    _publish(wanted, values, plan, group, how={"received": True})
-
-
-def _publish(
-    wanted: Precomputed, values: Values, plan: Plan, group: Any, *, how: Mapping[str, Any]
-) -> None:
-    """The first rank of each host writes the columns, unless they are on its disk."""
+    """Columns that some hosts have come to the others: the first rank of each writes them."""
     rank = torch.distributed.get_rank()
-    if rank == next(each.rank for each in plan.ranks if each.host == plan.ranks[rank].host):
-        wanted.publish(values, how=how)
+    found = wanted.open()
+    first_of_host = next(each.rank for each in plan.ranks if each.host == plan.ranks[rank].host)
+    writes = found is None and rank == first_of_host
+    for first in range(0, len(wanted.store), wanted.window):
+        last = min(len(wanted.store), first + wanted.window)
+        values = wanted.zeros(first, last)
+        for column in wanted.columns:
+            if rank == source and found is not None:
+                rows = wanted.rows(column, first, last)
+                values[column.name][...] = found.values_of(column.name)[rows]
+            _broadcast(values[column.name], source, group)
+        if writes:
+            wanted.record(values, first, last)
+    torch.distributed.barrier(group=group)
+    if writes:
+        wanted.publish(how={"received": True})
     torch.distributed.barrier(group=group)
 
 

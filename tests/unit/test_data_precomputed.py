@@ -17,6 +17,7 @@ from tests.small_stores import write_store
 
 LOGP = Column("reference_logp", per="sequence")
 WIDE = Column("scores", per="example", dtype="int32", shape=(2,))
+TOP = Column("top", per="token", dtype="int16", shape=(2,))
 
 
 def pairs(path: Path, *, count: int = 5) -> SampleStore:
@@ -35,14 +36,24 @@ def pairs(path: Path, *, count: int = 5) -> SampleStore:
 
 
 def wanted(store: SampleStore, **identity: object) -> Precomputed:
-    return Precomputed(store, (LOGP, WIDE), {"model": "m", **identity})
+    return Precomputed(store, (LOGP, WIDE, TOP), {"model": "m", **identity})
 
 
-def filled(one: Precomputed) -> dict[str, np.ndarray]:
-    values = one.empty()
-    values["reference_logp"][...] = -np.arange(len(values["reference_logp"])) / 3
-    values["scores"][...] = np.arange(2 * len(values["scores"])).reshape(-1, 2)
+def filled(one: Precomputed, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:
+    """The values of these samples: what they are numbered by over the whole store."""
+    last = len(one.store) if last is None else last
+    values = one.zeros(first, last)
+    for column, per in ((LOGP, "sequence"), (WIDE, "example"), (TOP, "target")):
+        span = one.store.span(per, first, last)
+        numbers = np.arange(span.start, span.stop)
+        found = {LOGP: -numbers / 3, WIDE: 2 * numbers, TOP: numbers + 1}[column]
+        values[column.name][...] = found[:, None] if column.shape else found
     return values
+
+
+def publish(one: Precomputed, values: dict[str, np.ndarray]) -> None:
+    one.record(values, 0, len(one.store))
+    one.publish(how={"seconds": 1.0})
 
 
 def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
@@ -51,12 +62,12 @@ def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
     values = filled(one)
     assert values["reference_logp"].shape == (12,)
     assert values["scores"].shape == (6, 2)
-    one.publish(values, how={"seconds": 1.0})
+    publish(one, values)
     store = one.open()
     assert store is not None
     last = store[4]
     assert last.columns["reference_logp"].tolist() == values["reference_logp"][8:].tolist()
-    assert last.columns["scores"].tolist() == [[8, 9], [10, 11]]
+    assert last.columns["scores"].tolist() == [[8, 8], [10, 10]]
     batch = collate(
         [store[1], store[4]], seq_len=64, pad_id=0, layout="packed", columns=store.batch_columns
     )
@@ -64,19 +75,43 @@ def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
         batch["reference_logp"], torch.from_numpy(values["reference_logp"][[2, 3, 8, 9, 10, 11]])
     )
     assert one.store.columns == (), "the store itself is as it was"
+    assert not list(tmp_path.glob("*.partial"))
     # Another one is not in its way, and the first that is there stays.
     other = wanted(one.store, precision="bf16")
     assert other.path != one.path
     assert other.open() is None
-    one.publish(one.empty(), how={})
+    publish(one, one.zeros(0, 5))
     again = one.open()
     assert again is not None
-    assert again.values_of("scores")[-1].tolist() == [10, 11]
+    assert again.values_of("scores")[-1].tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_column_by_token_is_stored_at_the_targets_alone(layout: str, tmp_path: Path) -> None:
+    one = wanted(pairs(tmp_path / "data-train-v2"))
+    targets = one.store.count("target")
+    assert targets == sum(one.store.num_target_tokens(index) for index in range(5)) < 50
+    publish(one, filled(one))
+    assert (one.path / "top.bin").stat().st_size == 4 * targets
+    store = one.open()
+    assert store is not None
+    assert store.values_of("top").shape == (targets, 2)
+    sample = store[3]
+    assert sample.columns["top"].shape == (len(sample.tokens), 2)
+    assert (sample.columns["top"][~sample.targets] == 0).all()
+    # In a batch a value stands where its token is to be predicted, in the order of the labels.
+    batch = collate(
+        [store[1], store[4]], seq_len=64, pad_id=0, layout=layout, columns=store.batch_columns
+    )
+    found = batch["top"][batch["labels"] != -100]
+    spans = [store.span("target", index, index + 1) for index in (1, 4)]
+    numbers = [number + 1 for span in spans for number in range(span.start, span.stop)]
+    assert found[:, 0].tolist() == numbers
 
 
 def test_a_file_that_was_cut_is_not_used(tmp_path: Path) -> None:
     one = wanted(pairs(tmp_path / "data-train-v2"))
-    one.publish(filled(one), how={})
+    publish(one, filled(one))
     with (one.path / "scores.bin").open("r+b") as stream:
         stream.truncate(7)
     with pytest.raises(DataError, match=r"scores\.bin has 7 bytes, 48 were written"):
@@ -85,21 +120,25 @@ def test_a_file_that_was_cut_is_not_used(tmp_path: Path) -> None:
 
 def test_an_interrupted_computation_goes_on_where_it_was(tmp_path: Path) -> None:
     one = wanted(pairs(tmp_path / "data-train-v2"))
-    values = filled(one)
-    assert one.recorded(one.empty()) == 0
-    one.record(values, 0, 2)
-    one.record(values, 2, 3)
+    assert one.recorded() == 0
+    one.record(filled(one, 0, 2), 0, 2)
+    one.record(filled(one, 2, 3), 2, 3)
     assert one.open() is None, "half of it is never read"
-    found = one.empty()
-    assert one.recorded(found) == 3
-    assert found["reference_logp"].tolist() == [*values["reference_logp"][:6].tolist(), *[0.0] * 6]
-    assert found["scores"][:3].tolist() == values["scores"][:3].tolist()
+    with pytest.raises(DataError, match="holds the columns of 3 of 5 samples"):
+        one.publish(how={})
+    assert one.recorded() == 3
+    one.record(filled(one, 3, 5), 3, 5)
+    one.publish(how={})
+    store, whole = one.open(), filled(one)
+    assert store is not None
+    for name in whole:
+        assert np.array_equal(store.values_of(name), whole[name])
     # A file that does not hold what the journal says counts for nothing.
+    other = wanted(one.store, precision="bf16")
+    other.record(filled(other, 0, 3), 0, 3)
     (partial,) = tmp_path.glob("*.partial")
     (partial / "scores.bin").write_bytes(b"x")
-    assert one.recorded(one.empty()) == 0
-    one.forget()
-    assert not partial.exists()
+    assert other.recorded() == 0
 
 
 def test_what_a_task_gives_is_checked() -> None:
@@ -116,5 +155,5 @@ def test_what_a_task_gives_is_checked() -> None:
         check(reference_logp=torch.zeros(2))
     with pytest.raises(DataError, match=r"not finite: the frozen model overflows"):
         check(reference_logp=torch.tensor([0.0, float("-inf"), 0.0, 0.0]))
-    with pytest.raises(ConfigError, match=r"per='token'; values are precomputed by sequence or"):
-        Precomputed(None, (Column("top", per="token"),), {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"top in the shape \(7, 2\); by target token .*9, 2"):
+        check_values({"top": torch.zeros(7, 2)}, (TOP,), {"target": 9}, task="own")

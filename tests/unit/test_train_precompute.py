@@ -14,11 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from llmx.config import Experiment
+from llmx.data import IGNORE
 from llmx.data.examples import Column
+from llmx.data.store import precomputed as store_precomputed
 from llmx.data.store.precomputed import Precomputed
 from llmx.errors import ConfigError
 from llmx.models.model import Batch, Models, ModelSpec
@@ -80,7 +83,11 @@ def test_what_decides_the_values_of_a_model(tmp_path: Path) -> None:
 class Summed(Task):
     """Sums of tokens and lengths, in place of what a network says."""
 
-    precomputed = (Column("total", per="sequence"), Column("size", per="example", dtype="int32"))
+    precomputed = (
+        Column("total", per="sequence"),
+        Column("size", per="example", dtype="int32"),
+        Column("next", per="token", dtype="int32"),
+    )
     forwards = 0
 
     def models(self) -> dict[str, ModelSpec]:
@@ -93,7 +100,8 @@ class Summed(Task):
         totals = torch.zeros(count + 1).index_add(0, number, tokens)[1:]
         examples = int(batch["example_ids"].max()) + 1
         sizes = torch.zeros(examples).index_add(0, batch["example_ids"], torch.ones(count))
-        return {"total": totals.double() / 7, "size": sizes}
+        targets = batch["labels"][batch["labels"] != IGNORE]
+        return {"total": totals.double() / 7, "size": sizes, "next": targets}
 
 
 PLACES = [0, 0, 1]
@@ -113,6 +121,7 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
     precompute.frozen_models = no_models
     precompute.GROUP_TOKENS = 128  # two samples a forward
     precompute.RECORD_S = 0.0
+    store_precomputed.WINDOW_BYTES = 64  # a few samples at a time
     while jobs.get():
         lines: list[str] = []
         try:
@@ -135,6 +144,9 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
             )
             found = stores["train"]
             values = [found[i].columns["total"].tolist() for i in range(len(found))]
+            for sample in map(found.__getitem__, range(len(found))):
+                wanted = np.where(sample.targets, sample.tokens, 0)
+                assert (sample.columns["next"] == wanted).all()
             sizes = found.values_of("size").tolist()
             results.put((values, sizes, task.forwards, lines, str(found.path), sources))
         except Exception:
@@ -176,7 +188,10 @@ def first_columns(root: Path, identity: dict[str, Any]) -> Callable[[], None]:
     one = Precomputed(store, Summed.precomputed, identity)
     done = one.open()
     assert done is not None
-    values = {name: done.values_of(name).copy() for name in ("total", "size")}
+    values = {
+        column.name: done.values_of(column.name)[one.rows(column, 0, 8)].copy()
+        for column in one.columns
+    }
     return lambda: one.record(values, 0, 8)
 
 

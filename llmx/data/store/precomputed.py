@@ -1,7 +1,8 @@
 """Precomputed columns: what a frozen model says of each example, computed once, beside the store.
 
     DIRECTORY_OF_THE_STORE.precomputed-<16 digits>/
-        NAME.bin     the values by sequence or by example, in the order of the store
+        NAME.bin     the values by sequence or by example, in the order of the store; of a column by
+                     token those of the target tokens
         meta.json    the identity, columns, counts, sizes, checksums
 
 The digits name what the values are a function of: the store's own fingerprint, the model, the
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,17 @@ from llmx.run.rundir import write_json
 
 PRECOMPUTED_FORMAT = 1
 """Of the files; another one is computed again."""
-PLACES = ("sequence", "example")
+WINDOW_BYTES = 256 << 20
+"""Values that are in memory at a time, where one sample has fewer."""
 
 Values = dict[str, np.ndarray]
-"""Column name -> [sequences, ...] or [examples, ...]."""
+"""Column name -> [sequences, ...], [examples, ...] or [target tokens, ...] of some samples."""
+
+
+def place(column: Column) -> str:
+    """What has a precomputed value each: ``sequence``, ``example`` or ``target``, a target token.
+    Nothing is asked of the other tokens, so nothing is kept of them."""
+    return "target" if column.per == "token" else column.per
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,6 @@ class Precomputed:
     columns: tuple[Column, ...]
     identity: dict[str, Any]
     """What decides the values, besides the store."""
-
-    def __post_init__(self) -> None:
-        for column in self.columns:
-            if column.per not in PLACES:
-                raise ConfigError(
-                    f"The precomputed column {column.name}: per={column.per!r}; values are "
-                    "precomputed by sequence or by example."
-                )
 
     @property
     def path(self) -> Path:
@@ -71,17 +71,28 @@ class Precomputed:
         name = f"{self.store.path.name}.precomputed-{fingerprint_of(decides)[:16]}"
         return self.store.path.with_name(name)
 
-    def empty(self) -> Values:
-        """Zeros for every value."""
-        return {
-            column.name: np.zeros((self.store.count(column.per), *column.shape), column.numpy_dtype)
-            for column in self.columns
-        }
+    def rows(self, column: Column, first: int, last: int) -> slice:
+        """The values of the samples ``first`` to ``last - 1`` among all of a column."""
+        return self.store.span(place(column), first, last)
 
-    def parts(self, values: Values, first: int, last: int) -> Iterator[np.ndarray]:
-        """The values of the samples ``first`` to ``last - 1``: views, in the order of columns."""
+    def zeros(self, first: int, last: int) -> Values:
+        """For every value of the samples ``first`` to ``last - 1``."""
+        found = {}
         for column in self.columns:
-            yield values[column.name][self.store.span(column.per, first, last)]
+            rows = self.rows(column, first, last)
+            shape = (rows.stop - rows.start, *column.shape)
+            found[column.name] = np.zeros(shape, column.numpy_dtype)
+        return found
+
+    @property
+    def window(self) -> int:
+        """Samples whose values take ``WINDOW_BYTES`` together, about; at least one."""
+        whole = sum(self._bytes(column, len(self.store)) for column in self.columns)
+        return max(1, WINDOW_BYTES * len(self.store) // max(1, whole))
+
+    def _bytes(self, column: Column, samples: int) -> int:
+        """Of the first samples."""
+        return int(self.rows(column, 0, samples).stop) * column.value_bytes
 
     def open(self) -> SampleStore | None:
         """The store with these columns, memory-mapped; None where they are not there.
@@ -101,18 +112,20 @@ class Precomputed:
         return self.store.with_columns({column: self._mapped(column) for column in self.columns})
 
     def _mapped(self, column: Column) -> np.ndarray:
-        shape = (self.store.count(column.per), *column.shape)
+        shape = (self.store.count(place(column)), *column.shape)
         if not np.prod(shape):  # mmap refuses an empty file
             return np.zeros(shape, column.numpy_dtype)
         return np.memmap(self.path / f"{column.name}.bin", column.numpy_dtype, "r", shape=shape)
 
-    def publish(self, values: Values, *, how: Mapping[str, Any]) -> None:
-        """Write the directory, whole or not at all; nothing where it is there already. ``how``:
-        what else is worth to know, for meta.json."""
+    def publish(self, *, how: Mapping[str, Any]) -> None:
+        """What is recorded of all samples appears as the directory, whole or not at all; nothing
+        happens where it is there already. ``how``: what else is worth to know, for meta.json."""
 
         def fill(directory: Path) -> dict[str, Any]:
             for column in self.columns:
-                values[column.name].tofile(directory / f"{column.name}.bin")
+                recorded, file = self._recorded(column), directory / f"{column.name}.bin"
+                recorded.rename(file) if recorded.exists() else file.touch()
+                os.truncate(file, self._bytes(column, len(self.store)))
             return {
                 "format_version": PRECOMPUTED_FORMAT,
                 "store": self.store.fingerprint,
@@ -124,13 +137,22 @@ class Precomputed:
 
         with locked(self.path):
             if not (self.path / "meta.json").exists():
+                if (done := self.recorded()) != len(self.store):
+                    raise DataError(
+                        f"{self._partial} holds the columns of {done} of {len(self.store)} "
+                        "samples: something else has changed it. Start again."
+                    )
                 publish_files(self.path, fill)
+            shutil.rmtree(self._partial, ignore_errors=True)
 
-    # What is done of a computation that was interrupted
+    # What is done, as it grows, and after an interruption
 
     @property
     def _partial(self) -> Path:
         return self.path.with_name(f"{self.path.name}.partial")
+
+    def _recorded(self, column: Column) -> Path:
+        return self._partial / f"{column.name}.bin"
 
     def record(self, values: Values, first: int, last: int) -> None:
         """Keep the values of the samples ``first`` to ``last - 1``: those before them are kept
@@ -138,43 +160,36 @@ class Precomputed:
         directory = self._partial
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for column, part in zip(self.columns, self.parts(values, first, last), strict=True):
-                path = directory / f"{column.name}.bin"
+            for column in self.columns:
+                path = self._recorded(column)
                 with path.open("r+b" if path.exists() else "w+b") as stream:
-                    stream.seek(self.store.span(column.per, first, last).start * column.value_bytes)
-                    stream.write(part.tobytes())
+                    stream.seek(self.rows(column, first, last).start * column.value_bytes)
+                    values[column.name].tofile(stream)
                     stream.flush()
                     os.fsync(stream.fileno())
             write_json(directory / "journal.json", {"samples": last})
         except OSError as error:
             raise cannot_write(directory.parent, error) from error
 
-    def recorded(self, values: Values) -> int:
-        """Read what is kept into ``values``; returns of how many samples that is, from the first
-        one."""
-        directory = self._partial
+    def recorded(self) -> int:
+        """Of how many samples, from the first one, the values are kept."""
         try:
-            done = int(json.loads((directory / "journal.json").read_text("utf-8"))["samples"])
+            text = (self._partial / "journal.json").read_text("utf-8")
+            done = int(json.loads(text)["samples"])
             if not 0 <= done <= len(self.store):
                 return 0
-            for column, part in zip(self.columns, self.parts(values, 0, done), strict=True):
-                found = np.fromfile(
-                    directory / f"{column.name}.bin", column.numpy_dtype, count=part.size
-                )
-                part[...] = found.reshape(part.shape)
+            for column in self.columns:
+                if self._recorded(column).stat().st_size < self._bytes(column, done):
+                    return 0
         except (OSError, ValueError, KeyError, TypeError):
             return 0
         return done
-
-    def forget(self) -> None:
-        """Remove what was kept of an interrupted computation."""
-        shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def check_values(
     found: Mapping[str, Any], columns: Sequence[Column], counts: Mapping[str, int], *, task: str
 ) -> Values:
-    """What ``Task.precompute`` gave, as arrays. ``counts``: sequences and examples of the batch.
+    """What ``Task.precompute`` gave, as arrays. ``counts``: of the batch, by ``place``.
 
     Raises:
         ConfigError: other columns, or other shapes, than are declared.
@@ -189,11 +204,12 @@ def check_values(
     values: Values = {}
     for column in columns:
         array = np.asarray(found[column.name].detach().cpu().numpy())
-        shape = (counts[column.per], *column.shape)
+        shape = (counts[place(column)], *column.shape)
         if array.shape != shape:
+            by = "target token" if column.per == "token" else column.per
             raise ConfigError(
-                f"task={task}: precompute() gave {column.name} in the shape {array.shape}; by "
-                f"{column.per} it is {shape} here."
+                f"task={task}: precompute() gave {column.name} in the shape {array.shape}; by {by} "
+                f"it is {shape} here."
             )
         values[column.name] = array.astype(column.numpy_dtype)
         if column.numpy_dtype.kind == "f" and not np.isfinite(values[column.name]).all():

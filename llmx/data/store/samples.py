@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -159,6 +160,8 @@ class SampleStore:
             for column in self.columns
             if column.name != WEIGHT
         }
+        self._of_targets: frozenset[str] = frozenset()
+        """Columns by token whose arrays have a value for each target token, and no others."""
 
     def _mapped(self, name: str, dtype: Any, per: str, shape: tuple[int, ...] = ()) -> np.ndarray:
         counts = {
@@ -217,27 +220,38 @@ class SampleStore:
         return len(self._sequences) - 1
 
     def with_columns(self, columns: Mapping[Column, np.ndarray]) -> SampleStore:
-        """The same store with further columns by sequence or by example, which ``columns`` maps to
-        their values in the order of the store."""
+        """The same store with further columns, which ``columns`` maps to their values in the order
+        of the store: of a column by token those of the target tokens, and the others are 0."""
         found = SampleStore(self.path, self.meta)
         found.columns = (*self.columns, *columns)
         Schema(found.columns)
         found._arrays = {**self._arrays, **{one.name: of for one, of in columns.items()}}
+        by_token = {one.name for one in columns if one.per == "token"}
+        found._of_targets = self._of_targets | by_token
         return found
 
     def values_of(self, column_name: str) -> np.ndarray:
-        """All values of a column by sequence or by example, in the order of the store."""
+        """All values of a column by sequence or by example, in the order of the store; of a
+        precomputed one by token those of the target tokens."""
         return self._arrays[column_name]
 
+    @functools.cached_property
+    def _first_targets(self) -> np.ndarray:
+        """int64 [samples + 1]: target tokens before each sample."""
+        return np.concatenate([[0], np.cumsum(self._target_counts)]).astype(np.int64)
+
     def span(self, per: str, first: int, last: int) -> slice:
-        """The sequences or the examples (``per``) of the samples ``first`` to ``last - 1``."""
+        """The sequences, the examples or the target tokens (``per``: ``target``) of the samples
+        ``first`` to ``last - 1``."""
+        if per == "target":
+            return slice(int(self._first_targets[first]), int(self._first_targets[last]))
         low, high = int(self._samples[first]), int(self._samples[last])
         if per == "sequence":
             low, high = int(self._examples[low]), int(self._examples[high])
         return slice(low, high)
 
     def count(self, per: str) -> int:
-        """How many sequences or examples (``per``) there are."""
+        """How many sequences, examples or target tokens (``per``) there are."""
         return int(self.span(per, 0, len(self)).stop)
 
     def __len__(self) -> int:
@@ -253,6 +267,15 @@ class SampleStore:
         found = self._targets[start:stop]
         weighted = self._schema.weighted
         grouped = last - first != examples.stop - examples.start
+
+        def values(column: Column) -> np.ndarray:
+            whole = self._arrays[column.name]
+            if column.name not in self._of_targets:
+                return whole[span[column.per]]
+            by_token = np.zeros((stop - start, *column.shape), column.numpy_dtype)
+            by_token[found != 0] = whole[self.span("target", index, index + 1)]
+            return by_token
+
         return Sample(
             tokens=self._tokens[start:stop],
             targets=found != 0 if weighted else found.view(np.bool_),
@@ -260,9 +283,7 @@ class SampleStore:
             weights=found if weighted else None,
             example_starts=self._examples[examples] - first if grouped else None,
             columns={
-                column.name: self._arrays[column.name][span[column.per]]
-                for column in self.columns
-                if column.name != WEIGHT
+                column.name: values(column) for column in self.columns if column.name != WEIGHT
             },
         )
 
