@@ -20,9 +20,10 @@ from llmx.compose.local_paths import (
     is_directory,
     local_paths,
     missing_here,
+    model_place,
 )
-from llmx.compose.task_rules import task_problems
-from llmx.config import DataConfig, Experiment, ModelConfig, experiment_from_dict
+from llmx.compose.task_rules import model_sources, task_problems
+from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -82,6 +83,8 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     data, model, problems = local_paths(exp.data, exp.model, all_here=all_here)
     # Groups bring epochs and warmup_fraction; a user who types steps means steps.
     task, optim = with_code_path(exp.task), exp.optim
+    task, about = _with_model_sources(task, seq_len=data.seq_len, all_here=all_here)
+    problems += about
     if task.steps is not None:
         task = dataclasses.replace(task, epochs=None)
     if optim.warmup_steps is not None:
@@ -109,48 +112,85 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     return exp, problems
 
 
-def check_paths(data: DataConfig, model: ModelConfig, plan: Plan) -> None:
+def check_paths(data: DataConfig, model: ModelConfig, task: TaskConfig, plan: Plan) -> None:
     """Raise ConfigError for an absolute path that is not here, when all ranks are.
 
     A path of other hosts may be missing on this machine; their agents see to it.
     """
     if not all(host.is_local for host in plan.hosts):
         return
-    missing = list(missing_here(data, model))
+    missing = list(missing_here(data, model, task))
     if missing:
         raise ConfigError("\n".join(missing))
 
 
+def _with_model_sources(
+    task: TaskConfig, *, seq_len: int, all_here: bool
+) -> tuple[TaskConfig, list[str]]:
+    """The task with absolute paths of the models that its options name; and what is wrong."""
+    problems: list[str] = []
+    options = dict(task.options)
+    for name, path in model_sources(task).items():
+        where = f"task.options.{name}"
+        options[name], about = model_place(path, where, all_here=all_here)
+        config, more = _model_directory(options[name], where, weights=all_here, config=True)
+        limit = position_limit(config)
+        if limit is not None and seq_len > limit:
+            more.append(
+                f"data.seq_len={seq_len}, but {where}={path} takes at most {limit} positions. Set "
+                f"data.seq_len={limit}."
+            )
+        problems += [*about, *more]
+    return dataclasses.replace(task, options=options), problems
+
+
 def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str, Any], list[str]]:
     """``config.json`` of a model directory on this machine, else empty; and what is wrong."""
-    if not model.path or not is_directory(model.path):
+    return _model_directory(
+        model.path,
+        "model.path",
+        weights=model.init == "pretrained" and all_here,
+        config=model.kind == "hf",
+    )
+
+
+def _model_directory(
+    path: str | None, where: str, *, weights: bool, config: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """``config.json`` of a directory on this machine, else empty; and what is wrong. ``weights``,
+    ``config``: what must be in it."""
+    if not path or not is_directory(path):
         return {}, []
     problems = []
-    directory = Path(model.path)
-    weights = any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
-    if model.init == "pretrained" and all_here and not weights:
-        problems.append(
-            f"model.path={directory}: no weights there (*.safetensors or *.bin). Set "
-            "model.init=scratch to train from its config alone."
+    directory = Path(path)
+    found_weights = any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    if weights and not found_weights:
+        scratch = (
+            "Set model.init=scratch to train from its config alone."
+            if where == "model.path"
+            else "Give the directory that has them."
         )
-    config = directory / "config.json"
-    if not config.is_file():
-        if model.kind == "hf" and (directory / "adapter_config.json").is_file():
+        problems.append(
+            f"{where}={directory}: no weights there (*.safetensors or *.bin). {scratch}"
+        )
+    file = directory / "config.json"
+    if not file.is_file():
+        if config and (directory / "adapter_config.json").is_file():
             problems.append(
-                f"model.path={directory}: holds an adapter, not a model. Merge it first (of a run "
+                f"{where}={directory}: holds an adapter, not a model. Merge it first (of a run "
                 "of llmx: python -m llmx export RUN --to merged), and give the directory that is "
                 "written."
             )
-        elif model.kind == "hf":
+        elif config:
             problems.append(
-                f"model.path={directory}: no config.json there, so it is no Hugging Face model. "
+                f"{where}={directory}: no config.json there, so it is no Hugging Face model. "
                 "Give the directory that has one."
             )
         return {}, problems
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        return {}, [*problems, f"{config}: is not valid JSON ({error}). Is the download complete?"]
+        return {}, [*problems, f"{file}: is not valid JSON ({error}). Is the download complete?"]
     if not isinstance(found, dict):
-        return {}, [*problems, f"{config}: must be a JSON object. Is it a model's config?"]
+        return {}, [*problems, f"{file}: must be a JSON object. Is it a model's config?"]
     return found, problems

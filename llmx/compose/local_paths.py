@@ -19,7 +19,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmx.config import DataConfig, ModelConfig
+from llmx.compose.task_rules import model_sources
+from llmx.config import DataConfig, ModelConfig, TaskConfig
 from llmx.config.build import shown
 from llmx.config.file_formats import KNOWN, files_in, is_saved, name_problem
 from llmx.errors import did_you_mean
@@ -58,6 +59,13 @@ def local_paths(
     return data, model, found.problems
 
 
+def model_place(path: str, where: str, *, all_here: bool) -> tuple[str, list[str]]:
+    """A model that the key ``where`` names: its directory made absolute, or its id; and what is
+    wrong with it."""
+    found = _Paths(all_here)
+    return found.model(path, where), found.problems
+
+
 def absolute(path: str) -> str:
     """``~`` expanded, and absolute."""
     return os.path.abspath(os.path.expanduser(path))
@@ -77,7 +85,7 @@ def is_directory(path: str) -> bool:
     return os.path.isabs(path) and os.path.isdir(path)
 
 
-def missing_here(data: DataConfig, model: ModelConfig) -> Iterator[str]:
+def missing_here(data: DataConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
     """One message for each path of a finished config that is not on this machine."""
     named = {
         "model.path": model.path,
@@ -85,6 +93,7 @@ def missing_here(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         "data.path": None if data.sources else data.path,
         "data.eval_path": data.eval_path,
         **{f"data.sources[{i}].path": part.path for i, part in enumerate(data.sources)},
+        **{f"task.options.{name}": path for name, path in model_sources(task).items()},
     }
     for where, path in named.items():
         if path and os.path.isabs(path) and not glob.has_magic(path) and not _exists(path):

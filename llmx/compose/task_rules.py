@@ -7,9 +7,11 @@ the ranks ask it.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
-from llmx.config.schema import Experiment
+from llmx.config.fields import MODEL_SOURCE
+from llmx.config.schema import Experiment, TaskConfig
 from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError
 
@@ -30,3 +32,18 @@ def task_problems(exp: Experiment) -> list[str]:
     except ConfigError as error:
         problems += str(error).splitlines()
     return problems
+
+
+def model_sources(task: TaskConfig) -> dict[str, str]:
+    """Options that name a model (``llmx.config.fields.model_source``), and which: a directory or a
+    Hub id. Of a task of the user's own none is known here."""
+    if not task.options or task.kind not in shipped_tasks():
+        return {}
+    try:
+        options = importlib.import_module("llmx.tasks").task_class(task.kind).Options
+    except ImportError:
+        return {}
+    fields = () if options is None else dataclasses.fields(options)
+    names = [field.name for field in fields if MODEL_SOURCE in field.metadata]
+    given = {name: task.options.get(name) for name in names}
+    return {name: value for name, value in given.items() if value and isinstance(value, str)}

@@ -166,6 +166,15 @@ def text(default: str | None, rule: Text, *, example: str | None = None) -> Any:
     )
 
 
+MODEL_SOURCE = "model_source"
+
+
+def model_source() -> Any:
+    """Of a task's ``Options``: a directory of a model or a Hub id, empty by default. As
+    ``model.path``, a relative path starts where the user stands, and is made absolute."""
+    return field(default="", metadata={MODEL_SOURCE: True, "text": Text()})
+
+
 def items(*, maximum: int = MAX_ITEMS, example: str | None = None, rule: Text | None = None) -> Any:
     """A list, empty by default, of at most ``maximum`` entries. ``rule``: of each text in it."""
     return field(

@@ -302,8 +302,9 @@ class TaskConfig:
     )
     """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text;
     ``classify`` learns labels, or a number, of texts; ``mlm`` learns to fill in hidden tokens
-    (BERT); ``dpo`` learns to prefer the better of two answers. A task of your own is named as
-    Python finds it (docs/tasks.md)."""
+    (BERT); ``dpo`` learns to prefer the better of two answers; ``distill`` learns what a frozen
+    teacher says of every next token. A task of your own is named as Python finds it
+    (docs/tasks.md)."""
     code_path: str | None = None
     """The directory that holds the package of a task of your own. Null: the directory where the
     command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package along."""

@@ -27,7 +27,9 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
     out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check_launch(composed.experiment.launch, composed.experiment.run_dir, composed.plan)
-    check_paths(composed.experiment.data, composed.experiment.model, composed.plan)
+    check_paths(
+        composed.experiment.data, composed.experiment.model, composed.experiment.task, composed.plan
+    )
     if not composed.experiment.dry_run:
         check_packages(composed.experiment.tracking)
     composed = resolve_layout(composed, stream=out)

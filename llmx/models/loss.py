@@ -138,6 +138,64 @@ class _TargetLogProbabilities(torch.autograd.Function):
         return result, None, None
 
 
+OfLogits = Callable[..., tuple[torch.Tensor, ...]]
+"""A loss over whole distributions: of fp32 logits [rows, V], the targets int64 [rows], and those
+rows of whatever else it needs, it gives tensors [rows, ...]. It changes none of them in place, and
+each row of what it gives follows from that row alone."""
+
+
+class _ValuesOfLogits(torch.autograd.Function):
+    """An ``OfLogits`` chunk by chunk in both directions, as ``_SummedCrossEntropy``: a chunk is
+    computed again in the backward pass, so of all intermediate values one chunk is there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        vocab_size: int,
+        function: OfLogits,
+        *beside: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        rows = _rows_at_a_time(logits)
+        found = [
+            function(
+                logits[start : start + rows, :vocab_size].float(),
+                *(values[start : start + rows] for values in (targets, *beside)),
+            )
+            for start in range(0, len(targets), rows)
+        ]
+        ctx.save_for_backward(logits, targets, *beside)
+        ctx.vocab_size, ctx.function = vocab_size, function
+        ctx.set_materialize_grads(False)
+        whole = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.mark_non_differentiable(*(one for one in whole if not one.is_floating_point()))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits, targets, *beside = ctx.saved_tensors
+        rows = _rows_at_a_time(logits)
+        result = torch.empty_like(logits)
+        result[:, ctx.vocab_size :] = 0
+        for start in range(0, len(targets), rows):
+            here = slice(start, start + rows)
+            part = logits[here, : ctx.vocab_size].float().detach().requires_grad_()
+            with torch.enable_grad():
+                found = ctx.function(part, *(values[here] for values in (targets, *beside)))
+            wanted = [
+                (values, gradient[here])
+                for values, gradient in zip(found, gradients, strict=True)
+                if gradient is not None and values.requires_grad
+            ]
+            if not wanted:
+                result[here] = 0
+                continue
+            values, upstream = zip(*wanted, strict=True)
+            (result[here, : ctx.vocab_size],) = torch.autograd.grad(values, part, upstream)
+        return (result, None, None, None, *(None for _ in beside))
+
+
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     """The output head and the summed cross entropy in one: no logits outlive their chunk.
 
@@ -326,6 +384,36 @@ def target_log_values(
         return nothing, nothing
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TargetLogProbabilities.apply
     return apply(logits, at.tokens, vocab_size or logits.shape[-1])
+
+
+def values_of_logits(
+    engine: nn.Module,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    function: OfLogits,
+    *beside: torch.Tensor,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """What ``function`` makes of the logits at the target positions, [n, ...] each, with a graph.
+
+    Args:
+        beside: [n, ...], in the order of the targets; without a gradient.
+
+    Other arguments and the empty case as of ``target_log_values``.
+    """
+    at = target_positions(labels, inputs["input_ids"].device)
+    logits = logits_at(engine, inputs, at)
+    apply: Callable[..., tuple[torch.Tensor, ...]] = _ValuesOfLogits.apply
+    if not at.empty:
+        return apply(logits, at.tokens, vocab_size or logits.shape[-1], function, *beside)
+    with torch.no_grad():
+        blank = [values.new_zeros((1, *values.shape[1:])) for values in beside]
+        shapes = function(torch.zeros_like(logits[:, :vocab_size]).float(), at.tokens, *blank)
+    nothing = logits.float().sum() * 0.0
+    return tuple(
+        values[:0] + nothing.to(values.dtype) if values.is_floating_point() else values[:0]
+        for values in shapes
+    )
 
 
 @dataclass(frozen=True)

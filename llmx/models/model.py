@@ -25,10 +25,14 @@ from llmx.models.generate import Completion, generate
 from llmx.models.loss import (
     CROSS_ENTROPY,
     IGNORE,
+    OfLogits,
     TokenLoss,
+    logits_at,
     micro_batch_loss,
     target_log_probabilities,
+    target_positions,
     to_device,
+    values_of_logits,
     without_cache,
 )
 from llmx.models.sampling import Sampling
@@ -190,6 +194,39 @@ class Model:
         numbers, count = sequence_numbers(batch["segment_ids"])
         mine = numbers.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
         return SequenceLogProbs(values, to_device(mine, self.device), count)
+
+    def of_logits(
+        self, batch: Batch, function: OfLogits, *beside: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What ``function`` makes of the logits of every target token, [n, ...] each, with a graph
+        unless gradients are off: a loss over whole distributions. It gets some rows at a time, so
+        that no fp32 copy of all logits is there, and again in the backward pass.
+
+            def function(logits, targets, *beside):  # fp32 [rows, vocabulary], int64 [rows]
+                return (logits.logsumexp(-1),)
+
+        Args:
+            beside: [n, ...], in the order of the targets: ``batch[column][labels != IGNORE]``.
+        """
+        inputs, labels = self.inputs(batch)
+        with self._watch(batch):
+            return values_of_logits(
+                self.forward,
+                inputs,
+                labels,
+                function,
+                *(to_device(values, self.device) for values in beside),
+                vocab_size=self.vocab_size,
+            )
+
+    def target_logits(self, batch: Batch) -> torch.Tensor:
+        """[n, vocabulary], in the dtype of the network: the logits of every target token. They are
+        large; ``log_probabilities`` and ``of_logits`` give what follows from them."""
+        inputs, labels = self.inputs(batch)
+        at = target_positions(labels, self.device)
+        with self._watch(batch):
+            logits = logits_at(self.forward, inputs, at)[:, : self.vocab_size]
+        return logits[:0] + logits.sum() * 0.0 if at.empty else logits
 
     def sample(
         self,

@@ -235,8 +235,9 @@ class Task:
 
     def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:
         """The ``precomputed`` columns of a batch by name: [sequences, ...], [examples, ...], or by
-        token [targets, ...] in the order of the batch's labels, as models give them. Called as ``loss``, but without gradients and dropout; a batch without a sequence gives
-        empty tensors."""
+        token [targets, ...] in the order of the batch's labels, as models give them. Called as
+        ``loss``, but without gradients and dropout; a batch without a sequence gives empty
+        tensors."""
         raise NotImplementedError(f"{type(self).__name__}.precompute")
 
     def precompute_identity(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ PARTNERS = {
     ("adapter", "lora"): ["model=llama2_7b", "hardware=a100x8"],
     ("model", "bert_tiny"): ["model.tokenizer={data}", "task=mlm"],
     ("model", "megatron_bert_3_9b"): ["model.tokenizer={data}", "task=mlm"],
+    ("task", "distill"): ["task.options.teacher=owner/name"],
     ("zero", "stage3_zeropp"): ["hardware=a100x2_v100x2"],
     ("hardware", "hostfile"): ["hardware.path={hostfile}", "hardware.device=a100_80g"],
     ("launch", "slurm"): ["hardware=a100x2_v100x2"],

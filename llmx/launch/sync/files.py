@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmx.config.schema import DataConfig, LaunchConfig, ModelConfig
+from llmx.config.fields import MAX_PATH
+from llmx.config.schema import DataConfig, LaunchConfig, ModelConfig, TaskConfig
 from llmx.config.user_code import user_task
 from llmx.errors import LaunchError
 from llmx.launch.render.environment import tool_env
@@ -64,7 +65,9 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [
         SyncPath(path, extra, what)
-        for path, what in _configured_paths(spec.exp.model, spec.exp.data, spec.exp.launch)
+        for path, what in _configured_paths(
+            spec.exp.model, spec.exp.data, spec.exp.task, spec.exp.launch
+        )
     ]
     unique: dict[str, SyncPath] = {}
     for item in items:
@@ -81,8 +84,15 @@ def _without_runs(item: SyncPath, run_dir: Path) -> SyncPath:
     return replace(item, excludes=(*item.excludes, *below)) if below else item
 
 
+def _is_model(value: object) -> bool:
+    """Whether it is the absolute path of a model's directory on this machine."""
+    if not isinstance(value, str) or not value.startswith("/") or len(value) > MAX_PATH:
+        return False
+    return Path(value, "config.json").is_file()
+
+
 def _configured_paths(
-    model: ModelConfig, data: DataConfig, launch: LaunchConfig
+    model: ModelConfig, data: DataConfig, task: TaskConfig, launch: LaunchConfig
 ) -> Iterable[tuple[str, str]]:
     """The absolute local paths of the config, with globs expanded."""
     wanted = [
@@ -91,6 +101,8 @@ def _configured_paths(
         (data.path, "data"),
         (data.eval_path, "evaluation data"),
         *((source.path, "data") for source in data.sources),
+        # Models that a task names beside the one that is trained.
+        *((value, "model of the task") for value in task.options.values() if _is_model(value)),
         # By the rule of data.cache_dir.
         (data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx", "prepared data"),
         *((path, "launch.sync_extra") for path in launch.sync_extra),

@@ -98,7 +98,7 @@ def reproduce(words: RunCommand) -> int:
     if words.flag("dry_run"):
         print("nothing was started (dry_run=true)")
         return 0
-    check_paths(new.data, new.model, composed.plan)
+    check_paths(new.data, new.model, new.task, composed.plan)
     exit_code = _start(run, target, words, changed, composed)
     outcome = compare_runs(run, target)
     other = other_inputs(run, target)

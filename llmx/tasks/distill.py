@@ -1,0 +1,241 @@
+"""``task=distill``: a student learns what a frozen teacher says of every next token.
+
+    python -m llmx task=distill task.options.teacher=Qwen/Qwen3-8B model=hf \\
+        model.path=Qwen/Qwen3-0.6B data=file data.path=chats.jsonl
+
+Target tokens are those of conversations (``data.loss_on``) and all of documents. The loss is
+``alpha`` times the cross entropy of the data plus ``1 - alpha`` times the divergence of the two
+distributions. The teacher's most likely tokens are computed once, before training, and stored
+beside the data, or all its logits at every step. Reports the divergence and how often both find the
+same token most likely. Tried by ``python -m pytest tests/unit/test_task_distill.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmx.config.fields import choice, model_source, number
+from llmx.data import IGNORE
+from llmx.data.examples import Column
+from llmx.data.format.formats import Conversation, Document
+from llmx.data.source.split import DatasetSplit
+from llmx.errors import ConfigError
+from llmx.run.metrics import Metric
+from llmx.tasks.base import Loss, Task
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmx.models.model import Batch, Models, ModelSpec
+
+IDS, LOGPS = "teacher_ids", "teacher_logps"
+
+
+@dataclass
+class Options:
+    """Of ``task.options``."""
+
+    teacher: str = model_source()
+    """The model to learn from: a directory or a Hub id, with the tokenizer of the run. Its
+    architecture and size are its own."""
+    teacher_revision: str | None = None
+    """A commit, tag or branch of the teacher on the Hub."""
+    teacher_logits: str = choice("stored", "live")
+    """``stored`` computes the teacher's ``top_k`` most likely tokens once, before training;
+    ``live`` keeps the teacher in memory and computes all its logits at every step."""
+    top_k: int = number(64, minimum=1, maximum=2**16, example=64)
+    """Tokens that are stored of each distribution; all others count as one more outcome. 8 bytes
+    each, for every target token of the data."""
+    loss: str = choice("forward_kl", "reverse_kl", "jsd")
+    """``forward_kl``: KL(teacher || student), Hinton's; ``reverse_kl``: KL(student || teacher);
+    ``jsd``: the generalized Jensen-Shannon divergence of GKD."""
+    beta: float = number(0.5, above=0, below=1, example=0.5)
+    """The teacher's part of the mixture (``jsd``): near 0 as ``forward_kl``, near 1 as
+    ``reverse_kl``."""
+    temperature: float = number(1.0, above=0, maximum=100, example=2)
+    """Both are softened by it, and the divergence is multiplied by its square."""
+    alpha: float = number(0.5, minimum=0, below=1, example=0.5)
+    """The part of the hard loss, the cross entropy of the data."""
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together."""
+        if not self.teacher:
+            raise ConfigError(
+                "task.options.teacher is empty, and task=distill learns from it. Set it to a "
+                "directory or a Hub id, e.g. task.options.teacher=Qwen/Qwen3-8B."
+            )
+        if self.teacher_revision is not None and self.teacher.startswith("/"):
+            raise ConfigError(
+                f"task.options.teacher_revision={self.teacher_revision}: a directory has no "
+                "revisions. Remove it, or set task.options.teacher to a Hub id."
+            )
+
+
+class Distill(Task):
+    """One student is trained; the teacher has weights of its own."""
+
+    Options = Options
+    takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
+
+    @classmethod
+    def learns_chats(cls) -> bool:
+        """A student of chats answers in them: its tokenizer keeps the template."""
+        return True
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """Nothing of its own: a sweep over the options prepares nothing anew."""
+        return {}
+
+    def check_source(self, source: DatasetSplit) -> None:
+        if source.has_conversations and source.data.packing == "concat":
+            raise ConfigError(
+                "data.packing=concat cuts rows at seq_len, and answers without their questions "
+                "teach nothing. Use data.packing=best_fit."
+            )
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        both = ("train", "eval")
+        return {
+            "divergence": Metric("divergence", "number", kinds=both),
+            "agreement": Metric("same top token", "percent", higher_is_better=True, kinds=both),
+            "hard_loss": Metric("hard loss", "number", kinds=("train",)),
+        }
+
+    def models(self) -> dict[str, ModelSpec]:
+        from llmx.models.model import ModelSpec
+
+        options = self.options
+        teacher = ModelSpec(
+            trained=False,
+            source=options.teacher,
+            revision=options.teacher_revision,
+            precomputes=options.teacher_logits == "stored",
+        )
+        return {"student": ModelSpec(), "teacher": teacher}
+
+    @property
+    def _vocabulary(self) -> int:
+        """Ids of the tokenizer: what both distributions are over. Further rows of either network
+        are padding, which they may have in different numbers."""
+        from llmx.models.factory import true_vocab
+
+        return true_vocab(self.tokenizer)
+
+    @property
+    def precomputed(self) -> tuple[Column, ...]:
+        """The teacher's most likely tokens, the first one first, with their log-probabilities and
+        that of all others together, unless there are none."""
+        if self.options.teacher_logits != "stored":
+            return ()
+        kept = min(self.options.top_k, self._vocabulary)
+        outcomes = kept + (kept < self._vocabulary)
+        return (
+            Column(IDS, per="token", dtype="int32", shape=(kept,)),
+            Column(LOGPS, per="token", shape=(outcomes,)),
+        )
+
+    def precompute_identity(self) -> dict[str, Any]:
+        """How many there are is said by the columns."""
+        return {"columns": "top", "version": 1, "temperature": self.options.temperature}
+
+    def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:
+        kept, size = self.precomputed[0].shape[0], self._vocabulary
+
+        def top(logits: torch.Tensor, _targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            scaled = logits[:, :size] / self.options.temperature
+            ids = scaled.topk(kept).indices
+            return ids, outcomes(scaled, ids)
+
+        ids, logps = models["teacher"].of_logits(batch, top)
+        return {IDS: ids, LOGPS: logps}
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """In training the mixture; an evaluation is plain cross entropy, so that runs compare."""
+        options, student = self.options, models["student"]
+        targets = batch["labels"] != IGNORE
+        size = self._vocabulary
+
+        def stored(
+            logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, theirs: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            ours = outcomes(logits[:, :size] / options.temperature, ids)
+            return values(logits, targets, ours, theirs, ids[:, 0])
+
+        def live(
+            logits: torch.Tensor, targets: torch.Tensor, theirs: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            theirs = theirs[:, :size].float() / options.temperature
+            ours = logits[:, :size] / options.temperature
+            best = theirs.argmax(-1)
+            return values(logits, targets, ours.log_softmax(-1), theirs.log_softmax(-1), best)
+
+        def values(
+            logits: torch.Tensor,
+            targets: torch.Tensor,
+            ours: torch.Tensor,
+            theirs: torch.Tensor,
+            best: torch.Tensor,
+        ) -> tuple[torch.Tensor, ...]:
+            apart = divergence(ours, theirs, kind=options.loss, beta=options.beta)
+            hard = logits.logsumexp(-1) - logits.gather(1, targets[:, None]).squeeze(1)
+            same = logits[:, :size].argmax(-1) == best
+            return apart, hard, same
+
+        if options.teacher_logits == "stored":
+            ids, logps = batch[IDS][targets].long(), batch[LOGPS][targets]
+            apart, hard, same = student.of_logits(batch, stored, ids, logps)
+        else:
+            whole = models["teacher"].target_logits(batch)
+            apart, hard, same = student.of_logits(batch, live, whole)
+        mixed = options.alpha * hard + (1 - options.alpha) * options.temperature**2 * apart
+        found = {"divergence": apart.detach().sum(), "agreement": same.sum()}
+        if student.is_training:
+            found["hard_loss"] = hard.detach().sum()
+        return Loss(
+            (mixed if student.is_training else hard).sum(),
+            weight=float(targets.sum()),
+            metrics=found,
+        )
+
+
+def outcomes(scaled: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """fp32 [rows, k + 1]: log-probabilities of ``ids``, and of all other tokens together, which is
+    left out where there are none.
+
+    Args:
+        scaled: logits [rows, V] divided by the temperature.
+        ids: [rows, k].
+    """
+    import torch
+
+    normaliser = scaled.logsumexp(-1, keepdim=True)
+    picked = scaled.gather(1, ids) - normaliser
+    if ids.shape[1] == scaled.shape[1]:
+        return picked
+    # Not 1 minus the others, which has no digits left where they are nearly everything.
+    others = scaled.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True) - normaliser
+    return torch.cat([picked, others], dim=1)
+
+
+def divergence(
+    student: torch.Tensor, teacher: torch.Tensor, *, kind: str, beta: float
+) -> torch.Tensor:
+    """fp32 [rows]: of distributions over the same outcomes, log-probabilities [rows, outcomes]."""
+    import torch
+
+    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (one.exp() * (one - other)).sum(-1)
+
+    match kind:
+        case "forward_kl":  # Hinton et al. 2015
+            return kl(teacher, student)
+        case "reverse_kl":  # MiniLLM, Gu et al. 2024
+            return kl(student, teacher)
+        case "jsd":  # GKD, Agarwal et al. 2024, eq. 1
+            shares = torch.tensor([beta, 1 - beta], device=student.device).log()
+            mixture = torch.logaddexp(teacher + shares[0], student + shares[1])
+            return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+    raise ValueError(kind)

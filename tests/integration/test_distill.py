@@ -1,0 +1,105 @@
+"""task=distill on real text: ZeRO 3 and 2, a teacher whose top tokens are stored and a live one.
+
+Needs LLMX_REAL_DATA. ``python -m pytest -m deepspeed tests/integration/test_distill.py``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import llmx
+from llmx.config import Experiment
+from llmx.run.rundir import RunDir
+from tests.forked_ranks import Server, server
+from tests.integration.test_dpo import lines, measured
+from tests.rundirs import TINY_LLAMA, experiment, write_run
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
+
+STEPS, TOP = 6, 32
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Server]:
+    with server() as made:
+        yield made
+
+
+def save_teacher(tokenizer: Path, target: Path) -> None:
+    """Twice as wide as the student, with distributions that are not flat, and a vocabulary that is
+    padded to another size."""
+    found = AutoTokenizer.from_pretrained(tokenizer)
+    size = -(-len(found) // 256) * 256
+    torch.manual_seed(1)
+    config = LlamaConfig(**{**TINY_LLAMA, "hidden_size": 128, "vocab_size": size})
+    teacher = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight.mul_(30)
+    teacher.save_pretrained(target)
+    found.save_pretrained(target)
+
+
+def test_a_student_nears_its_teacher_and_resumes_bitwise(
+    real_data: Path, tmp_path: Path, ranks: Server
+) -> None:
+    tokenizer = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
+    save_teacher(tokenizer, tmp_path / "teacher")
+
+    def run(name: str, *, stage: int, options: dict[str, Any], **task: Any) -> Experiment:
+        teacher = {"teacher": str(tmp_path / "teacher"), "temperature": 2.0, "alpha": 0.2}
+        return experiment(
+            tmp_path / name,
+            model={"tokenizer": str(tokenizer)},
+            data={
+                "path": str(real_data / "c4_demo.jsonl"),
+                "packing": "concat",
+                "seq_len": 64,
+                "max_rows": 40,
+                "eval_samples": 8,
+            },
+            task={"kind": "distill", "steps": STEPS, "options": {**teacher, **options}, **task},
+            zero={"stage": stage},
+            optim={"lr": 5e-3},
+            batch={"micro_batch": 2},
+            checkpoint={"at_end": True},
+        )
+
+    stored = {"teacher_logits": "stored", "top_k": TOP}
+    half = ranks.start(
+        write_run(run("stopped", stage=3, options=stored, stop_at_step=STEPS // 2))
+    ).finish()
+    log = half.rank_log(0).read_text()
+    assert "Precomputing teacher_ids, teacher_logps (train): done in" in log
+    assert "Precomputing teacher_ids, teacher_logps (eval): done in" in log
+    rest = ranks.start(write_run(run("stopped", stage=3, options=stored))).finish()
+    whole = ranks.start(write_run(run("whole", stage=3, options=stored))).finish()
+    assert "teacher_ids, teacher_logps found in" in whole.rank_log(0).read_text()
+    (resumed,) = [line for line in lines(rest, "event") if line["event"] == "resumed"]
+    assert resumed["step"] == STEPS // 2
+    assert measured(rest) == measured(whole)
+    assert lines(rest, "end")[-1]["weights_hash"] == lines(whole, "end")[-1]["weights_hash"]
+    before, after = lines(whole, "eval")
+    assert after["divergence"] < before["divergence"]
+    assert {"divergence", "agreement", "hard_loss"} <= {*lines(whole, "train")[0]}
+
+    # A live teacher: its whole distributions, of which the top tokens are a part.
+    live = ranks.start(write_run(run("live", stage=2, options={"teacher_logits": "live"}))).finish()
+    assert "Precomputing" not in live.rank_log(0).read_text()
+    for ours, theirs in zip(lines(live, "train"), lines(whole, "train"), strict=True):
+        assert ours["divergence"] >= theirs["divergence"]
+    first, also = lines(live, "train")[0], lines(whole, "train")[0]
+    assert first["hard_loss"] == pytest.approx(also["hard_loss"], abs=1e-4)
+    assert first["agreement"] == pytest.approx(also["agreement"], abs=1e-3)
+    for each in (rest, live):
+        state = json.loads(next(each.checkpoints.glob("step-*/state.json")).read_text())
+        assert not any("teacher" in name for name in state["parameters"])
+        assert any("teacher" in name for name in state["frozen"])
+        student = AutoModelForCausalLM.from_pretrained(RunDir(each.root).final_model)
+        assert student.config.hidden_size == TINY_LLAMA["hidden_size"]

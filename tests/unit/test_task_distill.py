@@ -1,0 +1,362 @@
+"""task=distill: divergences with the values of plain PyTorch and TRL, stored and live teachers."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
+
+from llmx.compose.complete import complete
+from llmx.compose.task_rules import task_problems
+from llmx.config import Experiment
+from llmx.config.schema import TaskConfig
+from llmx.data import IGNORE, collate
+from llmx.data.examples import Schema
+from llmx.data.store.precomputed import check_values
+from llmx.data.store.samples import Sample
+from llmx.errors import ConfigError
+from llmx.launch.sync.files import _configured_paths
+from llmx.models.model import Batch, Model, Models
+from llmx.tasks import task_class
+from llmx.tasks.base import Loss
+from llmx.tasks.distill import Distill, divergence, outcomes
+from tests.architectures import small_config
+from tests.rundirs import experiment
+from tests.unit.test_models_model import model_of
+
+TRUE_VOCABULARY = 100
+SEQUENCES = [[5, 6, 7, 8, 9], [3, 4], [9, 8, 7, 6], [2, 3, 4, 5, 6, 7]]
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+
+
+class Tokenizer:
+    """Of 100 tokens; networks pad their vocabularies beyond."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(TRUE_VOCABULARY)}
+
+    def __len__(self) -> int:
+        return TRUE_VOCABULARY
+
+
+def task(**options: Any) -> Distill:
+    exp = Experiment()
+    exp.task.kind, exp.task.options = "distill", {"teacher": "owner/teacher", **options}
+    assert task_class("distill") is Distill
+    return Distill(exp, Tokenizer())
+
+
+def network(vocabulary: int, seed: int) -> torch.nn.Module:
+    """Of random weights, large enough for distributions that are not flat."""
+    config = small_config("llama")
+    config.vocab_size = vocabulary
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        made.get_output_embeddings().weight.mul_(20)
+    return made
+
+
+def models_of(layout: str, *, student: int = 128, teacher: int = 112) -> Models:
+    return Models(
+        {
+            "student": named("student", network(student, 0).train(), layout),
+            "teacher": named("teacher", network(teacher, 1).eval(), layout, trained=False),
+        }
+    )
+
+
+def named(name: str, network: torch.nn.Module, layout: str, **spec: Any) -> Model:
+    found = model_of(network, layout, **spec)
+    found.name = name
+    return found
+
+
+def batch_of(layout: str, sequences: list[list[int]] = SEQUENCES) -> Batch:
+    """Of two samples; the first token after the start of each sequence is no target."""
+    samples = []
+    for first in range(0, len(sequences), 2):
+        own = sequences[first : first + 2]
+        tokens = np.array([token for one in own for token in one], np.uint32)
+        starts = np.cumsum([0, *(len(one) for one in own[:-1])])
+        targets = np.ones(len(tokens), np.bool_)
+        targets[starts] = targets[starts + 1] = False
+        samples.append(Sample(tokens, targets, starts))
+    return collate(samples, seq_len=32, pad_id=0, layout=layout, columns=())
+
+
+def with_stored(own: Distill, models: Models, batch: Batch) -> Batch:
+    """The batch with the precomputed columns, as the store and ``collate`` give them."""
+    targets = batch["labels"] != IGNORE
+    with torch.no_grad():
+        found = own.precompute(models, batch)
+    Schema(own.precomputed)
+    arrays = check_values(found, own.precomputed, {"target": int(targets.sum())}, task="distill")
+    whole = dict(batch)
+    for column in own.precomputed:
+        values = torch.from_numpy(arrays[column.name])
+        whole[column.name] = torch.zeros(*targets.shape, *column.shape, dtype=values.dtype)
+        whole[column.name][targets] = values
+    return whole
+
+
+def plain_logits(network: torch.nn.Module) -> torch.Tensor:
+    """[targets, V], in the order of the batch, each sequence alone."""
+    found = [network(input_ids=torch.tensor([one])).logits[0, 1:-1] for one in SEQUENCES]
+    return torch.cat([each.float() for each in found])
+
+
+TARGETS = torch.tensor([token for one in SEQUENCES for token in one[2:]])
+
+
+def plain_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, kind: str, beta: float
+) -> torch.Tensor:
+    """Of log-probabilities, by PyTorch's own function: [rows]."""
+
+    def kl(target: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return kl_div(other, target, reduction="none", log_target=True).sum(-1)
+
+    if kind == "forward_kl":
+        return kl(teacher, student)
+    if kind == "reverse_kl":
+        return kl(student, teacher)
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def plain_loss(models: Models, own: Distill, kept: int | None) -> torch.Tensor:
+    """The summed loss with whole fp32 logits. ``kept``: tokens of the teacher; None: all."""
+    options = own.options
+    ours, theirs = (plain_logits(models[name].module) for name in ("student", "teacher"))
+    hard = cross_entropy(ours, TARGETS, reduction="none")
+    student, teacher = (
+        (each[:, :TRUE_VOCABULARY] / options.temperature).softmax(-1) for each in (ours, theirs)
+    )
+    if kept is not None:
+        ids = teacher.topk(kept).indices
+        student, teacher = (
+            torch.cat([each.gather(1, ids), 1 - each.gather(1, ids).sum(1, keepdim=True)], 1)
+            for each in (student, teacher)
+        )
+    apart = plain_divergence(student.log(), teacher.log(), options.loss, options.beta)
+    return (options.alpha * hard + (1 - options.alpha) * options.temperature**2 * apart).sum()
+
+
+def gradients(loss: torch.Tensor, network: torch.nn.Module) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(network.parameters())))
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("teacher_logits", ["live", "stored"])
+def test_the_loss_is_that_of_plain_pytorch(
+    teacher_logits: str, kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, over vocabularies that are padded to different sizes, a few rows of
+    logits at a time."""
+    monkeypatch.setitem(__import__("llmx.models.loss").models.loss.CHUNK_ELEMENTS, "cpu", 300)
+    own = task(
+        teacher_logits=teacher_logits, loss=kind, beta=0.3, temperature=2.0, alpha=0.25, top_k=7
+    )
+    models, batch = models_of(layout), batch_of(layout)
+    stored = teacher_logits == "stored"
+    found = own.loss(models, with_stored(own, models, batch) if stored else batch)
+    wanted = plain_loss(models, own, 7 if stored else None)
+    torch.testing.assert_close(found.sum, wanted, rtol=1e-5, atol=1e-5)
+    assert found.weight == len(TARGETS) == 9
+    network = models["student"].module
+    for ours, theirs in zip(gradients(found.sum, network), gradients(wanted, network), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert all(p.grad is None for p in models["teacher"].module.parameters())
+    student, teacher = (plain_logits(models[name].module) for name in ("student", "teacher"))
+    best = [each[:, :TRUE_VOCABULARY].argmax(-1) for each in (student, teacher)]
+    assert int(found.metrics["agreement"]) == int((best[0] == best[1]).sum())
+    hard = cross_entropy(student, TARGETS, reduction="sum")
+    torch.testing.assert_close(found.metrics["hard_loss"], hard.detach())
+
+
+def test_all_tokens_of_the_teacher_are_the_whole_distribution() -> None:
+    live = task(teacher_logits="live", loss="reverse_kl")
+    stored = task(top_k=500, loss="reverse_kl")
+    models, batch = models_of("packed"), batch_of("packed")
+    assert [column.shape for column in stored.precomputed] == [(100,), (100,)], "no others"
+    assert [column.shape for column in task(top_k=99).precomputed] == [(99,), (100,)]
+    torch.testing.assert_close(
+        stored.loss(models, with_stored(stored, models, batch)).sum, live.loss(models, batch).sum
+    )
+
+
+def test_what_is_left_of_a_sharp_distribution_keeps_its_digits() -> None:
+    """All but 1e-12 lies on the tokens that are kept; 1 minus their sum is 0 in fp32."""
+    logits = torch.tensor([[30.0, 1.0, 0.0, -1.0, 2.0]], requires_grad=True)
+    found = outcomes(logits, torch.tensor([[0]]))
+    exact = logits.detach().double().log_softmax(-1)[0, 1:].logsumexp(0)
+    assert float(found[0, 1].detach()) == pytest.approx(float(exact), rel=1e-6)
+    teacher = torch.tensor([[0.5, 0.5]]).log()
+    divergence(found, teacher, kind="forward_kl", beta=0.5).sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert float(logits.grad[0, 0]) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0), ("reverse_kl", 1), ("jsd", 0.3)])
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_divergences_are_those_of_trl(kind: str, beta: float, temperature: float) -> None:
+    """Of GKD, which leaves out the square of the temperature."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 3, 50), 2 * torch.randn(2, 3, 50)
+    labels = torch.tensor([[1, IGNORE, 2], [IGNORE, 5, 6]])
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(
+        student, teacher, labels, beta=beta, temperature=temperature, reduction="batchmean"
+    )
+    at = labels != IGNORE
+    both = ((each[at] / temperature).log_softmax(-1) for each in (student, teacher))
+    ours = divergence(*both, kind=kind, beta=beta)
+    torch.testing.assert_close(ours.mean(), theirs)
+
+
+@pytest.mark.parametrize("teacher_logits", ["live", "stored"])
+def test_no_example_is_a_loss_of_zero_with_a_gradient(teacher_logits: str) -> None:
+    """A rank without a sample must keep step, through the same forwards."""
+    own = task(teacher_logits=teacher_logits)
+    models, batch = models_of("packed"), batch_of("packed", [])
+    if own.precomputed:
+        batch = with_stored(own, models, batch)
+    found = own.loss(models, batch)
+    assert (float(found.sum.detach()), found.weight) == (0.0, 0.0)
+    found.sum.backward()
+    assert {*found.metrics} == {*own.metrics}
+
+
+@pytest.mark.parametrize("teacher_logits", ["live", "stored"])
+def test_a_split_changes_nothing(teacher_logits: str) -> None:
+    """Sums over micro batches are the sum of the whole."""
+    own = task(teacher_logits=teacher_logits)
+    models = models_of("packed")
+
+    def of(sequences: list[list[int]]) -> Loss:
+        batch = batch_of("packed", sequences)
+        return own.loss(models, with_stored(own, models, batch) if own.precomputed else batch)
+
+    whole, parts = of(SEQUENCES), [of(SEQUENCES[:2]), of(SEQUENCES[2:])]
+    assert sum(part.weight for part in parts) == whole.weight
+    torch.testing.assert_close(parts[0].sum + parts[1].sum, whole.sum)
+    for name, value in whole.metrics.items():
+        assert sum(float(part.metrics[name]) for part in parts) == pytest.approx(float(value))
+
+
+def test_an_evaluation_is_plain_cross_entropy() -> None:
+    own = task(teacher_logits="live", alpha=0.1)
+    models, batch = models_of("packed"), batch_of("packed")
+    models["student"].module.eval()
+    with torch.no_grad():
+        found = own.loss(models, batch)
+        hard = cross_entropy(plain_logits(models["student"].module), TARGETS, reduction="sum")
+    torch.testing.assert_close(found.sum, hard)
+    assert {*found.metrics} == {"divergence", "agreement"}
+
+
+def test_half_precision_has_no_whole_copies_in_fp32() -> None:
+    """For the backward pass the logits of both are kept as they are; fp32 has a chunk of them."""
+    own = task(teacher_logits="live", temperature=2.0)
+    models, batch = models_of("packed"), batch_of("packed")
+    wanted = own.loss(models, batch)
+    for model in models.values():
+        model.module.to(torch.bfloat16)
+        model.dtype = torch.bfloat16
+    found = own.loss(models, batch)
+    assert found.sum.dtype == torch.float32
+    assert float(found.sum.detach()) == pytest.approx(float(wanted.sum.detach()), rel=0.05)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        loss = own.loss(models, batch).sum
+    loss.backward()
+    rows = [x for x in saved if x.shape[:1] == (9,) and x.dim() == 2]
+    assert [x.dtype for x in rows if x.shape[1] >= TRUE_VOCABULARY] == [torch.bfloat16] * 2
+
+
+def test_models_and_columns_that_the_options_need() -> None:
+    stored, live = task(), task(teacher_logits="live", teacher_revision="v2")
+    assert stored.models()["teacher"].precomputes
+    assert live.precomputed == ()
+    teacher = live.models()["teacher"]
+    assert (teacher.source, teacher.revision, teacher.trained) == ("owner/teacher", "v2", False)
+    assert not teacher.precomputes
+    # A sweep over alpha and the kind of divergence prepares and precomputes once.
+    other = task(alpha=0.0, loss="jsd")
+    assert other.encoding_identity() == stored.encoding_identity()
+    assert other.precompute_identity() == stored.precompute_identity()
+    assert task(temperature=2.0).precompute_identity() != stored.precompute_identity()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teacher": ""}, r"task\.options\.teacher is empty.*e\.g\. task\.options\.teacher=Qwen"),
+        ({"loss": "kl"}, r"must be one of forward_kl, reverse_kl, jsd"),
+        ({"temperature": 0}, r"task\.options\.temperature=0: must be a number above 0"),
+        ({"alpha": 1}, r"task\.options\.alpha=1: must be a number from 0 to below 1"),
+        ({"top_k": 0}, r"task\.options\.top_k=0: must be"),
+        ({"teacher_logits": "cached"}, r"must be one of stored, live"),
+        ({"teacher_revision": "v1", "teacher": "/models/x"}, r"a directory has no revisions"),
+        ({"tempreature": 2}, r'unknown key.*"temperature"'),
+    ],
+)
+def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task(**options)
+    given = {"teacher": "owner/teacher", **options}
+    assert task_problems(Experiment(task=TaskConfig(kind="distill", options=given)))
+
+
+def test_rows_that_are_cut_anywhere_are_refused() -> None:
+    data = types.SimpleNamespace(packing="concat")
+    source: Any = types.SimpleNamespace(has_conversations=True, data=data)
+    with pytest.raises(ConfigError, match=r"Use data\.packing=best_fit"):
+        task().check_source(source)
+    source.has_conversations = False
+    task().check_source(source)
+
+
+def test_the_place_of_the_teacher_is_checked_where_the_user_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def completed(teacher: str) -> tuple[Experiment, str]:
+        own = {"kind": "distill", "options": {"teacher": teacher}}
+        exp, problems = complete(experiment(tmp_path / "run", task=own))
+        return exp, "\n".join(problems)
+
+    exp, problems = completed("owner/teacher")
+    assert (exp.task.options["teacher"], problems) == ("owner/teacher", "")
+    assert "task.options.teacher=./techer: no such file" in completed("./techer")[1]
+    (tmp_path / "teacher").mkdir()
+    assert "no weights there (*.safetensors" in completed("teacher")[1]
+    (tmp_path / "teacher" / "model.safetensors").touch()
+    assert "task.options.teacher" in completed("teacher")[1]
+    assert "no config.json there" in completed("teacher")[1]
+    (tmp_path / "teacher" / "config.json").write_text('{"max_position_embeddings": 64}')
+    assert (
+        "data.seq_len=128, but task.options.teacher=teacher takes at most 64"
+        in (completed("teacher")[1])
+    )
+    (tmp_path / "teacher" / "config.json").write_text("{}")
+    exp, problems = completed("./teacher")
+    assert problems == ""
+    assert exp.task.options["teacher"] == str(tmp_path / "teacher"), "absolute in the snapshot"
+    # With launch.sync=rsync it travels, as model.path does.
+    assert (str(tmp_path / "teacher"), "model of the task") in list(
+        _configured_paths(exp.model, exp.data, exp.task, exp.launch)
+    )
