@@ -37,6 +37,7 @@ from llmx.cli.flags import Parser, positive_number, whole_number
 from llmx.errors import ConfigError, LlmxError, exit_code
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot
+from llmx.run.card import write_card
 from llmx.run.rundir import RunDir, no_run, read_json
 from llmx.run.snapshot import config_values
 
@@ -194,6 +195,7 @@ def export(
                 shard_bytes=shard_bytes,
                 on_bytes=progress.add,
             )
+        write_card(run, partial, step=state["step"])
         DISK.sync_directory(partial)
         DISK.rename(partial, directory)
         DISK.sync_directory(directory.parent)

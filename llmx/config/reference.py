@@ -36,6 +36,7 @@ EXAMPLES = {
     "name": "first_try",
     "run_dir": "runs/first_try",
     "seed": "1234",
+    "model.license": "apache-2.0",
     "model.name": "qwen3_8b",
     "model.path": "Qwen/Qwen3-8B",
     "model.revision": "9c925d64d72725edaf899c6cb9c377fd0709d9c5",

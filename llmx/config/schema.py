@@ -73,6 +73,9 @@ class ModelConfig:
     config: dict[str, Any] = mapping(example="{hidden_size: 1024, num_hidden_layers: 12}")
     """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). The
     network itself when from scratch, overrides otherwise; also what the memory plan reads."""
+    license: str | None = None
+    """The licence in the model card (an id of the Hub, ``apache-2.0``); null: that of the base,
+    where its own card says it."""
     trained_dtype: str | None = choice_or_null("fp32", "bf16", "fp16")
     """The precision the published weights were trained in, for a warning."""
     attention: str = choice(

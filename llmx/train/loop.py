@@ -16,6 +16,7 @@ from llmx.collectives import all_gather
 from llmx.config import Experiment
 from llmx.models.factory import num_parameters
 from llmx.plan.types import Plan
+from llmx.run.card import user_card, write_card
 from llmx.run.rundir import RunDir
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step
@@ -67,10 +68,16 @@ def write_model(session: Session) -> None:
         "directory": session.run_dir.final_model,
         "dtype": engine.dtype,
     }
+    own = user_card(session.run_dir.final_model)
     if engine.main.adapter is not None:
         export_adapter(engine.main.module, engine.main.adapter, engine.config, **common)
     else:
         export_model(engine.main.module, engine.config, **common)
+    if session.rank == 0:
+        try:
+            write_card(session.run_dir, session.run_dir.final_model, own=own)
+        except OSError as error:  # the model is there
+            session.log(f"No model card in {session.run_dir.final_model}: {error}")
 
 
 def train(session: Session) -> None:

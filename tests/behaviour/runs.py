@@ -143,7 +143,7 @@ def model_facts(directory: Path) -> Facts:
         "model.files": {
             path.name: "" if path.suffix == ".safetensors" else _short(path.read_bytes())
             for path in sorted(directory.iterdir())
-            if path.name != "config.json"
+            if path.name not in ("config.json", "README.md")  # the card names versions
         },
     }
 

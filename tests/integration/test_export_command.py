@@ -67,14 +67,14 @@ def test_the_export_of_the_last_step_is_the_runs_own_model(
     assert f"{exported}: step {STEPS}, " in done.stdout
     names = sorted(path.name for path in run.final_model.iterdir())
     assert names == sorted(path.name for path in exported.iterdir())
-    assert "model.safetensors" in names
+    assert {"model.safetensors", "README.md"} <= set(names)
     same, different, unreadable = filecmp.cmpfiles(run.final_model, exported, names, shallow=False)
     assert (sorted(same), different, unreadable) == (names, [], [])
     # An earlier step is another model in the same files.
     done = llmx(tmp_path, "export", str(run.root), "--step", "2", "--out", "two")
     assert done.returncode == 0, done.stdout
     same, different, _ = filecmp.cmpfiles(run.final_model, tmp_path / "two", names, shallow=False)
-    assert different == ["model.safetensors"]
+    assert sorted(different) == ["README.md", "model.safetensors"]
     # A flipped bit in the newest: it is named, the older one is taken; asked for, it is refused.
     flip_bit(run.checkpoint(STEPS) / "rank-00001.safetensors", -1)
     done = llmx(tmp_path, "export", str(run.root), "--out", "three")
