@@ -107,7 +107,19 @@ class ModelConfig:
     """``torch.compile`` each block: fused kernels for norms, rotations and activation functions,
     for a minute or two at the start. Not at stage 3, whose gathering it cannot look through."""
     pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
-    """Rows of the embedding when from scratch; the export is cut back to the true size."""
+    """Rows of the embedding when from scratch, or grown by ``add_tokens``; the export is cut back
+    to the true size."""
+    add_tokens: list[str] = items(
+        maximum=10_000, example="['<think>', '</think>']", rule=Text(1000, multiline=True)
+    )
+    """Tokens that the tokenizer gets in addition, before the data is tokenized. They are found
+    wherever they stand in a text. Their rows of a pretrained embedding and head begin as the mean
+    of the others; beside an adapter embedding and head are then trained whole."""
+    add_special_tokens: list[str] = items(
+        maximum=10_000, example="['<|tool|>']", rule=Text(1000, multiline=True)
+    )
+    """The same as special tokens: the chat template writes them. In the text of a record they are
+    plain text, and a completion is shown without them."""
     freeze: list[str] = items(maximum=1000, example="['*.embed_tokens.*', '*.layers.[0-3].*']")
     """Parameters that are not trained, as patterns of their names (``*``, ``?``, ``[0-3]``). A
     pattern that matches nothing is an error. They are kept and exported as they are."""

@@ -26,6 +26,7 @@ from llmx.config.schema import (
     TrackingConfig,
     ZeroConfig,
 )
+from llmx.config.token_rules import added_token_problems
 from llmx.errors import ConfigError
 
 MAX_RANKS = 16384
@@ -46,6 +47,7 @@ def validate(
         *hardware_problems(exp.hardware, exp.zero),
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
+        *added_token_problems(exp.model),
         *adapter_problems(exp.adapter, exp.model),
         *data_problems(exp.data),
         *_length(exp.task),

@@ -27,10 +27,12 @@ from llmx.config.adapter_rules import (
     output_head_target,
     short_names,
 )
+from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError, did_you_mean
-from llmx.models.adapter_names import NAME, WEIGHTS_FILE
+from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name
 from llmx.models.classification import head_names
 from llmx.models.initialise import module_seed
+from llmx.models.parameters import vocabulary_parameters
 
 CLASSIFICATION = "sequence_classification"
 TASK_TYPES = {
@@ -68,7 +70,7 @@ def add_adapter(
         ConfigError: a name of the adapter is that of no module, or of one that cannot be adapted.
     """
     targets = _targets(network, adapter, head=head)
-    whole = _modules_to_save(network, adapter, head=head)
+    whole = _modules_to_save(network, model, adapter, head=head)
     config = lora_config(network, model, adapter, targets, whole, head=head)
     peft = _peft()
     with _gathering(ds_config), warnings.catch_warnings():
@@ -185,7 +187,9 @@ def _targets(network: Any, adapter: AdapterConfig, *, head: str) -> list[str]:
     return matching(linear, adapter.targets)
 
 
-def _modules_to_save(network: Any, adapter: AdapterConfig, *, head: str) -> list[str]:
+def _modules_to_save(
+    network: Any, model: ModelConfig, adapter: AdapterConfig, *, head: str
+) -> list[str]:
     """Modules that are trained whole, and those that share a weight with one of them."""
     with_weights = [
         name
@@ -198,6 +202,13 @@ def _modules_to_save(network: Any, adapter: AdapterConfig, *, head: str) -> list
             what = "module with weights"
             raise ConfigError(no_such_module("adapter.modules_to_save", target, with_weights, what))
     found = matching(with_weights, wanted)
+    if added_tokens(model):  # rows that begin as a mean would otherwise stay it
+        tables = vocabulary_parameters(network)
+        found += [
+            name
+            for name in with_weights
+            if any(id(p) in tables for p in network.get_submodule(name).parameters(recurse=False))
+        ]
     weights = {id(p) for name in found for p in network.get_submodule(name).parameters()}
     return [
         name
@@ -294,6 +305,7 @@ def load_adapted(directory: Path, source: ModelConfig) -> Any:
         dtype=_dtype_of(directory),
         trust_remote_code=source.trust_remote_code,
     )
+    _grow(base, directory)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
         found = peft.PeftModel.from_pretrained(base, str(directory), autocast_adapter_dtype=False)
@@ -301,6 +313,20 @@ def load_adapted(directory: Path, source: ModelConfig) -> Any:
     with contextlib.suppress(OSError, ValueError):
         model.generation_config = GenerationConfig.from_pretrained(str(directory))
     return model
+
+
+def _grow(base: Any, directory: Path) -> None:
+    """Give ``base`` the rows of the embedding that the adapter of ``directory`` brings, where it
+    has one (``model.add_tokens``)."""
+    from safetensors import safe_open
+
+    embedding = base.get_input_embeddings().weight
+    names = {exported_name(n) for n, p in base.named_parameters() if p is embedding}
+    with safe_open(str(directory / WEIGHTS_FILE), framework="pt") as opened:
+        for name in names & set(opened.keys()):
+            rows = int(opened.get_slice(name).get_shape()[0])
+            if rows != embedding.shape[0]:
+                base.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def _dtype_of(directory: Path) -> torch.dtype:

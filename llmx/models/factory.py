@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from llmx.config import DataConfig, ModelConfig
+from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
 from llmx.models.classification import (
     give_pooled_forward,
@@ -53,14 +54,16 @@ def true_vocab(tokenizer: Any) -> int:
 def model_config(
     model: ModelConfig, data: DataConfig, *, tokenizer: Any, spec: ModelSpec | None = None
 ) -> Any:
-    """The Hugging Face config of the run's model, vocabulary padded when from scratch.
+    """The Hugging Face config of the run's model, vocabulary padded when from scratch, or where
+    tokens that are added make it grow.
 
     ``spec``: what it ends in; None for a causal LM.
     """
     config = plain_config(model)
+    rows = vocab_rows(model, config, tokenizer)
+    if model.init == "scratch" or rows > config.vocab_size:
+        config.vocab_size = padded_vocab(rows, multiple_of=model.pad_vocab_to_multiple_of)
     if model.init == "scratch":
-        size = true_vocab(tokenizer)
-        config.vocab_size = padded_vocab(size, multiple_of=model.pad_vocab_to_multiple_of)
         _take_special_tokens(config, tokenizer)
     if spec is not None and spec.head == CLASSIFICATION:
         take_config(
@@ -73,6 +76,25 @@ def model_config(
     config.use_cache = False
     _check(config, tokenizer, seq_len=data.seq_len)
     return config
+
+
+def vocab_rows(model: ModelConfig, plain: Any, tokenizer: Any) -> int:
+    """Rows of the vocabulary that count: those that the tokenizer can give from scratch, those of
+    the pretrained model, and those of added tokens that it has no row for.
+
+    ``plain``: ``plain_config(model)``.
+    """
+    if model.init == "scratch":
+        return true_vocab(tokenizer)
+    rows: int = plain.vocab_size
+    return max(rows, true_vocab(tokenizer)) if added_tokens(model) else rows
+
+
+def new_token_ids(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Of the tokens that are added to a pretrained model."""
+    if model.init == "scratch":
+        return ()
+    return tuple(tokenizer.convert_tokens_to_ids(added_tokens(model)))
 
 
 def plain_config(model: ModelConfig) -> Any:
@@ -110,7 +132,8 @@ def _check(config: Any, tokenizer: Any, *, seq_len: int) -> None:
     if true_vocab(tokenizer) > config.vocab_size:
         raise ConfigError(
             f"The tokenizer has ids up to {true_vocab(tokenizer) - 1}, the model an embedding "
-            f"of {config.vocab_size} rows. Set model.tokenizer to the model's own tokenizer."
+            f"of {config.vocab_size} rows. Set model.tokenizer to the model's own tokenizer; "
+            "model.add_tokens adds tokens to it."
         )
 
 
@@ -124,11 +147,14 @@ def build_model(
     implementation: str,
     ds_config: dict[str, Any],
     head: str = CAUSAL_LM,
+    new_tokens: Sequence[int] = (),
 ) -> nn.Module:
     """A network with its weights in place, in the training dtype; by default a causal LM.
 
     Weights from scratch depend on ``seed`` and the parameter's module alone: the same for
     every ZeRO stage and number of ranks. Needs ``torch.distributed`` under ZeRO-3.
+
+    ``new_tokens``: ids that pretrained weights know nothing of (``new_token_ids``).
     """
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
@@ -143,7 +169,7 @@ def build_model(
     if source.init == "scratch":
         initialise(model, seed=seed)
     else:
-        _load(model, config, source, seed, head=head)
+        _load(model, config, source, seed, head=head, new_tokens=new_tokens)
         keep_generation_config(model, source)
     if source.activation_checkpointing != "none":
         recompute(model, source.activation_checkpointing)
@@ -177,15 +203,31 @@ def _construct(
         raise
 
 
-def _load(model: Any, config: Any, source: ModelConfig, seed: int, *, head: str) -> None:
+def _load(
+    model: Any,
+    config: Any,
+    source: ModelConfig,
+    seed: int,
+    *,
+    head: str,
+    new_tokens: Sequence[int],
+) -> None:
     """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
     other labels, is drawn anew, and so it is said."""
     if head != CLASSIFICATION:
-        load_weights(model, source)
+        load_weights(model, source, new_tokens=new_tokens)
         return
     names = head_names(model)
     other = has_other_labels(plain_config(source), config)
-    drawn = load_weights(model, source, seed=seed, may_draw=names, replaced=other, other_heads=True)
+    drawn = load_weights(
+        model,
+        source,
+        seed=seed,
+        may_draw=names,
+        replaced=other,
+        other_heads=True,
+        new_tokens=new_tokens,
+    )
     if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         print(
             f"model.path={source.path} has no classification head for these labels: "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +23,13 @@ from llmx.errors import ConfigError
 from llmx.models.classification import is_of_another_head
 from llmx.models.conversion import Group, LoadPlan, WholeShapes, plan_load
 from llmx.models.initialise import initialise
-from llmx.models.parameters import persistent_buffers, whole, whole_shape
+from llmx.models.parameters import persistent_buffers, vocabulary_parameters, whole, whole_shape
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
+
+MEAN_ROWS = 1024
+"""Of a table that are summed at a time."""
 
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of checkpoints that older versions wrote: computed anew, not learned."""
@@ -135,6 +138,7 @@ def load_weights(
     may_draw: Collection[str] = (),
     replaced: bool = False,
     other_heads: bool = False,
+    new_tokens: Sequence[int] = (),
 ) -> set[str]:
     """Fill every parameter and persistent buffer of ``model``; the names of those that were drawn
     since the checkpoint lacks them. Collective under ZeRO-3.
@@ -147,6 +151,9 @@ def load_weights(
         may_draw: names that the checkpoint may lack, beside those that the architecture names.
         replaced: draw all of ``may_draw`` outside the base model, also what the checkpoint has.
         other_heads: weights of the checkpoint that are not of the base model are left out.
+        new_tokens: ids that the checkpoint knows nothing of. Their rows of embedding and head
+            become the mean of those of the tokens before them, whether the checkpoint has
+            fewer rows than the model or spare ones.
 
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
     (but for tied weights, and what the architecture says may be ignored).
@@ -163,9 +170,11 @@ def load_weights(
     drawn = _check_names(model, source, checkpoint, plan, targets, may_draw=may_draw)
     # All of them before the first is read, and on every rank alike: nobody waits for a
     # broadcast that never comes.
+    tables = vocabulary_parameters(model) if new_tokens else set()
     for name, found in plan.shapes.items():
         shape = whole_shape(targets[name])
-        if found != shape:
+        grows = id(targets[name]) in tables and found[0] < shape[0] and found[1:] == shape[1:]
+        if found != shape and not grows:
             raise ConfigError(
                 f"model.path={source.path}: {name} is {found} in the checkpoint and {shape} in "
                 "the model. Remove what changes it from model.config."
@@ -178,7 +187,8 @@ def load_weights(
     for group in plan.groups:
         wanted = {name: targets[name] for name in group.targets}
         if not {id(target) for target in wanted.values()} <= filled:
-            _fill(wanted, group, checkpoint, stand_in)
+            grown = tables & {id(target) for target in wanted.values()}
+            _fill(wanted, group, checkpoint, stand_in, new_tokens=new_tokens if grown else ())
         filled.update(id(target) for target in wanted.values())
     cast(Any, model)._weight_conversions = plan.conversions
     return drawn
@@ -253,7 +263,12 @@ def _check_tied(
 
 
 def _fill(
-    targets: dict[str, torch.Tensor], group: Group, checkpoint: Checkpoint, stand_in: WholeShapes
+    targets: dict[str, torch.Tensor],
+    group: Group,
+    checkpoint: Checkpoint,
+    stand_in: WholeShapes,
+    *,
+    new_tokens: Sequence[int] = (),
 ) -> None:
     parameters = [target for target in targets.values() if isinstance(target, nn.Parameter)]
     sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
@@ -262,7 +277,23 @@ def _fill(
     with whole(parameters, modified=True):
         if reads:
             for name, value in group.convert(checkpoint.tensor, stand_in).items():
-                targets[name].copy_(value)
+                if new_tokens:
+                    fill_rows(targets[name], value, new_tokens)
+                else:
+                    targets[name].copy_(value)
+
+
+def fill_rows(table: torch.Tensor, value: torch.Tensor, new_tokens: Sequence[int]) -> None:
+    """A table of the vocabulary from one with fewer rows, or with spare ones: rows of new tokens
+    are the mean of all before the first of them, what else is missing is 0."""
+    known = min(len(value), min(new_tokens))
+    mean = torch.zeros(value.shape[1:], dtype=torch.float64)
+    for first in range(0, known, MEAN_ROWS):
+        mean += value[first : min(first + MEAN_ROWS, known)].sum(0, dtype=torch.float64)
+    mean /= known
+    table[: len(value)].copy_(value)
+    table[len(value) :].zero_()
+    table[list(new_tokens)] = mean.to(table.device, table.dtype)
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

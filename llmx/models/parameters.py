@@ -18,6 +18,17 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def vocabulary_parameters(model: nn.Module) -> set[int]:
+    """Ids of the parameters that have a row for each token: the embedding, and the head."""
+    inputs: nn.Module | None = cast("PreTrainedModel", model).get_input_embeddings()
+    return {
+        id(parameter)
+        for module in (inputs, output_embedding(model))
+        if module is not None
+        for parameter in module.parameters(recurse=False)
+    }
+
+
 @contextlib.contextmanager
 def whole(parameters: list[nn.Parameter], *, modified: bool = False, by: int = 0) -> Iterator[None]:
     """Inside, the parameters are whole on every rank, also under ZeRO-3.

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmx.config.adapter_rules import is_named, matching, no_such_module, output_head_target
 from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig
+from llmx.config.token_rules import added_tokens
 from llmx.plan.geometry import Geometry, model_geometry
 
 
@@ -22,7 +23,7 @@ class Modules:
     linear: dict[str, tuple[int, int]]
     """Name -> (width in, width out), without the output head."""
     others: dict[str, int]
-    """Name -> parameters: embeddings, norms, the output head."""
+    """Name -> parameters: embeddings (that of tokens first), norms, the output head."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | No
         # What comes out of the first matrix, and what goes into it where dropout makes a copy.
         kept += adapter.rank + (2 * width_in if adapter.dropout else 0)
         kept += 2 * width_out if adapter.dora else 0
-    saved = matching([*modules.linear, *modules.others], adapter.modules_to_save)
+    whole_modules = list(adapter.modules_to_save)
+    if added_tokens(model):
+        whole_modules += ["lm_head", next(iter(modules.others))]
+    saved = matching([*modules.linear, *modules.others], whole_modules)
     whole = sum(
         modules.others[name] if name in modules.others else _product(modules.linear[name])
         for name in saved

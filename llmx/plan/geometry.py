@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config.schema import ModelConfig
+from llmx.config.token_rules import added_tokens
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,12 @@ def model_geometry(model: ModelConfig) -> Geometry | None:
     kind = model.kind
     if kind == "hf":
         kind = str(model.config.get("model_type", ""))
-    multiple = model.pad_vocab_to_multiple_of if model.init == "scratch" else 1
-    return geometry(kind, model.config, vocab_multiple=multiple)
+    config, added = model.config, len(added_tokens(model))
+    if added and isinstance(config.get("vocab_size"), int):
+        # As if the model had no spare rows: only its tokenizer knows.
+        config = {**config, "vocab_size": config["vocab_size"] + added}
+    grown = added or model.init == "scratch"
+    return geometry(kind, config, vocab_multiple=model.pad_vocab_to_multiple_of if grown else 1)
 
 
 def geometry(kind: str, config: dict[str, Any], *, vocab_multiple: int = 1) -> Geometry | None:

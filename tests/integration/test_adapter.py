@@ -24,6 +24,9 @@ from tests.rundirs import TINY_LLAMA, logs
 pytestmark = pytest.mark.deepspeed
 
 STEPS = 6
+MERGED = ("--to", "merged")
+COMMON = "\N{FULLWIDTH COMMA}" if os.environ.get("LLMX_REAL_DATA") else "the"
+"""Texts are full of it, and no token is it alone."""
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +135,46 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     started = ranks.start(adapted(tmp_path / "wrong", other))
     assert set(started.wait()) != {0}
     assert "The frozen weights of the model 'policy' are others" in logs(started.dir)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_added_tokens_from_zero_3_to_the_exported_model(
+    ranks: Server, base: Path, tmp_path: Path, adapter: str
+) -> None:
+    """Their rows are trained, saved by name, resumed on other ranks at another stage, exported."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    groups: dict[str, Any] = {"adapter": {"kind": "none"}} if adapter == "none" else {}
+    model = {
+        "name": "base",
+        "kind": "hf",
+        "init": "pretrained",
+        "path": str(base),
+        "tokenizer": "demo",
+        "config": {**TINY_LLAMA, "model_type": "llama", "vocab_size": 1024},
+        "add_tokens": [COMMON, "<new>"],
+        "add_special_tokens": ["<|call|>"],
+    }
+    tokens = {**groups, "model": model}
+    whole = ranks.start(adapted(tmp_path / "whole", base, **tokens)).finish()
+    if adapter == "none":
+        losses = [line["loss"] for line in measurements(whole) if line["kind"] == "train"]
+        ranks.start(adapted(tmp_path / "half", base, stop=2, **tokens)).finish()
+        alone = adapted(
+            tmp_path / "half", base, ranks=1, zero={"stage": 2}, batch={"accumulation": 4}, **tokens
+        )
+        alone = ranks.start(alone, ranks=1).finish()
+        then = [line["loss"] for line in measurements(alone) if line["kind"] == "train"]
+        assert then == pytest.approx(losses, rel=1e-4)
+
+    done = llmx(tmp_path, "export", str(whole.root), *([] if adapter == "none" else MERGED))
+    assert done.returncode == 0, done.stdout
+    (exported,) = (whole.root / "export").iterdir()
+    network = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    state = read_json(whole.checkpoint(STEPS) / "state.json")
+    assert network.config.vocab_size == state["vocab_size"] >= len(tokenizer)
+    assert state["padded_vocab_size"] % 64 == 0
+    new, other = tokenizer.convert_tokens_to_ids([COMMON, "<new>"])
+    rows = network.get_input_embeddings().weight
+    assert not torch.equal(rows[new], rows[other])

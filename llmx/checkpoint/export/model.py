@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,13 @@ from llmx.models.conversion import (
     plan_export,
 )
 from llmx.models.generation_config import write_generation_config
-from llmx.models.parameters import output_embedding, persistent_buffers, whole, whole_shape
+from llmx.models.parameters import (
+    output_embedding,
+    persistent_buffers,
+    vocabulary_parameters,
+    whole,
+    whole_shape,
+)
 
 GATHER_BYTES = 256 * 2**20
 """Parameters gathered together under ZeRO-3: few collectives, bounded memory."""
@@ -109,11 +115,15 @@ def export_adapter(
         if name in adapter.trained
     ]
     tensors = []
+    tables = vocabulary_parameters(model)
     for part in _parts([[each] for each in named]):
         flat = [each for group in part for each in group]
         with torch.no_grad(), whole(list({id(p): p for _, p in flat}.values())):
             for name, parameter in flat if writes else ():
-                value = parameter.detach().to("cpu", dtype, copy=True)
+                value = parameter.detach()
+                if id(parameter) in tables:  # rows beyond it only pad the vocabulary
+                    value = value[:vocab_size]
+                value = value.to("cpu", dtype, copy=True)
                 tensors.append(whole_tensor(exported_name(name), value))
     if not writes:
         return
@@ -225,13 +235,7 @@ class _Trim:
 
 def vocabulary_names(model: nn.Module) -> list[str]:
     """The parameters that have a row for each token, tied ones under their first name."""
-    inputs: nn.Module | None = cast(Any, model).get_input_embeddings()
-    tables = {
-        id(parameter)
-        for module in (inputs, output_embedding(model))
-        if module is not None
-        for parameter in module.parameters(recurse=False)
-    }
+    tables = vocabulary_parameters(model)
     return [name for name, parameter in model.named_parameters() if id(parameter) in tables]
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import ModelConfig
+from llmx.config.token_rules import ADD_SPECIAL, ADD_TOKENS, added_tokens
 from llmx.data.format.templates import choose_template
 from llmx.data.source.records import names
 from llmx.data.tokenize.byte_level import byte_of_character
 from llmx.errors import ConfigError
-from llmx.text import printable
+from llmx.text import plural, printable
 
 DESCRIBED = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json",
              "special_tokens_map.json", "added_tokens.json", "tiktoken.model")  # fmt: skip
@@ -163,9 +164,41 @@ def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
         _note(f"{key}={shown}: {how}")
     else:
         tokenizer = _loaded(model, source, key=key)
+    _add_tokens(tokenizer, model)
     if chats or template != "auto":
         tokenizer.chat_template = choose_template(tokenizer, template)[1]
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, model: ModelConfig) -> None:
+    """``model.add_tokens`` and ``model.add_special_tokens``, in this order.
+
+    Raises ConfigError for one that the tokenizer has already.
+    """
+    wanted = added_tokens(model)
+    if not wanted:
+        return
+    from transformers import AddedToken
+
+    known: dict[str, int] = tokenizer.get_vocab()
+    for key, tokens in ((ADD_TOKENS, model.add_tokens), (ADD_SPECIAL, model.add_special_tokens)):
+        there = [token for token in tokens if token in known]
+        if there:
+            more = f" (and {len(there) - 1} more)" if len(there) > 1 else ""
+            raise ConfigError(
+                f"{key}: {printable(there[0])} is token {known[there[0]]} of the tokenizer "
+                f"already{more}. Leave it out."
+            )
+        # As written: a normaliser that lowers case or adds spaces would never find them.
+        tokenizer.add_tokens(
+            [AddedToken(token, normalized=False, special=key == ADD_SPECIAL) for token in tokens],
+            special_tokens=key == ADD_SPECIAL,
+        )
+    ids = tokenizer.convert_tokens_to_ids(wanted)
+    _note(
+        f"model.add_tokens: {plural(len(wanted), 'token')} added to the tokenizer, with the ids "
+        f"{ids[0]} to {ids[-1]}"
+    )
 
 
 def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:

@@ -20,10 +20,11 @@ from llmx.config import (
     ZeroConfig,
 )
 from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
+from llmx.config.token_rules import added_tokens
 from llmx.observe.report.screen import open_console
 from llmx.plan.geometry import model_geometry
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
-from llmx.text import plural
+from llmx.text import plural, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -115,6 +116,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         ("batch", batch_line(plan)),
         ("steps", _steps_line(plan, exp.task)),
         ("model", _model_line(plan, exp.model, exp.adapter)),
+        *([("tokens", line)] if (line := _tokens_line(exp.model, exp.adapter)) else []),
         *([("rates", line)] if (line := _rates_line(exp.optim, exp.adapter, exp.model)) else []),
         ("zero", _zero_line(exp.zero, exp.model)),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
@@ -175,6 +177,18 @@ def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:
         trained = f"{human.count(plan.num_trained)} ({part:.2%})"
     how = f"{adapter.kind} of rank {adapter.rank}"
     return f"{model.name or model.kind}, {size} parameters, {trained} trained: {how}"
+
+
+def _tokens_line(model: ModelConfig, adapter: AdapterConfig) -> str:
+    """Tokens that the tokenizer gets in addition; empty where there are none."""
+    added = added_tokens(model)
+    if not added:
+        return ""
+    some = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
+    line = f"{len(added)} added: {printable(some)}"
+    if adapter.kind == "none":
+        return line
+    return f"{line}; embedding and output head are trained whole beside the adapter"
 
 
 def _rates_line(optim: OptimConfig, adapter: AdapterConfig, model: ModelConfig) -> str:

@@ -27,8 +27,9 @@ from llmx.models.factory import (
     DTYPES,
     build_model,
     model_config,
+    new_token_ids,
     plain_config,
-    true_vocab,
+    vocab_rows,
 )
 from llmx.models.liger import apply_liger, wants_liger
 from llmx.models.loss import fused_loss_problem
@@ -267,6 +268,8 @@ class BuiltNetwork:
     attention: AttentionMethod
     precision: str
     with_liger: bool
+    vocab_rows: int
+    """Of the vocabulary, without those that pad it."""
     adapter: Adapter | None = None
 
 
@@ -331,6 +334,8 @@ def with_source(exp: Experiment, spec: ModelSpec) -> Experiment:
         path=str(Path(spec.source).expanduser()) if spec.source.startswith("~") else spec.source,
         revision=spec.revision,
         config={},
+        add_tokens=[],
+        add_special_tokens=[],
         trust_remote_code=exp.model.trust_remote_code and spec.source == exp.model.path,
     )
     return replace(exp, model=model)
@@ -412,11 +417,7 @@ def models_of(
                 module=part.network,
                 forward=forwards[name],
                 config=part.config,
-                vocab_size=(
-                    true_vocab(tokenizer)
-                    if part.exp.model.init == "scratch"
-                    else part.config.vocab_size
-                ),
+                vocab_size=part.vocab_rows,
                 attention=part.attention,
                 dtype=DTYPES[part.precision],
                 device=device,
@@ -446,6 +447,7 @@ def _build_one(
     attention = select_attention(exp.model, exp.data, plan, config, device=device, head=spec.head)
     precision = spec.precision or plan.precision
     with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[precision])
+    rows = vocab_rows(exp.model, plain_config(exp.model), tokenizer)
     network = build_model(
         exp.model,
         exp.seed,
@@ -455,6 +457,7 @@ def _build_one(
         implementation=attention.implementation,
         ds_config=ds_config,
         head=spec.head,
+        new_tokens=new_token_ids(exp.model, tokenizer),
     )
     adapter = None
     if not spec.trained:
@@ -476,7 +479,7 @@ def _build_one(
         )
     else:
         freeze(network, exp.model.freeze)
-    return BuiltNetwork(exp, network, config, attention, precision, with_liger, adapter)
+    return BuiltNetwork(exp, network, config, attention, precision, with_liger, rows, adapter)
 
 
 def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Tensor]:

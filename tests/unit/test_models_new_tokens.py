@@ -1,0 +1,251 @@
+"""Tokens that are added: to the tokenizer, and as rows of pretrained weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmx.checkpoint.export.merged import write_merged
+from llmx.checkpoint.export.model import export_adapter, export_model
+from llmx.checkpoint.export.shards import SHARD_BYTES
+from llmx.config import Experiment, experiment_from_dict
+from llmx.config.token_rules import added_token_problems
+from llmx.data import load_tokenizer
+from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
+from llmx.errors import ConfigError
+from llmx.models.adapter import add_adapter, load_adapted
+from llmx.models.factory import (
+    build_model,
+    model_config,
+    new_token_ids,
+    plain_config,
+    true_vocab,
+    vocab_rows,
+)
+from llmx.plan.adapter import adapter_size
+from llmx.plan.geometry import model_geometry
+from tests.reference import VOCABULARY, word_tokenizer
+from tests.small_models import small_model
+
+STAGE_0 = {"zero_optimization": {"stage": 0}}
+NEW = ["<think>", "</think>", "<|tool|>"]
+
+
+def experiment(base: Path, **more: Any) -> Experiment:
+    model = {
+        "kind": "hf",
+        "path": str(base),
+        "add_tokens": NEW[:2],
+        "add_special_tokens": NEW[2:],
+        **more.pop("model", {}),
+    }
+    return experiment_from_dict({"model": model, "data": {"seq_len": 32}, **more})
+
+
+def saved(directory: Path, kind: str, *, rows: int, **config: Any) -> Any:
+    """A pretrained model with ``rows`` rows and the tokenizer of ``VOCABULARY`` words."""
+    model = small_model(kind, vocab_size=rows, **config)
+    model.save_pretrained(directory)
+    word_tokenizer().save_pretrained(directory)
+    return model
+
+
+def built(exp: Experiment, *, head: str = "causal_lm") -> tuple[Any, Any, Any]:
+    """(network, config, tokenizer) as a rank makes them."""
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    config = model_config(exp.model, exp.data, tokenizer=tokenizer)
+    network = build_model(
+        exp.model,
+        exp.seed,
+        config,
+        precision="fp32",
+        device=torch.device("cpu"),
+        implementation="sdpa",
+        ds_config=STAGE_0,
+        head=head,
+        new_tokens=new_token_ids(exp.model, tokenizer),
+    )
+    return network, config, tokenizer
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Any:
+    store = dist.FileStore(str(tmp_path / "group"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def logits(network: Any, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = network.eval()(input_ids=ids, use_cache=False).logits
+    return found
+
+
+def test_the_tokenizer_finds_them_in_texts_and_writes_special_ones_itself(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", rows=VOCABULARY)
+    exp = experiment(tmp_path)
+    plain = experiment(tmp_path, model={"add_tokens": [], "add_special_tokens": []})
+    before = load_tokenizer(plain.model, plain.data, plain.task)
+    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    assert tokenizer.convert_tokens_to_ids(NEW) == [VOCABULARY + n for n in range(3)]
+    assert tokenizer("w3<think>w4</think>")["input_ids"] == [3, VOCABULARY, 4, VOCABULARY + 1]
+    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    assert special - set(before.all_special_tokens) == {NEW[2]}
+    shown = tokenizer.decode([3, VOCABULARY, VOCABULARY + 2], skip_special_tokens=True)
+    assert "<think>" in shown
+    assert "<|tool|>" not in shown
+    assert tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(before)
+
+
+def test_one_that_is_there_already_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", rows=VOCABULARY)
+    for key, word in (("add_tokens", "w7"), ("add_special_tokens", "</s>")):
+        exp = experiment(tmp_path, model={key: ["<new>", word]})
+        with pytest.raises(ConfigError, match=rf"model\.{key}: {word} is token \d+ of the token"):
+            load_tokenizer(exp.model, exp.data, exp.task)
+
+
+def test_what_can_be_no_token_is_refused_while_composing(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, model={"add_tokens": ["a", " ", "a"], "add_special_tokens": ["a"]})
+    found = list(added_token_problems(exp.model))
+    assert len(found) == 3
+    assert "white space" in found[0]
+    assert "stands in model.add_tokens already" in found[2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spare", [0, 2, 40])
+def test_new_rows_are_the_mean_of_the_tokens_that_were_there(
+    kind: str, tied: bool, spare: int, tmp_path: Path
+) -> None:
+    """Also where the embedding had rows to spare, which nobody has trained."""
+    rows = VOCABULARY + spare
+    before = saved(tmp_path, kind, rows=rows, tie_word_embeddings=tied)
+    exp = experiment(tmp_path)
+    network, config, tokenizer = built(exp)
+    assert true_vocab(tokenizer) == VOCABULARY + 3
+    counted = vocab_rows(exp.model, plain_config(exp.model), tokenizer)
+    assert counted == max(rows, VOCABULARY + 3)
+    grows = spare < 3
+    assert config.vocab_size == (-(-counted // 64) * 64 if grows else rows)
+    for table, old in (
+        (network.get_input_embeddings().weight, before.get_input_embeddings().weight),
+        (network.get_output_embeddings().weight, before.get_output_embeddings().weight),
+    ):
+        mean = old[:VOCABULARY].double().mean(0).float()
+        torch.testing.assert_close(table[VOCABULARY : VOCABULARY + 3], mean.expand(3, -1))
+        assert torch.equal(table[:VOCABULARY], old[:VOCABULARY])
+        assert torch.equal(table[VOCABULARY + 3 : rows], old[VOCABULARY + 3 :])
+        assert not table[counted:].any()
+    assert (network.lm_head.weight is network.get_input_embeddings().weight) == tied
+    ids = torch.arange(12)[None] + 3
+    found = logits(network, ids)[..., :VOCABULARY]
+    torch.testing.assert_close(found, logits(before, ids)[..., :VOCABULARY])
+
+
+def test_a_bias_of_the_head_grows_with_it(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    config = AutoConfig.for_model(
+        "bert", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=VOCABULARY,
+    )  # fmt: skip
+    before = AutoModelForMaskedLM.from_config(config)
+    with torch.no_grad():
+        before.cls.predictions.bias.copy_(torch.arange(VOCABULARY) * 1.0)
+    before.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    network, _, _ = built(experiment(tmp_path), head="masked_lm")
+    bias = network.get_output_embeddings().bias
+    assert bias[VOCABULARY : VOCABULARY + 3].tolist() == [(VOCABULARY - 1) / 2] * 3
+    assert network.cls.predictions.bias is bias
+
+
+def test_the_exported_model_has_their_rows_and_its_tokenizer_has_them(
+    group: None, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = tmp_path / "base"
+    saved(base, "llama", rows=VOCABULARY)
+    network, config, tokenizer = built(experiment(base))
+    export_model(
+        network, config, tokenizer=tokenizer, vocab_size=VOCABULARY + 3, dtype=torch.float32,
+        directory=tmp_path / "model",
+    )  # fmt: skip
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert again.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    ids = torch.arange(VOCABULARY - 9, VOCABULARY + 3)[None]
+    wanted = logits(network, ids)[..., : VOCABULARY + 3]
+    torch.testing.assert_close(logits(again, ids), wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_adapter_trains_them_and_its_files_have_them(
+    tied: bool, group: None, tmp_path: Path
+) -> None:
+    """Embedding and head go along, whole: frozen, new rows would stay the mean for ever."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path / "base"
+    saved(base, "llama", rows=VOCABULARY, tie_word_embeddings=tied)
+    adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj"]}
+    exp = experiment(base, adapter=adapter)
+    network, config, tokenizer = built(exp)
+    made = add_adapter(
+        network, exp.model, exp.adapter, exp.seed, ds_config=STAGE_0, dtype=torch.float32,
+        head="causal_lm",
+    )  # fmt: skip
+    assert made.description["modules_to_save"] == ["embed_tokens", "lm_head"]
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+    directory = tmp_path / "adapter"
+    export_adapter(
+        network, made, config, tokenizer=tokenizer, vocab_size=VOCABULARY + 3,
+        directory=directory, dtype=torch.float32,
+    )  # fmt: skip
+    ids = torch.arange(VOCABULARY - 9, VOCABULARY + 3)[None]
+    wanted = logits(network, ids)[..., : VOCABULARY + 3]
+    torch.testing.assert_close(logits(load_adapted(directory, exp.model), ids), wanted)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # as peft asks for
+    read = PeftModel.from_pretrained(plain, str(directory))
+    torch.testing.assert_close(logits(read, ids), wanted)
+    described = config.__class__.from_dict({**config.to_dict(), "vocab_size": VOCABULARY + 3})
+    described.save_pretrained(directory)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    write_merged(merged, directory, exp.model, dtype="F32", shard_bytes=SHARD_BYTES)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(merged), ids), wanted, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_plan_counts_them(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "vocab_size": 90, "model_type": "llama"}  # fmt: skip
+    model = {"config": sizes, "pad_vocab_to_multiple_of": 1}
+    adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj"]}
+    exp = experiment(tmp_path, model=model, adapter=adapter)
+    plain = experiment(
+        tmp_path, model={**model, "add_tokens": [], "add_special_tokens": []}, adapter=adapter
+    )
+    ours, theirs = model_geometry(exp.model), model_geometry(plain.model)
+    assert ours is not None
+    assert theirs is not None
+    assert ours.vocab_size == 93
+    assert ours.num_parameters == theirs.num_parameters + 2 * 3 * 32
+    size, before = adapter_size(exp.model, exp.adapter), adapter_size(plain.model, plain.adapter)
+    assert size is not None
+    assert before is not None
+    assert size.trained == before.trained + 2 * 93 * 32
+    assert size.trains_head
