@@ -56,7 +56,7 @@ def saved(directory: Path, kind: str, *, rows: int, **config: Any) -> Any:
 
 def built(exp: Experiment, *, head: str = "causal_lm") -> tuple[Any, Any, Any]:
     """(network, config, tokenizer) as a rank makes them."""
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = load_tokenizer(exp.model, template="auto", chats=False)
     config = model_config(exp.model, exp.data, tokenizer=tokenizer)
     network = build_model(
         exp.model,
@@ -90,8 +90,8 @@ def test_the_tokenizer_finds_them_in_texts_and_writes_special_ones_itself(tmp_pa
     saved(tmp_path, "llama", rows=VOCABULARY)
     exp = experiment(tmp_path)
     plain = experiment(tmp_path, model={"add_tokens": [], "add_special_tokens": []})
-    before = load_tokenizer(plain.model, plain.data, plain.task)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    before = load_tokenizer(plain.model, template="auto", chats=False)
+    tokenizer = load_tokenizer(exp.model, template="auto", chats=False)
     assert tokenizer.convert_tokens_to_ids(NEW) == [VOCABULARY + n for n in range(3)]
     assert tokenizer("w3<think>w4</think>")["input_ids"] == [3, VOCABULARY, 4, VOCABULARY + 1]
     special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
@@ -107,7 +107,7 @@ def test_one_that_is_there_already_is_named(tmp_path: Path) -> None:
     for key, word in (("add_tokens", "w7"), ("add_special_tokens", "</s>")):
         exp = experiment(tmp_path, model={key: ["<new>", word]})
         with pytest.raises(ConfigError, match=rf"model\.{key}: {word} is token \d+ of the token"):
-            load_tokenizer(exp.model, exp.data, exp.task)
+            load_tokenizer(exp.model, template="auto", chats=False)
 
 
 def test_what_can_be_no_token_is_refused_while_composing(tmp_path: Path) -> None:
