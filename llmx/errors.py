@@ -21,7 +21,7 @@ EXIT_CODES = {
     1: "the run started and did not end well (result.json has the outcome); `reproduce` found "
     "other numbers; `status` was asked for a run that failed or is dead",
     2: "a word of the command line, the config or a file of yours cannot be right",
-    3: "the data cannot be read, or a row in it is wrong",
+    3: "the data cannot be read, a row in it is wrong, or a disk is full",
     4: "the run could not be started, or a host was not reached",
     5: "a checkpoint is damaged or missing",
     INTERRUPTED: "Ctrl-C",
@@ -43,6 +43,21 @@ class DataError(LlmxError, ValueError):
     """A data source cannot be read or a row is wrong."""
 
     exit_code = 3
+
+
+class DiskFullError(LlmxError, RuntimeError):
+    """A disk has no space for what a command writes."""
+
+    exit_code = 3
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether a full disk (or a quota) is the cause of an error, whatever its message."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False
 
 
 class LaunchError(LlmxError, RuntimeError):
@@ -87,6 +102,10 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
+        if disk_is_full(error):
+            where = printable(str(error.filename or "the disk that is written to"), keep="")
+            print(f"llmx: {where}: {error.strerror}. Free some space.", file=sys.stderr)
+            return DiskFullError.exit_code
         if error.errno != errno.ENAMETOOLONG or not error.filename:
             raise
         # Any look at such a path raises; it is never one of ours.

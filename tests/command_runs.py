@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir
 
 SMALL = (
@@ -42,8 +43,7 @@ class Finished:
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl`` of one kind."""
-        lines = map(json.loads, self.dir.metrics.read_text().splitlines())
-        return [line for line in lines if line["kind"] == kind]
+        return lines(self.dir.root, kind)
 
     def series(self, name: str) -> list[float]:
         """One value of every ``train`` line."""
@@ -79,6 +79,18 @@ def llmx(
         timeout=timeout_s,
         check=False,
     )
+
+
+def succeeds(directory: Path, *words: str) -> str:
+    """The same of a command that ends well; what it said."""
+    done = llmx(directory, *words)
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` of one kind, of a run's directory."""
+    return [line for line in read_metrics(RunDir(run).metrics) if line["kind"] == kind]
 
 
 def train(directory: Path, name: str, *overrides: str, **environment: str) -> Finished:

@@ -7,7 +7,6 @@ read, joined and written a piece at a time. The directory gets its name only whe
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -34,7 +33,7 @@ from llmx.checkpoint.manifest import (
     step_of,
 )
 from llmx.cli.flags import Parser, positive_number, whole_number
-from llmx.errors import ConfigError, LlmxError, exit_code
+from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full, exit_code
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot
 from llmx.run.card import write_card
@@ -200,6 +199,7 @@ def export(
         DISK.rename(partial, directory)
         DISK.sync_directory(directory.parent)
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)  # and say what is free without it
         raise _disk_error(error, directory, total) from error
     finally:
         progress.end()
@@ -360,11 +360,12 @@ def _refuse_existing(directory: Path) -> None:
 
 
 def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if disk_is_full(error):
         free = commit.free_bytes(directory.parent)
-        return CheckpointError(
-            f"{directory}: the export needs {human.size(num_bytes)}, {human.size(free)} are free. "
-            "Nothing was left there. Free some disk, or set --out to another one."
+        return DiskFullError(
+            f"The disk of {directory} is full: the export needs {human.size(num_bytes)} in all, "
+            f"{human.size(free)} are free now. Nothing was left there. Free some space, or set "
+            "--out to another disk."
         )
     return ConfigError(
         f"{directory}: cannot be written ({error.strerror or error}). Nothing was left there. Set "

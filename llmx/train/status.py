@@ -7,7 +7,6 @@ Imported before torch, so it uses the standard library only. Shown by
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import socket
@@ -17,7 +16,7 @@ import traceback
 from typing import Any
 
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.errors import ConfigError, DataError
+from llmx.errors import ConfigError, DataError, disk_is_full
 from llmx.run.rundir import RunDir, write_json
 
 HEARTBEAT_S = 5.0
@@ -123,22 +122,13 @@ _COMMUNICATION = re.compile(
 )
 
 
-def _disk_is_full(error: BaseException | None) -> bool:
-    """Whether a full disk or quota is the cause of an error, whatever its message."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        error = error.__cause__
-    return False
-
-
 def category(error: BaseException) -> str:
     """One of ``oom nan comm data config disk_full crash``, from the type, else the message."""
     names = {cls.__name__ for cls in type(error).__mro__}
     text = str(error)
     if isinstance(error, FloatingPointError):
         return "nan"
-    if _disk_is_full(error):
+    if disk_is_full(error):
         return "disk_full"
     if isinstance(error, DataError):
         return "data"

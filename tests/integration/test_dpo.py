@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from llmx.config import Experiment
 from llmx.run.rundir import RunDir
+from tests.command_runs import lines
 from tests.forked_ranks import Server, server
 from tests.realdata import real_tokenizer_dir
 from tests.rundirs import experiment, write_run
@@ -31,11 +32,6 @@ def ranks() -> Iterator[Server]:
         yield made
 
 
-def lines(run: RunDir, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
-
-
 TIMES = {"time", "step_time_s", "tokens_per_s", "data_wait_s", "memory_gib", "mfu"}
 
 
@@ -44,7 +40,7 @@ def measured(run: RunDir) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in line.items() if key not in TIMES}
         for kind in ("train", "eval")
-        for line in lines(run, kind)
+        for line in lines(run.root, kind)
         if not line.get("extra")
     ]
 
@@ -81,8 +77,8 @@ def test_pairs_are_learned_resumed_and_exported(
     log = whole.rank_log(0).read_text()
     assert "Precomputing reference_logp (train): done in" in log
     assert "Precomputing reference_logp (eval): done in" in log
-    (start,) = lines(whole, "start")
-    train, (before, after) = lines(whole, "train"), lines(whole, "eval")
+    (start,) = lines(whole.root, "start")
+    train, (before, after) = lines(whole.root, "train"), lines(whole.root, "eval")
     # The policy begins as the reference: no pair is preferred.
     assert train[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert before["margin"] == pytest.approx(0.0, abs=1e-3)
@@ -98,23 +94,26 @@ def test_pairs_are_learned_resumed_and_exported(
     assert "reference_logp found in" in half.rank_log(0).read_text()
     rest = ranks.start(write_run(run("stopped", stage=3))).finish()
     undisturbed = ranks.start(write_run(run("undisturbed", stage=3))).finish()
-    (resumed,) = [line for line in lines(rest, "event") if line["event"] == "resumed"]
+    (resumed,) = [line for line in lines(rest.root, "event") if line["event"] == "resumed"]
     assert resumed["step"] == STEPS // 2
     assert measured(rest) == measured(undisturbed)
-    assert lines(rest, "end")[-1]["weights_hash"] == lines(undisturbed, "end")[-1]["weights_hash"]
-    for ours, theirs in zip(lines(undisturbed, "train"), train, strict=True):
+    assert (
+        lines(rest.root, "end")[-1]["weights_hash"]
+        == lines(undisturbed.root, "end")[-1]["weights_hash"]
+    )
+    for ours, theirs in zip(lines(undisturbed.root, "train"), train, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), "ZeRO-2 and ZeRO-3"
 
     # A live reference in the same engine has the same losses; computed at ZeRO-3, the columns too.
     live = ranks.start(write_run(run("live", stage=2, reference="live"))).finish()
     assert "Precomputing" not in live.rank_log(0).read_text()
-    for ours, theirs in zip(lines(live, "train"), train, strict=True):
+    for ours, theirs in zip(lines(live.root, "train"), train, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4)
         assert ours["margin"] == pytest.approx(theirs["margin"], abs=2e-3)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     again = ranks.start(write_run(run("again", stage=3, steps=1))).finish()
     assert "Precomputing reference_logp (train): done in" in again.rank_log(0).read_text()
-    assert lines(again, "train")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert lines(again.root, "train")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
 
     for each in (whole, rest):
         model = AutoModelForCausalLM.from_pretrained(each.final_model)

@@ -17,26 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from llmx.run.rundir import RunDir, read_json
-from tests.command_runs import SMALL
+from tests.command_runs import SMALL, lines, succeeds
 from tests.resumed_runs import events, has_saved, measurements
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
 TOPICS = ("rain", "snow", "tea", "bread", "a river", "the sea", "a lamp", "a horse")
-
-
-def llmx(*words: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "llmx", *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def example(part: str) -> str:
@@ -59,11 +46,6 @@ def write_pairs(path: Path) -> None:
     path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
 
 
-def lines(run: Path, kind: str) -> list[dict[str, object]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
-
-
 def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> None:
     code = example("class Dpo")
     assert len(code.splitlines()) < 80
@@ -81,12 +63,12 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> N
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     run = tmp_path / "run"
-    first = llmx(
+    first = succeeds(
+        tasks,
         "task.kind=my_tasks:Dpo", "task.options.beta=0.5", "data=file", "data.path=../pairs.jsonl",
         "data.eval_samples=8", "data.seq_len=256", "hardware=cpu2", "zero=stage2", "optim.lr=0.003",
         "batch.global_batch=8", "task.steps=12", "task.stop_at_step=6", "task.log_every_steps=1",
         "checkpoint.metric=eval/accuracy", f"run_dir={run}",
-        cwd=tasks,
     )  # fmt: skip
     assert "accuracy" in first
     (start,) = lines(run, "start")
@@ -96,7 +78,7 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> N
     assert before[0]["margin"] == pytest.approx(0.0, abs=1e-4)
     assert [line["step"] for line in before] == list(range(1, 7))
     # From another directory: the code is found where it was.
-    llmx("resume", str(run), "task.stop_at_step=null", cwd=tmp_path)
+    succeeds(tmp_path, "resume", str(run), "task.stop_at_step=null")
     after = lines(run, "train")
     assert [line["step"] for line in after] == list(range(1, 13))
     assert after[-1]["loss"] < 0.5 < before[0]["loss"]
@@ -108,7 +90,7 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> N
     state = json.loads(newest.read_text())
     assert all(name.startswith("policy.") for name in state["parameters"])
     # The checkpoint gives the same model as the end of the run did, under the names of the Hub.
-    llmx("export", str(run), cwd=tmp_path)
+    succeeds(tmp_path, "export", str(run))
     exported = load_file(next(run.glob("export/*/model.safetensors")))
     final = load_file(run / "model" / "model.safetensors")
     assert exported.keys() == final.keys()
@@ -134,12 +116,13 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
         "task.save_model=true", "launch.restart_backoff_s=0",
     ]  # fmt: skip
     undisturbed, run = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "run")
-    llmx(*words, f"run_dir={undisturbed.root}", cwd=tmp_path)
+    succeeds(tmp_path, *words, f"run_dir={undisturbed.root}")
 
     with (tmp_path / "out").open("wb") as stream:
         command = subprocess.Popen(
             [sys.executable, "-m", "llmx", *words, "task.stop_at_step=8", f"run_dir={run.root}"],
             cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
@@ -162,7 +145,7 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
 
     for ranks, stop in (("1", "10"), ("3", "null")):
         hosts = f"hardware.hosts=[{{name: localhost, slots: {ranks}, device: cpu}}]"
-        llmx("resume", str(run.root), hosts, f"task.stop_at_step={stop}", cwd=tmp_path)
+        succeeds(tmp_path, "resume", str(run.root), hosts, f"task.stop_at_step={stop}")
     assert [event["world_size"] for event in events(run, "resumed")] == [2, 1, 3]
     numbers, expected = (
         [
@@ -181,7 +164,7 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
     provenance = read_json(run.provenance)
     assert list(provenance["task_code"]) == ["my_everything.py"]
 
-    llmx("export", str(run.root), cwd=tmp_path)
+    succeeds(tmp_path, "export", str(run.root))
     exported = load_file(next(run.root.glob("export/*/model.safetensors")))
     final = load_file(run.final_model / "model.safetensors")
     assert exported.keys() == final.keys()
@@ -193,14 +176,13 @@ def test_the_rollout_of_the_docs_trains_on_what_it_draws(tmp_path: Path) -> None
     (tmp_path / "my_tasks.py").write_text(example("class Grpo"), encoding="utf-8")
     write_pairs(tmp_path / "pairs.jsonl")
     run = tmp_path / "run"
-    llmx(
-        *SMALL, "task.kind=my_tasks:Grpo", "task.options.max_new_tokens=6", "data=file",
+    succeeds(
+        tmp_path, *SMALL, "task.kind=my_tasks:Grpo", "task.options.max_new_tokens=6", "data=file",
         "data.path=pairs.jsonl", "data.max_rows=null", "data.eval_samples=8",
         "data.seq_len=64", "data.packing=none",
         f"data.cache_dir={tmp_path / 'cache'}", "hardware=cpu2", "precision=fp32", "zero=stage2",
         "batch.global_batch=4", "optim.lr=0.01", "task.steps=4", "task.log_every_steps=1",
         f"run_dir={run}",
-        cwd=tmp_path,
     )  # fmt: skip
     found = lines(run, "train")
     assert [line["step"] for line in found] == [1, 2, 3, 4]

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from llmx.run.metrics.equality import compare_runs
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests.command_runs import SMALL
 from tests.conftest import REPOSITORY
+from tests.resumed_runs import events
 
 pytestmark = pytest.mark.deepspeed
 
@@ -26,11 +26,6 @@ RUN = (
     *SMALL, "hardware=cpu2", "precision=fp32", "task.steps=12", "task.log_every_steps=2",
     "checkpoint.every_steps=4", "checkpoint.keep.last=9",
 )  # fmt: skip
-
-
-def events(run: RunDir, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, run.metrics.read_text().splitlines())
-    return [line for line in lines if line.get("event") == name]
 
 
 class Clone:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.test_own_task import lines, llmx
+from tests.command_runs import lines, succeeds
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
 
@@ -22,7 +22,7 @@ def test_bert_from_scratch_learns_and_resumes_bitwise(real_data: Path, tmp_path:
         "".join(line for line in corpus.read_text("utf-8").splitlines(True)[:1200]), "utf-8"
     )
     data = ("data=text", "data.path=corpus.txt", "data.text_unit=line")
-    llmx("tokenizer", *data, "kind=wordpiece", "vocab_size=3000", "output=tokenizer", cwd=tmp_path)
+    succeeds(tmp_path, "tokenizer", *data, "kind=wordpiece", "vocab_size=3000", "output=tokenizer")
     words = (
         "task=mlm", "task.options.whole_words=true", "task.options.max_ngram=2",
         "model=bert_tiny", "model.tokenizer=tokenizer", "model.config.num_hidden_layers=2",
@@ -31,10 +31,10 @@ def test_bert_from_scratch_learns_and_resumes_bitwise(real_data: Path, tmp_path:
         "batch.global_batch=16", "batch.micro_batch=4", "optim.lr=0.003", "task.steps=12",
         "task.log_every_steps=1",
     )  # fmt: skip
-    llmx(*words, "zero=stage2", "run_dir=whole", cwd=tmp_path)
-    llmx(*words, "zero=stage2", "run_dir=halves", "task.stop_at_step=5", cwd=tmp_path)
-    llmx("resume", "halves", "task.stop_at_step=null", cwd=tmp_path)
-    llmx(*words, "zero=stage3", "run_dir=sharded", cwd=tmp_path)
+    succeeds(tmp_path, *words, "zero=stage2", "run_dir=whole")
+    succeeds(tmp_path, *words, "zero=stage2", "run_dir=halves", "task.stop_at_step=5")
+    succeeds(tmp_path, "resume", "halves", "task.stop_at_step=null")
+    succeeds(tmp_path, *words, "zero=stage3", "run_dir=sharded")
     runs = {name: tmp_path / name for name in ("whole", "halves", "sharded")}
     losses = {name: [line["loss"] for line in lines(run, "train")] for name, run in runs.items()}
     assert losses["halves"] == losses["whole"]

@@ -4,33 +4,15 @@ encoder with a part of its data at ZeRO 3."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.command_runs import lines, llmx, succeeds
+
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
-
-
-def llmx(*words: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "llmx", *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def lines(run: Path, kind: str) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
 
 
 def reviews(real_data: Path, directory: Path, name: str, count: int) -> Path:
@@ -55,14 +37,14 @@ def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
         "task.log_every_steps=1",
     ]  # fmt: skip
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    out = llmx(*words, "zero=stage2", "task.steps=60", f"run_dir={whole}", cwd=tmp_path)
+    out = succeeds(tmp_path, *words, "zero=stage2", "task.steps=60", f"run_dir={whole}")
     assert "Labels: negative (" in out
     assert "try it" not in out
-    llmx(
-        *words, "zero=stage2", "task.steps=60", "task.stop_at_step=20", f"run_dir={halves}",
-        cwd=tmp_path,
+    succeeds(
+        tmp_path, *words,
+        "zero=stage2", "task.steps=60", "task.stop_at_step=20", f"run_dir={halves}",
     )  # fmt: skip
-    llmx("resume", str(halves), "task.stop_at_step=null", cwd=tmp_path)
+    succeeds(tmp_path, "resume", str(halves), "task.stop_at_step=null")
     first, second = (lines(run, "train") for run in (whole, halves))
     assert [line["loss"] for line in first] == [line["loss"] for line in second]
     assert lines(whole, "end")[0]["weights_hash"] == lines(halves, "end")[-1]["weights_hash"]
@@ -73,7 +55,7 @@ def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
     assert sum(sum(row) for row in table["values"]) == 200
     right = table["values"][0][0] + table["values"][1][1]
     assert right / 200 == after["accuracy"]
-    llmx("report", str(whole), cwd=tmp_path)
+    succeeds(tmp_path, "report", str(whole))
     assert (whole / "confusion_matrix.png").stat().st_size > 5000
     # The exported model says what the evaluation measured.
     model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
@@ -87,15 +69,12 @@ def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
             logits = model(input_ids=torch.tensor([ids[:64]])).logits[0]
             good += int(logits.argmax()) == int(label)
     assert good / 200 == after["accuracy"]
-    llmx("export", str(halves), cwd=tmp_path)
+    succeeds(tmp_path, "export", str(halves))
     again = AutoModelForSequenceClassification.from_pretrained(next(halves.glob("export/*")))
     for name, value in again.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
-    refused = subprocess.run(
-        [sys.executable, "-m", "llmx", "generate", str(whole), "x"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
-    assert "LlamaForSequenceClassification, which generates no text" in refused.stderr
+    refused = llmx(tmp_path, "generate", str(whole), "x").stdout
+    assert "LlamaForSequenceClassification, which generates no text" in refused
 
 
 def test_an_encoder_from_scratch_at_stage_3(real_data: Path, tmp_path: Path) -> None:
@@ -107,13 +86,13 @@ def test_an_encoder_from_scratch_at_stage_3(real_data: Path, tmp_path: Path) -> 
         max_position_embeddings=64, vocab_size=21128,
     ).save_pretrained(encoder)  # fmt: skip
     run = tmp_path / "run"
-    out = llmx(
+    out = succeeds(
+        tmp_path,
         "task=classify", "data=labelled", f"data.path={reviews(real_data, tmp_path, 'train', 500)}",
         "data.eval_samples=50", "data.data_map.prompt=text_a", "data.seq_len=64",
         "hardware=cpu2", "zero=stage3", "model=hf", f"model.path={encoder}", "model.init=scratch",
         "optim.lr=0.001", "batch.global_batch=8", "batch.micro_batch=4", "task.steps=10",
         "task.options.loss=focal", "task.options.balance=class_balanced", f"run_dir={run}",
-        cwd=tmp_path,
     )  # fmt: skip
     assert "rows are not packed (data.layout=auto)" in out
     model = AutoModelForSequenceClassification.from_pretrained(run / "model")

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir
 from llmx.tasks import prepare, tokenizer_of
-from tests.integration.test_tasks_classify import lines, llmx
+from tests.command_runs import lines, succeeds
 from tests.realdata import real_tokenizer_dir
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
@@ -29,9 +29,9 @@ def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:
         "task.log_every_steps=1", "checkpoint.metric=eval/accuracy",
     ]  # fmt: skip
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    llmx(*words, f"run_dir={whole}", cwd=tmp_path)
-    llmx(*words, "task.stop_at_step=3", f"run_dir={halves}", cwd=tmp_path)
-    llmx("resume", str(halves), "task.stop_at_step=null", cwd=tmp_path)
+    succeeds(tmp_path, *words, f"run_dir={whole}")
+    succeeds(tmp_path, *words, "task.stop_at_step=3", f"run_dir={halves}")
+    succeeds(tmp_path, "resume", str(halves), "task.stop_at_step=null")
     first, second = (lines(run, "train") for run in (whole, halves))
     assert [line["loss"] for line in first] == [line["loss"] for line in second]
     assert lines(whole, "end")[0]["weights_hash"] == lines(halves, "end")[-1]["weights_hash"]

@@ -24,7 +24,7 @@ from llmx.checkpoint.manifest import make_manifest, rank_file
 from llmx.checkpoint.state.values import buffer_table, parameter_table
 from llmx.checkpoint.tensors import Fragment
 from llmx.cli.export import export, main
-from llmx.errors import ConfigError, LlmxError
+from llmx.errors import ConfigError, DataError, DiskFullError, LlmxError
 from llmx.models.conversion import effective_conversions
 from llmx.run.rundir import RunDir
 from tests.checkpoint_saves import flip_bit, tree
@@ -247,9 +247,10 @@ def test_a_full_disk_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Disk, "reserve", full)
     with pytest.raises(
-        LlmxError, match=r"the export needs 109.1 KiB, .* are free. Nothing was left"
-    ):
+        DiskFullError, match=r"is full: the export needs 109.1 KiB in all, .* are free now. Nothing"
+    ) as caught:
         export(run)
+    assert caught.value.exit_code == DataError.exit_code, "as where prepared data fills a disk"
     assert tree(run.root / "export") == []
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from llmx.__main__ import main
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.cli.arguments import sweep_overrides
-from llmx.errors import EXIT_CODES, LlmxError
+from llmx.errors import EXIT_CODES, DataError, LlmxError, exit_code
 from llmx.launch.supervision.result import OUTCOME_EXIT_CODES
 from tests.fuzz.check import FOREIGN
 
@@ -130,14 +131,24 @@ def test_what_is_meant_is_done(llmx, words) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["plan", "zero=" + LONG], ["help", "zero=" + LONG], ["help", LONG], ["sweep", LONG], ["status", LONG],
-     ["plan", "--config-dir", LONG], ["plan", f"hydra.searchpath=[file://{LONG}]"], ["resume", LONG],
-     ["plan", "model=hf", f"model.path=./{LONG}"], ["plan", f"run_dir={LONG}"]],
-    ids=lambda words: words[0],
+    ("words", "message"),
+    [
+        (["plan", "zero=" + LONG], r"^/.*\.\.\.: {}"),
+        (["help", "zero=" + LONG], r"^/.*\.\.\.: {}"),
+        (["help", LONG], r"^/.*\.\.\.: {}"),
+        (["sweep", LONG], r"^/.*\.\.\.: {}"),
+        (["status", LONG], r"^x{{57}}\.\.\.: {}"),
+        (["resume", LONG], r"^x{{57}}\.\.\.: {}"),
+        (["plan", "--config-dir", LONG], r"^x{{57}}\.\.\.: {}"),
+        (["plan", f"hydra.searchpath=[file://{LONG}]"], r"^x{{57}}\.\.\.: {}"),
+        (["plan", "model=hf", f"model.path=./{LONG}"], r"^model\.path=\./x+(\.\.\.)?: no such file or directory"),
+        (["plan", f"run_dir={LONG}"], r"^run_dir=/.*: cannot be written \(File name too long\)\. Set"),
+    ],
 )  # fmt: skip
-def test_a_name_that_is_too_long_for_a_file(llmx, words) -> None:
-    refused(llmx, *words)
+def test_a_name_that_is_too_long_for_a_file(llmx, words, message) -> None:
+    rule = r"the name is too long for a file\. Use a shorter one\.$"
+    said = refused(llmx, *words)
+    assert re.search(message.format(rule), said), said
 
 
 def test_a_tilde_needs_no_quotes(llmx, monkeypatch) -> None:
@@ -305,3 +316,23 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
 )
 def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
     assert said in refused(llmx, *words)
+
+
+def test_a_full_disk_is_one_line(capsys) -> None:
+    """Whatever writes: `/dev/full` is a disk without space."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+
+    def write() -> int:
+        with full.open("w") as stream:
+            try:
+                stream.write("x" * 10**6)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(full)) from error
+        return 0
+
+    assert exit_code(write) == DataError.exit_code
+    assert capsys.readouterr().err == (
+        "llmx: /dev/full: No space left on device. Free some space.\n"
+    )

@@ -142,7 +142,9 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def make_dirs(host: str, paths: list[str]) -> None:
+        deadline = time.monotonic() + 20
         while host == "node-a" and not (tmp_path / "began").exists():
+            assert time.monotonic() < deadline, "rsync has not started"
             time.sleep(0.01)
         if host == "node-a":
             raise LaunchError("node-a is away")

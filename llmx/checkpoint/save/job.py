@@ -8,7 +8,6 @@ checkpoints before it are left as they are.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -38,10 +37,9 @@ from llmx.checkpoint.state.hashing import combine, lanes
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
-from llmx.errors import LlmxError
+from llmx.errors import LlmxError, disk_is_full
 
 T = TypeVar("T")
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SaveFailed(LlmxError, RuntimeError):
@@ -160,7 +158,7 @@ class SaveJob:
         try:
             value = act()
         except Exception as error:
-            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            full = disk_is_full(error)
             text = str(error) if isinstance(error, (OSError, LlmxError)) else repr(error)
             failure = (f"{text} (rank {self.topology.rank} on {socket.gethostname()})", full)
         outcomes = all_gather((value, failure), group=self.group)

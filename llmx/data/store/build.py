@@ -10,7 +10,6 @@ killed resumes where its state was noted last; a disk that fills up loses nothin
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 import time
 from collections import Counter
@@ -34,7 +33,7 @@ from llmx.data.store.staging import Staging
 from llmx.data.store.truncation import CUT_OFF, TRUNCATED, Truncation
 from llmx.data.tokenize.encoder import UNANSWERED, ExampleEncoder
 from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
-from llmx.errors import DataError, LlmxError
+from llmx.errors import DataError, LlmxError, disk_is_full
 from llmx.text import plural, printable
 
 
@@ -123,7 +122,7 @@ def staging_in(
     except (LlmxError, OSError) as error:
         if isinstance(error, RejectedUnwritten):
             raise DataError(f"{error} {_kept(spec, staging)}") from error
-        if is_full(error):
+        if disk_is_full(error):
             raise _disk_full(spec, staging, progress) from error
         # A record that is wrong: nothing to resume from. After a kill there is.
         staging.remove()
@@ -207,15 +206,6 @@ def stage(
             )
     rejects = (split.rejects, refused)
     return Counts(counts, split.left_out, rejects, split.ignored_columns), encoder.description
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether a full disk (or a quota) is behind an error."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _disk_full(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -> DataError:

@@ -7,13 +7,12 @@ the end of the run) is decided by ``supervisor.py``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import queue
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from llmx.errors import ConfigError, DataError, LlmxError
+from llmx.errors import ConfigError, DataError, LlmxError, disk_is_full
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.agents.preflight import (
     HostsUnreachable,
@@ -241,7 +240,7 @@ def launch_failure(error: LlmxError) -> Outcome:
 def local_disk_failure(error: OSError, run_dir: RunDir) -> Outcome:
     """The outcome where the supervisor itself could not read or write."""
     where = error.filename or run_dir.root
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if disk_is_full(error):
         return Outcome("disk_full", f"{where}: no space left on the disk", NOTES["disk_full"])
     return Outcome(
         "crash",
