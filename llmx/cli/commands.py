@@ -54,12 +54,16 @@ HEAVY = {
     "report": "llmx.observe.report",
     "compare": "llmx.observe.compare",
     "generate": "llmx.cli.generate",
+    "chat": "llmx.cli.chat",
     "eval": "llmx.cli.evaluate",
     "export": "llmx.cli.export",
+    "serve": "llmx.cli.serve",
     "bench": "llmx.bench",
 }
 """Commands that load heavy libraries -> the module that ``python -m`` runs in a process of its own,
 which also prints their help."""
+TAKES_CTRL_C = ("generate", "chat", "eval", "serve")
+"""Those of them that are asked to end by Ctrl-C themselves, and are waited for."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,15 @@ _CONFIG_DIR = Word("--config-dir", "a directory with your own groups", "DIR", ta
 _WIDTH = Word("--width", "columns of the tables", "N")
 _SSH_CONFIG = Word("--ssh-config", "for user@host:RUN, as ssh -F", "FILE", takes="path")
 _EVERY = Word("--every", "seconds between two looks", "S")
+_TEMPLATES = (
+    "chatml", "qwen", "llama3", "llama2", "alpaca", "vicuna", "human_assistant", "plain",
+)  # fmt: skip
+_SAMPLING = (
+    Word("temperature=", "divides the logits; 0 is greedy", "T"),
+    Word("top_p=", "draw from the most probable tokens that sum to P", "P"),
+    Word("top_k=", "draw from the K most probable tokens", "K"),
+    Word("seed=", "the same seed gives the same completion", "N"),
+)
 HELP = Word("--help", "what the command does, and its flags")
 
 HYDRA_WORDS = (
@@ -239,18 +252,33 @@ COMMANDS = {
         ),
     ),
     "generate": Command(
-        'complete a prompt with a trained model: generate RUN_DIR "What ...?"',
-        "RUN_DIR [PROMPT ...] [key=value ...] [--model DIR] [--json]",
+        'complete a prompt, or a file of them: generate RUN|MODEL "What ...?"',
+        "RUN|MODEL [PROMPT ...] [key=value ...] [--json]",
         words=(
-            Word("temperature=", "divides the logits; 0 is greedy", "T"),
-            Word("top_p=", "draw from the most probable tokens that sum to P", "P"),
-            Word("top_k=", "draw from the K most probable tokens", "K"),
-            Word("seed=", "the same seed gives the same completion", "N"),
+            *_SAMPLING,
             Word("n=", "completions of each prompt", "N"),
             Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
             Word("--max-new-tokens", "of one completion", "N"),
             Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
             Word("--json", "tokens and log-probabilities, for scripts"),
+            Word("--plain", "prompts are plain text, without a chat template"),
+            Word("--prompts", "a file of prompts: text, or JSONL", "FILE", takes="path"),
+            Word("--out", "where their completions go", "FILE", takes="path"),
+            Word("--batch-tokens", "tokens completed together at most", "N"),
+        ),
+        arguments=("run",),
+    ),
+    "chat": Command(
+        "chat with a trained model in this terminal: chat RUN|MODEL",
+        "RUN|MODEL [key=value ...] [--system TEXT] [--model DIR]",
+        words=(
+            *_SAMPLING,
+            Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
+            Word("--system", "the system prompt", "TEXT"),
+            Word("--template", "how a chat is written", "NAME", ("auto", *_TEMPLATES)),
+            Word("--plain", "continue text: for a model that has not learned to chat"),
+            Word("--max-new-tokens", "of one answer", "N"),
+            Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
         ),
         arguments=("run",),
     ),
@@ -262,8 +290,21 @@ COMMANDS = {
             Word("--generate", "also complete N prompts of the data", "N"),
             Word("--max-new-tokens", "of a completion at most", "N"),
             Word("--metrics", "of completions: names, or package.module:function", "A,B"),
+            Word("--lm-eval", "tasks of lm-eval instead, e.g. hellaswag", "A,B"),
             Word("--batch", "samples at once", "N"),
             Word("--out", "the JSON file", "FILE", takes="path"),
+        ),
+        arguments=("run",),
+    ),
+    "serve": Command(
+        "the vLLM command that serves a trained model, run where vLLM is installed: serve RUN",
+        "RUN|MODEL [--print] [-- OPTIONS OF VLLM]",
+        words=(
+            Word("--print", "only print the command"),
+            Word("--name", "what clients call the model", "NAME"),
+            Word("--gpus", "GPUs that share the model", "N"),
+            Word("--max-model-len", "tokens of a prompt and its answer at most", "N"),
+            Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
         ),
         arguments=("run",),
     ),

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 import os
 import re
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,15 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.flags import Parser, whole_number
+from llmx.cli.target import (
+    Target,
+    check_generates,
+    dtype_of,
+    find_target,
+    load_causal,
+    load_tokenizer,
+)
 from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
 from llmx.errors import ConfigError, exit_code
-from llmx.models.adapter_names import holds_adapter
-from llmx.run import snapshot
 from llmx.run.metrics.completions import METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
-from llmx.run.rundir import RunDir, write_json
+from llmx.run.rundir import write_json
 from llmx.text import plural, printable
 
 HELP = """\
@@ -48,6 +57,7 @@ examples:
   python -m llmx eval outputs/my-run data.path=test.jsonl --generate 200
   python -m llmx eval ~/models/Qwen3-0.6B data=messages data.path=test.jsonl data.seq_len=1024
   python -m llmx eval outputs/my-run --generate 50 --metrics rougeL,my_metrics:bleu
+  python -m llmx eval outputs/my-run --lm-eval hellaswag,arc_easy
 """
 
 
@@ -77,6 +87,12 @@ def main(argv: list[str] | None = None) -> int:
         "--metrics", metavar="A,B", help=f"of completions (default: {','.join(METRICS)})"
     )
     parser.add_argument(
+        "--lm-eval",
+        metavar="A,B",
+        help="tasks of lm-eval (EleutherAI's harness) instead, e.g. hellaswag,arc_easy; what\n"
+        "stands behind a bare -- goes to it as it is",
+    )
+    parser.add_argument(
         "--batch", metavar="N", type=whole_number(1, 4096), default=8, help="samples at once (8)"
     )
     parser.add_argument(
@@ -85,31 +101,36 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
 
     def work() -> int:
-        options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+        words, more = list(sys.argv[1:] if argv is None else argv), []
+        if "--" in words:
+            at = words.index("--")
+            words, more = words[:at], words[at + 1 :]
+        options = parser.parse_intermixed_args(words)
+        if options.lm_eval is not None:
+            return run_lm_eval(options, more)
+        if more:
+            raise ConfigError(f"{' '.join(more)}: what stands behind -- goes to --lm-eval TASKS.")
         return run(options)
 
     return exit_code(work)
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Measured:
     """What is measured: a model, and how the data is read for it."""
 
+    target: Target
     exp: Experiment
-    model: Path
     out: Path
-    trained: Experiment | None
-    """As the run was trained; None of a model directory."""
+
+    @property
+    def trained(self) -> Experiment | None:
+        """As the run was trained; None of a model directory."""
+        return self.target.exp
 
 
-def target_of(options: argparse.Namespace) -> Target:
+def measured_of(options: argparse.Namespace) -> Measured:
     """Raises ConfigError for a directory that is neither, and for a lack of data."""
-    root: Path = options.target.expanduser()
-    if "=" in str(root) and not root.exists():
-        raise ConfigError(
-            f"{printable(str(root))}: the first word is a run directory or a model: "
-            "python -m llmx eval RUN data.path=FILE."
-        )
     words = [resolve_alias(word) for word in options.overrides]
     for word in words:
         if "=" not in word:
@@ -118,37 +139,15 @@ def target_of(options: argparse.Namespace) -> Target:
         if key not in ("data", "task"):
             raise ConfigError(f"{word}: eval takes data and task (data.path=FILE, task=pretrain).")
     asked = any(group_of(word) == "data" or word.startswith(PLACES) for word in words)
-    if (root / "config.yaml").is_file():
-        run_dir = RunDir(root)
-        exp = snapshot.load(run_dir)
-        model = (options.model or run_dir.final_model).expanduser()
-        out = root
-    elif (root / "config.json").is_file():
-        if options.model:
-            raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
-        if not asked:
-            raise ConfigError(
-                f"{root} is a model, which says nothing of data. Add, for example, data=messages "
-                "data.path=FILE."
-            )
-        model, out = root, Path()
-        exp = Experiment(model=ModelConfig(path=os.path.abspath(root)), task=TaskConfig())
-    else:
+    target = find_target(options.target, command="eval", model=options.model)
+    if target.exp is None and not asked:
         raise ConfigError(
-            f"{printable(str(root))}: is neither a run directory (no config.yaml) nor a model (no "
-            "config.json)."
+            f"{target.directory} is a model, which says nothing of data. Add, for example, "
+            "data=messages data.path=FILE."
         )
-    if holds_adapter(model):
-        raise ConfigError(
-            f"{model} is an adapter, and eval loads whole models. Write one with `python -m llmx "
-            "export RUN --to merged`, and give it as --model DIR."
-        )
-    if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"{model}: there is no config.json in it. A run writes its model when it ends well; "
-            "`python -m llmx export RUN` writes that of a checkpoint, for --model DIR."
-        )
-    trained = exp if model is not root else None
+    exp = target.exp or Experiment(
+        model=target.base or ModelConfig(path=os.path.abspath(target.directory)), task=TaskConfig()
+    )
     exp = apply(exp, words)
     data = all_rows(exp.data) if asked else exp.data
     task = exp.task
@@ -159,7 +158,8 @@ def target_of(options: argparse.Namespace) -> Target:
     exp = dataclasses.replace(exp, data=data, task=task)
     # A glob, or a name on the Hub, may be no name of a file.
     name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
-    return Target(exp, model, options.out or out / f"eval-{name}.json", trained)
+    out = target.run.root if target.run else Path()
+    return Measured(target, exp, options.out or out / f"eval-{name}.json")
 
 
 PLACES = ("data.path=", "data.eval_path=", "data.sources=")
@@ -183,8 +183,8 @@ def run(options: argparse.Namespace) -> int:
             load_metric(name)  # before minutes of work
     if options.metrics and not options.generate:
         raise ConfigError("--metrics are of completions. Add --generate 100.")
-    target = target_of(options)
-    exp = target.exp
+    measured = measured_of(options)
+    target, exp = measured.target, measured.exp
 
     from llmx.data import has_eval
 
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
             "own), or data=OPTION data.path=FILE."
         )
     began = time.monotonic()
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from llmx.data import prepare
@@ -202,21 +202,21 @@ def run(options: argparse.Namespace) -> int:
     from llmx.tasks import Task, task_of
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(target.model)
+    tokenizer = load_tokenizer(target)
     task = task_of(exp, tokenizer)
     store = prepare(exp.data, exp.seed, tokenizer, task, split="eval")
     of_model = type(task).see_model is not Task.see_model
-    if type(task).see_data is not Task.see_data and (target.trained or not of_model):
+    trained = measured.trained
+    if type(task).see_data is not Task.see_data and (trained or not of_model):
         # What follows from the training data (the labels), it learns from that of the run.
-        trained = target.trained
         seen = store
         if trained:
             seen = prepare(trained.data, trained.seed, tokenizer, task, split="train")
         task.see_data(seen, store)
-    if of_model and not target.trained:  # a published model says it itself
-        for line in task.see_model(AutoConfig.from_pretrained(target.model), store):
+    if of_model and not trained:  # a published model says it itself
+        for line in task.see_model(AutoConfig.from_pretrained(target.directory), store):
             print(printable(line))
-    models = load(target.model, task, tokenizer)
+    models = load(target, task, tokenizer)
     check_length(exp.data, models)
     found = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
@@ -226,12 +226,12 @@ def run(options: argparse.Namespace) -> int:
         found |= score(wanted, *pairs)
     declared = {**OF_COMPLETIONS, **dict(task.metrics)}
     where = f"{plural(len(store), 'sample')} of {exp.data.eval_path or exp.data.path}"
-    print(table(found, declared, title=f"{target.model} on {printable(where)}"))
-    target.out.parent.mkdir(parents=True, exist_ok=True)
+    print(table(found, declared, title=f"{target.directory} on {printable(where)}"))
+    measured.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(
-        target.out,
+        measured.out,
         {
-            "model": os.path.abspath(target.model),
+            "model": os.path.abspath(target.directory),
             "data": exp.data.eval_path or exp.data.path,
             "data_fingerprint": store.fingerprint,
             "task": exp.task.kind,
@@ -243,14 +243,78 @@ def run(options: argparse.Namespace) -> int:
             "completions": rows,
         },
     )
-    print(f"\nwritten to {target.out}")
+    print(f"\nwritten to {measured.out}")
     return 0
 
 
-def load(directory: Path, task: Any, tokenizer: Any) -> Any:
+# --- lm-eval ---------------------------------------------------------------------------------
+
+
+def run_lm_eval(options: argparse.Namespace, more: Sequence[str]) -> int:
+    """Measure with lm-eval, in a process of its own; its exit code."""
+    if options.overrides or options.generate or options.metrics:
+        raise ConfigError(
+            "--lm-eval brings its own data and metrics: leave out data.*, task.*, --generate and "
+            "--metrics, or measure with them in a command of its own."
+        )
+    target = find_target(options.target, command="eval", model=options.model)
+    check_generates(target)
+    out = options.out or (target.run.root if target.run else Path()) / "lm-eval"
+    import torch
+
+    command = lm_eval_command(
+        target, options.lm_eval, batch=options.batch, out=out, cuda=torch.cuda.is_available()
+    )
+    command += more
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            'lm-eval is not installed here. Run pip install "lm_eval[hf]", and this command again; '
+            f"or where it is installed: {shlex.join(['lm_eval', *command[3:]])}"
+        )
+    print(shlex.join(command), flush=True)
+    code = subprocess.run(command, check=False).returncode
+    if code == 0:
+        print(f"\nwritten below {out}")
+    return code if code >= 0 else 128 - code
+
+
+def lm_eval_command(target: Target, tasks: str, *, batch: int, out: Path, cuda: bool) -> list[str]:
+    """The words that measure a model with lm-eval, in the precision in which `eval` measures."""
+    directory = os.path.abspath(target.directory)
+    arguments = {"pretrained": directory}
+    if target.base is not None:
+        base = Path(target.base.path or "").expanduser()
+        arguments = {"pretrained": os.path.abspath(base) if base.is_dir() else str(base)}
+        if target.base.revision and not base.is_dir():
+            arguments["revision"] = target.base.revision
+        arguments["peft"] = directory
+        if any(target.directory.glob("tokenizer*")):
+            arguments["tokenizer"] = directory
+    arguments["dtype"] = (dtype_of(target.directory) or "auto") if cuda else "float32"
+    if target.trusts_remote_code:
+        arguments["trust_remote_code"] = "True"
+    for value in arguments.values():
+        if "," in value or "=" in value:
+            raise ConfigError(
+                f"{value}: lm-eval cannot take a path with a comma or an equals sign. Give the "
+                "model by a link (ln -s) without one."
+            )
+    return [
+        sys.executable, "-m", "lm_eval", "--model", "hf",
+        "--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()),
+        "--tasks", tasks, "--batch_size", str(batch),
+        "--device", "cuda" if cuda else "cpu", "--output_path", str(out),
+    ]  # fmt: skip
+
+
+# --- Loss and metrics ------------------------------------------------------------------------
+
+
+def load(target: Target, task: Any, tokenizer: Any) -> Any:
     """The one model of the task, with its head, on the GPU or the CPU.
 
-    Raises ConfigError for a task that needs several: what was frozen is not in the directory.
+    Raises ConfigError for a task that needs several: what was frozen is not in the directory; and
+    for an adapter in a model with another head than that of a causal LM.
     """
     import torch
 
@@ -271,7 +335,22 @@ def load(directory: Path, task: Any, tokenizer: Any) -> Any:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     # In the precision that it was written in; a CPU computes fp32.
-    network = auto_class(spec.head).from_pretrained(directory, dtype="auto" if cuda else "float32")
+    directory = target.directory
+    if target.base is None:
+        network = auto_class(spec.head).from_pretrained(
+            directory,
+            dtype="auto" if cuda else "float32",
+            trust_remote_code=target.trusts_remote_code,
+        )
+    elif spec.head == CAUSAL_LM:
+        network = load_causal(target)
+        network = network if cuda else network.float()
+    else:
+        raise ConfigError(
+            f"{directory} is an adapter in a model with a head of its own, and eval loads whole "
+            "models of this kind. Write one with `python -m llmx export RUN --to merged`, and give "
+            "it as --model DIR."
+        )
     network = network.to(device).eval()
     outputs = int(getattr(network.config, "num_labels", 0))
     if spec.head == CLASSIFICATION and outputs != spec.num_labels:

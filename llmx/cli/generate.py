@@ -1,8 +1,9 @@
-"""Complete prompts with the model of a run: ``python -m llmx generate RUN_DIR "What is ...?"``.
+"""Complete prompts with a trained model: ``python -m llmx generate RUN|MODEL "What is ...?"``.
 
 Greedy unless a key of sampling is given; on one process. A prompt is rendered exactly as in
-training, and a completion ends where it ends in the evaluation of the run. Without a prompt,
-prompts are read from the terminal, one a line.
+training (of a MODEL by its chat template; without one it is plain text), and a completion ends
+where it ends in the evaluation of the run. Without a prompt, prompts are read from the terminal,
+one a line. --prompts completes a file of them, and goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import dataclasses
 import json
 import re
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,16 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.flags import Parser, whole_number
-from llmx.config import DataConfig
-from llmx.data.format.formats import Conversation, Message
-from llmx.data.source.files import Where
-from llmx.data.tokenize.conversations import Renderer
+from llmx.cli.target import Target, check_generates, find_target, load_causal, load_tokenizer
 from llmx.errors import ConfigError, did_you_mean, exit_code
-from llmx.models.adapter_names import holds_adapter
 from llmx.models.sampling import Sampling, sample_seed
-from llmx.run import snapshot
-from llmx.run.exported import generates_no_text
-from llmx.run.rundir import RunDir
 from llmx.text import plural, printable
 
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -55,8 +48,19 @@ A word like x=1 is a key; behind -- it is a prompt. On a terminal a completion a
 generated. --json prints a line for each completion: prompt, completion, ended (stop: a stop token,
 length: max_new_tokens, positions: the last position of the model), tokens, logps (of the model
 itself), sampled_logps (with temperature, top_k, top_p) and seed (n=1 with it gives that one again).
+
+A file of prompts (--prompts FILE --out FILE) is text with one prompt a line, or JSONL of
+{"prompt": "..."} or {"messages": [...]}; other columns are kept. Prompts of similar length are
+completed together; the lines of --out are in the order of the prompts, and have the completion and
+how it ended. What is done stands in OUT.partial meanwhile: the same command goes on there.
+
+examples:
+  python -m llmx generate outputs/my-run "Which of these is a bird: oak, wren?"
+  python -m llmx generate ~/models/Qwen3-0.6B --prompts test.jsonl --out answers.jsonl
 """
 
+BATCH_TOKENS = 16384
+"""Of a batch of ``--prompts``: prompts and ``max_new_tokens`` for each."""
 REDRAW_S = 0.05
 """Between two looks at what to show of a completion on a terminal."""
 
@@ -74,12 +78,14 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, load, complete; returns the exit code."""
     parser = Parser(
         prog="python -m llmx generate",
-        usage="python -m llmx generate RUN_DIR [PROMPT ...] [key=value ...] [--model DIR] [--json]",
+        usage="python -m llmx generate RUN|MODEL [PROMPT ...] [key=value ...] [--json]",
         description=__doc__,
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="a run directory whose model/ was written")
+    parser.add_argument(
+        "target", type=Path, help="a run directory, or a directory of a model or an adapter"
+    )
     parser.add_argument("prompt", nargs="*", help="prompts; none reads the terminal")
     parser.add_argument(
         "--max-new-tokens",
@@ -92,9 +98,24 @@ def main(argv: list[str] | None = None) -> int:
         "--model",
         metavar="DIR",
         type=Path,
-        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN_DIR/model)",
+        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN/model)",
     )
     parser.add_argument("--json", action="store_true", help="a JSON object for each completion")
+    parser.add_argument(
+        "--plain", action="store_true", help="prompts are plain text: no chat template"
+    )
+    parser.add_argument("--prompts", metavar="FILE", type=Path, help="a file of prompts")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="where their completions go, as JSONL"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        metavar="N",
+        type=whole_number(1),
+        default=BATCH_TOKENS,
+        help="of --prompts: tokens completed together at most, max_new_tokens of each included\n"
+        f"(default {BATCH_TOKENS}); less memory with fewer",
+    )
     return exit_code(lambda: _run(parser, sys.argv[1:] if argv is None else argv))
 
 
@@ -105,11 +126,36 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     options.prompt += more
     if options.max_new_tokens is not None:
         keys.setdefault("max_new_tokens", str(options.max_new_tokens))
-    return _complete(options, wanted(keys))
+    how = wanted(keys)
+    if options.prompts is None:
+        if options.out is not None:
+            raise ConfigError("--out is where the completions of a file go: add --prompts FILE.")
+        return _complete(options, how)
+    if options.prompt:
+        raise ConfigError("--prompts FILE and prompts of the command line do not go together.")
+    if options.out is None:
+        raise ConfigError("--prompts needs a place for the completions: --out completions.jsonl.")
+    from llmx.cli.generate_file import complete_file
+
+    target = find_target(options.target, command="generate", model=options.model)
+    return complete_file(
+        target,
+        options.prompts,
+        options.out,
+        sampling=how.sampling,
+        n=how.n,
+        seed=how.seed,
+        plain=options.plain,
+        details=options.json,
+        batch_tokens=options.batch_tokens,
+    )
 
 
-def split_words(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """(flags, run directory and prompts; own keys; prompts behind ``--``)."""
+def split_words(
+    argv: Sequence[str], *, command: str = "generate", known: Sequence[str] = tuple(KEYS)
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """(flags, run directory and prompts; own keys, of those that are ``known``; what stands behind
+    ``--``)."""
     words, behind = list(argv), []
     if "--" in words:
         at = words.index("--")
@@ -119,12 +165,13 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[st
         name, _, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_][\w.]*=\S*", word) or Path(word).exists():
             rest.append(word)
-        elif name in KEYS:
+        elif name in known:
             keys[name] = value
         else:
+            as_prompt = f" To complete {word} as a prompt, put it behind -- ."
             raise ConfigError(
-                f"{word}: generate has no key {name}.{did_you_mean(name, KEYS)} It has "
-                f"{', '.join(KEYS)}. To complete {word} as a prompt, put it behind -- ."
+                f"{word}: {command} has no key {name}.{did_you_mean(name, known)} It has "
+                f"{', '.join(known)}.{as_prompt if command == 'generate' else ''}"
             )
     return rest, keys, behind
 
@@ -161,35 +208,14 @@ def wanted(keys: dict[str, str]) -> Wanted:
 
 
 def _complete(options: argparse.Namespace, how: Wanted) -> int:
-    run = RunDir(options.run)
-    exp = snapshot.load(run)
-    directory = (options.model or run.final_model).expanduser()
-    adapted = holds_adapter(directory)
-    if not adapted and not (directory / "config.json").is_file():
-        raise ConfigError(_no_model(run, directory, asked=options.model is not None))
-    check_generates(directory)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    target = find_target(options.target, command="generate", model=options.model)
+    check_generates(target)
 
-    from llmx.models.adapter import load_adapted
+    from llmx.cli.prompts import layout_of
     from llmx.models.generate import LENGTH, decoder_of, generate
-    from llmx.models.generation_config import stop_ids
 
-    logging.disable_progress_bar()  # its bar would stand between the completions
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    network: torch.nn.Module = (
-        load_adapted(directory, exp.model)
-        if adapted
-        else AutoModelForCausalLM.from_pretrained(directory)
-    )
-    model = network.to(device).eval()
-    # Of its generation config only the stop tokens: a published one may sample, or punish
-    # repetition, and the completions would not be those of the run's evaluation. Computed, not
-    # only read: a run of an older llmx named the EOS token alone.
-    stops = frozenset(stop_ids(model, tokenizer))
+    model, tokenizer, stops = load(target)
+    layout = layout_of(target, tokenizer, plain=options.plain)
     sampling = dataclasses.replace(how.sampling, stop_ids=stops)
     decoder = decoder_of(model)
     limit = getattr(decoder.config, "max_position_embeddings", None)
@@ -198,9 +224,9 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
-    code, chats = 0, learns_chats(exp.task.kind)
+    code = 0
     for prompt in options.prompt or _lines():
-        ids = prompt_ids(exp.data, tokenizer, prompt, chats=chats)
+        ids = layout.text(prompt)
         # The last token of a completion is not fed back: it needs no position of its own.
         if not ids or (limit is not None and len(ids) > limit):
             problem = (
@@ -236,6 +262,18 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
             if one.ended == LENGTH and terminal and not options.json:
                 print(f"(cut: max_new_tokens={sampling.max_new_tokens})", file=sys.stderr)
     return code
+
+
+def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
+    """(model, tokenizer, tokens that end a completion)."""
+    from llmx.models.generation_config import stop_ids
+
+    tokenizer = load_tokenizer(target)
+    model = load_causal(target)
+    # Of its generation config only the stop tokens: a published one may sample, or punish
+    # repetition, and the completions would not be those of the run's evaluation. Computed, not
+    # only read: a run of an older llmx named the EOS token alone.
+    return model, tokenizer, frozenset(stop_ids(model, tokenizer))
 
 
 def _seeds(how: Wanted) -> list[int]:
@@ -289,51 +327,6 @@ class Stream:
             print()
             self._shown = ""
         print(text[len(self._shown) :], flush=True)
-
-
-def _no_model(run: RunDir, directory: Path, *, asked: bool) -> str:
-    here = shlex.quote(str(run.root))
-    if asked:
-        return (
-            f"--model {directory}: there is no config.json in it. Give the directory that "
-            f"`python -m llmx export {here}` wrote."
-        )
-    return (
-        f"{run.root} has no model/: the final model is written when a run ends well, unless "
-        f"task.save_model=false. To try a checkpoint: `python -m llmx export {here}`, then "
-        "generate with --model and the directory that it wrote."
-    )
-
-
-def check_generates(directory: Path) -> None:
-    """ConfigError for a model that writes no text: a classifier, say. Transformers would give it a
-    new output head, and random completions."""
-    if named := generates_no_text(directory):
-        raise ConfigError(
-            f"{directory} is a {named}, which generates no text. Load it with transformers, e.g. "
-            f"`{named}.from_pretrained({str(directory)!r})`."
-        )
-
-
-def learns_chats(kind: str) -> bool:
-    """Whether the task of a run learns conversations, and its prompts are questions."""
-    from llmx.tasks import task_class
-
-    try:
-        return task_class(kind).learns_chats()
-    except ConfigError:  # a task of the user's own whose code is not here
-        return True
-
-
-def prompt_ids(data: DataConfig, tokenizer: Any, prompt: str, *, chats: bool) -> list[int]:
-    """The prompt as training lays it out: a user's turn of a conversation, or plain text."""
-    if not chats:
-        return list(tokenizer(prompt)["input_ids"])
-    renderer = Renderer(tokenizer, template=data.template)
-    system = [Message("system", data.system)] if data.system else []
-    turns = (*system, Message("user", prompt), Message("assistant", "."))
-    tokens, _ = renderer.prompt(Conversation(turns, Where(Path("prompt"), 1, "line")))
-    return [int(token) for token in tokens]
 
 
 def _lines() -> Iterable[str]:

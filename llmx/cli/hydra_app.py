@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +170,28 @@ def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) ->
         return run_module(chosen.module, [str(config), *own])
 
 
-def run_module(module: str, words: Sequence[str]) -> int:
+def run_module(module: str, words: Sequence[str], *, takes_ctrl_c: bool = False) -> int:
     """``python -m module words`` in a process of its own; its exit code as a shell has it: 128 and
-    the signal for one that a signal ended."""
-    code = subprocess.run([sys.executable, "-m", module, *words], check=False).returncode
+    the signal for one that a signal ended.
+
+    ``takes_ctrl_c``: Ctrl-C, which a terminal sends to both, is for it alone; this process waits.
+    """
+    with _without_ctrl_c() if takes_ctrl_c else contextlib.nullcontext():
+        code = subprocess.run([sys.executable, "-m", module, *words], check=False).returncode
     return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # A function, not SIG_IGN, which the other process would inherit.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _of_hydra(error: BaseException) -> bool:

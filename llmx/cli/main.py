@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS, HEAVY, LIGHT
+from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS, HEAVY, LIGHT, TAKES_CTRL_C
 from llmx.cli.hydra_app import run_hydra, run_module
 from llmx.errors import ConfigError, did_you_mean, exit_code
 
@@ -96,5 +96,7 @@ def _module(command: str, words: list[str]) -> int:
     if not words and command != "bench":
         needs = "two run directories" if command == "compare" else "a run directory"
         names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
+        if command in TAKES_CTRL_C:
+            needs, names = "a run directory, or that of a model", "RUN|MODEL"
         raise ConfigError(f"{command} needs {needs}: python -m llmx {command} {names}")
-    return run_module(HEAVY[command], words)
+    return run_module(HEAVY[command], words, takes_ctrl_c=command in TAKES_CTRL_C)

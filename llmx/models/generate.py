@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -77,18 +77,101 @@ class BareDecoder:
     device: torch.device
 
 
-def decoder_of(model: Any) -> BareDecoder:
+def decoder_of(model: Any, *, try_padding: bool = False) -> BareDecoder:
     """A bare model of Transformers. Only prompts of equal length share a batch: nothing is known
-    about how it takes padding."""
+    about how it takes padding. ``try_padding``: it is found out, by two short forwards."""
     config = model.config.get_text_config()
-    return BareDecoder(
+    implementation = config._attn_implementation or "eager"
+    found = BareDecoder(
         module=model,
         config=config,
         vocab_size=model.get_output_embeddings().weight.shape[0],
-        attention=AttentionMethod(config._attn_implementation or "eager", "none", "padded"),
+        attention=AttentionMethod(implementation, "none", "padded"),
         dtype=model.dtype,
         device=model.device,
     )
+    if try_padding:
+        masked = replace(found, attention=AttentionMethod(implementation, "mask", "packed"))
+        if takes_left_padding(config, masked.attention) and _padding_is_unseen(masked):
+            return masked
+    return found
+
+
+@torch.no_grad()
+def _padding_is_unseen(model: BareDecoder) -> bool:
+    """Whether a prompt has the same logits with padding at its left as alone, to the bit whatever
+    the padding is."""
+    if not takes(type(model.module), "position_ids", by_name=True):
+        return False
+    prompt, pads = [(7 * i + 5) % model.vocab_size for i in range(5)], 3
+    length = pads + len(prompt)
+    padding = torch.tensor([pads, 0], device=model.device)
+    place = torch.arange(length, device=model.device)
+
+    def logits(pad: int) -> torch.Tensor:
+        rows = [[pad] * pads + prompt, [(3 * i + 1) % model.vocab_size for i in range(length)]]
+        found = model.module(
+            input_ids=torch.tensor(rows, device=model.device),
+            position_ids=(place[None, :] - padding[:, None]).clamp(min=0),
+            attention_mask=_mask(model, place, length, padding),
+        )
+        last: torch.Tensor = found.logits[0, -1, : model.vocab_size].float()
+        return last
+
+    try:
+        one, other = logits(0), logits(1 % model.vocab_size)
+        found = model.module(input_ids=torch.tensor([prompt], device=model.device))
+        alone = found.logits[0, -1, : model.vocab_size].float()
+    except Exception:  # whatever a model's own code says to such a mask, it takes none
+        return False
+    near = 1e-3 if model.dtype == torch.float32 else 5e-2
+    return torch.equal(one, other) and bool(
+        (one - alone).abs().max() <= near * alone.abs().max().clamp(min=1)
+    )
+
+
+class KeptCache:
+    """The key-value cache of one conversation, kept from one completion to the next: of a prompt
+    that begins with what is in it, only the rest goes through the model.
+
+    A cache that a completion was interrupted in (at a token, or within a forward) is whole or gone.
+    """
+
+    def __init__(self) -> None:
+        self.forwarded = 0
+        """Tokens that went through the model."""
+        self._cache: Any = None
+        self._tokens: tuple[int, ...] = ()
+
+    def take(self, prompt: tuple[int, ...], fresh: Any) -> tuple[Any, int]:
+        """(cache, tokens of ``prompt`` that it holds); ``fresh`` where nothing can be used."""
+        # A forward needs a token at least.
+        most = min(len(self._tokens), len(prompt) - 1)
+        shared = next((i for i in range(most) if self._tokens[i] != prompt[i]), most)
+        cache, more = self._cache, len(self._tokens) - shared
+        self._cache, self._tokens = None, ()
+        if not shared or cache is None:
+            return fresh, 0
+        if more:
+            if not _layers_are(cache, "DynamicLayer"):
+                return fresh, 0
+            cache.crop(-more)
+        return cache, shared
+
+    def hold(self, cache: Any, tokens: tuple[int, ...]) -> None:
+        """After a forward: ``cache`` has these tokens. States along the sequence are not kept:
+        models go on with them a token at a time only."""
+        if _layers_are(cache, "DynamicLayer", "DynamicSlidingWindowLayer"):
+            self._cache, self._tokens = cache, tokens
+
+    def let_go(self) -> None:
+        """Before a forward, which may be interrupted between two layers."""
+        self._cache, self._tokens = None, ()
+
+
+def _layers_are(cache: Any, *names: str) -> bool:
+    layers = getattr(cache, "layers", None) or ()
+    return bool(layers) and all(type(layer).__name__ in names for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -130,6 +213,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     batch_size: int = BATCH,
     on_token: OnToken | None = None,
+    kept: KeptCache | None = None,
 ) -> list[Completion]:
     """The completion of every prompt, in order; the same on every rank. Collective.
 
@@ -142,7 +226,8 @@ def generate(
             completion that was cut goes on as it would have, if prompt and completion are given
             as a prompt with the same seed.
         batch_size: prompts completed together on one rank.
-        on_token: on the rank that completes the prompt.
+        on_token: on the rank that completes the prompt. What it raises ends all completions.
+        kept: of the conversation that the one prompt goes on with, on one process.
 
     A completion ends with a token of ``sampling.stop_ids``, after ``max_new_tokens``, or where
     the model has no position left; it is empty for a prompt that is too long by itself.
@@ -156,6 +241,8 @@ def generate(
         raise ValueError(f"{len(rows)} prompts need a seed each, {given} given")
     keys = [0] * len(rows) if sampling.greedy or seeds is None else [int(seed) for seed in seeds]
     world, rank = _world()
+    if kept is not None and (len(rows) != 1 or world > 1):
+        raise ValueError("a kept cache is that of one prompt, on one process")
     batches = group(
         rows,
         world=world,
@@ -175,6 +262,7 @@ def generate(
                 sampling,
                 seeds=[keys[index] for index in batch],
                 on_token=_of_batch(on_token, batch) if own else None,
+                kept=kept,
             )
             if own:
                 mine.update(zip(batch, found, strict=True))
@@ -278,6 +366,7 @@ def _complete(
     *,
     seeds: list[int],
     on_token: OnToken | None,
+    kept: KeptCache | None,
 ) -> list[Completion]:
     """The completions of one batch. Collective."""
     from transformers import DynamicCache
@@ -291,6 +380,9 @@ def _complete(
     distinct = list(dict.fromkeys(prompts)) if shared else prompts
     longest = max(map(len, distinct))
     tokens, padding = _left_padded(distinct, longest, device)
+    if kept is not None and name == "past_key_values":
+        cache, held = kept.take(prompts[0], cache)
+        tokens = tokens[:, held:]
     padded = bool(padding.any())
     with_positions = model.attention.isolation not in ("padding_mask", "none") and takes(
         kind, "position_ids"
@@ -312,9 +404,14 @@ def _complete(
         if name:
             arguments.update({name: cache, "use_cache": True})
         every_row = torch.arange(len(tokens), device=device)
+        if kept is not None:
+            kept.let_go()
+            kept.forwarded += tokens.numel()
         with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
             logits = model.module(input_ids=tokens, **arguments).logits[0, :, : model.vocab_size]
             logits = logits.float()
+        if kept is not None and name == "past_key_values":
+            kept.hold(cache, (*prompts[0], *drawn[0]))
         if cache is not None and len(tokens) < len(prompts):
             row_of = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
             cache.reorder_cache(cast(torch.LongTensor, row_of))

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from llmx.cli.evaluate import load, measure
+from llmx.cli.target import Target
 from llmx.config import Experiment
 from llmx.data import SampleStore, collate
 from llmx.errors import ConfigError, DataError
@@ -278,7 +279,7 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     store = prepare(exp, tokenizer, split="eval")
     config = AutoConfig.from_pretrained(tmp_path / "model")
     assert fresh.see_model(config, store) == []
-    models = load(tmp_path / "model", fresh, tokenizer)
+    models = load(Target(tmp_path / "model", None, None, None), fresh, tokenizer)
     found = measure(fresh, models, store, tokenizer, batch=3)
     assert {"loss", "accuracy", "macro_f1", "auc"} == set(found)
     config.id2label = {0: "good", 1: "bad"}

@@ -1,0 +1,570 @@
+"""Chat with a trained model in the terminal: ``python -m llmx chat RUN|MODEL``.
+
+The model's own chat template, the conversation so far, and answers that appear while they are
+generated. Greedy unless a key of sampling is given; on the GPU where there is one, in the
+precision of the model's files. Only what is new of a conversation goes through the model. Where
+the input is no terminal, every line of it is a message, and the answers go to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmx import text as human
+from llmx.cli.flags import Parser, whole_number
+from llmx.cli.generate import KEYS, Stream, load, split_words, wanted
+from llmx.cli.prompts import PromptLayout, has_template, learns_chats
+from llmx.cli.target import Target, check_generates, find_target
+from llmx.data.format.templates import TEMPLATES
+from llmx.data.format.turns import Message
+from llmx.errors import ConfigError, LlmxError, did_you_mean, exit_code
+from llmx.models.sampling import Sampling
+from llmx.text import printable
+
+OWN_KEYS = tuple(name for name in KEYS if name != "n")
+MAX_NEW_TOKENS = 1024
+"""Of an answer."""
+LEAST_ROOM = 4
+"""A prompt leaves this part of the positions, one of so many, to an answer (or max_new_tokens)."""
+
+COMMANDS = {
+    "/reset": "forget the conversation",
+    "/undo": "forget the last message and its answer",
+    "/system TEXT": "set the system prompt (without TEXT: show it)",
+    "/save FILE": "write the conversation as a line of JSONL, as training reads it",
+    "/help": "these lines",
+    "/exit": "end (as Ctrl-D does)",
+}
+HELP = """\
+keys:
+  temperature=0.7      divides the logits; 0 is greedy. Default: 0, or 1 with one of the keys below
+  top_p=0.9            draw from the most probable tokens that sum to this probability
+  top_k=50             draw from so many most probable tokens; 0: from all
+  seed=1               the same messages get the same answers. Default: a new one for each answer
+  max_new_tokens=1024  of an answer; the same as --max-new-tokens
+
+in the chat:
+{commands}
+  Ctrl-C               end this answer; what was said of it stays
+A message of several lines: end a line with \\, or put it between two lines of \"\"\". Text that is
+pasted stays one message. A blank in front of / sends it as a message.
+
+examples:
+  python -m llmx chat outputs/my-run temperature=0.7 top_p=0.9
+  python -m llmx chat ~/models/Qwen3-0.6B --system "Answer in one sentence."
+  python -m llmx chat outputs/my-run < questions.txt > answers.txt
+""".format(commands="\n".join(f"  {name:<20} {line}" for name, line in COMMANDS.items()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, load, chat; returns the exit code."""
+    parser = Parser(
+        prog="python -m llmx chat",
+        usage="python -m llmx chat RUN|MODEL [key=value ...] [--system TEXT] [--model DIR]",
+        description=__doc__,
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target", type=Path, help="a run directory, or a directory of a model or an adapter"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="the system prompt (default: the run's data.system)"
+    )
+    parser.add_argument(
+        "--template",
+        metavar="NAME",
+        choices=("auto", *TEMPLATES),
+        help="how a chat is written, as data.template: auto (the tokenizer's own), "
+        f"{', '.join(TEMPLATES)} (default: as the run was trained, or auto)",
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="for a model that has not learned to chat: the text so far is continued",
+    )
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=whole_number(1), help="of an answer (default 1024)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN/model)",
+    )
+
+    def work() -> int:
+        words, keys, behind = split_words(
+            sys.argv[1:] if argv is None else argv, command="chat", known=OWN_KEYS
+        )
+        options = parser.parse_args([*words, *behind])
+        if options.max_new_tokens is not None:
+            keys.setdefault("max_new_tokens", str(options.max_new_tokens))
+        keys.setdefault("max_new_tokens", str(MAX_NEW_TOKENS))
+        how = wanted(keys)
+        target = find_target(options.target, command="chat", model=options.model)
+        check_generates(target)
+        for stream in (sys.stdin, sys.stdout):
+            with contextlib.suppress(AttributeError, ValueError):  # what a test has put there
+                stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        return run(target, options, sampling=how.sampling, seed=how.seed)
+
+    return exit_code(work)
+
+
+def layout_of(
+    target: Target, tokenizer: Any, *, template: str | None, plain: bool, system: str | None
+) -> PromptLayout:
+    """How the conversation is written.
+
+    Raises:
+        ConfigError: the model has not learned to chat, or options contradict each other.
+    """
+    exp = target.exp
+    if plain:
+        if template or system:
+            name = "--template" if template else "--system"
+            raise ConfigError(f"--plain continues text, which has no turns: leave out {name}.")
+        return PromptLayout(tokenizer, template=None, system=None)
+    if system is None and exp is not None:
+        system = exp.data.system
+    if template is None:
+        if exp is not None and not learns_chats(exp.task.kind):
+            raise ConfigError(
+                f"{target.directory} was trained on plain text (task={exp.task.kind}), not to chat. "
+                "Add --plain to continue text, or --template auto if what it was made of could chat."
+            )
+        if exp is None and not has_template(tokenizer):
+            raise ConfigError(
+                f"{target.directory}: its tokenizer has no chat template, so it has hardly learned "
+                "to chat. Add --plain to continue text, or --template chatml (or another of "
+                f"{', '.join(TEMPLATES)})."
+            )
+        template = exp.data.template if exp is not None else "auto"
+    return PromptLayout(tokenizer, template=template, system=system or None)
+
+
+# --- The conversation ------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """The answer was ended at a token."""
+
+
+class TooLong(ConfigError):
+    """A message that does not fit into the model by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model said."""
+
+    text: str
+    ended: str
+    """``stop``, ``length``, ``positions``, or ``interrupted``."""
+
+
+class Chat:
+    """A conversation with one model."""
+
+    def __init__(
+        self,
+        decoder: Any,
+        layout: PromptLayout,
+        sampling: Sampling,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        seed: int | None = None,
+    ) -> None:
+        """``sampling``: with the stop tokens. ``seed``: of the draws; None for new ones."""
+        from llmx.models.generate import KeptCache
+
+        self.layout = layout
+        self.turns: list[tuple[str, str]] = []
+        """Messages and their answers."""
+        self.left_out = 0
+        """Oldest turns that the model does not see: its positions do not suffice."""
+        self.kept = KeptCache()
+        self._decoder = decoder
+        self._sampling = sampling
+        self._decode = decode
+        self._seed = seed
+        self.limit: int | None = getattr(decoder.config, "max_position_embeddings", None)
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.turns.clear()
+        self.left_out = 0
+
+    def undo(self) -> bool:
+        """Forget the last turn; whether there was one."""
+        if not self.turns:
+            return False
+        self.turns.pop()
+        self.left_out = 0  # some that were left out may fit again
+        return True
+
+    def messages(self) -> list[dict[str, str]]:
+        """All of it, as a row of chats to train on."""
+        said = [("system", self.layout.system)] if self.layout.system else []
+        for question, answer in self.turns:
+            said += [("user", question), ("assistant", answer)]
+        return [{"role": role, "content": text or ""} for role, text in said]
+
+    def prompt(self, message: str) -> list[int]:
+        """The tokens that the model is given, with as many turns as it has positions for.
+
+        Raises:
+            TooLong: the message alone is too long.
+        """
+        first = self.left_out
+        while True:
+            ids = self._ids(self.turns[first:], message)
+            if self.limit is None:
+                return ids
+            room = min(self._sampling.max_new_tokens, self.limit // LEAST_ROOM)
+            alone = first == len(self.turns)
+            if len(ids) + room <= self.limit or (alone and len(ids) < self.limit):
+                self.left_out = first
+                return ids
+            if alone:
+                raise TooLong(
+                    f"the message has {human.plural(len(ids), 'token')}, the model {self.limit:,} "
+                    "positions. Ask something shorter."
+                )
+            first += 1
+
+    def _ids(self, turns: Sequence[tuple[str, str]], message: str) -> list[int]:
+        if self.layout.plain:
+            return self.layout.text("".join(part for turn in turns for part in turn) + message)
+        said = [
+            each
+            for question, answer in turns
+            for each in (Message("user", question), Message("assistant", answer))
+        ]
+        return self.layout.turns([*said, Message("user", message)])
+
+    def answer(self, message: str, on_token: Callable[[int], None] | None = None) -> Answer:
+        """The answer to a message; both are part of the conversation then. An answer that
+        ``on_token`` ends (``Interrupted``) is, too, as far as it was said.
+
+        Raises:
+            TooLong: the conversation is as before.
+        """
+        from llmx.models.generate import generate
+
+        ids = self.prompt(message)
+        if not ids:
+            raise TooLong("the message has no tokens. Say something longer.")
+        seed = secrets.randbits(32) if self._seed is None else self._seed
+        drawn: list[int] = []
+
+        def note(_index: int, token: int) -> None:
+            if token not in self._sampling.stop_ids:
+                drawn.append(token)
+            if on_token is not None:
+                on_token(token)
+
+        try:
+            (found,) = generate(
+                self._decoder, [ids], self._sampling, seeds=[seed], on_token=note, kept=self.kept
+            )
+            ended = found.ended
+        except Interrupted:
+            ended = "interrupted"
+        text = self._text(ids, drawn)
+        if ended == "interrupted":
+            text = text.rstrip("\ufffd")  # the beginning of a character
+        if text.strip() or ended != "interrupted":
+            self.turns.append((message, text))
+        return Answer(text, ended)
+
+    def _text(self, ids: Sequence[int], drawn: Sequence[int]) -> str:
+        if self.layout.plain:  # some tokenizers write a first blank only behind other text
+            before, whole = self._decode(ids), self._decode([*ids, *drawn])
+            if whole.startswith(before):
+                return whole[len(before) :]
+        return self._decode(drawn)
+
+
+# --- The terminal ----------------------------------------------------------------------------
+
+
+class Presses:
+    """Ctrl-C in a chat: while a line is typed it drops the line; the first one ends an answer at
+    its next token, and another one at once."""
+
+    def __init__(self) -> None:
+        self.typing = False
+        self.answering = False
+        self.count = 0
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Inside, SIGINT does this."""
+        before = signal.signal(signal.SIGINT, self._on_press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextlib.contextmanager
+    def during_answer(self) -> Iterator[None]:
+        """Inside, a press is counted, and the second one raises ``Interrupted``."""
+        self.count, self.answering = 0, True
+        try:
+            yield
+        finally:
+            self.answering = False
+
+    def _on_press(self, *_: object) -> None:
+        if self.typing:
+            raise KeyboardInterrupt
+        self.count += 1
+        if self.answering and self.count > 1:
+            raise Interrupted
+
+
+def run(
+    target: Target, options: argparse.Namespace, *, sampling: Sampling, seed: int | None
+) -> int:
+    """Load, and answer until the input ends; the exit code."""
+    from llmx.models.generate import decoder_of
+
+    model, tokenizer, stops = load(target)
+    layout = layout_of(
+        target, tokenizer, template=options.template, plain=options.plain, system=options.system
+    )
+    sampling = dataclasses.replace(sampling, stop_ids=stops | layout.stop_ids)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=seed)
+    typed, presses = sys.stdin.isatty(), Presses()
+    if typed:
+        size = sum(p.numel() for p in model.parameters())
+        dtype = str(model.dtype).removeprefix("torch.")
+        limit = f", {chat.limit:,} positions" if chat.limit else ""
+        _note(
+            f"{target.name}: {human.count(size)} parameters, {dtype} on {model.device.type}{limit}."
+            " /help lists commands, Ctrl-D ends."
+        )
+    code = 0
+    saved: set[Path] = set()
+    with presses.caught() if typed else contextlib.nullcontext():
+        for message in _typed_messages(presses) if typed else _piped_messages():
+            try:
+                if not message.startswith("/"):
+                    say(chat, message, decode, sampling, presses=presses)
+                elif not command(chat, message, saved=saved):
+                    break
+            except LlmxError as error:
+                print(f"llmx: {printable(str(error))}", file=sys.stderr, flush=True)
+                code = 0 if typed else error.exit_code
+    return code
+
+
+def say(
+    chat: Chat,
+    message: str,
+    decode: Callable[[Sequence[int]], str],
+    sampling: Sampling,
+    *,
+    presses: Presses,
+) -> None:
+    """Answer one message on stdout: on a terminal while it is generated."""
+    import torch
+
+    from llmx.models.generate import LENGTH, POSITIONS
+
+    terminal, before = sys.stdout.isatty(), chat.left_out
+    stream = Stream(lambda tokens: decode(tokens).strip(), sampling.stop_ids) if terminal else None
+
+    def on_token(token: int) -> None:
+        if stream is not None:
+            stream.on_token(0, token)
+        if presses.count:
+            raise Interrupted
+
+    try:
+        with presses.during_answer():
+            answer = chat.answer(message, on_token)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU's memory does not suffice for this conversation. /reset begins a new one; so "
+            "does /undo with a shorter message."
+        ) from error
+    text = answer.text.strip()
+    if stream is not None:
+        stream.end(text)
+    elif text or answer.ended != "interrupted":
+        print(text, flush=True)
+    if chat.left_out > before:
+        _note(
+            f"(the model's {chat.limit:,} positions are full: the oldest "
+            f"{human.plural(chat.left_out, 'turn')} of the conversation were left out)"
+        )
+    if answer.ended == "interrupted":
+        _note("(ended)" if text else "(nothing was said: the message is forgotten)")
+    elif answer.ended == LENGTH:
+        _note(f"(cut: max_new_tokens={sampling.max_new_tokens})")
+    elif answer.ended == POSITIONS:
+        _note(f"(cut: the last of the model's {chat.limit:,} positions)")
+
+
+def command(chat: Chat, line: str, *, saved: set[Path]) -> bool:
+    """Do what a line that begins with / says; whether the chat goes on.
+
+    ``saved``: files that this chat has written.
+    """
+    name, _, rest = line.strip().partition(" ")
+    rest = rest.strip()
+    if name in ("/exit", "/quit", "/bye"):
+        return False
+    if name == "/help":
+        _note("\n".join(f"{each:<14} {line}" for each, line in COMMANDS.items()))
+        _note('a line that ends with \\ goes on; """ begins and ends a message of several lines')
+    elif name == "/reset":
+        chat.reset()
+        _note("(a new conversation)")
+    elif name == "/undo":
+        _note("(the last message and its answer are forgotten)" if chat.undo() else "(it is empty)")
+    elif name == "/system":
+        if rest and chat.layout.plain:
+            raise ConfigError("/system: plain text has no system prompt.")
+        if rest:
+            chat.layout.system = rest
+        _note(f"(system: {printable(chat.layout.system or 'none')})")
+    elif name == "/save":
+        _save(chat, rest, saved=saved)
+    else:
+        names = [each.partition(" ")[0] for each in COMMANDS]
+        raise ConfigError(
+            f"{printable(name)}: no such command.{did_you_mean(name, names)} There are "
+            f"{', '.join(names)}. To send it as a message, put a blank in front."
+        )
+    return True
+
+
+def _save(chat: Chat, rest: str, *, saved: set[Path]) -> None:
+    if not rest:
+        raise ConfigError("/save needs a file: /save chat.jsonl.")
+    if not chat.turns:
+        raise ConfigError("/save: the conversation is empty.")
+    path = Path(rest).expanduser()
+    if path.exists() and path.resolve() not in saved:
+        raise ConfigError(f"/save {printable(rest)}: is there already. Give another name.")
+    try:
+        path.write_text(json.dumps({"messages": chat.messages()}, ensure_ascii=False) + "\n",
+                        encoding="utf-8")  # fmt: skip
+    except OSError as error:
+        raise ConfigError(
+            f"/save {printable(rest)}: cannot be written ({error.strerror or error})."
+        ) from error
+    saved.add(path.resolve())
+    _note(f"(written to {path}: {human.plural(len(chat.turns), 'turn')})")
+
+
+def _note(text: str) -> None:
+    """A line that is not the model's."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _piped_messages() -> Iterator[str]:
+    """One a line; empty lines are none."""
+    for line in sys.stdin:
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _typed_messages(presses: Presses) -> Iterator[str]:
+    """What is typed, until Ctrl-D. Ctrl-C drops what stands in the line."""
+    with _line_editing():
+        while True:
+            try:
+                presses.typing = True
+                try:
+                    message = _typed_message()
+                finally:
+                    presses.typing = False
+            except KeyboardInterrupt:
+                _note("\n(Ctrl-D or /exit ends the chat)")
+                continue
+            except EOFError:
+                _note("")
+                return
+            if message.strip():
+                yield message
+
+
+def _typed_message() -> str:
+    line = _line("> ")
+    if line.strip().startswith('"""'):
+        first = line.strip()[3:]
+        if first.endswith('"""'):
+            return first[:-3]
+        lines = [first] if first else []
+        while not (line := _line("... ")).rstrip().endswith('"""'):
+            lines.append(line)
+        last = line.rstrip()[:-3]
+        return "\n".join([*lines, last] if last else lines)
+    lines = []
+    while line.endswith("\\"):
+        lines.append(line[:-1])
+        line = _line("... ")
+    return "\n".join([*lines, line])
+
+
+def _line(prompt: str) -> str:
+    """One line. With the editing and the history of readline where both ends are a terminal."""
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", flush=True, file=sys.stderr)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def history_file() -> Path:
+    """Of what was typed into chats: ``$XDG_STATE_HOME/llmx/chat_history``."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "llmx" / "chat_history"
+
+
+@contextlib.contextmanager
+def _line_editing() -> Iterator[None]:
+    """Inside, ``input`` edits lines and knows those of earlier chats, where readline is there."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path = history_file()
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(1000)
+    # Text that is pasted is one message, whatever line breaks it has.
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+            readline.write_history_file(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The command of vLLM that serves a trained model: ``python -m llmx serve RUN|MODEL``.
+
+Prints it, and where vLLM is installed becomes it: an HTTP server with OpenAI's interface on port
+8000. An adapter is served on its base. The precision is that of the model's files, the chat
+template that of training, the GPUs as few of this machine as hold the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmx.cli.flags import Parser, whole_number
+from llmx.cli.target import Target, check_generates, dtype_of, find_target
+from llmx.errors import ConfigError, exit_code
+from llmx.hardware.detect import Gpu, detect_gpus, visible_gpus
+from llmx.models.adapter_names import CONFIG_FILE
+from llmx.run.rundir import read_mapping
+
+PROGRAM = "vllm"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of ``--max-lora-rank`` (vllm/config/lora.py)."""
+WEIGHTS_SHARE = 0.6
+"""Of a GPU's memory, at most for weights; the rest is for the caches of requests."""
+HELP = """\
+What stands behind a bare -- goes to vLLM as it is.
+
+examples:
+  python -m llmx serve outputs/my-run
+  python -m llmx serve outputs/my-run --print
+  python -m llmx serve ~/models/Qwen3-0.6B --max-model-len 8192
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, print, become vLLM; returns the exit code where it is not installed."""
+    parser = Parser(
+        prog="python -m llmx serve",
+        usage="python -m llmx serve RUN|MODEL [--print] [-- OPTIONS OF VLLM]",
+        description=__doc__,
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target", type=Path, help="a run directory, or a directory of a model or an adapter"
+    )
+    parser.add_argument("--print", action="store_true", help="only print the command")
+    parser.add_argument(
+        "--name", help="what clients call the model (default: the name of the directory)"
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="N",
+        type=whole_number(1, 1024),
+        help="GPUs that share the model (default: as few of this machine as hold the weights)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=whole_number(1),
+        help="tokens of a prompt and its answer at most (default: all positions of the model);\n"
+        "fewer take less memory",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN/model)",
+    )
+
+    def work() -> int:
+        words, more = list(sys.argv[1:] if argv is None else argv), []
+        if "--" in words:
+            at = words.index("--")
+            words, more = words[:at], words[at + 1 :]
+        options = parser.parse_args(words)
+        target = find_target(options.target, command="serve", model=options.model)
+        check_generates(target)
+        gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        command = vllm_command(
+            target, gpus, name=options.name, shared_by=options.gpus, length=options.max_model_len
+        )
+        command += more
+        print(printed(command), flush=True)
+        program = shutil.which(PROGRAM)
+        if options.print:
+            return 0
+        if program is None:
+            print(
+                "llmx: vLLM is not installed here. Install it in an environment of its own (pip "
+                "install vllm), and run the command above there.",
+                file=sys.stderr,
+            )
+            return 0
+        os.execv(program, command)
+        raise AssertionError("unreachable")
+
+    return exit_code(work)
+
+
+def vllm_command(
+    target: Target,
+    gpus: Sequence[Gpu],
+    *,
+    name: str | None = None,
+    shared_by: int | None = None,
+    length: int | None = None,
+) -> list[str]:
+    """The words of ``vllm serve``.
+
+    Args:
+        gpus: of this machine.
+        name: of the model for clients; None is that of its directory.
+        shared_by: GPUs that share the model; None is as few as hold it.
+        length: ``--max-model-len``; None is all positions of the model.
+
+    Raises:
+        ConfigError: vLLM cannot serve this adapter, or not on so many GPUs.
+    """
+    directory = Path(os.path.abspath(target.directory))
+    name = name or target.name
+    served, config = directory, read_mapping(directory / "config.json")
+    if target.base is not None:
+        check_adapter(directory)
+        path = Path(target.base.path or "").expanduser()
+        served = Path(os.path.abspath(path)) if path.is_dir() else Path(target.base.path or "")
+        config = read_mapping(served / "config.json") | target.base.config
+    if isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    words = [PROGRAM, "serve", str(served)]
+    if target.base is None:
+        words += ["--served-model-name", name]
+    elif target.base.revision and not served.is_dir():
+        words += ["--revision", target.base.revision]
+    if dtype := dtype_of(directory):  # vLLM's auto would serve fp32 files in fp16
+        words += ["--dtype", dtype]
+    positions = config.get("max_position_embeddings")
+    if length or positions:
+        words += ["--max-model-len", str(length or positions)]
+    heads = config.get("num_attention_heads")
+    num = shared_by or _fewest(gpus, _weight_bytes(served), heads=heads)
+    if isinstance(heads, int) and heads % num:
+        even = [str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0]
+        raise ConfigError(
+            f"--gpus {num}: the model's {heads} attention heads cannot be shared out evenly. Set "
+            f"--gpus to one of {', '.join(even)}."
+        )
+    if num > 1:
+        words += ["--tensor-parallel-size", str(num)]
+    if target.base is not None:
+        rank = int(read_mapping(directory / CONFIG_FILE).get("r") or 0)
+        words += [
+            "--enable-lora",
+            "--lora-modules",
+            f"{name}={directory}",
+            "--max-lora-rank",
+            str(next(each for each in LORA_RANKS if each >= rank)),
+        ]
+        template = directory / "chat_template.jinja"
+        if template.is_file():  # the base may have another one
+            words += ["--chat-template", str(template)]
+    if target.trusts_remote_code:
+        words.append("--trust-remote-code")
+    return words
+
+
+def check_adapter(directory: Path) -> None:
+    """ConfigError for what vLLM refuses (vllm/lora/peft_helper.py): it would say so after minutes
+    of loading."""
+    values = read_mapping(directory / CONFIG_FILE)
+    rank = values.get("r")
+    problems = []
+    if values.get("use_dora"):
+        problems.append("it is one of DoRA")
+    if values.get("modules_to_save"):
+        problems.append(f"it has whole modules ({', '.join(values['modules_to_save'])})")
+    if isinstance(rank, int) and rank > LORA_RANKS[-1]:
+        problems.append(f"its rank is {rank}, over {LORA_RANKS[-1]}")
+    if problems:
+        raise ConfigError(
+            f"{directory} is an adapter that vLLM cannot serve: {' and '.join(problems)}. Merge it "
+            "into its base (python -m llmx export RUN --to merged), and serve that with --model."
+        )
+
+
+def _weight_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def _fewest(gpus: Sequence[Gpu], weight_bytes: int, *, heads: Any) -> int:
+    """The fewest GPUs that hold the weights, of those that share the heads evenly; all that can
+    where none do."""
+    if not gpus:
+        return 1
+    least = min(gpu.memory_gib for gpu in gpus) * 2**30 * WEIGHTS_SHARE
+    counts = [
+        n
+        for n in range(1, len(gpus) + 1)
+        if not isinstance(heads, int) or heads % n == 0
+    ]  # fmt: skip
+    return next((n for n in counts if weight_bytes <= n * least), counts[-1])
+
+
+def printed(command: Sequence[str]) -> str:
+    """For a shell; an option a line."""
+    lines = [" ".join(map(shlex.quote, command[:3]))]
+    for word in command[3:]:
+        if word.startswith("--"):
+            lines.append(f"    {shlex.quote(word)}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

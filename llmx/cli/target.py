@@ -1,0 +1,271 @@
+"""``RUN|MODEL`` of the commands that use a trained model: which directory it is, and what loads it.
+
+    target = find_target(Path("outputs/mine"), command="chat")
+    model, tokenizer = load_causal(target), load_tokenizer(target)
+
+A run directory stands for its ``model/``; a directory of a model, or of an adapter of ``peft``, for
+itself. Torch is imported only to load. Used by ``generate``, ``chat``, ``eval`` and ``serve``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmx.config import Experiment, ModelConfig
+from llmx.errors import ConfigError, did_you_mean
+from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, holds_adapter
+from llmx.run import snapshot
+from llmx.run.exported import generates_no_text
+from llmx.run.rundir import RunDir, no_run, read_mapping
+from llmx.text import printable
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of safetensors, and those of torch."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A trained model."""
+
+    directory: Path
+    """Of the model, or of the adapter."""
+    run: RunDir | None
+    """The run that trained it, where a run directory was named."""
+    exp: Experiment | None
+    """As that run was trained."""
+    base: ModelConfig | None
+    """What ``directory`` is an adapter of; None of a whole model."""
+
+    @property
+    def name(self) -> str:
+        """A short name: that of the run's directory, or of the model's."""
+        return Path(os.path.abspath(self.run.root if self.run else self.directory)).name
+
+    @property
+    def trusts_remote_code(self) -> bool:
+        """``model.trust_remote_code`` of the run."""
+        return self.exp is not None and self.exp.model.trust_remote_code
+
+
+def find_target(named: Path, *, command: str, model: Path | None = None) -> Target:
+    """What ``RUN|MODEL`` means.
+
+    Args:
+        named: as it was typed.
+        command: for messages.
+        model: ``--model``, another model of the run.
+
+    Raises:
+        ConfigError: it is none, or the run has no model yet.
+    """
+    typed, root = str(named), named.expanduser()
+    if "=" in typed and not root.exists():
+        raise ConfigError(
+            f"{printable(typed)}: the first word is a run directory or a model: "
+            f"python -m llmx {command} RUN."
+        )
+    if (root / "state.json").is_file() and re.fullmatch(r"step-\d+", root.name):
+        raise ConfigError(_checkpoint(root, command))
+    if (root / "config.yaml").is_file():
+        run = RunDir(root)
+        exp = snapshot.load(run)
+        directory = (model or run.final_model).expanduser()
+        if not _holds_model(directory):
+            raise ConfigError(_no_model(run, directory, command=command, asked=model is not None))
+        base = _base(directory, exp)
+        return Target(directory, run, exp, base)
+    if _holds_model(root):
+        if model:
+            raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
+        return Target(root, None, None, _base(root, None))
+    if not root.is_dir():
+        hub = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", typed):
+            hub = f" A model of the Hub is downloaded first: hf download {typed} --local-dir DIR."
+        raise ConfigError(no_run(root) + hub)
+    raise ConfigError(
+        f"{printable(str(root))}: is neither a run directory (no config.yaml) nor a model (no "
+        f"config.json).{_runs_inside(root)}"
+    )
+
+
+def _holds_model(directory: Path) -> bool:
+    return (directory / "config.json").is_file() or holds_adapter(directory)
+
+
+def _runs_inside(root: Path) -> str:
+    said = no_run(root)
+    return " " + said.partition("no config.yaml. ")[2] if "Runs in it" in said else ""
+
+
+def _base(directory: Path, exp: Experiment | None) -> ModelConfig | None:
+    """The model under an adapter: that of its run, else what the adapter names."""
+    if not holds_adapter(directory):
+        return None
+    found = exp.model if exp is not None else _named_base(directory)
+    path = Path(found.path or "").expanduser()
+    if path.is_absolute() and not path.is_dir():
+        raise ConfigError(_no_base(directory, found, "there is no such directory"))
+    return found
+
+
+def _named_base(directory: Path) -> ModelConfig:
+    values = read_mapping(directory / CONFIG_FILE)
+    path = values.get("base_model_name_or_path")
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"{directory / CONFIG_FILE} does not name the model that it is an adapter of. Set "
+            "base_model_name_or_path in it."
+        )
+    revision = values.get("revision")
+    return ModelConfig(path=path, revision=revision if isinstance(revision, str) else None)
+
+
+def _no_base(directory: Path, base: ModelConfig, why: str) -> str:
+    return (
+        f"{directory} is an adapter of {base.path}, which cannot be loaded here ({why}). Bring "
+        "that model to its place; or copy the adapter elsewhere, set base_model_name_or_path in its "
+        f"{CONFIG_FILE} and give that directory; or write a whole model where the run trained: "
+        "python -m llmx export RUN --to merged."
+    )
+
+
+def _checkpoint(root: Path, command: str) -> str:
+    run = shlex.quote(os.path.relpath(Path(os.path.abspath(root)).parent.parent))
+    step = int(root.name.removeprefix("step-"))
+    return (
+        f"{root} is a checkpoint, to resume from. Write it as a model with `python -m llmx export "
+        f"{run} --step {step}`, then: python -m llmx {command} {run} --model DIR, with the "
+        "directory that it wrote."
+    )
+
+
+def _no_model(run: RunDir, directory: Path, *, command: str, asked: bool) -> str:
+    here = shlex.quote(str(run.root))
+    if asked:
+        near = did_you_mean(
+            directory.name, [path.name for path in (run.root / "export").glob("step-*")]
+        )
+        return (
+            f"--model {directory}: there is no config.json in it.{near} Give the directory that "
+            f"`python -m llmx export {here}` wrote."
+        )
+    if not any(run.checkpoints.glob("step-*")):
+        return (
+            f"{run.root} has no model/ yet, and no checkpoint: the model is written when a run "
+            f"ends well. `python -m llmx status {here}` says what it is doing."
+        )
+    return (
+        f"{run.root} has no model/: the final model is written when a run ends well, unless "
+        f"task.save_model=false. To try a checkpoint: `python -m llmx export {here}`, then "
+        f"{command} with --model and the directory that it wrote."
+    )
+
+
+def check_generates(target: Target) -> None:
+    """ConfigError for a model that writes no text: a classifier, say. Transformers would give it a
+    new output head, and random completions."""
+    directory = target.directory
+    if target.base is not None:
+        kind = read_mapping(directory / CONFIG_FILE).get("task_type") or "CAUSAL_LM"
+        if kind != "CAUSAL_LM":
+            raise ConfigError(
+                f"{directory} is an adapter for {kind}, which generates no text. Load it with peft."
+            )
+        return
+    if named := generates_no_text(directory):
+        raise ConfigError(
+            f"{directory} is a {named}, which generates no text. Load it with transformers, e.g. "
+            f"`{named}.from_pretrained({str(directory)!r})`."
+        )
+
+
+def dtype_of(directory: Path) -> str | None:
+    """The name of the dtype that the weights of a model or an adapter have in its files; None where
+    they have none, or several."""
+    files = sorted(directory.glob("*.safetensors"))
+    if (directory / WEIGHTS_FILE).is_file():
+        files = [directory / WEIGHTS_FILE]
+    for path in files:
+        try:
+            with path.open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            found = {each["dtype"] for name, each in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if len(found & DTYPES.keys()) == 1:
+            return DTYPES[(found & DTYPES.keys()).pop()]
+    return None
+
+
+def load_tokenizer(target: Target) -> Any:
+    """The tokenizer beside the model; of an adapter without one, that of its base."""
+    from transformers import AutoTokenizer
+
+    source, revision = str(target.directory), None
+    if target.base is not None and not any(target.directory.glob("tokenizer*")):
+        source, revision = str(Path(target.base.path or "").expanduser()), target.base.revision
+    try:
+        return AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=target.trusts_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source} has no tokenizer that can be loaded ({_first_line(error)}). A model and its "
+            "tokenizer lie in one directory: copy tokenizer.json and tokenizer_config.json there."
+        ) from error
+
+
+def load_causal(target: Target) -> Any:
+    """The network, in the dtype of its files, on the GPU where there is one.
+
+    Raises:
+        ConfigError: it writes no text, its base is not here, it is too large for the GPU.
+    """
+    check_generates(target)
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from llmx.models.adapter import load_adapted
+
+    logging.disable_progress_bar()  # its bar would stand between the completions
+    try:
+        network: torch.nn.Module = (
+            AutoModelForCausalLM.from_pretrained(
+                target.directory, dtype="auto", trust_remote_code=target.trusts_remote_code
+            )
+            if target.base is None
+            else load_adapted(target.directory, target.base)
+        )
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(_not_loaded(target, error)) from error
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return network.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{target.directory} does not fit into the memory of this GPU. Set "
+            "CUDA_VISIBLE_DEVICES= (empty) to use the CPU, or serve it on several GPUs: "
+            "python -m llmx serve."
+        ) from error
+
+
+def _not_loaded(target: Target, error: Exception) -> str:
+    said = _first_line(error)
+    if target.base is not None:
+        return _no_base(target.directory, target.base, said)
+    return f"{target.directory} cannot be loaded as a causal language model: {said}."
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")[:300]
