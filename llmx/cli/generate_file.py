@@ -197,7 +197,7 @@ def _digest(path: Path) -> str:
 
 def _model_digest(target: Target) -> str:
     """Of the model's files, and of the base of an adapter."""
-    places = [(os.path.abspath(target.directory), None)]
+    places: list[tuple[str, str | None]] = [(os.path.abspath(target.directory), None)]
     if target.base is not None:
         base = Path(target.base.path or "").expanduser()
         local = base.is_dir()

@@ -130,8 +130,8 @@ def _named_base(directory: Path) -> ModelConfig:
 def _no_base(directory: Path, base: ModelConfig, why: str) -> str:
     return (
         f"{directory} is an adapter of {base.path}, which cannot be loaded here ({why}). Bring "
-        "that model to its place; or copy the adapter elsewhere, set base_model_name_or_path in its "
-        f"{CONFIG_FILE} and give that directory; or write a whole model where the run trained: "
+        "that model to its place; or copy the adapter elsewhere, set base_model_name_or_path in "
+        f"its {CONFIG_FILE} and give that directory; or write a whole model where the run trained: "
         "python -m llmx export RUN --to merged."
     )
 

@@ -314,7 +314,7 @@ def _hostfile(rng: random.Random) -> Made:
 
 def _other_command(rng: random.Random) -> Made:
     command = rng.choice(["data", "tokenizer", "status", "watch", "resume", "reproduce", "help", "completion", "sweep", "nonsense",
-                          "report", "export", "generate", "compare", "pln", ""])  # fmt: skip
+                          "report", "export", "generate", "chat", "eval", "serve", "compare", "pln", ""])  # fmt: skip
     plain = [v for v in NASTY if ":" not in v and "@" not in v and v.isprintable() and len(v) < 400]
     words = [rng.choice([rng.choice(plain), rng.choice(WORDS), override(rng), "--help", "base", "step=5", "preview=x"])
              for _ in range(rng.randrange(0, 3))]  # fmt: skip

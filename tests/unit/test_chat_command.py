@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     exp = experiment(
         tmp_path_factory.mktemp("run") / "talker", ranks=1, data={"system": "Be brief."}
     )
-    run_dir, tokenizer = write_run(exp), load_tokenizer(exp)
+    run_dir, tokenizer = write_run(exp), load_tokenizer(exp.model, exp.data, exp.task)
     model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
     model.save_pretrained(run_dir.final_model)
     tokenizer.save_pretrained(run_dir.final_model)
@@ -54,7 +54,8 @@ def a_chat(model: Any, tokenizer: Any, *, template: str | None = "auto", **sampl
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_tokenizer(experiment(tmp_path_factory.mktemp("tokenizer")))
+    exp = experiment(tmp_path_factory.mktemp("tokenizer"))
+    return load_tokenizer(exp.model, exp.data, exp.task)
 
 
 def counted(model: Any) -> list[int]:

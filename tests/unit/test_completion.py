@@ -106,7 +106,10 @@ def test_runs_and_their_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (run / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
-    for command in ("resume", "status", "watch", "export", "report", "reproduce", "generate"):
+    for command in (
+        "resume", "status", "watch", "export", "report", "reproduce", "generate", "chat", "eval",
+        "serve",
+    ):  # fmt: skip
         assert offered(f"llmx {command} out")[0] == "outputs/first", command
     assert offered("llmx compare outputs/first out") == ["outputs/first"]
     assert offered("llmx resume outputs/first step=") == ["step=80", "step=40"]

@@ -108,6 +108,7 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
     typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
     command = typed[0] if typed and typed[0] in COMMANDS else "train"
     rest = typed[1:] if typed and typed[0] in COMMANDS else typed
+    rest = rest[: rest.index("--")] if "--" in rest else rest  # behind it: another program's words
     flags = {word.name for word in COMMANDS[command].words}
     if command in ("train", "plan", "sweep"):
         look = any(word in ("--help", "--version", "--cfg", "--info") for word in rest)

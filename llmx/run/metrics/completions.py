@@ -12,6 +12,7 @@ import importlib
 import math
 import re
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -95,14 +96,21 @@ def load_metric(path: str) -> Scores:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        function: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be imported: {error}.") from error
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):  # a method of a class, too
+            function = getattr(function, part)
+    except Exception as error:  # whatever that file does when it is imported
+        raise ConfigError(f"{path} cannot be imported: {_said(error)}") from error
     if not callable(function):
         raise ConfigError(f"{path} is a {type(function).__name__}, not a function.")
 
     def scores(completions: Sequence[str], references: Sequence[str]) -> Mapping[str, float]:
-        found = function(list(completions), list(references))
+        try:
+            found = function(list(completions), list(references))
+        except Exception as error:  # whatever it does: its own file and line say more than ours
+            raise ConfigError(
+                f"{path} failed on {len(completions)} completions: {_said(error)}"
+            ) from error
         values = found if isinstance(found, Mapping) else {name: found}
         for key, value in values.items():
             if not is_number(value):
@@ -112,6 +120,15 @@ def load_metric(path: str) -> Scores:
         return {str(key): float(value) for key, value in values.items()}
 
     return scores
+
+
+def _said(error: Exception) -> str:
+    """What went wrong in somebody's code, and in which line of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    if isinstance(error, SyntaxError):  # says its own place
+        place = ""
+    return f"{type(error).__name__}: {error}{place}."
 
 
 def score(
