@@ -141,8 +141,9 @@ def layout_of(
     if template is None:
         if exp is not None and not learns_chats(exp.task.kind):
             raise ConfigError(
-                f"{target.directory} was trained on plain text (task={exp.task.kind}), not to chat. "
-                "Add --plain to continue text, or --template auto if what it was made of could chat."
+                f"{target.directory} was trained on plain text (task={exp.task.kind}), not to chat."
+                " Add --plain to continue text, or --template auto if what it was made of could "
+                "chat."
             )
         if exp is None and not has_template(tokenizer):
             raise ConfigError(
@@ -319,9 +320,18 @@ class Presses:
             signal.signal(signal.SIGINT, before)
 
     @contextlib.contextmanager
+    def during_line(self) -> Iterator[None]:
+        """Inside, a press raises KeyboardInterrupt; those behind it are for the answer."""
+        self.count, self.typing = 0, True
+        try:
+            yield
+        finally:
+            self.typing = False
+
+    @contextlib.contextmanager
     def during_answer(self) -> Iterator[None]:
-        """Inside, a press is counted, and the second one raises ``Interrupted``."""
-        self.count, self.answering = 0, True
+        """Inside, the second press raises ``Interrupted``."""
+        self.answering = True
         try:
             yield
         finally:
@@ -493,11 +503,8 @@ def _typed_messages(presses: Presses) -> Iterator[str]:
     with _line_editing():
         while True:
             try:
-                presses.typing = True
-                try:
+                with presses.during_line():
                     message = _typed_message()
-                finally:
-                    presses.typing = False
             except KeyboardInterrupt:
                 _note("\n(Ctrl-D or /exit ends the chat)")
                 continue

@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     exp = experiment(
         tmp_path_factory.mktemp("run") / "talker", ranks=1, data={"system": "Be brief."}
     )
-    run_dir, tokenizer = write_run(exp), load_tokenizer(exp.model, exp.data, exp.task)
+    run_dir, tokenizer = write_run(exp), load_tokenizer(exp)
     model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
     model.save_pretrained(run_dir.final_model)
     tokenizer.save_pretrained(run_dir.final_model)
@@ -55,7 +55,7 @@ def a_chat(model: Any, tokenizer: Any, *, template: str | None = "auto", **sampl
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     exp = experiment(tmp_path_factory.mktemp("tokenizer"))
-    return load_tokenizer(exp.model, exp.data, exp.task)
+    return load_tokenizer(exp)
 
 
 def counted(model: Any) -> list[int]:
@@ -348,8 +348,25 @@ class Terminal:
         found, _, self.seen = self.seen.partition(text)
         return found
 
+    def some(self) -> str:
+        """The next that is printed, blanks left out."""
+        while not self.seen.strip():
+            assert select.select([self.controller], [], [], 120.0)[0]
+            self.seen += os.read(self.controller, 65536).decode(errors="replace")
+        found, self.seen = self.seen, ""
+        return found
+
     def type(self, text: str) -> None:
         os.write(self.controller, text.encode())
+
+    def press_until(self, keys: str, text: str) -> str:
+        """Press keys, again where nothing comes of it: Python looks at a Ctrl-C that arrives
+        between the prompt and the wait for a key at the next key only."""
+        for _ in range(60):
+            self.type(keys)
+            if select.select([self.controller], [], [], 2.0)[0]:
+                break
+        return self.until(text)
 
     def end(self) -> int:
         code = self.process.wait(timeout=60)
@@ -372,19 +389,22 @@ def test_a_terminal_streams_stops_and_remembers(run: RunDir, tmp_path: Path) -> 
     try:
         terminal.until("/help lists commands, Ctrl-D ends.")
         terminal.until("> ")
-        terminal.type("\x03")  # Ctrl-C at an empty line ends nothing
-        terminal.until("(Ctrl-D or /exit ends the chat)")
+        # Ctrl-C at an empty line ends nothing.
+        terminal.press_until("\x03", "(Ctrl-D or /exit ends the chat)")
         terminal.until("> ")
         terminal.type("first\\\nsecond\n")
         terminal.until("... ")
         terminal.until("\n")
-        time.sleep(0.3)
+        begun = terminal.some()
         terminal.type("\x03")
-        said = terminal.until("(ended)")
+        said = begun + terminal.until("(ended)")
         assert said.strip(), "the answer has begun to appear"
         terminal.until("> ")
         terminal.type('"""\nthird\nfourth\n"""\n')
-        time.sleep(0.3)
+        for _ in range(3):
+            terminal.until("... ")
+        terminal.until("\n")
+        terminal.some()
         terminal.type("\x03")
         terminal.until("(ended)")
         terminal.until("> ")

@@ -34,7 +34,7 @@ QUESTIONS = [
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     exp = experiment(tmp_path_factory.mktemp("run") / "writer", ranks=1)
     run_dir = write_run(exp)
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = load_tokenizer(exp)
     model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
     model.save_pretrained(run_dir.final_model)
     tokenizer.save_pretrained(run_dir.final_model)
