@@ -21,11 +21,11 @@ from llmx.cli import chat as chat_command
 from llmx.cli.chat import OWN_KEYS, Chat, Interrupted, TooLong
 from llmx.cli.commands import COMMANDS
 from llmx.cli.prompts import PromptLayout
-from llmx.data import load_tokenizer
 from llmx.data.format.templates import TEMPLATES
 from llmx.models.generate import decoder_of
 from llmx.models.sampling import Sampling
 from llmx.run.rundir import RunDir, read_json
+from llmx.tasks import tokenizer_of
 from tests.rundirs import experiment, write_run
 from tests.small_models import CONVERTED, KINDS, converted_model, small_model
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     exp = experiment(
         tmp_path_factory.mktemp("run") / "talker", ranks=1, data={"system": "Be brief."}
     )
-    run_dir, tokenizer = write_run(exp), load_tokenizer(exp)
+    run_dir, tokenizer = write_run(exp), tokenizer_of(exp)
     model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
     model.save_pretrained(run_dir.final_model)
     tokenizer.save_pretrained(run_dir.final_model)
@@ -55,7 +55,7 @@ def a_chat(model: Any, tokenizer: Any, *, template: str | None = "auto", **sampl
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     exp = experiment(tmp_path_factory.mktemp("tokenizer"))
-    return load_tokenizer(exp)
+    return tokenizer_of(exp)
 
 
 def counted(model: Any) -> list[int]:

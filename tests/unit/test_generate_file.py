@@ -11,11 +11,11 @@ import pytest
 
 from llmx.cli import generate
 from llmx.cli.generate_file import Job, batches_of, read_prompts
-from llmx.data import load_tokenizer
 from llmx.errors import DataError
 from llmx.models import generate as service
 from llmx.models.generate import decoder_of, takes_left_padding
 from llmx.run.rundir import RunDir
+from llmx.tasks import tokenizer_of
 from tests.rundirs import experiment, write_run
 from tests.small_models import KINDS, converted_model, small_model
 
@@ -34,7 +34,7 @@ QUESTIONS = [
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     exp = experiment(tmp_path_factory.mktemp("run") / "writer", ranks=1)
     run_dir = write_run(exp)
-    tokenizer = load_tokenizer(exp)
+    tokenizer = tokenizer_of(exp)
     model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
     model.save_pretrained(run_dir.final_model)
     tokenizer.save_pretrained(run_dir.final_model)
