@@ -242,3 +242,22 @@ def test_lm_eval_is_told_the_model_and_runs_in_its_own_process(
         f"hellaswag,arc_easy --batch_size 4 --device cpu --output_path {run.root / 'lm-eval'} "
         "--limit 10\n"
     ) in said(*typed, code=3).splitlines()[-1] + "\n"
+
+
+def test_an_adapter_is_measured_on_its_base(
+    run: RunDir, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose second matrices are zero computes what its base does."""
+    import peft
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(chats(4))
+    base = AutoModelForCausalLM.from_pretrained(run.final_model)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    words = ["data=messages", "data.path=chats.jsonl", "data.seq_len=64"]
+    found = []
+    for model in (run.final_model, tmp_path / "adapter"):
+        measured(capsys, model, *words)
+        found.append(read_json(tmp_path / "eval-chats.json")["metrics"]["loss"])
+    assert found[0] == pytest.approx(found[1])
