@@ -33,6 +33,8 @@ from llmx.run.provenance.content import fingerprint
 
 FORMAT = 1
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+BEGINNING = b'{"format": '
+"""Of ``OUT.partial``."""
 MARK = b'{"batch":'
 LINE_EVERY_S = 60.0
 """Between two lines of progress where there is no terminal."""
@@ -245,7 +247,8 @@ class _Partial:
                     ) from error
             stream.seek(0)
             first = stream.readline()
-            if not first.endswith(b"\n"):  # new, or torn before anything was done
+            torn = first.startswith(BEGINNING) or BEGINNING.startswith(first)
+            if torn and not first.endswith(b"\n"):  # or new: nothing was done yet
                 found = cls(path, stream, header)
                 found._cut(0)
                 found._append(json.dumps(header).encode() + b"\n")

@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +140,12 @@ def vllm_command(
         words += ["--revision", target.base.revision]
     if dtype := dtype_of(directory):  # vLLM's auto would serve fp32 files in fp16
         words += ["--dtype", dtype]
-    positions = config.get("max_position_embeddings")
+    positions = _first(config, "max_position_embeddings", "n_positions", "max_seq_len")
     if length or positions:
         words += ["--max-model-len", str(length or positions)]
-    heads = config.get("num_attention_heads")
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads")
     num = shared_by or _fewest(gpus, _weight_bytes(served), heads=heads)
-    if isinstance(heads, int) and heads % num:
+    if heads is not None and heads % num:
         even = [str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0]
         raise ConfigError(
             f"--gpus {num}: the model's {heads} attention heads cannot be shared out evenly. Set "
@@ -168,6 +168,11 @@ def vllm_command(
     if target.trusts_remote_code:
         words.append("--trust-remote-code")
     return words
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    """What a config calls by one of these names (GPT-2 and its time had others)."""
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
 def check_adapter(directory: Path) -> None:
@@ -193,7 +198,7 @@ def _weight_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
-def _fewest(gpus: Sequence[Gpu], weight_bytes: int, *, heads: Any) -> int:
+def _fewest(gpus: Sequence[Gpu], weight_bytes: int, *, heads: int | None) -> int:
     """The fewest GPUs that hold the weights, of those that share the heads evenly; all that can
     where none do."""
     if not gpus:
@@ -202,7 +207,7 @@ def _fewest(gpus: Sequence[Gpu], weight_bytes: int, *, heads: Any) -> int:
     counts = [
         n
         for n in range(1, len(gpus) + 1)
-        if not isinstance(heads, int) or heads % n == 0
+        if heads is None or heads % n == 0
     ]  # fmt: skip
     return next((n for n in counts if weight_bytes <= n * least), counts[-1])
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llmx.cli import generate
-from llmx.cli.generate import Stream, learns_chats, split_words, wanted
+from llmx.cli.generate import Stream, split_words, wanted
+from llmx.cli.prompts import learns_chats
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir
 from tests.reference import word_tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmx.cli import generate
-from llmx.cli.generate_file import Job, batches_of, read_prompts
+from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
 from llmx.errors import DataError
 from llmx.models import generate as service
 from llmx.models.generate import decoder_of, takes_left_padding
@@ -158,10 +159,13 @@ def test_another_command_is_refused_with_what_differs(
     # The seed that was drawn stays; other batches may be asked for, as where memory was too small.
     command(run, *drawn, "--batch-tokens", 30)
     assert len({row["seed"] for row in rows(tmp_path / "a.jsonl")}) == len(QUESTIONS)
-    (tmp_path / "b.jsonl.partial").write_text("my own file\n")
-    command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", code=2)
-    assert "is not what generate leaves behind" in capsys.readouterr().err
-    assert (tmp_path / "b.jsonl.partial").read_text() == "my own file\n"
+    for own in ("my own file\n", "my own file", '{"mine": 1}\n'):
+        (tmp_path / "b.jsonl.partial").write_text(own)
+        command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", code=2)
+        assert "is not what generate leaves behind" in capsys.readouterr().err
+        assert (tmp_path / "b.jsonl.partial").read_text() == own
+    (tmp_path / "b.jsonl.partial").write_text('{"format": 1, "prom')  # killed at the very start
+    command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", "max_new_tokens=2")
 
 
 def test_what_may_stand_in_a_file(run: RunDir, tmp_path: Path, capsys: Any) -> None:
@@ -239,3 +243,25 @@ def test_a_state_along_the_sequence_sees_padding() -> None:
     model = converted_model("qwen3_5_text", layer_types=layers).eval()
     tried = decoder_of(model, try_padding=True)
     assert not takes_left_padding(tried.config, tried.attention)
+
+
+def test_a_terminal_sees_speed_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("llmx.cli.generate_file.time.monotonic", lambda: now[0])
+    screen = Screen()
+    progress = _Progress(100, done_before=20, stream=screen)
+    now[0] = 10.0
+    progress.add(25, 5000)
+    assert "45 of 120 completions, 500 tokens/s, 0:30 left" in screen.getvalue()
+    progress.end()
+    log = io.StringIO()
+    progress = _Progress(100, done_before=0, stream=log)
+    for _ in range(7):
+        now[0] += 10.0
+        progress.add(1, 10)
+    assert log.getvalue().count("\n") == 1, "a line a minute"
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True

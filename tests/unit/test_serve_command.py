@@ -72,6 +72,15 @@ def test_as_few_gpus_as_hold_the_weights_and_share_the_heads(tmp_path: Path) -> 
         assert found[found.index("--tensor-parallel-size") + 1] == str(wanted)
     found = words(model, shared_by=3, length=100)
     assert found[-4:] == ["--max-model-len", "100", "--tensor-parallel-size", "3"]
+    old = tmp_path / "gpt2"
+    old.mkdir()
+    (old / "config.json").write_text('{"n_positions": 1024, "n_head": 12}')
+    assert words(old, shared_by=4)[-4:] == [
+        "--max-model-len",
+        "1024",
+        "--tensor-parallel-size",
+        "4",
+    ]
     with pytest.raises(ConfigError, match="12 attention heads cannot be shared out evenly. Set"):
         words(model, shared_by=5)
 
