@@ -156,6 +156,30 @@ def with_demo(overrides: Sequence[str]) -> list[str]:
     return ["experiment=demo", *overrides]
 
 
+def with_searched(overrides: Sequence[str]) -> list[str]:
+    """``experiment=DIR/best``, where DIR is a config directory with ``experiment/best.yaml``, as
+    Hydra takes it: the option and a search path."""
+    found: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        path = Path(os.path.abspath(os.path.expanduser(value.strip("'\""))))  # noqa: PTH111
+        name = path.name.removesuffix(".yaml")
+        if (
+            key == "experiment"
+            and "/" in value
+            and (path.parent / "experiment" / f"{name}.yaml").is_file()
+        ):
+            if any(word.startswith("hydra.searchpath=") for word in overrides):
+                raise ConfigError(
+                    f"{override}: together with hydra.searchpath. Add file://{path.parent} to that "
+                    f"list, and write experiment={name}."
+                )
+            found += [f"experiment={name}", f"hydra.searchpath=['file://{path.parent}']"]
+        else:
+            found.append(override)
+    return found
+
+
 def sweep_overrides(path: Path) -> list[str]:
     """The overrides of a committed sweep file: ``grid`` (key: list) and ``overrides`` (list)."""
     from llmx.compose.user_files import read_yaml

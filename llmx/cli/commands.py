@@ -140,19 +140,28 @@ COMMANDS = {
         examples=("python -m llmx plan hardware=a100x2_v100x2 zero=stage3",),
     ),
     "sweep": Command(
-        "run a committed grid: sweep NAME [overrides] (see sweeps/)",
-        f"NAME|FILE.yaml {_OVERRIDES}",
+        "run a committed grid: sweep NAME [overrides] (see sweeps/); sweep resume DIR",
+        f"NAME|FILE.yaml|resume DIR {_OVERRIDES}",
         "Runs every combination of a grid, one trial after another, and ends with a table of them\n"
         "(also in sweep.csv and sweep.md). A file has a grid and, if you like, overrides:\n\n"
         "  grid:\n"
         "    zero: [stage1, stage2]\n"
         "    batch.micro_batch: [8, 16]\n"
         "  overrides: [experiment=demo, task.steps=20]\n\n"
-        "A trial that fails does not stop the others. Without a file:\n"
-        "  python -m llmx -m zero=stage1,stage2 batch.micro_batch=8,16",
+        "A trial that fails does not stop the others; one that cannot fit, or is the same as\n"
+        "another, is left out. Without a file:\n"
+        "  python -m llmx -m zero=stage1,stage2 batch.micro_batch=8,16\n\n"
+        "sweep resume DIR runs what is missing or has failed of the sweep in DIR; so does the\n"
+        "same command, typed again in the same directory. The best trial trains in full with\n"
+        "  python -m llmx experiment=DIR/best\n\n"
+        "Keys: python -m llmx help sweep; docs/sweeps.md.",
         arguments=("sweep",),
         overrides=True,
-        examples=("python -m llmx sweep lr task.steps=50",),
+        examples=(
+            "python -m llmx sweep lr task.steps=50",
+            "python -m llmx sweep zero_x_micro_batch sweep.trial_steps=20",
+            "python -m llmx sweep resume outputs/sweeps/2026-07-01_09-00-00 'sweep.retry=[oom]'",
+        ),
     ),
     "resume": Command(
         "resume a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",

@@ -19,6 +19,7 @@ from typing import Any
 
 from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
 from llmx.errors import ConfigError, LlmxError, did_you_mean
+from llmx.text import plural
 
 
 def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
@@ -27,26 +28,49 @@ def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str
     ``command``: hand the composed config to this command, with its ``own`` words, instead of
     starting a run.
     """
-    from llmx.cli.arguments import read_line, with_demo
+    from llmx.cli.arguments import read_line, with_demo, with_searched
     from llmx.compose.overrides import check_overrides
 
     line = read_line(words)
     if command and line.multirun:
         raise ConfigError(f"{command}: takes one config; a sweep (-m) is for training.")
     checked = check_overrides(
-        with_demo(line.overrides),
+        with_searched(with_demo(line.overrides)),
         multirun=line.multirun,
         config_dirs=[line.config_dir] if line.config_dir else [],
         commands=tuple(COMMANDS),
     )
     argv = list(checked.words)
+    directory = str(Path(line.config_dir).expanduser().absolute()) if line.config_dir else None
     if line.multirun:
         # A sweep's directories are named after what differs between its jobs.
         fixed = ",".join(checked.fixed)
         argv = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", *argv, "--multirun"]
-    if line.config_dir:
-        argv += ["--config-dir", str(Path(line.config_dir).expanduser())]
+        if not line.show:
+            argv = [*_continued(argv, directory), *argv]
+    if directory:
+        argv += ["--config-dir", directory]
     return _compose([*argv, *line.show], checked.words, command=command, own=own)
+
+
+def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
+    """Where the same sweep has ended early: the override that continues it; else nothing."""
+    from llmx.sweep import journal as journals
+
+    words = [word for word in argv if not word.startswith((*journals.OWN_WORDS, "--"))]
+    typed = {word.partition("=")[0]: word.partition("=")[2] for word in argv}
+    if "hydra.sweep.dir" in typed or typed.get("sweep.resume", "").lower() == "false":
+        return []
+    root = Path(os.environ.get("LLMX_OUTPUTS") or "outputs", "sweeps").absolute()
+    found = journals.unfinished(root, words, cwd=Path.cwd(), config_dir=config_dir)
+    if found is None:
+        return []
+    print(
+        f"Continuing the sweep of {found.directory}: {found.done()} of "
+        f"{plural(len(found.trials), 'trial')} done (sweep.resume=false starts a new one)",
+        flush=True,
+    )
+    return [f"hydra.sweep.dir='{found.directory}'"]
 
 
 def _compose(
@@ -59,13 +83,15 @@ def _compose(
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from llmx.compose.complete import compose
     from llmx.compose.defaults import register_defaults
     from llmx.compose.explain import explain_hydra
     from llmx.config import known_keys
     from llmx.config.build import shown
     from llmx.config.groups import conf_dir
-    from llmx.lifecycle.start import require_success, run_job
+    from llmx.lifecycle.start import require_success, run_composed
     from llmx.run.rundir import claim
+    from llmx.sweep.sweep import current
 
     register_defaults()
     ended: list[int | LlmxError] = []
@@ -89,7 +115,11 @@ def _compose(
             if command:
                 code = _run_command(command, values, own=own)
             else:
-                code = run_job(values, overrides=list(hydra_config.overrides.task))
+                composed, sweep = compose(values), current()
+                if sweep is not None and sweep.skips(composed):
+                    _remove_if_empty(made)
+                    return 0
+                code = run_composed(composed, overrides=list(hydra_config.overrides.task))
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS, HEAVY, LIGHT, TAKES_CTRL_C
 from llmx.cli.hydra_app import run_hydra, run_module
-from llmx.errors import ConfigError, did_you_mean, exit_code
+from llmx.errors import ConfigError, exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +52,9 @@ def _dispatch(words: list[str]) -> int:
     if command == "plan":
         return run_hydra([*rest, "dry_run=true"])
     if command == "sweep":
-        return _sweep(rest)
+        from llmx.cli.sweep import main as sweep_main
+
+        return sweep_main(rest)
     if command in LIGHT:
         main_of_command = importlib.import_module(LIGHT[command]).main
         code: int = main_of_command(rest)
@@ -75,20 +76,6 @@ def _help(words: list[str]) -> str:
     from llmx.cli.help import help_text
 
     return help_text()
-
-
-def _sweep(words: list[str]) -> int:
-    from llmx.cli.arguments import sweep_overrides
-    from llmx.config.groups import sweeps_dir
-
-    names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
-    if not words:
-        raise ConfigError(f"sweep needs a name or a YAML file. Committed: {', '.join(names)}.")
-    path = Path(words[0]) if words[0].endswith(".yaml") else sweeps_dir() / f"{words[0]}.yaml"
-    if not path.is_file():
-        hint = did_you_mean(words[0], names)
-        raise ConfigError(f"no sweep {words[0]!r}.{hint} Committed: {', '.join(names)}.")
-    return run_hydra(["--multirun", *sweep_overrides(path), *words[1:]])
 
 
 def _module(command: str, words: list[str]) -> int:

@@ -22,6 +22,7 @@ from llmx.compose.local_paths import (
     missing_here,
     model_place,
 )
+from llmx.compose.short_trial import shortened
 from llmx.compose.task_rules import model_sources, task_problems
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
@@ -109,7 +110,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         optim=optim,
         tracking=dataclasses.replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
-    return exp, problems
+    return shortened(exp), problems
 
 
 def check_paths(data: DataConfig, model: ModelConfig, task: TaskConfig, plan: Plan) -> None:

@@ -75,9 +75,11 @@ def _names(host: HostConfig, where: str, *, several: bool) -> Iterator[str]:
     problem = name_problem(host.name, keys="its ")
     if problem:
         yield f"{where}: name={shown(host.name)}: {printable(problem, keep='')}."
-    wrong = address_problem(host.address) if host.address is not None else None
+    # Without an address of its own a host is reached by its name.
+    key, address = ("name", host.name) if host.address is None else ("address", host.address)
+    wrong = None if problem and key == "name" else address_problem(address)
     if wrong:
-        yield f"{where}: address={shown(host.address)}: {printable(wrong, keep='')}."
+        yield f"{where}: {key}={shown(address)}: {printable(wrong, keep='')}."
     if several and (is_loopback(host.name) or is_loopback(host.address or "")):
         yield (
             f"{where}: other hosts cannot reach this one as {shown(host.address or host.name)}. "

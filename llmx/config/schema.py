@@ -332,6 +332,9 @@ class TaskConfig:
     """How often the data is gone through; fractions count. Used where ``steps`` is null."""
     log_every_steps: int = number(10, minimum=1, maximum=MAX_STEPS)
     """A line on the console, in ``metrics.jsonl`` and in trackers every so many steps."""
+    evaluate: bool = True
+    """Measure the held-out data, before and after training and every ``eval_every_steps``. False
+    holds the same rows out and measures nothing."""
     eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS)
     """0 evaluates only at the end (when there is evaluation data)."""
     eval_generate: int = number(0, minimum=0, maximum=10**6)
@@ -718,6 +721,45 @@ class TokenizerConfig:
     """Letters are made small and lose their accents, as in ``bert-base-uncased`` (wordpiece)."""
 
 
+FAILURES = (
+    "oom", "nan", "comm", "host_lost", "disk_full", "config", "data", "interrupted", "hang",
+    "crash",
+)  # fmt: skip
+"""The outcomes of a run that did not end well."""
+
+
+@dataclass
+class SweepConfig:
+    """How the trials of a sweep (``-m``, ``sweep``) are run and compared (docs/sweeps.md)."""
+
+    trial_steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=20)
+    """Short trials: each ends after so many steps, with the schedule of the whole run, and writes
+    neither checkpoints nor a model. Held-out data is measured only if ``objective`` asks for it."""
+    objective: str | None = text(
+        None,
+        Text(
+            100,
+            pattern=r"tokens_per_s|(eval|train)/[\w./@-]+",
+            rule="be tokens_per_s, train/loss, eval/loss, or a metric of the task, e.g. "
+            "eval/exact_match",
+        ),
+        example="tokens_per_s",
+    )
+    """What the best trial is best at. Null: ``tokens_per_s`` of short trials, else
+    ``checkpoint.metric``."""
+    prune: bool = True
+    """Leave out trials that cannot fit by the memory plan, that need more than one that ran out of
+    memory, and that are the same as another one."""
+    fail_fast: bool = False
+    """End the sweep at the first trial that fails."""
+    resume: bool = True
+    """The same command, typed again in the same directory, continues a sweep that is not finished;
+    false starts a new one."""
+    retry: list[str] = choices(*FAILURES, "refused")
+    """Which failed trials run again when a sweep is continued; empty: all of them. ``refused`` were
+    never started."""
+
+
 @dataclass
 class Experiment:
     """One run, whole. What ``config.yaml`` of a run directory holds."""
@@ -748,3 +790,4 @@ class Experiment:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -12,12 +12,10 @@ import signal as signals
 import sys
 from dataclasses import dataclass
 
+from llmx.config.schema import FAILURES
 from llmx.observe.known_failures import KNOWN_FAILURES, MEMORY_LADDER, Known
 
-OUTCOMES = (
-    "ok", "oom", "nan", "comm", "host_lost", "disk_full", "config", "data", "interrupted", "hang",
-    "crash",
-)  # fmt: skip
+OUTCOMES = ("ok", *FAILURES)
 NOTES = {
     "oom": MEMORY_LADDER,
     "nan": "a lower optim.lr, a longer warm-up, or precision=bf16 where the devices can",

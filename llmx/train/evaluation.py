@@ -172,6 +172,8 @@ def write_samples(
 
 def evaluation_due(task: TaskConfig, step: int, total: int) -> bool:
     """Before training, at every multiple of ``task.eval_every_steps``, and after training."""
+    if not task.evaluate:
+        return False
     every = task.eval_every_steps
     return step in (0, total) or bool(every and step % every == 0)
 

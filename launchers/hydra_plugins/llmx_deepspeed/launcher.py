@@ -1,4 +1,4 @@
-"""``hydra/launcher=deepspeed``: runs the cells of a multirun one after another.
+"""``hydra/launcher=deepspeed``: runs the trials of a multirun one after another.
 
 Thin and discoverable, as Hydra scans this package at every start; the work is in ``_core``.
 ``python -m llmx --info plugins`` lists it.
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from llmx.observe.report.sweep_table import Trial
+    from llmx.sweep.sweep import Sweep
 
 
 class DeepSpeedLauncher(Launcher):
-    """One cell at a time, each through the same code as a single run."""
+    """One trial at a time, each through the same code as a single run."""
 
     def __init__(self) -> None:
         self.config: DictConfig | None = None
         self.task_function: TaskFunction | None = None
         self.hydra_context: HydraContext | None = None
         self.trials: list[Trial] = []
+        self.sweep: Sweep | None = None
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig

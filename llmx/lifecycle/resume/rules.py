@@ -73,7 +73,9 @@ RULES = (
         "the same network, computed in another way",
     ),
     Rule(("model.fused_loss", "model.compile", "model.liger_kernel"), ROUNDING, "other kernels"),
-    Rule(("task.log_every_steps", "task.eval_every_steps"), SAME, "what is reported"),
+    Rule(
+        ("task.log_every_steps", "task.evaluate", "task.eval_every_steps"), SAME, "what is reported"
+    ),
     Rule(("task.eval_generate", "task.eval_max_new_tokens"), SAME, "what is reported"),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.early_stopping.*",), SAME, "when training ends"),
@@ -101,6 +103,7 @@ RULES = (
     Rule(("task.kind",), REFUSED, "another task is another run"),
     Rule(("task.options", "task.options.*"), REFUSED, "they decide the task's samples and loss"),
     Rule(("task.code_path",), SAME, "where the task's code lies; it is compared"),
+    Rule(("sweep.*",), SAME, "how a sweep runs its trials"),
     Rule(("tokenizer.*",), REFUSED, "for the command tokenizer alone"),
     Rule(("name",), SAME, "what it is called"),
     Rule(("run_dir",), SAME, "a run is resumed where its directory is"),

@@ -257,3 +257,18 @@ def _near(path: Path, directory: Path) -> str:
 
 def _markdown(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def best_of(trials: Sequence[Trial], objective: str, mode: str) -> Trial | None:
+    """The trial that is best at the objective; None where none that ended well has a value."""
+    kind, _, name = objective.rpartition("/")
+    found = []
+    for trial in trials:
+        value = {
+            "tokens_per_s": trial.tokens_per_s,
+            "train/loss": trial.loss,
+            "eval/loss": trial.eval_loss,
+        }.get(objective, trial.metrics.get(name) if kind == "eval" else None)
+        if trial.outcome == "ok" and value is not None and value == value:
+            found.append((-value if mode == "max" else value, trial.memory_gib or 0.0, trial))
+    return min(found, key=lambda each: (each[0], each[1], each[2].index))[2] if found else None

@@ -1,0 +1,61 @@
+"""``python -m llmx sweep NAME|FILE.yaml`` runs a grid, ``sweep resume DIR`` continues one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmx.cli.arguments import sweep_overrides
+from llmx.cli.hydra_app import run_hydra
+from llmx.config.build import shown
+from llmx.config.groups import sweeps_dir
+from llmx.errors import ConfigError, did_you_mean
+from llmx.sweep import journal as journals
+
+RESUME = "resume"
+
+
+def main(words: Sequence[str]) -> int:
+    """Run or continue a sweep; returns the exit code."""
+    names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
+    if not words:
+        raise ConfigError(
+            f"sweep needs a name or a YAML file, or resume DIR. Committed: {', '.join(names)}."
+        )
+    if words[0] == RESUME:
+        return resume(words[1:])
+    path = Path(words[0]) if words[0].endswith(".yaml") else sweeps_dir() / f"{words[0]}.yaml"
+    if not path.is_file():
+        hint = did_you_mean(words[0], [*names, RESUME])
+        raise ConfigError(f"no sweep {words[0]!r}.{hint} Committed: {', '.join(names)}.")
+    return run_hydra(["--multirun", *sweep_overrides(path), *words[1:]])
+
+
+def resume(words: Sequence[str]) -> int:
+    """Run what is missing or has failed of the sweep of a directory."""
+    if not words or "=" in words[0]:
+        raise ConfigError("sweep resume needs a sweep's directory: python -m llmx sweep resume DIR")
+    directory, more = Path(words[0]).absolute(), list(words[1:])
+    journal = journals.load(directory)
+    if journal is None:
+        raise ConfigError(
+            f"{directory}: is no sweep's directory: it has no {journals.FILE}. Sweeps lie in "
+            "outputs/sweeps."
+        )
+    other = [word for word in more if not word.startswith(journals.NOT_OF_A_SWEEP)]
+    if other:
+        raise ConfigError(
+            f"{shown(other[0])}: would make another sweep. A sweep is continued with sweep.*, "
+            "launch.* and tracking.* changed; start a new one for the rest."
+        )
+    if not Path(journal.cwd).is_dir():
+        raise ConfigError(
+            f"{journal.cwd}: the directory where the sweep was typed is gone, and its relative "
+            "paths with it. Make it again, or start a new sweep."
+        )
+    os.chdir(journal.cwd)
+    changed = {word.partition("=")[0] for word in more}
+    kept = [word for word in journal.words if word.partition("=")[0] not in changed]
+    config_dir = ["--config-dir", journal.config_dir] if journal.config_dir else []
+    return run_hydra(["--multirun", *config_dir, *kept, *more, f"hydra.sweep.dir='{directory}'"])

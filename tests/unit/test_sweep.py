@@ -1,0 +1,255 @@
+"""A sweep through the command line, nothing started: what is left out, continued, best."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmx.__main__ import main
+from llmx.errors import ConfigError
+from llmx.observe.report.sweep_table import Trial, best_of
+from llmx.sweep import journal as journals
+from llmx.sweep.best import experiment, write_best
+from llmx.sweep.journal import Entry, Journal
+from tests.composing import composed
+
+PLAN_ONLY = ["dry_run=true", "hardware=cpu2", "model.config.num_hidden_layers=1"]
+GRID = ["-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *PLAN_ONLY]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    return tmp_path
+
+
+def only_sweep(root: Path) -> Journal:
+    (directory,) = (root / "outputs" / "sweeps").iterdir()
+    found = journals.load(directory)
+    assert found is not None
+    return found
+
+
+def test_the_same_command_continues_a_sweep_and_runs_only_what_failed(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(GRID) == 2
+    journal = only_sweep(here)
+    assert [entry.outcome for entry in journal.trials] == ["planned", "refused"] * 2
+    assert journal.complete
+    assert not journal.finished
+    assert journal.words == ["experiment=demo", *(word for word in GRID if word != "-m")]
+    capsys.readouterr()
+
+    assert main(GRID) == 2
+    said = capsys.readouterr()
+    assert f"Continuing the sweep of {journal.directory}: 2 of 4 trials done" in said.out
+    assert "[0] planned in an earlier attempt at this sweep" in said.out
+    assert "[1] failed: optim.lr=-1" in said.err
+    assert only_sweep(here).directory == journal.directory
+
+    assert main(["sweep", "resume", str(journal.directory), "sweep.retry=[oom]"]) == 2
+    assert "[2] planned in an earlier attempt" in capsys.readouterr().out
+    assert len(list((here / "outputs" / "sweeps").iterdir())) == 1
+
+
+def test_another_directory_or_another_grid_is_another_sweep(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(GRID) == 2
+    words = only_sweep(here).words
+    root = here / "outputs" / "sweeps"
+    same = {"cwd": here, "config_dir": None}
+    assert journals.unfinished(root, words, **same) is not None
+    assert journals.unfinished(root, [*words, "sweep.fail_fast=true"], **same) is not None
+    assert journals.unfinished(root, [*words, "seed=1"], **same) is None
+    assert journals.unfinished(root, words, cwd=here.parent, config_dir=None) is None
+    assert journals.unfinished(root, words, cwd=here, config_dir="/etc") is None
+
+
+def test_a_finished_sweep_is_started_anew(here: Path) -> None:
+    words = ["-m", "zero=stage1,stage2", *PLAN_ONLY]
+    assert main(words) == 0
+    assert only_sweep(here).finished
+    root = here / "outputs" / "sweeps"
+    journal = only_sweep(here)
+    assert journals.unfinished(root, journal.words, cwd=here, config_dir=None) is None
+
+
+def test_a_sweep_that_runs_is_not_continued(here: Path) -> None:
+    assert main(GRID) == 2
+    journal = only_sweep(here)
+    descriptor = os.open(journal.directory / journals.LOCK, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the sweep ended
+    assert journals.is_running(journal.directory)
+    root = journal.directory.parent
+    assert journals.unfinished(root, journal.words, cwd=here, config_dir=None) is None
+    with (
+        pytest.raises(ConfigError, match="this sweep is running"),
+        journals.held(journal.directory),
+    ):
+        pass
+    os.close(descriptor)
+    assert not journals.is_running(journal.directory)
+
+
+def test_trials_of_the_same_config_are_planned_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "zero=1,stage1", "batch.micro_batch=4,5", *PLAN_ONLY]) == 0
+    journal = only_sweep(here)
+    assert [entry.outcome for entry in journal.trials] == ["planned", "planned", "same", "same"]
+    assert [entry.same_as for entry in journal.trials] == [None, None, 0, 1]
+    assert "[2] same: the same config as trial 0" in capsys.readouterr().out
+    assert len(list(journal.directory.glob("*/config.yaml"))) == 2
+
+
+def test_what_cannot_fit_is_left_out_unless_it_is_asked_for(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-m", "zero=stage0,stage3", "model=llama2_7b", "data=demo", "dry_run=true",
+             "hardware=a100x2_v100x2", "precision=fp32"]  # fmt: skip
+    assert main(words) == 0
+    journal = only_sweep(here)
+    assert journal.trials[0].outcome == "pruned"
+    assert "alone take" in journal.trials[0].cause
+    assert "[0] pruned: parameters, gradients" in capsys.readouterr().out
+    assert main([*words, "sweep.prune=false", "sweep.resume=false"]) == 0
+    newest = max((here / "outputs" / "sweeps").iterdir())
+    again = journals.load(newest)
+    assert again is not None
+    assert again.trials[0].outcome == "planned"
+
+
+def test_fail_fast_ends_at_the_first_failure(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*GRID, "sweep.fail_fast=true"]) == 2
+    assert "trials not started: 2" in capsys.readouterr().err
+    journal = only_sweep(here)
+    assert [entry.state for entry in journal.trials] == ["ended", "ended", "waiting", "waiting"]
+    assert not journal.complete
+
+
+def test_settings_of_the_sweep_are_not_swept(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "sweep.prune=true,false", *PLAN_ONLY]) == 2
+    assert "sweep.prune: differs between trials" in capsys.readouterr().err
+
+
+def test_what_is_no_sweep_or_another_one_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "resume", "nowhere"]) == 2
+    assert "is no sweep's directory: it has no sweep.json" in capsys.readouterr().err
+    assert main(GRID) == 2
+    directory = only_sweep(here).directory
+    capsys.readouterr()
+    assert main(["sweep", "resume", str(directory), "seed=3"]) == 2
+    assert "seed=3: would make another sweep" in capsys.readouterr().err
+    assert main(["-m", "seed=1,2", *PLAN_ONLY, f"hydra.sweep.dir={directory}"]) == 2
+    assert "holds another sweep" in capsys.readouterr().err
+
+
+def test_a_short_trial_keeps_the_schedule_and_writes_nothing() -> None:
+    exp = composed(["hardware=cpu2", "sweep.trial_steps=20", "checkpoint.every_steps=5"]).experiment
+    assert exp.task.stop_at_step == 20
+    assert (exp.task.steps, exp.task.epochs) == (None, 5.5), "the schedule is that of the whole run"
+    assert not exp.task.save_model
+    assert not exp.task.evaluate
+    assert exp.checkpoint.every_steps is None
+    assert exp.task.log_every_steps == 5
+    measured = composed(
+        ["hardware=cpu2", "sweep.trial_steps=20", "sweep.objective=eval/loss"]
+    ).experiment
+    assert measured.task.evaluate
+    assert measured.task.eval_every_steps == 20
+
+
+def trial(index: int, *, outcome: str = "ok", **values: float) -> Trial:
+    words = ("experiment=demo", "zero=stage1", f"optim.lr={index}e-3", "sweep.trial_steps=20")
+    return Trial(index, words, Path("/x"), outcome, **values)  # type: ignore[arg-type]
+
+
+def test_the_best_trial_is_one_that_ended_well_and_has_a_number() -> None:
+    trials = [
+        trial(0, tokens_per_s=10.0),
+        trial(1, tokens_per_s=99.0, outcome="oom"),
+        trial(2, tokens_per_s=float("nan")),
+        trial(3, tokens_per_s=11.0, memory_gib=2.0),
+        trial(4, tokens_per_s=11.0, memory_gib=1.0),
+    ]
+    best = best_of(trials, "tokens_per_s", "max")
+    assert best is trials[4], "of two that are as fast, the one that takes less memory"
+    assert best_of(trials[1:3], "tokens_per_s", "max") is None
+    assert best_of(trials, "eval/loss", "min") is None
+
+
+def test_the_best_trial_is_an_experiment_that_composes(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "zero=stage1,stage3", "optim.lr=1e-3", *PLAN_ONLY]) == 0
+    journal = only_sweep(here)
+    journal.objective, journal.mode = "train/loss", "min"
+    trials = [
+        Trial(entry.index, tuple(entry.overrides), here, "ok", loss=3.0 - entry.index)
+        for entry in journal.trials
+    ]
+    best = write_best(journal, trials)
+    assert best is trials[1]
+    capsys.readouterr()
+    place = journal.directory.relative_to(here)
+    assert main([f"experiment={place}/best", "dry_run=true", "run_dir=run", "seed=7"]) == 0
+    values = yaml.safe_load((here / "run" / "config.yaml").read_text())
+    assert values["zero"]["stage"] == 3
+    assert values["optim"]["lr"] == 1e-3
+    assert values["seed"] == 7
+    assert values["data"]["path"] == "demo"
+    assert values["sweep"]["trial_steps"] is None
+
+
+def test_what_is_of_the_sweep_is_not_of_the_best_run() -> None:
+    values = experiment(
+        [
+            "experiment=demo",
+            "zero=stage1",
+            "sweep.trial_steps=20",
+            "dry_run=true",
+            "~experiment",
+            "data.columns={a: b}",
+            "model.config.hidden_size=64",
+            "run_dir=x",
+        ]
+    )
+    assert values == {
+        "defaults": ["demo", {"override /zero": "stage1"}, "_self_"],
+        "data": {"columns": {"a": "b"}},
+        "model": {"config": {"hidden_size": 64}},
+    }
+
+
+def test_a_torn_or_foreign_journal_is_none(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"version": 1}', '{"version": 9}', '{"version": 1, "trials": [3]}'):
+        (tmp_path / journals.FILE).write_text(text)
+        assert journals.load(tmp_path) is None
+    journal = Journal(tmp_path, ["seed=1"], "/x", None, started=1.0)
+    journal.put(Entry(0, ["seed=1"], outcome="ok", state="ended"))
+    assert journals.load(tmp_path) == journal
+
+
+def test_directories_of_earlier_attempts_are_kept(tmp_path: Path) -> None:
+    run = tmp_path / "0_zero-1"
+    for number in (1, 2):
+        run.mkdir()
+        (run / "config.yaml").write_text(str(number))
+        aside = journals.put_aside(run)
+        assert aside is not None
+        assert aside.name == f"0_zero-1.attempt-{number}"
+    assert journals.put_aside(run) is None
+    assert (tmp_path / "0_zero-1.attempt-1" / "config.yaml").read_text() == "1"
