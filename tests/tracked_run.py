@@ -27,7 +27,7 @@ def plan() -> Plan:
     memory = MemoryPlan("cpu", 0.01, 0.01, 0.02, 0.05, 0.01, 0.0, 0.3, 0.0, 0.0)
     return Plan(
         hosts=(host,),
-        ranks=(RankPlan(0, 0, 0, "cpu", 8), RankPlan(1, 0, 1, "cpu", 8)),
+        ranks=(RankPlan(0, 0, "cpu", 8), RankPlan(1, 0, "cpu", 8)),
         accelerator="cpu",
         precision="fp32",
         precision_reason="CPU: bf16 is emulated here",

@@ -71,7 +71,7 @@ def add_adapter(
     """
     targets = _targets(network, adapter, head=head)
     whole = _modules_to_save(network, model, adapter, head=head)
-    config = lora_config(network, model, adapter, targets, whole, head=head)
+    config = lora_config(network, model, adapter, targets, head=head)
     peft = _peft()
     with _gathering(ds_config), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers that are Conv1D, and of tied ones
@@ -92,7 +92,7 @@ def add_adapter(
     trained = {
         name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad
     }
-    description = _description(config, network, targets, whole)
+    description = _description(config, network, whole)
     return Adapter(description, frozenset(trained))
 
 
@@ -101,7 +101,6 @@ def lora_config(
     model: ModelConfig,
     adapter: AdapterConfig,
     targets: list[str],
-    whole: list[str],
     *,
     head: str,
 ) -> Any:
@@ -270,9 +269,7 @@ def _prepare(layer: Any, *, name: str, seed: int, dtype: torch.dtype, dora: bool
         deepspeed.zero.register_external_parameter(layer.lora_magnitude_vector[NAME], base.weight)
 
 
-def _description(
-    config: Any, network: nn.Module, targets: list[str], whole: list[str]
-) -> dict[str, Any]:
+def _description(config: Any, network: nn.Module, whole: list[str]) -> dict[str, Any]:
     """``adapter_config.json``: sets as sorted lists, so that the same adapter has the same file."""
     values = {
         key: sorted(value) if isinstance(value, set) else value

@@ -86,7 +86,7 @@ def _initialise(
     for child in module.children():
         touched.update({id(p): p for p in child.parameters(recurse=False)})
     parameters = list(touched.values())
-    with whole(parameters, modified=True), _on_cpu(module, parameters):
+    with whole(parameters, modified=True), _on_cpu(parameters):
         torch.manual_seed(module_seed(seed, name))
         owner._init_weights(module)
 
@@ -220,7 +220,7 @@ RANDOM = frozenset(
 
 
 @contextlib.contextmanager
-def _on_cpu(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
+def _on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Inside, parameters that lie on a GPU lie on the CPU."""
     moved = [(p, p.data) for p in parameters if p.device.type != "cpu"]
     for parameter, data in moved:

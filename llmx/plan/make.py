@@ -39,15 +39,15 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         used.setdefault(host.device, []).append(host.name)
     precision, reason = choose_precision(exp.precision, used, hardware.devices)
 
-    placed = [(index, slot) for index, host in enumerate(hosts) for slot in range(host.slots)]
+    placed = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
     speeds = [
         hardware.devices[hosts[index].device].peak_tflops.get(precision, 0.0) or 1.0
-        for index, _ in placed
+        for index in placed
     ]
     batch = solve_batch(exp.batch, seq_len=exp.data.seq_len, speeds=speeds)
     ranks = tuple(
-        RankPlan(rank, index, slot, hosts[index].device, batch.micro_batches[rank])
-        for rank, (index, slot) in enumerate(placed)
+        RankPlan(rank, index, hosts[index].device, batch.micro_batches[rank])
+        for rank, index in enumerate(placed)
     )
     accelerator = hardware.devices[hosts[0].device].accelerator
     shape, adapter = model_geometry(exp.model), adapter_size(exp.model, exp.adapter)

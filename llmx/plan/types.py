@@ -33,7 +33,6 @@ class RankPlan:
     rank: int
     host: int
     """Index into ``Plan.hosts``."""
-    local_rank: int
     device: str
     micro_batch: int
     """Samples this rank takes in one micro step."""
@@ -149,10 +148,15 @@ class Plan:
         batch["micro_batches"] = tuple(batch["micro_batches"])
         return cls(
             hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
-            ranks=tuple(RankPlan(**rank) for rank in values.pop("ranks")),
+            ranks=tuple(_rank_plan(rank) for rank in values.pop("ranks")),
             batch=BatchPlan(**batch),
             memory=tuple(MemoryPlan(**memory) for memory in values.pop("memory")),
             warnings=tuple(values.pop("warnings")),
             attention=tuple((name, way) for name, way in values.pop("attention", ())),
             **values,
         )
+
+
+def _rank_plan(values: dict[str, Any]) -> RankPlan:
+    """Earlier versions stored the rank's place on its host, too."""
+    return RankPlan(**{key: value for key, value in values.items() if key != "local_rank"})

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmx.data import collate
+from llmx.data import Column, collate
 from llmx.data.collate import PAD_TO
 from llmx.data.order import draw_seed, rank_slice, samples_of_step
+from llmx.data.store.samples import Sample
 from llmx.plan.types import BatchPlan
 
 PAD_TO_ON = {"cpu": PAD_TO, "cuda": 128}
@@ -36,6 +37,19 @@ class Layout:
     layout: str
     pad_to: int = PAD_TO
     """A batch is as long as its longest line, rounded up to a multiple of this."""
+
+    def collate(
+        self, samples: Sequence[Sample], *, columns: Sequence[Column] | None
+    ) -> dict[str, torch.Tensor]:
+        """A micro batch; one line of padding without samples."""
+        return collate(
+            samples,
+            seq_len=self.seq_len,
+            pad_id=self.pad_id,
+            layout=self.layout,
+            pad_to=self.pad_to,
+            columns=columns,
+        )
 
 
 @dataclass(frozen=True)
@@ -94,14 +108,7 @@ def make_step(
             micro_step=micro_step,
         )
         found = [sample(int(position)) for position in mine]
-        tensors = collate(
-            found,
-            seq_len=layout.seq_len,
-            pad_id=layout.pad_id,
-            layout=layout.layout,
-            pad_to=layout.pad_to,
-            columns=store.batch_columns,
-        )
+        tensors = layout.collate(found, columns=store.batch_columns)
         if draws:
             seeds = [
                 draw_seed(seed, step, int(position)) + number

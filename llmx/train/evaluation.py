@@ -14,7 +14,7 @@ import torch
 
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, TaskConfig
-from llmx.data import EvalPrompt, collate
+from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
 from llmx.models.generate import generate
 from llmx.models.generation_config import stop_ids
@@ -66,12 +66,8 @@ def evaluate_task(
                 return
             # A rank without samples left runs a line of padding: the collectives of ZeRO-3 need
             # as many forwards of everyone.
-            yield collate(
+            yield layout.collate(
                 [task.held_out(store[index], index) for index in indices],
-                seq_len=layout.seq_len,
-                pad_id=layout.pad_id,
-                layout=layout.layout,
-                pad_to=layout.pad_to,
                 columns=store.batch_columns,
             )
 

@@ -19,7 +19,7 @@ import torch
 
 from llmx.collectives import all_gather
 from llmx.config import Experiment, ModelConfig
-from llmx.data import SampleStore, collate
+from llmx.data import SampleStore
 from llmx.data.examples import Schema
 from llmx.data.store.precomputed import Precomputed, Values, check_values, place
 from llmx.data.store.spec import fingerprint_of
@@ -287,14 +287,7 @@ def _forward(
 ) -> None:
     """The values of these samples, into ``values``, which begin with those of sample ``base``."""
     store, columns = wanted.store, wanted.columns
-    batch = collate(
-        [store[index] for index in indices],
-        seq_len=layout.seq_len,
-        pad_id=layout.pad_id,
-        layout=layout.layout,
-        pad_to=layout.pad_to,
-        columns=store.batch_columns,
-    )
+    batch = layout.collate([store[index] for index in indices], columns=store.batch_columns)
     found = task.precompute(frozen.models, batch)
     first, last = indices.start, indices.stop
     counts = {}

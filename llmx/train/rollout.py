@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from llmx.collectives import all_gather
-from llmx.data import collate
 from llmx.data.examples import Column, Example, Schema, checked
 from llmx.data.order import draw_seed, rank_slice, samples_of_step
 from llmx.data.store.samples import Sample, in_memory
@@ -81,13 +80,8 @@ def rollout_step(
             rank=rank,
             micro_step=micro_step,
         )
-        tensors = collate(
-            [one for position in mine for one in by_sample[int(position)]],
-            seq_len=layout.seq_len,
-            pad_id=layout.pad_id,
-            layout=layout.layout,
-            pad_to=layout.pad_to,
-            columns=schema.columns,
+        tensors = layout.collate(
+            [one for position in mine for one in by_sample[int(position)]], columns=schema.columns
         )
         if task.draws:
             seeds = [

@@ -31,10 +31,10 @@ def mixed_plan() -> Plan:
     return Plan(
         hosts=hosts,
         ranks=(
-            RankPlan(0, 0, 0, "a100_40g", 4),
-            RankPlan(1, 0, 1, "a100_40g", 4),
-            RankPlan(2, 1, 0, "v100_32g", 3),
-            RankPlan(3, 1, 1, "v100_32g", 2),
+            RankPlan(0, 0, "a100_40g", 4),
+            RankPlan(1, 0, "a100_40g", 4),
+            RankPlan(2, 1, "v100_32g", 3),
+            RankPlan(3, 1, "v100_32g", 2),
         ),
         accelerator="cuda",
         precision="fp16",
