@@ -115,7 +115,8 @@ def _compose(
             if command:
                 code = _run_command(command, values, own=own)
             else:
-                composed, sweep = compose(values), current()
+                sweep = current()
+                composed = compose(values if sweep is None else sweep.named(values))
                 if sweep is not None and sweep.skips(composed):
                     _remove_if_empty(made)
                     return 0

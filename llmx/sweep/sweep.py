@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from llmx.compose.complete import Composed
 from llmx.compose.short_trial import objective_of
@@ -24,6 +25,8 @@ from llmx.sweep.journal import ENDED, RUNNING, WAITING, Entry, Journal
 from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
 
 FAILED = (*FAILURES, "refused", "failed")
+MAX_TAG = 64
+"""Characters of a tag of Weights & Biases."""
 _CURRENT: ContextVar[Sweep | None] = ContextVar("llmx_sweep", default=None)
 
 
@@ -75,6 +78,15 @@ class Sweep:
         self._before = self.journal.entry(index, overrides)
         self._entry = Entry(index, list(overrides))
         self._composed, self.skipped = None, False
+
+    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The composed values of the trial; trackers show its sweep as the group, unless there is
+        one, and what is its own as tags."""
+        tracking = dict(values["tracking"])
+        tracking["group"] = tracking["group"] or self.journal.directory.name
+        own = [word for word in self._entry.overrides if word not in self.common]
+        short = [word for word in own if len(word) <= MAX_TAG and word not in tracking["tags"]]
+        return {**values, "tracking": {**tracking, "tags": [*tracking["tags"], *short]}}
 
     def skips(self, composed: Composed) -> bool:
         """Whether the trial need not run: it did in an earlier attempt at this sweep, is the same

@@ -107,6 +107,11 @@ def test_trials_of_the_same_config_are_planned_once(
     assert [entry.same_as for entry in journal.trials] == [None, None, 0, 1]
     assert "[2] same: the same config as trial 0" in capsys.readouterr().out
     assert len(list(journal.directory.glob("*/config.yaml"))) == 2
+    second = yaml.safe_load(
+        (journal.directory / journal.trials[1].run_dir / "config.yaml").read_text()
+    )
+    assert second["tracking"]["group"] == journal.directory.name
+    assert second["tracking"]["tags"] == ["batch.micro_batch=5"]
 
 
 def test_what_cannot_fit_is_left_out_unless_it_is_asked_for(
