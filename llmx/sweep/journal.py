@@ -95,6 +95,7 @@ class Journal:
         """The trial of that number; a new one where it has other overrides."""
         for entry in self.trials:
             if entry.index == index and identity(entry.overrides) == identity(overrides):
+                entry.overrides = list(overrides)
                 return entry
         entry = Entry(index, list(overrides))
         self._replace(entry)

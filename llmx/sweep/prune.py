@@ -13,11 +13,11 @@ from llmx import text as human
 from llmx.config import Experiment, to_dict
 from llmx.plan.types import MemoryPlan, Plan
 
-NAMES = ("name", "run_dir", "sweep.*")
+NAMES = ("name", "run_dir", "sweep.*", "tracking.*")
 """Keys that say nothing of what is trained."""
 NO_MEMORY = (
     *NAMES,
-    *("tracking.*", "checkpoint.metric", "checkpoint.mode", "task.log_every_steps"),
+    *("checkpoint.metric", "checkpoint.mode", "task.log_every_steps"),
     *("optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.clip_norm"),
     *("optim.schedule", "optim.warmup_*", "optim.decay_*", "optim.min_lr_ratio", "optim.cycles"),
     *("optim.start_lr_ratio", "adapter.lr", "adapter.alpha"),
