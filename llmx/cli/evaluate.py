@@ -322,7 +322,8 @@ def load(target: Target, task: Any, tokenizer: Any) -> Any:
     from llmx.models.classification import give_pooled_forward, has_score
     from llmx.models.experts import Routing
     from llmx.models.heads import auto_class
-    from llmx.models.model import CAUSAL_LM, CLASSIFICATION, Model, Models
+    from llmx.models.isolation import sees_ahead
+    from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, Model, Models
 
     specs = task.models()
     if len(specs) != 1:
@@ -363,6 +364,8 @@ def load(target: Target, task: Any, tokenizer: Any) -> Any:
     config = network.config.get_text_config()
     implementation = config._attn_implementation or "eager"
     causal = spec.head == CAUSAL_LM or (spec.head == CLASSIFICATION and has_score(network))
+    if spec.head == BACKBONE:
+        causal = not sees_ahead(network, device)
     return Models(
         {
             name: Model(
@@ -426,7 +429,8 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
         means = task.evaluate(models, batches())
     found: dict[str, float] = {}
     for name, one in means.items():
-        values = {name: one.value} if isinstance(one, Mean) else one.values()
+        values = {name: one.value} if isinstance(one, Mean) else dict(one.values())
+        values.pop("weight", None)  # what the loss is a mean over
         found |= {key: float(value) for key, value in values.items() if value is not None}
     if "loss" in found and task.normaliser == "tokens" and models.main.spec.head == CAUSAL_LM:
         loss = {"loss": found.pop("loss")}

@@ -165,6 +165,7 @@ FORMS = (
     "prompt_response",
     "labelled",
     "preference",
+    "pair",
 )
 
 

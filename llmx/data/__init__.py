@@ -27,6 +27,7 @@ from llmx.data.format.formats import (
     Document,
     Labelled,
     Preference,
+    TextPair,
     UnpairedPreference,
 )
 from llmx.data.order import permutation, rank_slice, samples_of_step
@@ -52,6 +53,7 @@ __all__ = [
     "Sample",
     "SampleStore",
     "Tokens",
+    "TextPair",
     "UnpairedPreference",
     "collate",
     "has_eval",

@@ -23,6 +23,7 @@ from llmx.data.format.formats import (
     Document,
     Labelled,
     Preference,
+    TextPair,
     UnpairedPreference,
 )
 from llmx.data.source.records import Record, Where, excerpt
@@ -39,7 +40,9 @@ RESERVED = frozenset(
     "segment_ids weights sequence_ids example_ids".split()
 )
 
-TypedRecord = Conversation | Document | Preference | UnpairedPreference | Labelled | Record
+TypedRecord = (
+    Conversation | Document | Preference | UnpairedPreference | Labelled | TextPair | Record
+)
 """What ``encode`` gets: a record in its dataset format, or the record itself."""
 
 
@@ -166,7 +169,7 @@ class Encoding(Protocol):
 
     takes: ClassVar[tuple[type, ...]]
     """The rows that ``encode`` takes: of ``Conversation``, ``Document``, ``Preference``,
-    ``UnpairedPreference``, ``Labelled`` and ``Record``. A pair or a labelled row is a
+    ``UnpairedPreference``, ``Labelled``, ``TextPair`` and ``Record``. A preference pair or a labelled row is a
     ``Conversation`` for a task that does not take it as what it is."""
     columns: tuple[Column, ...]
     """Columns that examples have beside their tokens."""

@@ -56,6 +56,16 @@ def head_names(network: Any) -> set[str]:
     }
 
 
+def pooler_names(network: Any) -> set[str]:
+    """Parameters of the dense layer (``pooler``) that a backbone has behind its hidden states, and
+    that a pretrained language model may lack."""
+    return {
+        name
+        for name, _ in network.named_parameters(remove_duplicate=False)
+        if "pooler" in name.split(".")
+    }
+
+
 def is_of_another_head(network: Any, name: str) -> bool:
     """Whether a weight of a checkpoint belongs to a head (of a language model, say)."""
     return not name.startswith(f"{network.base_model_prefix}.") or ".pooler." in name

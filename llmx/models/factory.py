@@ -23,6 +23,7 @@ from llmx.models.classification import (
     has_other_labels,
     has_score,
     head_names,
+    pooler_names,
     take_config,
 )
 from llmx.models.experts import accept_masks
@@ -30,7 +31,7 @@ from llmx.models.generation_config import keep_generation_config
 from llmx.models.heads import auto_class
 from llmx.models.initialise import initialise
 from llmx.models.load import load_weights
-from llmx.models.model import CAUSAL_LM, CLASSIFICATION, ModelSpec
+from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, ModelSpec
 from llmx.models.recompute import compile_blocks, recompute
 from llmx.models.varlen import name_of_attention
 
@@ -171,6 +172,9 @@ def build_model(
     else:
         _load(model, config, source, seed, head=head, new_tokens=new_tokens)
         keep_generation_config(model, source)
+    if head == BACKBONE:
+        for name in pooler_names(model):  # it is behind the hidden states: nothing trains it
+            model.get_parameter(name).requires_grad_(False)
     if source.activation_checkpointing != "none":
         recompute(model, source.activation_checkpointing)
     if source.compile:
@@ -214,6 +218,9 @@ def _load(
 ) -> None:
     """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
     other labels, is drawn anew, and so it is said."""
+    if head == BACKBONE:
+        load_weights(model, source, seed=seed, may_draw=pooler_names(model), backbone=True)
+        return
     if head != CLASSIFICATION:
         load_weights(model, source, new_tokens=new_tokens)
         return

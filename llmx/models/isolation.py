@@ -206,7 +206,7 @@ def _make_trial(
                 tuple(_sample(line, seed=10 * one + two) for two, line in enumerate(lines))
                 for one, lines in enumerate((PACKED, SINGLE))
             )
-            ahead = _sees_ahead(model, device)
+            ahead = sees_ahead(model, device)
             loss, gradient = _alone(model, batches, device, shifted=head == CAUSAL_LM)
         except Exception as error:
             failed = failed or f"{type(error).__name__}: {line_of(error)}"
@@ -284,7 +284,7 @@ def _tokens(row: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _sees_ahead(model: Any, device: torch.device) -> bool:
+def sees_ahead(model: Any, device: torch.device) -> bool:
     """Whether what is computed at an earlier token changes with the last one."""
     row = _tokens(_sample((12,), seed=99).tokens, device)
     other = row.clone()

@@ -139,6 +139,7 @@ def load_weights(
     replaced: bool = False,
     other_heads: bool = False,
     new_tokens: Sequence[int] = (),
+    backbone: bool = False,
 ) -> set[str]:
     """Fill every parameter and persistent buffer of ``model``; the names of those that were drawn
     since the checkpoint lacks them. Collective under ZeRO-3.
@@ -154,6 +155,7 @@ def load_weights(
         new_tokens: ids that the checkpoint knows nothing of. Their rows of embedding and head
             become the mean of those of the tokens before them, whether the checkpoint has
             fewer rows than the model or spare ones.
+        backbone: the model is a base model; the head of a checkpoint that has one is left out.
 
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
     (but for tied weights, and what the architecture says may be ignored).
@@ -164,8 +166,10 @@ def load_weights(
     plan = plan_load(model, checkpoint.shapes, targets)
     if other_heads:
         plan.unexpected = [name for name in plan.unexpected if not is_of_another_head(model, name)]
+    inside = f"{model.base_model_prefix}."
+    if backbone and any(name.startswith(inside) for name in checkpoint.names):
+        plan.unexpected = [name for name in plan.unexpected if name.startswith(inside)]
     if replaced:
-        inside = f"{model.base_model_prefix}."
         plan.drop({name for name in may_draw if not name.startswith(inside)})
     drawn = _check_names(model, source, checkpoint, plan, targets, may_draw=may_draw)
     # All of them before the first is read, and on every rank alike: nobody waits for a

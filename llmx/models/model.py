@@ -35,6 +35,7 @@ from llmx.models.loss import (
     values_of_logits,
     without_cache,
 )
+from llmx.models.pooling import pooled
 from llmx.models.sampling import Sampling
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
@@ -262,6 +263,14 @@ class Model:
             found = self.forward(**inputs, **without_cache(self.module))
         logits: torch.Tensor = getattr(found, "logits", found).float()
         return logits[:0] + logits.sum() * 0.0 if empty else logits
+
+    def embeddings(self, batch: Batch, *, pooling: str) -> torch.Tensor:
+        """fp32 [sequences, H]: the hidden states of each sequence as one vector, of a network that
+        ends in them (``backbone``). ``pooling``: of ``llmx.models.pooling.POOLINGS``."""
+        inputs, _ = self.inputs(batch)
+        with self._watch(batch):
+            found = self.forward(**inputs, **without_cache(self.module))
+        return pooled(found.last_hidden_state, batch["segment_ids"], pooling)
 
     def _pooled_places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, columns) of the hidden states that a ``score`` looks at."""

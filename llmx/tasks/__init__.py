@@ -16,6 +16,7 @@ from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
     Accumulator,
+    JointLoss,
     Loss,
     Mean,
     Prompt,
@@ -83,6 +84,7 @@ def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.Sa
 
 __all__ = [
     "Accumulator",
+    "JointLoss",
     "Loss",
     "Mean",
     "Metric",

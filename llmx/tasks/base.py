@@ -48,6 +48,16 @@ class Loss:
     every micro batch, also an empty one."""
 
 
+@dataclass(frozen=True)
+class JointLoss:
+    """Of all examples of a step, each as it is among the others. Everything is [examples]."""
+
+    losses: torch.Tensor
+    """fp32, with a graph."""
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of each example; written as means over the examples of a step."""
+
+
 @dataclass
 class Mean:
     """Sum and weight of a number, added up over micro batches and ranks."""
@@ -88,7 +98,8 @@ class Accumulator:
         raise NotImplementedError(f"{type(self).__name__}.merge")
 
     def values(self) -> dict[str, float | None]:
-        """Metrics by name; None for one that cannot be told from these samples."""
+        """Metrics by name; None for one that cannot be told from these samples. ``loss`` with
+        ``weight`` (what it is a mean over) is the loss of the evaluation."""
         raise NotImplementedError(f"{type(self).__name__}.values")
 
     def tables(self) -> list[Table]:
@@ -307,6 +318,28 @@ class Task:
         without a sequence, which have sum 0 and weight 0 and still run the same forwards."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
+    joint: ClassVar[bool] = False
+    """Whether the loss of an example depends on the other examples of its step, as a contrastive
+    loss does. ``outputs`` and ``joint_loss`` then take the place of ``loss``; ``normaliser`` is
+    ``examples``, and the task has an ``evaluate`` of its own."""
+
+    def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Of a ``joint`` task: what its loss needs of each sequence of a micro batch, fp32
+        [sequences, ...] with a graph. Called on every rank equally often; [0, ...] with a graph
+        for a micro batch without a sequence."""
+        raise NotImplementedError(f"{type(self).__name__}.outputs")
+
+    def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
+        """Of a ``joint`` task: the losses of all examples of a step, over all ranks and micro
+        batches. A function of its arguments alone: every rank computes it.
+
+        Args:
+            outputs: of all sequences of the step, in its order.
+            columns: ``example_ids`` int64 [sequences], the example of each, from 0; and the
+                columns by sequence and by example.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.joint_loss")
+
     def weight(self, batch: Batch) -> float:
         """For ``normaliser = "batch"``: what a micro batch weighs, known before any forward."""
         raise NotImplementedError(f"{type(self).__name__}.weight")
@@ -330,6 +363,11 @@ class Task:
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
         """Metrics of the ``completions`` of ``prompts``, by name."""
+        return {}
+
+    def export_files(self, model: Model) -> Mapping[str, str]:
+        """Text files that lie beside the exported ``model``, by their relative path: what others
+        need to use it. They are in checkpoints, and so in every export of one."""
         return {}
 
     def decode(self, tokens: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,9 +64,11 @@ def state_of(
     }
 
 
-def small_files(run_dir: RunDir, engine: Engine, tokenizer: Any) -> dict[str, bytes]:
+def small_files(
+    run_dir: RunDir, engine: Engine, tokenizer: Any, *, files: Mapping[str, str]
+) -> dict[str, bytes]:
     """Relative path -> content: the run's config and plan, and the model's description with its
-    tokenizer. They stay the same through an attempt."""
+    tokenizer and ``files`` (``Task.export_files``). They stay the same through an attempt."""
     found = {path.name: path.read_bytes() for path in (run_dir.config, run_dir.plan)}
     with tempfile.TemporaryDirectory(prefix="llmx-") as name:
         directory = Path(name)
@@ -76,6 +79,7 @@ def small_files(run_dir: RunDir, engine: Engine, tokenizer: Any) -> dict[str, by
             tokenizer=tokenizer,
             vocab_size=engine.vocab_size,
             dtype=engine.dtype,
+            files=files,
         )
         if engine.main.adapter is not None:
             write_adapter_config(directory, engine.main.adapter)

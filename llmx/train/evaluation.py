@@ -209,8 +209,9 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     if tables and session.rank == 0:
         write_tables(session.run_dir, tables, step=step)
     line: dict[str, Any] = {}
-    if isinstance(mean := result.get("loss"), Mean):
-        weight = mean.weight
+    mean = result.get("loss")
+    weight = mean.weight if isinstance(mean, Mean) else measured.pop("weight", None)
+    if "loss" in measured and weight is not None:
         weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
         line["loss"] = measured.pop("loss")
         line[weighed_by] = int(weight) if weight.is_integer() else weight

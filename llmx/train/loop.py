@@ -23,6 +23,7 @@ from llmx.train.batches import Prefetch, Step, make_step
 from llmx.train.divergence import Diverged
 from llmx.train.early_stopping import EarlyStop
 from llmx.train.evaluation import complete_eval_prompts, evaluate, evaluation_due
+from llmx.train.joint import loss_of_step
 from llmx.train.resume import ResumePoint
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at, optim_of
@@ -67,6 +68,7 @@ def write_model(session: Session) -> None:
         "vocab_size": engine.vocab_size,
         "directory": session.run_dir.final_model,
         "dtype": engine.dtype,
+        "files": session.task.export_files(engine.main),
     }
     own = user_card(session.run_dir.final_model)
     if engine.main.adapter is not None:
@@ -112,7 +114,7 @@ def train(session: Session) -> None:
                     engine,
                     step,
                     world=session.plan.world_size,
-                    loss_of=session.task.loss,
+                    loss_of=loss_of_step(session.task, engine.models, step),
                     metrics=step_log.metrics,
                     before_update=saver.post_flags,
                 )

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 
 from llmx.checkpoint.distributed.topology import StorageTopology
+from llmx.checkpoint.export.model import NO_FILES
 from llmx.checkpoint.save.host_copies import HostCopies, fits
 from llmx.checkpoint.save.job import SaveFailed, SaveJob
 from llmx.checkpoint.state.engine_state import capture
@@ -119,7 +120,9 @@ class Saver:
         stop: ShutdownRequest,
         resume_point: ResumePoint,
         log: Callable[[str], None],
+        files: Mapping[str, str] = NO_FILES,
     ) -> None:
+        """``files``: beside the model in every checkpoint (``Task.export_files``)."""
         self.config, self.plan, self.engine, self.lr = config, plan, engine, lr
         self.identity, self.resume_point = identity, resume_point
         self.consensus, self.topology = consensus, topology
@@ -132,7 +135,7 @@ class Saver:
             state_layout(engine.engine)  # what cannot be saved is refused now, not hours later
         if ever_saves(config) and topology.rank == 0:
             known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
-            ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer))
+            ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer, files=files))
         shared = all_gather(ours, group=consensus.group)
         given: tuple[str, dict[str, bytes]] = shared[0] or ("", {})
         self._run_id, self._small = given

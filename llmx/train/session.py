@@ -161,6 +161,7 @@ def open_session(
         stop=stop,
         resume_point=resume_point,
         log=log,
+        files=task.export_files(engine.main),
     )
     return Session(
         exp=exp,

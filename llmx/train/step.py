@@ -39,6 +39,26 @@ def seed_step(seed: int, step: int, rank: int) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
 
 
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
+"""Of the generators that a model draws from: the CPU's and this rank's GPU's."""
+
+
+def random_state() -> RandomState:
+    """As they are now."""
+    cuda = None
+    if torch.cuda.is_initialized():
+        cuda = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
+    return torch.default_generator.get_state(), cuda
+
+
+def set_random_state(state: RandomState) -> None:
+    """As they were."""
+    cpu, cuda = state
+    torch.default_generator.set_state(cpu)
+    if cuda is not None:
+        torch.cuda.default_generators[torch.cuda.current_device()].set_state(cuda)
+
+
 LossOf = Callable[[Models, dict[str, torch.Tensor]], Loss]
 """The loss of a micro batch (``Task.loss``)."""
 

@@ -12,8 +12,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from llmx.models.parameters import (
     whole_shape,
 )
 
+NO_FILES: Mapping[str, str] = MappingProxyType({})
 GATHER_BYTES = 256 * 2**20
 """Parameters gathered together under ZeRO-3: few collectives, bounded memory."""
 
@@ -52,6 +54,7 @@ def export_model(
     directory: Path,
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    files: Mapping[str, str] = NO_FILES,
 ) -> None:
     """Write ``directory`` for ``from_pretrained`` of the network's auto class
     (``AutoModelForCausalLM``, ``AutoModelForSequenceClassification``). Collective.
@@ -61,6 +64,7 @@ def export_model(
         config: its config; the copy that is written names ``vocab_size`` and ``dtype``.
         vocab_size: rows kept of the embeddings (they may have been padded).
         directory: replaced as a whole when everything is written and checked.
+        files: further ones, by relative path: their text (``Task.export_files``).
 
     Raises:
         RuntimeError: what is on disk lacks a weight of the model, or has another shape.
@@ -83,7 +87,7 @@ def export_model(
         return
     shards.finish()
     write_description(
-        partial, model, config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=dtype
+        partial, model, config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=dtype, files=files
     )
     check_export(partial, model, final)
     shutil.rmtree(directory, ignore_errors=True)
@@ -99,6 +103,7 @@ def export_adapter(
     vocab_size: int,
     directory: Path,
     dtype: torch.dtype,
+    files: Mapping[str, str] = NO_FILES,
 ) -> None:
     """Write ``directory`` for ``PeftModel.from_pretrained``: the adapter alone. Collective.
 
@@ -106,6 +111,7 @@ def export_adapter(
         model: the module inside the engine.
         config: its config.
         directory: replaced as a whole when everything is written.
+        files: further ones, by relative path: their text (``Task.export_files``).
     """
     writes = torch.distributed.get_rank() == 0
     partial = directory.with_name(f".{directory.name}.partial")
@@ -132,8 +138,10 @@ def export_adapter(
     write_tensors(partial / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
     write_adapter_config(partial, adapter)
     final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
-    write_generation_config(partial, model, final, tokenizer=tokenizer)
+    if output_embedding(model) is not None:
+        write_generation_config(partial, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(partial)
+    write_files(partial, files)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
@@ -152,13 +160,23 @@ def write_description(
     tokenizer: Any,
     vocab_size: int,
     dtype: torch.dtype,
+    files: Mapping[str, str] = NO_FILES,
 ) -> None:
-    """All that a Hugging Face directory holds besides the weights."""
+    """All that a Hugging Face directory holds besides the weights, and ``files``."""
     final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
     write_config(directory, model, final)
     if output_embedding(model) is not None:  # a classifier generates nothing
         write_generation_config(directory, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(directory)
+    write_files(directory, files)
+
+
+def write_files(directory: Path, files: Mapping[str, str]) -> None:
+    """By relative path: their text."""
+    for name, text in files.items():
+        place = directory / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
 
 
 def write_config(directory: Path, model: nn.Module, config: Any) -> None:

@@ -11,6 +11,7 @@ Tried by ``python -m pytest tests/unit/test_data_columns.py``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ SINGLE = ("alpaca", "prompt_response")
 LEARNED = (*CHATS, *SINGLE)
 """Formats whose answers are learned as they stand."""
 ANSWERED = (*LEARNED, "labelled", "preference")
-EVERY = (*ANSWERED, "text")
+EVERY = (*ANSWERED, "text", "pair")
 
 READ = {
     "text": ("title", "content"),
@@ -38,8 +39,22 @@ READ = {
         "chosen", "rejected", "conversations", "messages", "prompt", "instruction", "input",
         "history", "system", "tools", "margin", *RANKED,
     ),
+    "pair": (
+        "query", "positive", "anchor", "question", "answer", "sentence1", "sentence2", "passage",
+        "negative", "negatives",
+    ),
 }  # fmt: skip
 """Our names of the columns that a format reads."""
+PAIRS = (
+    ("query", "positive"),
+    ("anchor", "positive"),
+    ("question", "answer"),
+    ("sentence1", "sentence2"),
+    ("query", "passage"),
+)
+"""Columns of a text and the one that belongs to it, in the order in which they are tried."""
+NEGATIVE = re.compile(r"negatives?(_\d+)?")
+"""Columns of texts that do not belong to the first of a pair."""
 READ_OF_A_TURN = {
     "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name",
 }  # fmt: skip
@@ -168,9 +183,15 @@ _TOOLS = Rule(
     ("functions", "available_tools"), ANSWERED, _never, "tools that nothing uses",
     "it defines tools, which are read from the column \"tools\"", "data.columns.tools={name}",
 )  # fmt: skip
+_NO_MATCH = Rule(
+    ("label", "score", "similarity", "is_duplicate", "relevance"), ("pair",), _is_neutral_weight,
+    "a pair that may not belong together",
+    "it says how well the two texts belong together, and every pair is learned as one that does",
+    "Filter the rows by it first (data.on_bad_row=skip leaves out all but those with 1 or true)",
+)  # fmt: skip
 RULES = (
     _TEXT_ONLY, _NOT_GOOD, _NOT_RIGHT, _LABEL, _WEIGHT, _SCORE, _CHOSEN, _REJECTED, _HISTORY,
-    _CONTEXT, _INPUT, _LABELLED_CONTEXT, _SYSTEM, _TOOLS,
+    _CONTEXT, _INPUT, _LABELLED_CONTEXT, _SYSTEM, _TOOLS, _NO_MATCH,
 )  # fmt: skip
 
 _TURN_RULES = (
@@ -266,7 +287,7 @@ class ColumnCheck:
         if self._form == "preference" and self._answers <= {*layout}:
             used = used - self._ranked
         for name in layout:
-            if name in used:
+            if name in used or (self._form == "pair" and NEGATIVE.fullmatch(name)):
                 continue
             lower = name.strip().lower()
             rules = [rule for rule in RULES if lower in rule.names and self._form in rule.forms]

@@ -1,4 +1,4 @@
-"""What a record means: a conversation, a document, a label, a preference pair.
+"""What a record means: a conversation, a document, a label, a preference pair, a pair of texts.
 
 Alpaca (``instruction``, ``input``, ``output``, ``history``), ShareGPT (``conversations``), OpenAI
 ``messages``, ``prompt``/``response``, records with a ``label``, preference pairs (``chosen``,
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmx.data.format.columns import NEGATIVE, PAIRS
 from llmx.data.format.turns import Message, labelled_history, pairs, turns
 from llmx.data.source.records import Record, Where, excerpt, names, wrong_record
 from llmx.errors import DataError
@@ -23,11 +25,13 @@ __all__ = [
     "Labelled",
     "Message",
     "Preference",
+    "TextPair",
     "UnpairedPreference",
     "conversation_of",
     "detect_form",
     "to_conversation",
     "to_document",
+    "to_pair",
     "to_preference",
     "to_unpaired",
 ]
@@ -124,10 +128,18 @@ def to_unpaired(
 
 
 def detect_form(
-    record: Record, *, text_key: str, columns: dict[str, str], ranked: bool = False
+    record: Record,
+    *,
+    text_key: str,
+    columns: dict[str, str],
+    ranked: bool = False,
+    paired: bool = False,
 ) -> str:
     """The form of a record, by its keys; raises DataError when none or several fit. ``ranked``:
-    a list of answers is a preference, the best one first."""
+    a list of answers is a preference, the best one first. ``paired``: two texts that belong
+    together are a pair."""
+    if paired and pair_keys(record, columns):
+        return "pair"
     found = [form for form, keys in KEYS.items() if _has(record, keys, text_key, columns)]
     if ranked and ranked_key(record, columns):
         return "preference"
@@ -143,6 +155,13 @@ def detect_form(
         )
     if text_key == "text" and columns.get("content", "content") in record.value:
         return "text"
+    if paired:
+        raise DataError(
+            f"{record.where}: the columns ({keys or 'none'}) hold no pair of texts "
+            f"({'; '.join(f'{one} and {other}' for one, other in PAIRS)}; or instruction and output, "
+            "prompt and response). Map yours, e.g. data.data_map.query=title "
+            "data.data_map.positive=text."
+        )
     known = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in KEYS.items())
     raise DataError(
         f"{record.where}: the columns ({keys or 'none'}) fit no known format ({known}). Map your "
@@ -385,6 +404,99 @@ class Preference:
     @property
     def where(self) -> Where:
         return self.chosen.where
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """A text, another that belongs to it, and texts that do not."""
+
+    query: str
+    positive: str
+    negatives: tuple[str, ...]
+    where: Where
+
+
+def pair_keys(record: Record, columns: dict[str, str]) -> tuple[str, str] | None:
+    """The columns of a pair: those that are mapped (``query``, ``positive``), else a published
+    layout; None where the record has neither."""
+    if {"query", "positive"} <= columns.keys():
+        return columns["query"], columns["positive"]
+    for one, other in PAIRS:
+        keys = (columns.get(one, one), columns.get(other, other))
+        if all(key in record.value for key in keys):
+            return keys
+    return None
+
+
+def to_pair(record: Record, form: str, *, columns: dict[str, str]) -> TextPair:
+    """A text with the one that belongs to it, and with those that do not: ``negatives`` (a list),
+    ``negative``, ``negative_1`` ... as far as they are there. Of ``alpaca`` and
+    ``prompt_response`` the prompt (with its earlier turns) and the answer.
+
+    Raises RecordError where one of the texts is missing or empty, where the two are the same, or
+    where a negative is one of them.
+    """
+    if form in ("alpaca", "prompt_response"):
+        turns_ = _single(record, form, lambda name: columns.get(name, name))
+        query = "\n".join(message.content for message in turns_[:-1])
+        sides = (("the prompt", query), ("the answer", turns_[-1].content))
+    else:
+        keys = pair_keys(record, columns) or (
+            columns.get("query", "query"),
+            columns.get("positive", "positive"),
+        )
+        sides = tuple((f'"{excerpt(key)}"', _side(record, key)) for key in keys)  # type: ignore[assignment]
+    for name, text in sides:
+        if not text.strip():
+            raise wrong_record(
+                record, "an empty text", f"{name} is empty: a pair needs both of its texts."
+            )
+        check_characters(record, text)
+    query, positive = (text for _, text in sides)
+    if query.strip() == positive.strip():
+        raise wrong_record(record, "a pair of equal texts", "both texts are the same:", query)
+    negatives = tuple(_negatives(record, columns))
+    for text in negatives:
+        if text.strip() in (query.strip(), positive.strip()):
+            which = "positive" if text.strip() == positive.strip() else "query"
+            raise wrong_record(
+                record,
+                "a negative that is in the pair",
+                f"a negative is the {which} itself:",
+                text,
+            )
+    return TextPair(query, positive, negatives, record.where)
+
+
+def _side(record: Record, key: str) -> str:
+    """One text of a pair."""
+    if record.value.get(key) is None:
+        what = "is null" if key in record.value else f"is no column of the row, which has {names(record.value) or 'none'}"
+        raise wrong_record(
+            record,
+            "a pair without one of its texts",
+            f'"{excerpt(key)}" {what}: a pair needs both texts. Map yours, e.g. '
+            "data.data_map.query=title data.data_map.positive=text.",
+        )
+    return _text(record, key)
+
+
+def _negatives(record: Record, columns: dict[str, str]) -> Iterator[str]:
+    """The texts of all columns of negatives, in the order of the row; a null has none."""
+    own = {columns[name] for name in ("negative", "negatives") if name in columns}
+    for key, value in record.value.items():
+        if not (key in own if own else NEGATIVE.fullmatch(str(key))) or value is None:
+            continue
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str) or not text.strip():
+                raise wrong_record(
+                    record,
+                    "a negative that is no text",
+                    f'"{excerpt(key)}" holds {excerpt(text)}: a negative is a text, and '
+                    "one that is not there is null or left out of the list.",
+                )
+            check_characters(record, text)
+            yield text
 
 
 def ranked_key(record: Record, columns: dict[str, str]) -> str | None:

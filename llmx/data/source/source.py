@@ -18,12 +18,14 @@ from llmx.data.format.formats import (
     Document,
     Labelled,
     Preference,
+    TextPair,
     UnpairedPreference,
     check_characters,
     detect_form,
     to_conversation,
     to_document,
     to_labelled,
+    to_pair,
     to_preference,
     to_unpaired,
 )
@@ -42,6 +44,9 @@ RECORD_TYPES: dict[str, tuple[type, ...]] = {
     "text": (Document,),
     "preference": (Preference, Conversation),
     "labelled": (Labelled, Conversation),
+    "alpaca": (TextPair, *CHATS),
+    "prompt_response": (TextPair, *CHATS),
+    "pair": (TextPair,),
 }
 """What a record of a format can be, the most particular first; of others, a conversation."""
 COLUMNS_VERSION = 2
@@ -158,6 +163,7 @@ class Source:
             text_key=self.text_key,
             columns=self.columns,
             ranked=Preference in self.takes,
+            paired=TextPair in self.takes,
         )
 
     @cached_property
@@ -289,6 +295,8 @@ class Source:
         if self.form == "preference":
             pair = to_preference(raw, columns=self.columns, system=self.system)
             return pair if self.record_type is Preference else pair.chosen
+        if self.record_type is TextPair:
+            return to_pair(raw, self.form, columns=self.columns)
         if self.record_type is Labelled:
             return to_labelled(
                 raw, columns=self.columns, label_names=self.label_names, any_label=True

@@ -23,6 +23,7 @@ from llmx.data.format.formats import (
     Document,
     Labelled,
     Preference,
+    TextPair,
     UnpairedPreference,
 )
 from llmx.data.source.records import Record
@@ -43,6 +44,7 @@ NAMES = {
     Document: "text",
     Labelled: "labelled rows",
     Preference: "preference pairs",
+    TextPair: "pairs of texts",
     UnpairedPreference: "answers with a verdict (label: true or false)",
     Record: "records",
 }

@@ -39,6 +39,7 @@ from llmx.data.format.formats import (
     Document,
     Labelled,
     Preference,
+    TextPair,
     UnpairedPreference,
 )
 from llmx.data.source.records import RecordError, excerpt
@@ -460,6 +461,8 @@ def text_bytes(record: TypedRecord) -> int:
         return text_bytes(record.chosen) + text_bytes(record.rejected)
     elif isinstance(record, UnpairedPreference):
         return text_bytes(record.conversation)
+    elif isinstance(record, TextPair):
+        texts = (record.query, record.positive, *record.negatives)
     elif isinstance(record, Labelled):
         texts = (record.text, *(message.content for message in record.history))
     else:

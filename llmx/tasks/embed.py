@@ -1,0 +1,433 @@
+"""``task=embed``: vectors of texts, from pairs that belong together (contrastive, InfoNCE).
+
+    python -m llmx task=embed data=file data.path=pairs.jsonl model=hf model.path=BAAI/bge-m3
+
+The other passages of the whole step are what a query is told apart from, whatever the ranks and
+micro batches. The exported model loads with ``SentenceTransformer``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from llmx.config import Experiment
+from llmx.config.fields import choice, items, number
+from llmx.data import Column, Example, SampleStore, TextPair
+from llmx.data.format.formats import Document
+from llmx.errors import ConfigError
+from llmx.run.metrics import Metric
+from llmx.tasks.base import Accumulator, JointLoss, Mean, Task
+from llmx.text import plural
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmx.models.model import Batch, Model, Models, ModelSpec
+
+TEXT = "text_id"
+"""The column that tells equal texts."""
+EXAMPLES = "example_ids"
+CUTOFF = 10
+"""Of the reciprocal rank."""
+ROOM = 2**24
+"""Similarities that are computed at once."""
+
+
+@dataclass
+class Options:
+    """Of ``task.options``."""
+
+    temperature: float = number(0.05, above=0, maximum=100, example=0.05)
+    """Similarities are divided by it: less sets the most similar wrong passages further apart."""
+    pooling: str = choice("auto", "mean", "cls", "last")
+    """What of a text's hidden states is its vector: their ``mean``, that of the first token
+    (``cls``) or of the ``last`` one. ``auto``: as the pretrained model was published
+    (``1_Pooling``), else ``last`` of a causal network and ``mean`` of every other."""
+    normalize: bool = True
+    """Vectors of length 1, so that similarities are cosines; else dot products."""
+    symmetric: bool = False
+    """Also tell the query of each passage apart from the other queries: the mean of both losses."""
+    matryoshka_dims: list[int] = items(maximum=32, example="[256, 128, 64]")
+    """Also learn the first so many numbers of each vector as a vector: the sum of all losses."""
+    query_prompt: str = ""
+    """Stands before each query, e.g. "query: "; kept in the exported model."""
+    passage_prompt: str = ""
+    """Stands before each positive and negative, e.g. "passage: "."""
+    mask_duplicates: bool = True
+    """A passage of another pair is not a negative where its text is that of the positive or the
+    query, or where it belongs to the same query."""
+    recall_at: int = number(10, minimum=1, maximum=10_000, example=10)
+    """``recall`` is the part of held-out queries whose passage is among the first so many."""
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together."""
+        wrong = [dims for dims in self.matryoshka_dims if dims < 1]
+        if wrong or len(set(self.matryoshka_dims)) != len(self.matryoshka_dims):
+            raise ConfigError(
+                f"task.options.matryoshka_dims={self.matryoshka_dims}: must be different whole "
+                "numbers from 1, e.g. [256, 128, 64]."
+            )
+
+
+class Embed(Task):
+    """The passage of a query is more similar to it than all other passages of the step."""
+
+    Options = Options
+    takes: ClassVar[tuple[type, ...]] = (TextPair,)
+    columns = (Column(TEXT, per="sequence", dtype="int64"),)
+    loss_on = "all"
+    wraps_as_tokenizer = True
+    normaliser = "examples"
+    joint = True
+
+    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
+        super().__init__(exp, tokenizer)
+        self._pooling: str | None = None
+
+    # Data
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """What decides the examples: the prompts, and no other option."""
+        prompts = [self.options.query_prompt, self.options.passage_prompt]
+        return {"kind": "pairs of texts", "version": 1, "prompts": prompts}
+
+    def encode(self, row: TextPair) -> Example:
+        """The query, its passage and its negatives: one sequence each, the longest cut first."""
+        texts = [row.query, row.positive, *row.negatives]
+        prompts = [self.options.query_prompt, *[self.options.passage_prompt] * (len(texts) - 1)]
+        documents = [
+            Document((prompt + text.strip()).strip(), row.where)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        return Example.of(*documents, cut="end", text_id=[number_of(text) for text in texts])
+
+    def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
+        """How much a query is told apart from."""
+        pairs = train.num_examples(np.arange(len(train)))
+        negatives = train.num_sequences - 2 * pairs
+        if pairs < 2 and not negatives:
+            raise ConfigError(
+                f"{self.exp.data.path}: one pair without a negative leaves nothing to tell its "
+                "passage apart from. Give more pairs."
+            )
+        step = self.exp.batch.global_batch
+        if step == 1 and pairs == len(train) and not negatives:
+            raise ConfigError(
+                "batch.global_batch=1 has one pair, whose passage is told apart from nothing. Set "
+                "batch.global_batch=64, for example, or give the rows negatives."
+            )
+        line = f"{plural(pairs, 'pair')}, {plural(negatives, 'negative')} of their own"
+        if step:
+            of_step = pairs * step / len(train)
+            others = (1 + negatives / pairs) * of_step - 1
+            line += f"; about {of_step:.0f} pairs a step, each against {others:.0f} passages"
+        return [line]
+
+    # Model, loss
+
+    def models(self) -> dict[str, ModelSpec]:
+        """One network that ends in hidden states."""
+        from llmx.models.model import BACKBONE, ModelSpec
+
+        return {"policy": ModelSpec(head=BACKBONE)}
+
+    def pooling(self, model: Model) -> str:
+        """``task.options.pooling``, or what follows from the model."""
+        if self.options.pooling != "auto":
+            return str(self.options.pooling)
+        if self._pooling is None:
+            self._pooling = _published(model) or ("last" if model.attention.causal else "mean")
+        return self._pooling
+
+    def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
+        """fp32 [sequences, width]: a vector of each text, not of length 1 yet."""
+        found = models.main.embeddings(batch, pooling=self.pooling(models.main))
+        self._check_dims(found.shape[1])
+        return found
+
+    def _check_dims(self, width: int) -> None:
+        if wrong := [dims for dims in self.options.matryoshka_dims if dims >= width]:
+            raise ConfigError(
+                f"task.options.matryoshka_dims names {wrong[0]}, and the vectors of this model "
+                f"have {width} numbers, which are learned in any case. Name smaller ones."
+            )
+
+    def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
+        """InfoNCE of each query over all passages of the step (van den Oord et al. 2018)."""
+        pairs = Pairs.of(columns, mask_duplicates=self.options.mask_duplicates)
+        losses, right = contrast(outputs, pairs, self.options)
+        return JointLoss(losses, {"accuracy": right})
+
+    # Measuring
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Of held-out pairs: each query against all held-out passages; of a step, its own."""
+        recall = f"recall@{self.options.recall_at}"
+        return {
+            "accuracy": Metric(
+                "accuracy@1", "percent", higher_is_better=True, kinds=("train", "eval")
+            ),
+            "mrr": Metric(f"MRR@{CUTOFF}", "number", higher_is_better=True),
+            "recall": Metric(recall, "percent", higher_is_better=True),
+        }
+
+    def evaluate(
+        self, models: Models, batches: Iterable[Batch]
+    ) -> Mapping[str, Mean | Accumulator]:
+        """Retrieval among all held-out passages."""
+        found = Retrieval(self.options)
+        for batch in batches:
+            found.add(self.outputs(models, batch), batch)
+        return {"retrieval": found}
+
+    # What is exported
+
+    def export_files(self, model: Model) -> Mapping[str, str]:
+        """What makes the exported directory one of sentence-transformers."""
+        from llmx.models.pooling import POOLING_FILE, pooling_config
+
+        width = int(model.config.get_text_config().hidden_size)
+        modules = ["", POOLING_FILE.split("/")[0], *["2_Normalize"] * self.options.normalize]
+        found: dict[str, Any] = {
+            "modules.json": [
+                {
+                    "idx": number,
+                    "name": str(number),
+                    "path": path,
+                    "type": f"sentence_transformers.models.{kind}",
+                }
+                for number, (path, kind) in enumerate(
+                    zip(modules, ("Transformer", "Pooling", "Normalize"), strict=False)
+                )
+            ],
+            POOLING_FILE: pooling_config(self.pooling(model), width=width),
+            "sentence_bert_config.json": {
+                "max_seq_length": self.exp.data.seq_len,
+                "do_lower_case": False,
+            },
+            "config_sentence_transformers.json": {
+                "prompts": {
+                    "query": self.options.query_prompt,
+                    "document": self.options.passage_prompt,
+                },
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine" if self.options.normalize else "dot",
+            },
+        }
+        return {
+            name: json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+            for name, values in found.items()
+        }
+
+
+def _published(model: Model) -> str | None:
+    """How the pretrained model pools, where it says so."""
+    from llmx.models.pooling import POOLINGS, published_pooling
+
+    path = getattr(model.config, "_name_or_path", None)
+    try:
+        return published_pooling(path)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} was published to be pooled by {error}, and llmx knows {', '.join(POOLINGS)}. "
+            "Choose one of them: task.options.pooling=mean."
+        ) from error
+
+
+def number_of(text: str) -> int:
+    """Equal for equal texts, but for the space around them."""
+    digest = hashlib.blake2b(text.strip().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which vectors of a step are queries and which are passages."""
+
+    queries: torch.Tensor
+    """int64 [pairs]: places among the vectors."""
+    passages: torch.Tensor
+    """int64 [passages]: of all pairs, positives and negatives."""
+    own: torch.Tensor
+    """int64 [pairs]: the positive of each pair among the passages."""
+    query_text: torch.Tensor
+    """int64 [pairs]: equal for equal texts."""
+    passage_text: torch.Tensor
+    """int64 [passages]."""
+    query_of: torch.Tensor
+    """int64 [passages]: the text of the query whose positive a passage is; with ``is_positive``."""
+    is_positive: torch.Tensor
+    mask_duplicates: bool
+
+    @classmethod
+    def of(cls, columns: Mapping[str, torch.Tensor], *, mask_duplicates: bool = True) -> Pairs:
+        """The first sequence of an example is its query, the second its positive."""
+        import torch
+
+        ids, text = columns[EXAMPLES], columns[TEXT]
+        count = int(ids[-1]) + 1 if len(ids) else 0
+        sizes = torch.bincount(ids, minlength=count)
+        queries = torch.cumsum(sizes, 0) - sizes
+        is_passage = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        is_passage[queries] = False
+        passages = torch.nonzero(is_passage).squeeze(1)
+        own = queries - torch.arange(count, device=ids.device)
+        is_positive = torch.zeros(len(passages), dtype=torch.bool, device=ids.device)
+        is_positive[own] = True
+        query_text = text[queries]
+        return cls(
+            queries,
+            passages,
+            own,
+            query_text,
+            text[passages],
+            query_text[ids[passages]],
+            is_positive,
+            mask_duplicates,
+        )
+
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """bool [rows, passages]: which are no negatives of these queries, beside their positive."""
+        query, passage = self.query_text[rows, None], self.passage_text[self.own[rows], None]
+        same = (self.passage_text == passage) | (self.passage_text == query)
+        same |= (self.query_of == query) & self.is_positive
+        return self._but_own(same, self.own[rows])
+
+    def hidden_queries(self, rows: torch.Tensor) -> torch.Tensor:
+        """bool [rows, pairs]: which queries are no negatives of the positives of these pairs."""
+        query, passage = self.query_text[rows, None], self.passage_text[self.own[rows], None]
+        same = (self.passage_text[self.own] == passage) | (self.query_text == passage)
+        same |= self.query_text == query
+        return self._but_own(same, rows)
+
+    def _but_own(self, same: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Without the right one of each row; nothing where duplicates are not masked."""
+        same = same.scatter(1, own[:, None], value=False)
+        return same if self.mask_duplicates else same & False
+
+
+def contrast(
+    outputs: torch.Tensor, pairs: Pairs, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [pairs]: the loss of each pair; and 1 where its passage is the most similar one."""
+    import torch
+
+    losses = outputs.new_zeros(len(pairs.queries))
+    right = losses
+    for dims in (outputs.shape[1], *options.matryoshka_dims):
+        vectors = outputs[:, :dims]
+        if options.normalize:
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        queries, passages = vectors[pairs.queries], vectors[pairs.passages]
+        found, best = _over_rows(queries, passages, pairs, options, backwards=False)
+        if options.symmetric:
+            back, _ = _over_rows(passages[pairs.own], queries, pairs, options, backwards=True)
+            found = (found + back) / 2
+        losses = losses + found
+        if dims == outputs.shape[1]:
+            right = best
+    return losses, right
+
+
+def _over_rows(
+    ours: torch.Tensor, others: torch.Tensor, pairs: Pairs, options: Options, *, backwards: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of each row's own among the others, a bounded number of rows at once."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def some(ours: torch.Tensor, others: torch.Tensor, rows: torch.Tensor) -> Any:
+        hidden = pairs.hidden_queries(rows) if backwards else pairs.hidden(rows)
+        own = rows if backwards else pairs.own[rows]
+        scores = ours @ others.t() / options.temperature
+        scores = scores.masked_fill(hidden, -torch.inf)
+        losses = torch.nn.functional.cross_entropy(scores, own, reduction="none")
+        return losses, (scores.detach().argmax(dim=1) == own).float()
+
+    losses, right = [], []
+    chunks = list(_chunks(pairs))
+    for rows in chunks:
+        if len(chunks) == 1 or not torch.is_grad_enabled():
+            one, best = some(ours[rows], others, rows)
+        else:
+            one, best = checkpoint(
+                some, ours[rows], others, rows, use_reentrant=False, preserve_rng_state=False
+            )
+        losses.append(one)
+        right.append(best)
+    empty = ours.sum(dim=1)[:0]
+    return torch.cat([empty, *losses]), torch.cat([empty.detach(), *right])
+
+
+def _chunks(pairs: Pairs) -> Iterator[torch.Tensor]:
+    """Numbers of pairs, so many that their similarities take a bounded room."""
+    import torch
+
+    count = len(pairs.queries)
+    size = max(1, ROOM // max(1, len(pairs.passages)))
+    for start in range(0, count, size):
+        yield torch.arange(start, min(start + size, count), device=pairs.queries.device)
+
+
+class Retrieval(Accumulator):
+    """Vectors of held-out pairs; each query is compared with all passages."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._vectors: list[np.ndarray] = []
+        self._texts: list[np.ndarray] = []
+        self._sizes: list[np.ndarray] = []
+        """By micro batch: sequences of each example."""
+
+    def add(self, outputs: torch.Tensor, batch: Batch) -> None:
+        """Of a micro batch."""
+        if len(outputs):
+            self._vectors.append(outputs.detach().float().cpu().numpy())
+            self._texts.append(batch[TEXT].numpy().copy())
+            self._sizes.append(np.bincount(batch[EXAMPLES].numpy()))
+
+    def merge(self, other: Retrieval) -> None:
+        self._vectors += other._vectors
+        self._texts += other._texts
+        self._sizes += other._sizes
+
+    def values(self) -> dict[str, float | None]:
+        """``loss`` over all held-out passages; a passage that is as similar as the right one
+        counts as more similar, so that a model that says the same of all finds nothing."""
+        import torch
+
+        if not self._vectors:
+            return dict.fromkeys(("loss", "accuracy", "mrr", "recall"))
+        sizes = np.concatenate(self._sizes)
+        vectors = torch.from_numpy(np.concatenate(self._vectors))
+        columns = {
+            EXAMPLES: torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)),
+            TEXT: torch.from_numpy(np.concatenate(self._texts)),
+        }
+        with torch.no_grad():
+            pairs = Pairs.of(columns, mask_duplicates=self._options.mask_duplicates)
+            losses, _ = contrast(vectors, pairs, self._options)
+            if self._options.normalize:
+                vectors = torch.nn.functional.normalize(vectors, dim=-1)
+            passages, parts = vectors[pairs.passages], []
+            for rows in _chunks(pairs):
+                scores = vectors[pairs.queries[rows]] @ passages.t()
+                scores = scores.masked_fill(pairs.hidden(rows), -torch.inf)
+                own = scores.gather(1, pairs.own[rows][:, None])
+                parts.append((scores >= own).sum(dim=1).double())
+        ranks = torch.cat(parts).clamp(min=1)  # not a number is no rank
+        found = {
+            "loss": losses.double().mean(),
+            "weight": float(len(ranks)),
+            "accuracy": (ranks == 1).double().mean(),
+            "mrr": torch.where(ranks <= CUTOFF, 1 / ranks, 0.0).mean(),
+            "recall": (ranks <= self._options.recall_at).double().mean(),
+        }
+        return {name: float(value) for name, value in found.items()}
