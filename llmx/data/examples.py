@@ -169,8 +169,8 @@ class Encoding(Protocol):
 
     takes: ClassVar[tuple[type, ...]]
     """The rows that ``encode`` takes: of ``Conversation``, ``Document``, ``Preference``,
-    ``UnpairedPreference``, ``Labelled``, ``TextPair`` and ``Record``. A preference pair or a labelled row is a
-    ``Conversation`` for a task that does not take it as what it is."""
+    ``UnpairedPreference``, ``Labelled``, ``TextPair`` and ``Record``. A preference
+    pair or a labelled row is a ``Conversation`` for a task that does not take it as what it is."""
     columns: tuple[Column, ...]
     """Columns that examples have beside their tokens."""
     turn_weights: bool

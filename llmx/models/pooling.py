@@ -25,7 +25,7 @@ _NAMES = {"mean": MEAN, "cls": CLS, "lasttoken": LAST}
 
 
 def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> torch.Tensor:
-    """fp32 [sequences, H]: a vector for each sequence, line by line, in the order in which they lie.
+    """fp32 [sequences, H]: a vector for each sequence, line by line, as they lie.
 
     Args:
         hidden: [B, T, H], or [1, B * T, H] where the lines lie one after the other.
@@ -47,7 +47,8 @@ def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> tor
         tokens = flat[places.to(flat.device, non_blocking=True)].float()
         # Not index_add, whose order of additions differs from run to run on CUDA.
         sums = torch.segment_reduce(tokens, "sum", lengths=counts.to(flat.device), unsafe=True)
-        return sums / counts.to(flat.device, torch.float32)[:, None]
+        means: torch.Tensor = sums / counts.to(flat.device, torch.float32)[:, None]
+        return means
     chosen = places[stops - counts] if pooling == CLS else places[stops - 1]
     return flat[chosen.to(flat.device, non_blocking=True)].float()
 
@@ -83,7 +84,7 @@ def _published_file(path: str | None, revision: str | None) -> Path | None:
     if local.is_dir():
         file = local / POOLING_FILE
         return file if file.is_file() else None
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     try:
         found = cached_file(path, POOLING_FILE, revision=revision)

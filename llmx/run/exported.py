@@ -25,4 +25,6 @@ def generates_no_text(directory: Path) -> str | None:
     except (OSError, ValueError, AttributeError, LookupError, TypeError):
         return None
     backbone = named.endswith("Model") and not named.endswith("LMHeadModel")  # BERT's, not GPT-2's
-    return named if named.endswith(WITHOUT_TEXT) or backbone else None
+    if backbone and "AutoModelForCausalLM" not in (values.get("auto_map") or {}):
+        return named
+    return named if named.endswith(WITHOUT_TEXT) else None

@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from llmx.config import Experiment
-from llmx.config.fields import choice, items, number
+from llmx.config.fields import choice, number
 from llmx.data import Column, Example, SampleStore, TextPair
 from llmx.data.format.formats import Document
 from llmx.errors import ConfigError
@@ -53,7 +53,7 @@ class Options:
     """Vectors of length 1, so that similarities are cosines; else dot products."""
     symmetric: bool = False
     """Also tell the query of each passage apart from the other queries: the mean of both losses."""
-    matryoshka_dims: list[int] = items(maximum=32, example="[256, 128, 64]")
+    matryoshka_dims: list[int] = field(default_factory=list)
     """Also learn the first so many numbers of each vector as a vector: the sum of all losses."""
     query_prompt: str = ""
     """Stands before each query, e.g. "query: "; kept in the exported model."""
@@ -423,11 +423,11 @@ class Retrieval(Accumulator):
                 own = scores.gather(1, pairs.own[rows][:, None])
                 parts.append((scores >= own).sum(dim=1).double())
         ranks = torch.cat(parts).clamp(min=1)  # not a number is no rank
-        found = {
-            "loss": losses.double().mean(),
+        reciprocal = torch.where(ranks <= CUTOFF, 1 / ranks, 0.0)
+        return {
+            "loss": float(losses.double().mean()),
             "weight": float(len(ranks)),
-            "accuracy": (ranks == 1).double().mean(),
-            "mrr": torch.where(ranks <= CUTOFF, 1 / ranks, 0.0).mean(),
-            "recall": (ranks <= self._options.recall_at).double().mean(),
+            "accuracy": float((ranks == 1).double().mean()),
+            "mrr": float(reciprocal.mean()),
+            "recall": float((ranks <= self._options.recall_at).double().mean()),
         }
-        return {name: float(value) for name, value in found.items()}

@@ -135,7 +135,10 @@ class Saver:
             state_layout(engine.engine)  # what cannot be saved is refused now, not hours later
         if ever_saves(config) and topology.rank == 0:
             known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
-            ours = (str(known.get("run_id", "")), small_files(run_dir, engine, tokenizer, files=files))
+            ours = (
+                str(known.get("run_id", "")),
+                small_files(run_dir, engine, tokenizer, files=files),
+            )
         shared = all_gather(ours, group=consensus.group)
         given: tuple[str, dict[str, bytes]] = shared[0] or ("", {})
         self._run_id, self._small = given

@@ -127,10 +127,10 @@ def write_merged(
     for path in sorted(own.glob("*.py")) if own.is_dir() else ():
         shutil.copy2(path, directory / path.name)  # the code of a model that brought its own
     for path in sorted(each for each in adapter.rglob("*") if each.is_file()):
-        name = path.relative_to(adapter)
-        if name.as_posix() not in (CONFIG_FILE, WEIGHTS_FILE, "config.json"):
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, directory / name)
+        place = path.relative_to(adapter)
+        if place.as_posix() not in (CONFIG_FILE, WEIGHTS_FILE, "config.json"):
+            (directory / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, directory / place)
     return elements
 
 

@@ -157,9 +157,9 @@ def detect_form(
         return "text"
     if paired:
         raise DataError(
-            f"{record.where}: the columns ({keys or 'none'}) hold no pair of texts "
-            f"({'; '.join(f'{one} and {other}' for one, other in PAIRS)}; or instruction and output, "
-            "prompt and response). Map yours, e.g. data.data_map.query=title "
+            f"{record.where}: the columns ({keys or 'none'}) hold no pair of texts: none of "
+            f"{'; '.join(f'{one} and {other}' for one, other in PAIRS)}; instruction and output; "
+            "prompt and response. Map yours, e.g. data.data_map.query=title "
             "data.data_map.positive=text."
         )
     known = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in KEYS.items())
@@ -439,13 +439,10 @@ def to_pair(record: Record, form: str, *, columns: dict[str, str]) -> TextPair:
     if form in ("alpaca", "prompt_response"):
         turns_ = _single(record, form, lambda name: columns.get(name, name))
         query = "\n".join(message.content for message in turns_[:-1])
-        sides = (("the prompt", query), ("the answer", turns_[-1].content))
+        sides = [("the prompt", query), ("the answer", turns_[-1].content)]
     else:
-        keys = pair_keys(record, columns) or (
-            columns.get("query", "query"),
-            columns.get("positive", "positive"),
-        )
-        sides = tuple((f'"{excerpt(key)}"', _side(record, key)) for key in keys)  # type: ignore[assignment]
+        keys = pair_keys(record, columns) or _nearest_pair(record, columns)
+        sides = [(f'"{excerpt(key)}"', _side(record, key)) for key in keys]
     for name, text in sides:
         if not text.strip():
             raise wrong_record(
@@ -468,10 +465,20 @@ def to_pair(record: Record, form: str, *, columns: dict[str, str]) -> TextPair:
     return TextPair(query, positive, negatives, record.where)
 
 
+def _nearest_pair(record: Record, columns: dict[str, str]) -> tuple[str, str]:
+    """Of a record that lacks one of a pair's columns: the layout that it has the other of."""
+    layouts = [(columns.get(one, one), columns.get(other, other)) for one, other in PAIRS]
+    return next((keys for keys in layouts if {*keys} & record.value.keys()), layouts[0])
+
+
 def _side(record: Record, key: str) -> str:
     """One text of a pair."""
     if record.value.get(key) is None:
-        what = "is null" if key in record.value else f"is no column of the row, which has {names(record.value) or 'none'}"
+        what = (
+            "is null"
+            if key in record.value
+            else f"is no column of the row, which has {names(record.value) or 'none'}"
+        )
         raise wrong_record(
             record,
             "a pair without one of its texts",
