@@ -119,6 +119,33 @@ def paired_store(path: Path) -> SampleStore:
     )
 
 
+TEXT = Column("text_id", per="sequence", dtype="int64")
+
+
+def text_pairs_store(path: Path, *, examples: int = NUM_SAMPLES) -> SampleStore:
+    """An example a sample: two texts that belong together, and up to two that do not. Some texts
+    are there more than once."""
+    if path.exists():
+        return SampleStore.open(path)
+    draw = np.random.Generator(np.random.Philox(key=4))
+    samples = []
+    for _ in range(examples):
+        lengths = [*draw.integers(2, 9, size=2), *[3] * int(draw.integers(0, 3))]
+        rows = [draw.integers(5, VOCABULARY, size=int(length)) for length in lengths]
+        samples.append(
+            Sample(
+                tokens=np.concatenate(rows).astype(np.uint32),
+                targets=np.ones(sum(map(len, rows)), np.bool_),
+                sequence_starts=np.cumsum([0, *map(len, rows[:-1])]).astype(np.int64),
+                example_starts=np.zeros(1, np.int64),
+                columns={TEXT.name: draw.integers(0, 12, size=len(rows))},
+            )
+        )
+    return write_store(
+        path, samples, fingerprint="text pairs", seq_len=SEQ_LEN, meta={}, columns=(TEXT,)
+    )
+
+
 def naive_loss(
     model: torch.nn.Module,
     store: SampleStore,

@@ -219,7 +219,14 @@ def _load(
     """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
     other labels, is drawn anew, and so it is said."""
     if head == BACKBONE:
-        load_weights(model, source, seed=seed, may_draw=pooler_names(model), backbone=True)
+        load_weights(
+            model,
+            source,
+            seed=seed,
+            may_draw=pooler_names(model),
+            backbone=True,
+            new_tokens=new_tokens,
+        )
         return
     if head != CLASSIFICATION:
         load_weights(model, source, new_tokens=new_tokens)

@@ -25,6 +25,4 @@ def generates_no_text(directory: Path) -> str | None:
     except (OSError, ValueError, AttributeError, LookupError, TypeError):
         return None
     backbone = named.endswith("Model") and not named.endswith("LMHeadModel")  # BERT's, not GPT-2's
-    if backbone and "AutoModelForCausalLM" not in (values.get("auto_map") or {}):
-        return named
-    return named if named.endswith(WITHOUT_TEXT) else None
+    return named if named.endswith(WITHOUT_TEXT) or backbone else None

@@ -62,6 +62,15 @@ def test_gradients_of_many_micro_steps_are_summed_in_fp32(out: Path, where: str)
         assert found[f"{where}-fp32"] < (0.003 if where == "1" else 0.0012)
 
 
+def test_a_loss_over_the_whole_step_is_the_same_for_every_split(out: Path) -> None:
+    for found in answers(out, "joint_steps"):
+        assert len(found) == 12
+        wanted = found["0: [4, 4] x 1"]
+        for name, numbers in found.items():
+            for expected, got in zip(wanted, numbers, strict=True):
+                assert got == pytest.approx(expected, rel=2e-5), name
+
+
 def test_other_ways_of_computing_train_alike(out: Path) -> None:
     """Head and loss together, activation checkpointing, what ``zero.extra`` takes."""
     for found in answers(out, "same_training"):

@@ -227,6 +227,28 @@ def generated(task: str, stage: str, out: Path) -> dict[str, Any]:
 
 
 @check
+def joint_steps(out: Path) -> Any:
+    """Losses and gradient norms of a task whose loss is that of a whole step, by stage and split:
+    one pass, two passes, and uneven ranks."""
+    answer: dict[str, Any] = {}
+    for stage in range(4):
+        for micro_batches, accumulation in (([4, 4], 1), ([2, 2], 2), ([3, 1], 2)):
+            job = {
+                "stage": stage,
+                "task": "embed",
+                "optim": "sgd",
+                "options": {"symmetric": True},
+                "micro_batches": micro_batches,
+                "accumulation": accumulation,
+                "zero": {"param_persistence_threshold": 0},
+            }
+            engine, numbers = trained(job, out, steps=3)
+            answer[f"{stage}: {micro_batches} x {accumulation}"] = numbers
+            engine.engine.destroy()
+    return answer
+
+
+@check
 def gradient_sums(out: Path) -> Any:
     """How far the gradient of 64 micro steps is from that of bf16 passes summed in fp64: read off
     one SGD step, by stage and by the precision of the sums."""

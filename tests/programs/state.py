@@ -44,6 +44,7 @@ from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, Step, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
+from llmx.train.joint import loss_of_step
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
 from llmx.train.step import seed_step, train_step, with_weight
@@ -52,6 +53,7 @@ from tests.reference import (
     SEQ_LEN,
     paired_store,
     synthetic_store,
+    text_pairs_store,
     whole_weights,
     word_tokenizer,
 )
@@ -152,6 +154,8 @@ def store_of(job: dict[str, Any], out: Path) -> Any:
     """What the job's task is trained on."""
     if job.get("task", "pretrain") == "pretrain":
         return synthetic_store(out / "store")
+    if job["task"] == "embed":
+        return text_pairs_store(out / "text-pairs")
     return paired_store(out / "pairs")
 
 
@@ -175,7 +179,8 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
         step = step_of(engine, task, store, number, plan=plan, seed=exp.seed)
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
-        loss = train_step(engine, step, world=world, loss_of=task.loss).double()
+        loss_of = loss_of_step(task, engine.models, step)
+        loss = train_step(engine, step, world=world, loss_of=loss_of).double()
         torch.distributed.all_reduce(loss)
         losses.append([float(loss) / step.weight, engine.grad_norm()])
     return losses

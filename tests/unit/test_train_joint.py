@@ -7,11 +7,9 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from llmx.data.store.samples import Sample
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.model import Models
@@ -20,7 +18,7 @@ from llmx.tasks.embed import Embed, Options, Pairs, contrast
 from llmx.train.batches import Layout, Step, make_step
 from llmx.train.joint import JointStep, loss_of_step
 from llmx.train.step import seed_step
-from tests.small_stores import write_store
+from tests.reference import text_pairs_store
 from tests.unit.test_models_pooling import backbone, model_of
 
 METHODS = {
@@ -39,24 +37,7 @@ class Task(Embed):
 
 
 def store_of(path: Path) -> Any:
-    """Examples of two to four sequences; some texts are there twice."""
-    draw = np.random.Generator(np.random.Philox(key=4))
-    samples = []
-    for _ in range(EXAMPLES):
-        rows = [draw.integers(5, 90, size=int(draw.integers(2, 9))) for _ in range(2)]
-        rows += [draw.integers(5, 90, size=3) for _ in range(int(draw.integers(0, 3)))]
-        samples.append(
-            Sample(
-                tokens=np.concatenate(rows).astype(np.uint32),
-                targets=np.ones(sum(map(len, rows)), np.bool_),
-                sequence_starts=np.cumsum([0, *map(len, rows[:-1])]).astype(np.int64),
-                example_starts=np.zeros(1, np.int64),
-                columns={"text_id": draw.integers(0, 12, size=len(rows))},
-            )
-        )
-    return write_store(
-        path, samples, fingerprint="pairs", seq_len=48, meta={}, columns=Embed.columns
-    )
+    return text_pairs_store(path, examples=EXAMPLES)
 
 
 def step_of(store: Any, kind: str, micro: tuple[int, ...], accumulation: int, rank: int) -> Step:
@@ -112,7 +93,13 @@ def on_rank(
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{place / 'meet'}", rank=rank, world_size=world
     )
-    step = step_of(store_of(place / f"store-{rank}"), kind, micro, accumulation, rank)
+    step = step_of(
+        store_of(place / f"store-{rank}"),
+        kind,
+        micro,
+        accumulation,
+        rank,
+    )
     total, found, measured = gradient(kind, step)
     values = torch.tensor([total, *measured], dtype=torch.float64)
     torch.distributed.all_reduce(values)

@@ -26,6 +26,7 @@ from llmx.data.format.formats import (
     Document,
     Labelled,
     Preference,
+    TextPair,
     UnpairedPreference,
 )
 from llmx.data.source.progress import PreparationProgress
@@ -90,6 +91,8 @@ def _content(record: TypedRecord | None, index: int) -> bytes:
     if isinstance(record, Labelled):
         turns = [[message.role, message.content] for message in record.history]
         return json.dumps([turns, record.text, record.label]).encode()
+    if isinstance(record, TextPair):
+        return json.dumps([record.query, record.positive, *record.negatives]).encode()
     if isinstance(record, Record):
         return json.dumps(record.value, default=str).encode()
     return f"\0nothing to learn {index}".encode()  # counted as such, not as repeated
@@ -244,7 +247,9 @@ class DatasetSplit:
 
     @property
     def has_conversations(self) -> bool:
-        return any(source.form != "text" for source in self.sources)
+        return any(
+            source.form != "text" and source.record_type is not TextPair for source in self.sources
+        )
 
     @cached_property
     def source_bytes(self) -> int:
