@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 from llmx.checkpoint.export.model import write_description
 from llmx.config import Experiment
-from llmx.data import SampleStore, load_tokenizer
+from llmx.data import SampleStore
 from llmx.errors import ConfigError, DataError
 from llmx.models.attention import AttentionMethod
 from llmx.models.model import Models
-from llmx.tasks import embed, prepare, task_of
+from llmx.tasks import embed, prepare, task_of, tokenizer_of
 from llmx.tasks.embed import Embed, Options, Pairs, Retrieval, contrast, number_of
 from tests.rundirs import experiment
 from tests.unit.test_models_pooling import backbone, model_of
@@ -42,7 +42,7 @@ def experiment_of(
 
 
 def prepared(exp: Experiment) -> tuple[Embed, SampleStore]:
-    tokenizer = load_tokenizer(exp.model, exp.data, exp.task)
+    tokenizer = tokenizer_of(exp)
     task = task_of(exp, tokenizer)
     assert isinstance(task, Embed)
     return task, prepare(exp, tokenizer)
