@@ -39,6 +39,8 @@ ALLOWED = {
     ("llmx/run/metrics/declared.py", "exact_match"),
     # A library of metrics of texts, which any task may use.
     ("llmx/run/metrics/completions.py", "exact_match"),
+    # What modules of networks are called.
+    ("llmx/train/engine/learning_rates.py", "embed"),
 }
 
 
