@@ -35,7 +35,7 @@ function labels(root) {
   // Labels of an axis that lie over another one.
   const found = [];
   for (const plot of root.querySelectorAll('.plot')) {
-    for (const side of ['i.x', 'i.y']) {
+    for (const side of ['i.x', 'i.y', 'i.tick', 'i.name']) {
       const boxes = [...plot.querySelectorAll(side)].map(i => i.getBoundingClientRect());
       boxes.filter(b => b.width).forEach((a, n) => boxes.slice(n + 1).forEach(b => {
         if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)

@@ -35,7 +35,8 @@ class Command:
     words: tuple[Word, ...] = ()
     """Its own flags (each has ``--help``, too) and keys."""
     arguments: tuple[str, ...] = ()
-    """What its bare words are, in order: ``run``, ``run+`` (any number), ``sweep``, ``topic``."""
+    """What its bare words are, in order: ``run``, ``run+`` (any number), ``shown`` (a run, or the
+    directory of a sweep), ``sweep``, ``topic``."""
     overrides: bool = False
     """Whether it takes ``group=option`` and ``key=value``."""
     section: str = ""
@@ -187,18 +188,18 @@ COMMANDS = {
         overrides=True,
     ),
     "status": Command(
-        "what runs are doing, or one of them: status [RUN_DIR | user@host:RUN_DIR]",
+        "what runs do, one of them, or a sweep: status [RUN_DIR | SWEEP_DIR | user@host:RUN]",
         words=(
             Word("--all", "all runs, not only the first"),
             Word("--json", "the facts as JSON, for scripts"),
             _SSH_CONFIG,
         ),
-        arguments=("run",),
+        arguments=("shown",),
     ),
     "watch": Command(
-        "the same, live: watch RUN_DIR",
+        "the same, live: watch RUN_DIR|SWEEP_DIR",
         words=(_EVERY, _SSH_CONFIG),
-        arguments=("run",),
+        arguments=("shown",),
     ),
     "compare": Command(
         "what differs between two runs, and both loss curves: compare RUN_A RUN_B",
@@ -220,10 +221,14 @@ COMMANDS = {
         arguments=("run",),
     ),
     "report": Command(
-        "tables, loss curve and HTML of a run directory: report RUN_DIR",
-        "RUN_DIR [--width N]",
-        words=(_WIDTH,),
-        arguments=("run",),
+        "tables, curves and HTML of a run, or of sweeps: report RUN_DIR|SWEEP_DIR",
+        "RUN_DIR | SWEEP_DIR ... [--out DIR] [--objective NAME] [--width N]",
+        words=(
+            Word("--out", "where the files of a sweep go", "DIR", takes="directory"),
+            Word("--objective", "what the best trial is best in", "NAME"),
+            _WIDTH,
+        ),
+        arguments=("shown+",),
     ),
     "data": Command(
         "prepare the data, say what became of it; preview=3 shows samples token by token",

@@ -113,8 +113,9 @@ def _arguments(command: Command, given: int, current: str) -> Iterator[Candidate
     if not kinds or (given >= len(kinds) and not kinds[-1].endswith("+")):
         return
     kind = kinds[min(given, len(kinds) - 1)].rstrip("+")
-    if kind == "run":
-        runs = [Candidate(run) for run in _runs() if run.startswith(current)]
+    if kind in ("run", "shown"):
+        found = _runs(sweeps=kind == "shown")
+        runs = [Candidate(run) for run in found if run.startswith(current)]
         yield from runs or _paths(current, directories=True)
     elif kind == "sweep":
         for path in sorted(sweeps_dir().glob("*.yaml")):
@@ -269,11 +270,13 @@ def _config_dirs(words: Sequence[str]) -> list[Path]:
     return [Path(each).expanduser() for each in found if each]
 
 
-def _runs() -> list[str]:
-    """Run directories under ``outputs/``, the newest first."""
+def _runs(*, sweeps: bool = False) -> list[str]:
+    """Run directories under ``outputs/``, with those of ``sweeps``, the newest first."""
     base = Path(os.environ.get("LLMX_OUTPUTS", "outputs"))
     found = []
-    for pattern in ("*/config.yaml", "sweeps/*/*/config.yaml"):
+    patterns = ["*/config.yaml", "sweeps/*/*/config.yaml"]
+    patterns += ["sweeps/*/multirun.yaml"] * sweeps
+    for pattern in patterns:
         for path in base.glob(pattern):
             try:
                 found.append((path.stat().st_mtime, str(path.parent)))

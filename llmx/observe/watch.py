@@ -1,6 +1,7 @@
 """``python -m llmx watch RUN``: a run, live, until it is over.
 
     python -m llmx watch                      the newest run under outputs/
+    python -m llmx watch SWEEP_DIR            a sweep
     python -m llmx watch user@host:RUN        on another machine; it connects again by itself
 
 On a terminal a picture, refreshed every second (``--every S``); elsewhere a line a logged step.
@@ -29,21 +30,25 @@ START_S = 30.0
 def help_text() -> str:
     """What ``python -m llmx watch --help`` prints."""
     return (
-        "python -m llmx watch [RUN | DIR | user@host:RUN] [options]\n\n"
-        "A run, live, until it is over. Without a run: the one under outputs/ (or DIR) that\n"
-        "lives, else the newest. Over ssh it connects again by itself, and needs nothing but a\n"
-        "Python 3 there. Ctrl-C ends the watching, never the run.\n\n"
+        "python -m llmx watch [RUN | SWEEP_DIR | DIR | user@host:RUN] [options]\n\n"
+        "A run or a sweep, live, until it is over. Without a run: the one under outputs/ (or DIR)\n"
+        "that lives, else the newest. Over ssh it connects again by itself, and needs nothing but\n"
+        "a Python 3 there. Ctrl-C ends the watching, never the run.\n\n"
         "  --every S          seconds between two looks (default 1)\n"
         "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
-        "Off a terminal it prints a line for every logged step. The exit code is 0 for a run that\n"
-        "finished, else 1.\n"
+        "Off a terminal it prints a line for every logged step, and for every change of a sweep.\n"
+        "The exit code is 0 for a run that finished and a sweep of which no trial failed, else 1.\n"
     )
 
 
 def main(words: Sequence[str]) -> int:
     """Watch until the run is over; 0 where it finished, 1 where not."""
+    from llmx.observe.status import sweep
+
     options = parse(words, command="watch")
     location = options.location or _newest()
+    if sweep.is_here(location):
+        return sweep.watch(location.path, every_s=options.every_s)
     if not location.host:
         facts = gather(location, most=1)
         if "runs" in facts:

@@ -112,11 +112,17 @@ def test_runs_and_their_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):  # fmt: skip
         assert offered(f"llmx {command} out")[0] == "outputs/first", command
     assert offered("llmx compare outputs/first out") == ["outputs/first"]
+    sweep = tmp_path / "outputs" / "sweeps" / "one"
+    sweep.mkdir(parents=True)
+    (sweep / "multirun.yaml").touch()
+    for command in ("report", "report outputs/first", "status", "watch"):
+        assert "outputs/sweeps/one" in offered(f"llmx {command} out"), command
+    assert "outputs/sweeps/one" not in offered("llmx export out")
     assert offered("llmx resume outputs/first step=") == ["step=80", "step=40"]
     assert offered("llmx export outputs/first --step ") == ["80", "40"]
     assert "launch=rsync" in offered("llmx resume outputs/first launch=")
     monkeypatch.setenv("LLMX_OUTPUTS", str(tmp_path / "outputs"))
-    assert offered("llmx status ") == [str(run)]
+    assert offered("llmx status ") == [str(sweep), str(run)]
 
 
 def test_flags() -> None:

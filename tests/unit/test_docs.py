@@ -20,12 +20,15 @@ from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
 from llmx.plan.geometry import position_limit
+from tests import sweepdirs
 from tests.composing import values
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHATS = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 STAND_FOR_A_RUN = re.compile(r"(user@host:)?(RUN\w*|outputs/\w+|/runs/demo|runs/demo)")
+
+STAND_FOR_A_SWEEP = re.compile(r"SWEEP_DIR|outputs/sweeps/\w+")
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -74,6 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "clusters" / "hardware").mkdir(parents=True)
     (place / "clusters" / "hardware" / "mine.yaml").write_text(hardware)
     (place / "run").mkdir()
+    sweepdirs.rates(place / "rates")
     tasks = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)[0]
     (place / "my_tasks.py").write_text(code)
@@ -104,7 +108,8 @@ def test_commands_are_found() -> None:
     ("page", "words"), TYPED, ids=[f"{page}:{' '.join(words)[:60]}" for page, words in TYPED]
 )
 def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys) -> None:
-    typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in words]
+    typed = ["rates" if STAND_FOR_A_SWEEP.fullmatch(word) else word for word in words]
+    typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in typed]
     typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
     command = typed[0] if typed and typed[0] in COMMANDS else "train"
     rest = typed[1:] if typed and typed[0] in COMMANDS else typed

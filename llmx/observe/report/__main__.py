@@ -1,38 +1,155 @@
-"""Report on a run: tables here, ``loss.png`` and ``report.html`` in its directory.
+"""Report on a run or on sweeps: tables here, pictures and an HTML page beside.
 
     python -m llmx report RUN_DIR [--width N]
+    python -m llmx report SWEEP_DIR [SWEEP_DIR ...] [--out DIR] [--objective NAME]
 
-Reads the run directory only; works for a run that still trains, and for one that failed.
+Reads directories only; works for what still trains, and for what failed. Of a run it writes
+``loss.png`` and ``report.html``, of a sweep ``sweep.csv``, ``sweep.md`` and ``sweep.html``.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from llmx.cli.flags import Parser, whole_number
-from llmx.errors import exit_code
+from llmx.errors import ConfigError, did_you_mean, exit_code
 from llmx.observe.report.figure import draw_loss
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
+from llmx.observe.report.sweep_data import (
+    CSV,
+    Sweep,
+    direction_of,
+    is_sweep,
+    load_sweep,
+    union,
+)
+from llmx.observe.report.sweep_page import PAGE, sweep_page
+from llmx.observe.report.sweep_table import (
+    MARKDOWN,
+    best_lines,
+    metrics_of,
+    print_sweep,
+    write_sweep,
+)
 from llmx.observe.report.tables import draw_table, tables
 from llmx.observe.report.terminal import print_report
-from llmx.run.rundir import write_text
+from llmx.run.rundir import RunDir, no_run, write_text
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (0 also for a run that failed: it is reported)."""
     parser = Parser(
         prog="python -m llmx report",
-        description="Report on a run: tables here, loss.png and report.html in its directory. "
-        "Works for a run that is still training, and for one that failed.",
+        description="Report on a run: tables here, loss.png and report.html in its directory. On a "
+        "sweep, or several together: its table here, and sweep.csv, sweep.md and sweep.html. "
+        "Works for what is still training, and for what failed.",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR|SWEEP_DIR", type=Path, nargs="+",
+        help="a run directory, or directories of sweeps",
+    )  # fmt: skip
     parser.add_argument(
         "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
     )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path,
+        help="where the files of a sweep go (default: its own directory)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--objective", metavar="NAME",
+        help="what the best trial of a sweep is best in: tokens_per_s, train/loss, eval/loss, "
+        "eval/NAME, memory_gib or seconds",
+    )  # fmt: skip
     options = parser.parse_args(argv)
-    return exit_code(lambda: _report(options.run_dir, width=options.width))
+
+    def report() -> int:
+        paths: list[Path] = options.run_dir
+        found = [path for path in paths if not RunDir(path).config.is_file() and is_sweep(path)]
+        if not found and len(paths) == 1:
+            _refuse(paths[0], out=options.out, objective=options.objective)
+            return _report(paths[0], width=options.width)
+        for path in paths:
+            if path not in found:
+                _refuse_among_sweeps(path)
+        sweep = union([load_sweep(path) for path in dict.fromkeys(paths)])
+        return _report_sweep(
+            sweep, out=options.out or (paths[0] if len(set(paths)) == 1 else None),
+            objective=options.objective, width=options.width,
+        )  # fmt: skip
+
+    return exit_code(report)
+
+
+def _refuse(path: Path, *, out: Path | None, objective: str | None) -> None:
+    """ConfigError where a flag of sweeps is given with a run."""
+    given = [name for name, value in (("--out", out), ("--objective", objective)) if value]
+    if given and RunDir(path).config.is_file():
+        raise ConfigError(f"{given[0]} is for sweeps, and {path} is a run. Leave {given[0]} out.")
+
+
+def _refuse_among_sweeps(path: Path) -> None:
+    if RunDir(path).config.is_file():
+        raise ConfigError(
+            f"{path} is a run: several directories must all be sweeps. For the run: "
+            f"python -m llmx report {path}; two runs side by side: python -m llmx compare A B"
+        )
+    raise ConfigError(no_run(path))
+
+
+def _report_sweep(
+    sweep: Sweep, *, out: Path | None, objective: str | None, width: int | None
+) -> int:
+    """Write the files of a sweep, where there is a place for them, and print its table."""
+    if objective:
+        sweep = with_objective(sweep, objective)
+    warnings, files = list(sweep.warnings), [CSV, MARKDOWN, PAGE]
+    if out is None:
+        files = []
+        warnings.append("Several sweeps: --out DIR also writes sweep.csv, sweep.md and sweep.html.")
+    else:
+        try:
+            write_report(sweep, out)
+        except OSError as error:
+            # A full or read-only disk: what can be printed is printed all the same.
+            files = []
+            warnings.append(f"{error.filename or out}: not written ({error.strerror}).")
+    print_sweep(
+        sweep.trials, directory=out or sweep.directory, stream=sys.stdout, files=files,
+        best=best_lines_of(sweep), width=width,
+    )  # fmt: skip
+    for text in warnings:
+        print(f" {text}")
+    return 0
+
+
+def with_objective(sweep: Sweep, objective: str) -> Sweep:
+    """The sweep with another objective; ConfigError where its trials have no such number."""
+    names = ["tokens_per_s", "memory_gib", "seconds", "train/loss", "eval/loss"]
+    names += [f"eval/{name}" for name in metrics_of(sweep.trials)]
+    if objective not in names:
+        raise ConfigError(
+            f"--objective {objective}: no trial has such a number."
+            f"{did_you_mean(objective, names)} Choose one of {', '.join(names)}."
+        )
+    if objective == sweep.objective:
+        return sweep
+    mode = direction_of(objective, sweep.trials)
+    return replace(sweep, objective=objective, mode=mode, of_one=False)
+
+
+def write_report(sweep: Sweep, out: Path) -> None:
+    """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``."""
+    write_sweep(sweep.trials, directory=out, best=best_lines_of(sweep))
+    write_text(out / PAGE, sweep_page(sweep, out=out))
+
+
+def best_lines_of(sweep: Sweep) -> list[str]:
+    """The best trial of a sweep, and what to type to train with it."""
+    directory = sweep.directory if sweep.of_one else None
+    return best_lines(sweep.trials, sweep.objective, sweep.mode, directory=directory)
 
 
 def _report(run_dir: Path, *, width: int | None) -> int:

@@ -13,7 +13,7 @@ from html import escape
 
 from llmx import text as human
 
-Point = tuple[int, float]
+Point = tuple[float, float]
 
 MOST_POINTS = 600
 """Of one line; beyond, the least and the largest value of each stretch are drawn."""
@@ -38,6 +38,7 @@ STYLE = """
 .plot path.grid { stroke: #8883; stroke-width: 1; }
 .plot path.mark { stroke-width: 1.2; stroke-dasharray: 4 4; }
 .plot path.faint { opacity: .35; stroke-width: 1; } .plot path.dots { stroke-width: 7; }
+.plot path.thin { opacity: .8; stroke-width: 1.2; } .plot path.thin:hover { stroke-width: 4; }
 .blue { stroke: #2f81c7; color: #2f81c7; } .orange { stroke: #d9822b; color: #d9822b; }
 .gray { stroke: #888; color: #888; } .red { stroke: #c9302c; color: #c9302c; }
 .axis-log:not(:checked) ~ .log, .axis-log:checked ~ .linear { display: none; }
@@ -52,8 +53,11 @@ class Line:
     """For the legend; empty for none."""
     points: Sequence[Point]
     colour: str
+    """Of ``STYLE`` (``blue``), or a colour of CSS (``#2f81c7``)."""
     kind: str = ""
-    """``faint``, ``dots`` or a plain line."""
+    """``faint``, ``thin``, ``dots`` or a plain line."""
+    title: str = ""
+    """Shown where the pointer is on the line."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +69,32 @@ class Mark:
     colour: str
 
 
+@dataclass(frozen=True)
+class Labels:
+    """What stands below a chart whose points are no steps but places between 0 and 1."""
+
+    ticks: Sequence[tuple[float, str]]
+
+
 def chart(
-    lines: Sequence[Line], *, marks: Sequence[Mark] = (), log: bool = False, steps: int = 5
+    lines: Sequence[Line],
+    *,
+    marks: Sequence[Mark] = (),
+    log: bool = False,
+    steps: int = 5,
+    labels: Labels | None = None,
+    logarithmic: bool = False,
 ) -> str:
     """HTML of one chart; ``log`` offers a logarithmic axis, too. Empty where nothing is finite.
 
-    ``steps``: about as many labels stand below.
+    ``steps``: about as many labels stand below. ``logarithmic``: only that axis.
     """
-    linear = _plot(lines, marks, log=False, steps=steps)
+    linear = _plot(lines, marks, log=logarithmic, steps=steps, labels=labels)
     if not linear:
         return ""
-    logarithmic = _plot(lines, marks, log=True, steps=steps) if log else ""
+    as_log = _plot(lines, marks, log=True, steps=steps, labels=labels) if log else ""
     choice = ""
-    if logarithmic:
+    if as_log:
         choice = (
             '<input type="radio" name="axis" class="axis-linear" id="axis-linear" checked>'
             '<label for="axis-linear">linear</label>'
@@ -87,25 +104,40 @@ def chart(
     return (
         f'<div class="chart">{choice}{_legend(lines, marks)}'
         f'<div class="plot linear">{linear}</div>'
-        + (f'<div class="plot log">{logarithmic}</div>' if logarithmic else "")
+        + (f'<div class="plot log">{as_log}</div>' if as_log else "")
         + "</div>"
     )
 
 
 def _legend(lines: Sequence[Line], marks: Sequence[Mark]) -> str:
-    signs = {"": "━", "faint": "─", "dots": "●"}
+    signs = {"": "━", "faint": "─", "thin": "─", "dots": "●"}
     entries = [(line.colour, signs[line.kind], line.name) for line in lines if line.name]
     entries += [(mark.colour, "┆", name) for name, mark in {m.name: m for m in marks}.items()]
     if not entries:
         return ""
     spans = [
-        f'<span><i class="{colour}">{sign}</i> <b>{escape(name)}</b></span>'
+        f"<span><i {_coloured(colour)}>{sign}</i> <b>{escape(name)}</b></span>"
         for colour, sign, name in entries
     ]
     return f'<p class="legend">{"".join(spans)}</p>'
 
 
-def _plot(lines: Sequence[Line], marks: Sequence[Mark], *, log: bool, steps: int) -> str:
+def _coloured(colour: str, *kinds: str) -> str:
+    """Attributes of an element; a colour of CSS is no class."""
+    named = colour.isalpha()
+    classes = " ".join([*([colour] if named else []), *(kind for kind in kinds if kind)])
+    style = "" if named else f' style="stroke:{escape(colour)};color:{escape(colour)}"'
+    return f'class="{classes}"{style}'
+
+
+def _plot(
+    lines: Sequence[Line],
+    marks: Sequence[Mark],
+    *,
+    log: bool,
+    steps: int,
+    labels: Labels | None,
+) -> str:
     finite = [
         (step, value)
         for line in lines
@@ -115,12 +147,18 @@ def _plot(lines: Sequence[Line], marks: Sequence[Mark], *, log: bool, steps: int
     if not finite:
         return ""
     values = [value for _, value in finite]
-    first = min(step for line in lines for step, _ in line.points)
-    last = max(step for line in lines for step, _ in line.points)
+    first, last = 0.0, 1.0
+    if labels is None:
+        first = min(step for line in lines for step, _ in line.points)
+        last = max(step for line in lines for step, _ in line.points)
+        below = step_ticks(int(first), int(last), count=steps)
+        names = [(float(step), human.count(step)) for step in below]
+    else:
+        names = list(labels.ticks)
     low, high, ticks = log_axis(values) if log else linear_axis(values)
-    width = max(1, last - first)
+    width = max(1.0, last - first)
 
-    def x(step: int) -> float:
+    def x(step: float) -> float:
         return SIZE * (step - first) / width
 
     def y(value: float) -> float:
@@ -135,24 +173,25 @@ def _plot(lines: Sequence[Line], marks: Sequence[Mark], *, log: bool, steps: int
     for line in lines:
         path = _path(line, x, y, positive=log)
         if path:
-            parts.append(f'<path class="{line.colour} {line.kind}" d="{path}"/>')
-    labels = [
+            title = f"<title>{escape(line.title)}</title>" if line.title else ""
+            parts.append(f'<path {_coloured(line.colour, line.kind)} d="{path}">{title}</path>')
+    written = [
         f'<i class="y" style="top:{y(tick) / SIZE:.2%}">{label}</i>'
         for tick, label in zip(ticks, numbers(ticks), strict=True)
     ]
-    labels += [
-        f'<i class="x" style="left:{x(step) / SIZE:.2%}">{human.count(step)}</i>'
-        for step in step_ticks(first, last, count=steps)
+    written += [
+        f'<i class="x" style="left:{x(place) / SIZE:.2%}">{escape(name)}</i>'
+        for place, name in names
     ]
     drawing = "".join(parts)
     return (
         f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" aria-hidden="true">'
-        f"{drawing}</svg>{''.join(labels)}"
+        f"{drawing}</svg>{''.join(written)}"
     )
 
 
 def _path(
-    line: Line, x: Callable[[int], float], y: Callable[[float], float], *, positive: bool
+    line: Line, x: Callable[[float], float], y: Callable[[float], float], *, positive: bool
 ) -> str:
     words: list[str] = []
     drawing = False

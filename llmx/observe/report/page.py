@@ -7,23 +7,32 @@ tables scroll instead of breaking words or numbers (``tests/unit/test_report_pag
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import time
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import Any
 
 from llmx import text as human
 from llmx.observe.report import chart, wording
 from llmx.observe.report.chart import Line, Mark
 from llmx.observe.report.figure import SMOOTHED_FROM, points, smoothed
+from llmx.observe.report.markup import (
+    bullets,
+    details,
+    document,
+    escaped,
+    grid,
+    heading,
+    pairs,
+    pre,
+    prose,
+)
 from llmx.observe.report.run_data import RunData
 from llmx.observe.report.settings import as_yaml, chosen, shown
 from llmx.observe.report.tables import Numbers, shares, tables
 from llmx.run.metrics import metric_of
 from llmx.run.metrics.lines import Record, scalars
-from llmx.text import plural, printable
+from llmx.text import plural
 
 MOST_METRIC_ROWS = 200
 MOST_COMPLETIONS = 200
@@ -31,177 +40,43 @@ LONGEST_COMPLETION = 1_500
 """Characters; ``samples.json`` has the whole."""
 LONGEST_FILE = 60_000
 """Characters of a file that is shown (provenance.json may hold a diff of megabytes)."""
-LONGEST_WORD = 60
-"""Characters without a space; a longer word may be broken, or one would be wider than the rest."""
 LONGEST_WORD_OF_A_COMPLETION = 30
 """An untrained model writes such words; a language hardly ever."""
-LONGEST_NAME = 30
-"""Characters of a path on one line; a longer one is broken after its slashes."""
 OPEN_COMPLETIONS = 12
 """The others are folded away."""
-
-STYLE = (
-    """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-h1, p { overflow-wrap: break-word; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; min-width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0;
-  border-bottom: 1px solid var(--line); }
-th:last-child, td:last-child { padding-right: 0; }
-th { font-weight: 600; white-space: nowrap; } tbody th { width: 1%; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-td.number, td code, td.short, .word { white-space: nowrap; }
-td.long { min-width: 9rem; white-space: pre-wrap; } td.cause { min-width: 15rem; }
-.pairs td { white-space: pre-line; }
-h3 { font-size: 1rem; }
-pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: 13px; }
-code { font-size: 13px; }
-details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
-.ok { color: #1a7f37; } .failed { color: #c9302c; } .open { color: #b08800; }
-@media (prefers-color-scheme: dark) {
-  .ok { color: #4cc065; } .failed { color: #ff7b72; } .open { color: #e3b341; } }
-"""
-    + chart.STYLE
-)
 
 
 def page(data: RunData) -> str:
     """The page as text."""
     found = wording.headline(data)
     parts = [
-        f'<h1 class="{found.state}">{_words(found.line)}</h1>',
+        f'<h1 class="{found.state}">{prose(found.line)}</h1>',
         _cause(found),
-        _pre(wording.traceback_excerpt(data)),
-        _heading("Summary", _pairs(wording.summary_rows(data))),
-        _heading("Loss", _loss(data)),
+        pre(wording.traceback_excerpt(data)),
+        heading("Summary", pairs(wording.summary_rows(data))),
+        heading("Loss", _loss(data)),
         _other_curves(data),
-        _heading("Evaluation", _tables(data)),
-        _heading("Completions", _completions(data)),
-        _heading("Warnings", _list(wording.warnings(data))),
-        _heading("Attempts", _attempts(data)),
-        _heading("Data", _data(data)),
-        _heading("Config", _config(data)),
-        _heading("Plan", _plan(data.plan)),
-        _heading("Files and commands", _pairs(wording.locations(data), code=True)),
-        _heading("Metrics", _metrics(data)),
-        _details("config.yaml", _file(data, "config.yaml")),
-        _details("ds_config.json", _file(data, "ds_config.json")),
-        _details("provenance.json", _file(data, "provenance.json")),
-        _details("plan.json", _json(data.plan)),
-        _details("result.json", _json(data.result)),
+        heading("Evaluation", _tables(data)),
+        heading("Completions", _completions(data)),
+        heading("Warnings", bullets(wording.warnings(data))),
+        heading("Attempts", _attempts(data)),
+        heading("Data", _data(data)),
+        heading("Config", _config(data)),
+        heading("Plan", _plan(data.plan)),
+        heading("Files and commands", pairs(wording.locations(data), code=True)),
+        heading("Metrics", _metrics(data)),
+        details("config.yaml", _file(data, "config.yaml")),
+        details("ds_config.json", _file(data, "ds_config.json")),
+        details("provenance.json", _file(data, "provenance.json")),
+        details("plan.json", _json(data.plan)),
+        details("result.json", _json(data.result)),
     ]
-    body = "\n".join(part for part in parts if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(data.name)}</title><style>{STYLE}</style></head>\n"
-        f"<body>\n{body}\n</body></html>\n"
-    )
-
-
-def _text(value: Any) -> str:
-    """Escaped; a control character or a stray surrogate (broken UTF-8) is shown as its code."""
-    return escape(printable(str(value)))
-
-
-_BREAKABLE = re.compile(r"[!-~]*[A-Za-z0-9][/\\?|%+&:;,.=_\-\u2013][!-~]+")
-"""A word that a browser may break: a path, ``tokens/s``, ``2026-11-22``, ``key=value``."""
-_UNIT = re.compile(r"(\d) (?=(?:s|min|h|d|k|M|B|T|GiB|MiB|KiB|tokens/s)(?![!-~]*[A-Za-z])|%)")
-"""The space between a number and its unit, where no line ends."""
-_ASCII = frozenset(map(chr, range(33, 127)))
-
-
-def _words(value: Any, *, longest: int = LONGEST_WORD) -> str:
-    """Escaped text that breaks between words only, and after the slashes of a long path.
-
-    Only a word of more than ``longest`` characters is broken.
-    """
-    parts = []
-    for word in re.split(r"([^!-~]+)", _UNIT.sub("\\1\u00a0", printable(str(value)))):
-        if len(word) > LONGEST_NAME and word.count("/") > 1 and word[0] in _ASCII:
-            names = re.findall(r"[^/]*/+|[^/]+", word)
-            parts.append(
-                "<wbr>".join(f'<span class="word">{escape(name)}</span>' for name in names)
-            )
-        elif len(word) > longest and word[0] in _ASCII:
-            pieces = (word[start : start + longest] for start in range(0, len(word), longest))
-            parts.append("<wbr>".join(map(escape, pieces)))
-        elif _BREAKABLE.fullmatch(word):
-            parts.append(f'<span class="word">{escape(word)}</span>')
-        else:
-            parts.append(escape(word))
-    return "".join(parts)
-
-
-def _heading(title: str, content: str) -> str:
-    return f"<h2>{_text(title)}</h2>\n{content}" if content else ""
-
-
-def _pre(text: str) -> str:
-    return f"<pre>{_text(text)}</pre>" if text else ""
-
-
-def _details(title: str, text: str) -> str:
-    if not text:
-        return ""
-    return f"<details><summary>{_text(title)}</summary>{_pre(text)}</details>"
+    return document(data.name, parts)
 
 
 def _cause(found: wording.Headline) -> str:
     rows = [(name, text) for name, text in (("cause", found.cause), ("fix", found.fix)) if text]
-    return _pairs(rows)
-
-
-def _list(texts: Iterable[str]) -> str:
-    items = "".join(f"<li>{_words(text)}</li>" for text in texts)
-    return f'<ul class="scroll">{items}</ul>' if items else ""
-
-
-def _pairs(rows: Sequence[tuple[str, str]], *, code: bool = False) -> str:
-    if not rows:
-        return ""
-    lines = [
-        f"<tr><th>{_text(name)}</th><td>{f'<code>{_text(value)}</code>' if code else _words(value)}"
-        "</td></tr>"
-        for name, value in rows
-    ]
-    return (
-        '<div class="scroll"><table class="pairs"><tbody>'
-        + "\n".join(lines)
-        + "</tbody></table></div>"
-    )
-
-
-def _table(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    kinds: Sequence[str],
-    longest: int = LONGEST_WORD,
-) -> str:
-    """``kinds``: the class of each column: ``number``, ``short`` (never wrapped), ``long``
-    or ``cause``."""
-    if not rows:
-        return ""
-    head = "".join(
-        f'<th class="{kind}">{_text(name)}</th>' for name, kind in zip(heads, kinds, strict=True)
-    )
-    lines = [
-        "<tr>"
-        + "".join(
-            f'<td class="{kind}">{_words(cell, longest=longest)}</td>'
-            for cell, kind in zip(row, kinds, strict=True)
-        )
-        + "</tr>"
-        for row in rows
-    ]
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    return pairs(rows)
 
 
 def _loss(data: RunData) -> str:
@@ -235,7 +110,7 @@ def _loss(data: RunData) -> str:
 
 def _other_curves(data: RunData) -> str:
     """Learning rate, gradient norm, speed, and every metric of the task, one small chart each."""
-    curves = [
+    curves: list[tuple[str, Sequence[chart.Point], str]] = [
         ("Learning rate", points(data.train, "lr"), "gray"),
         ("Gradient norm", points(data.train, "grad_norm"), "blue"),
         ("Tokens/s", points(data.train, "tokens_per_s"), "blue"),
@@ -247,13 +122,14 @@ def _other_curves(data: RunData) -> str:
         for title, found, colour in curves
         if len(found) > 1
     ]
-    cells = [f"<div><h3>{_text(title)}</h3>{drawn}</div>" for title, drawn in charts if drawn]
+    cells = [f"<div><h3>{escaped(title)}</h3>{drawn}</div>" for title, drawn in charts if drawn]
     return f'<div class="small">{"".join(cells)}</div>' if cells else ""
 
 
-def _metric_curves(data: RunData, kind: str) -> list[tuple[str, list[chart.Point], str]]:
+def _metric_curves(data: RunData, kind: str) -> list[tuple[str, Sequence[chart.Point], str]]:
     """Title, points and colour of each metric of the ``train`` or the ``eval`` lines."""
-    declared, curves = data.declared, []
+    declared = data.declared
+    curves: list[tuple[str, Sequence[chart.Point], str]] = []
     for name, found in data.metric_points(kind).items():
         metric = metric_of(name, declared)
         # A line through two evaluations (before and after) would look like a measured curve.
@@ -274,7 +150,7 @@ def _tables(data: RunData) -> str:
 
 
 def _shaded(table: Numbers, *, step: int) -> str:
-    head = "".join(f'<th class="number">{_text(name)}</th>' for name in table.columns)
+    head = "".join(f'<th class="number">{escaped(name)}</th>' for name in table.columns)
     lines = []
     for name, row in zip(table.rows, table.values, strict=True):
         parts = zip(row, shares(row), strict=True)
@@ -282,9 +158,9 @@ def _shaded(table: Numbers, *, step: int) -> str:
             f'<td class="number" style="background: rgb(31 119 180 / {part:.2f})">{value:,g}</td>'
             for value, part in parts
         )
-        lines.append(f"<tr><th>{_text(name)}</th>{cells}</tr>")
+        lines.append(f"<tr><th>{escaped(name)}</th>{cells}</tr>")
     return (
-        f"<p>{_words(table.title)}, step {step:,}</p>"
+        f"<p>{prose(table.title)}, step {step:,}</p>"
         f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
@@ -304,15 +180,15 @@ def _completions(data: RunData) -> str:
     ]
     heads = ["prompt", "expected", "before training", "after training"]
 
-    def table(some: list[list[str]]) -> str:
-        return _table(heads, some, kinds=["long"] * 4, longest=LONGEST_WORD_OF_A_COMPLETION)
+    def folding(some: list[list[str]]) -> str:
+        return grid(heads, some, kinds=["long"] * 4, longest=LONGEST_WORD_OF_A_COMPLETION)
 
     left = len(completed) - len(rows)
     note = f"<p>and {left:,} more in <code>samples.json</code></p>" if left else ""
     folded = rows[OPEN_COMPLETIONS:]
     more = plural(len(folded), "more completion")
-    return table(rows[:OPEN_COMPLETIONS]) + (
-        f"<details><summary>{more}</summary>{table(folded)}{note}</details>" if folded else ""
+    return folding(rows[:OPEN_COMPLETIONS]) + (
+        f"<details><summary>{more}</summary>{folding(folded)}{note}</details>" if folded else ""
     )
 
 
@@ -329,7 +205,7 @@ def _attempts(data: RunData) -> str:
         rows = [_attempt(line) for line in data.attempts]
     heads = ["attempt", "steps", "outcome", "cause", "then", "checkpoint", "began", "took"]
     kinds = ["number", "short", "short", "cause", "short", "number", "short", "short"]
-    return _table(heads, rows, kinds=kinds) + _list(wording.events(data))
+    return grid(heads, rows, kinds=kinds) + bullets(wording.events(data))
 
 
 def _attempt(line: dict[str, Any]) -> list[str]:
@@ -362,7 +238,7 @@ def _decision(line: dict[str, Any]) -> str:
 def _data(data: RunData) -> str:
     names = {"train": "training split", "eval": "evaluation split"}
     return "".join(
-        f"<h3>{_text(names.get(split, split))}</h3>" * (len(data.data) > 1) + _pairs(rows)
+        f"<h3>{escaped(names.get(split, split))}</h3>" * (len(data.data) > 1) + pairs(rows)
         for split, rows in data.data.items()
     )
 
@@ -380,10 +256,10 @@ def _config(data: RunData) -> str:
     ]
     heads, kinds = ["from step", "key", "before", "after"], ["number", "short", "short", "short"]
     return (
-        (f"<p>Overrides of the command line:</p>{_pre(typed)}" if typed else "")
+        (f"<p>Overrides of the command line:</p>{pre(typed)}" if typed else "")
         + "<p>What every run has, and all that is not a default (<code>config.yaml</code> below "
-        f"has every key):</p>{_pre(values.rstrip())}"
-        + (f"<h3>Changed by resume</h3>{_table(heads, changed, kinds=kinds)}" if changed else "")
+        f"has every key):</p>{pre(values.rstrip())}"
+        + (f"<h3>Changed by resume</h3>{grid(heads, changed, kinds=kinds)}" if changed else "")
     )
 
 
@@ -411,7 +287,7 @@ def _scalar_table(records: list[Record]) -> str:
         values = scalars(record)
         cells = [f"{values[name]:.5g}" if name in values else "" for name in names]
         rows.append([f"{record['step']:,}", *cells])
-    return _table(["step", *names], rows, kinds=["number"] * (len(names) + 1))
+    return grid(["step", *names], rows, kinds=["number"] * (len(names) + 1))
 
 
 def _plan(plan: dict[str, Any]) -> str:
@@ -438,7 +314,7 @@ def _plan(plan: dict[str, Any]) -> str:
     if not rows:
         return ""
     kinds = ["number", "short", "short", "number"]
-    return _pairs(facts) + _table(["rank", "host", "device", "micro batch"], rows, kinds=kinds)
+    return pairs(facts) + grid(["rank", "host", "device", "micro batch"], rows, kinds=kinds)
 
 
 def _file(data: RunData, name: str) -> str:

@@ -2,6 +2,7 @@
 
 python -m llmx status                     all runs under outputs/, what lives first
 python -m llmx status RUN                 one of them
+python -m llmx status SWEEP_DIR           a sweep: done, running, failed, left, the best so far
 python -m llmx status user@host:RUN       on another machine, over ssh; nothing is needed there
 """
 
@@ -38,23 +39,28 @@ class Options:
 def help_text() -> str:
     """What ``python -m llmx status --help`` prints."""
     return (
-        "python -m llmx status [RUN | DIR | user@host:RUN] [options]\n\n"
+        "python -m llmx status [RUN | SWEEP_DIR | DIR | user@host:RUN] [options]\n\n"
         "What runs are doing, from the files of their directories. With a run: all about it; with\n"
-        "a directory, or nothing (then outputs/): a line for each, what lives first.\n\n"
+        "a sweep's directory (on this machine): its trials, the time left, the best so far; with\n"
+        "another directory, or nothing (then outputs/): a line for each run, what lives first.\n\n"
         f"  --all              all runs, not only the first {SHOWN}\n"
         "  --json             the facts as JSON, for scripts\n"
         "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
-        "The exit code is 1 where the one run failed or is dead.\n"
+        "The exit code is 1 where the one run failed or is dead, or a sweep that is over has a\n"
+        "trial that failed or was not run.\n"
     )
 
 
 def main(words: Sequence[str]) -> int:
     """Print the status of one run or a table of runs; 0, or 1 where the one run failed."""
     from llmx.observe.report.screen import open_console
+    from llmx.observe.status import sweep
     from llmx.observe.status.show import PLAIN_BLOCKS, panel, table
 
     options = parse(words, command="status")
     location = options.location or RunLocation(outputs())
+    if sweep.is_here(location):
+        return sweep.status(location.path, as_json=options.as_json)
     facts = gather(location, most=options.most)
     if options.as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))

@@ -1,0 +1,229 @@
+"""A sweep while it runs: how many trials are done, what runs, what is left, the best so far. Light.
+
+python -m llmx status SWEEP_DIR        once
+python -m llmx watch SWEEP_DIR         live
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmx import text as human
+from llmx.observe.report.sweep_data import (
+    ENDED,
+    NOT_RUN,
+    RUNNING,
+    WAITING,
+    WELL,
+    Trial,
+    axes,
+    best_of,
+)
+from llmx.observe.report.sweep_table import known_of, settings_of
+from llmx.text import plural
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+SHOWN_RUNNING = 12
+SHOWN_FAILED = 6
+"""The newest failures; ``report`` has them all."""
+BAR = 24
+FULL, EMPTY = "━", "─"
+PLAIN_FULL, PLAIN_EMPTY = "#", "."
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a sweep is."""
+
+    total: int
+    ok: int
+    failed: list[Trial]
+    """The last that ended, last."""
+    pruned: int
+    same: int
+    running: list[Trial]
+    waiting: int
+    at_once: int
+    """Trials that run, or ran, at the same time."""
+    left_s: float | None
+    """Until the last trial ends; None where no trial has ended that could tell."""
+    best: Trial | None
+
+    @property
+    def over(self) -> int:
+        """Trials that nothing is left to do for."""
+        return self.total - len(self.running) - self.waiting
+
+
+def progress_of(trials: Sequence[Trial], *, now: float, objective: str, mode: str) -> Progress:
+    """Count the trials and estimate the time that is left; pure."""
+    running = [trial for trial in trials if trial.state == RUNNING]
+    failed = [trial for trial in trials if trial.failed]
+    waiting = sum(trial.state == WAITING for trial in trials)
+    at_once = _at_once(trials, now=now)
+    return Progress(
+        total=len(trials),
+        ok=sum(trial.state == ENDED and trial.outcome in WELL for trial in trials),
+        failed=sorted(failed, key=lambda trial: trial.ended or 0.0),
+        pruned=sum(trial.outcome == "pruned" for trial in trials),
+        same=sum(trial.outcome == "same" for trial in trials),
+        running=running,
+        waiting=waiting,
+        at_once=at_once,
+        left_s=_left_s(trials, running, waiting, at_once=at_once, now=now),
+        best=best_of(trials, objective, mode),
+    )
+
+
+def _took(trial: Trial) -> float | None:
+    """Seconds from the start to the end of a trial that was run."""
+    if trial.state != ENDED or trial.outcome in NOT_RUN:
+        return None
+    if trial.started and trial.ended and trial.ended > trial.started:
+        return trial.ended - trial.started
+    return trial.seconds
+
+
+def _at_once(trials: Sequence[Trial], *, now: float) -> int:
+    """The number that runs; between two trials, the most that ran at the same time."""
+    running = sum(trial.state == RUNNING for trial in trials)
+    if running:
+        return running
+    changes = []
+    for trial in trials:
+        if trial.started and _took(trial) and trial.ended:
+            changes += [(trial.started, 1), (trial.ended, -1)]
+    count = most = 0
+    for _, change in sorted(changes):
+        count += change
+        most = max(most, count)
+    return max(1, most)
+
+
+def _left_s(
+    trials: Sequence[Trial], running: Sequence[Trial], waiting: int, *, at_once: int, now: float
+) -> float | None:
+    """The waiting trials go, one after another, where a running one ends first."""
+    if not running and not waiting:
+        return 0.0
+    times = [took for trial in trials if (took := _took(trial)) is not None]
+    if not times:
+        return None
+    mean = sum(times) / len(times)
+    ends = [max(0.0, mean - (now - trial.started)) if trial.started else mean for trial in running]
+    ends = (ends + [0.0] * at_once)[: max(at_once, len(running))]
+    heapq.heapify(ends)
+    for _ in range(waiting):
+        heapq.heapreplace(ends, ends[0] + mean)
+    return max(ends)
+
+
+def sweep_progress(
+    trials: Sequence[Trial],
+    *,
+    now: float,
+    objective: str = "tokens_per_s",
+    mode: str = "max",
+    title: str = "",
+    note: str = "",
+    plain: bool = False,
+) -> Group:
+    """The sweep at the moment ``now`` (seconds since the epoch) for a terminal.
+
+    ``note`` is a line below the head, e.g. that nothing runs any more; ``plain``: ASCII only.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    seen = progress_of(trials, now=now, objective=objective, mode=mode)
+    head = Text.assemble((title, "bold"), "  " if title else "", _bar(seen, plain=plain))
+    counts = Text("  ")
+    for at, (text, style) in enumerate(_counts(seen, now=now)):
+        counts.append(", " if at else "").append(text, style=style)
+    parts: list[Text | Table] = [Text(""), head, counts]
+    if note:
+        parts.append(Text(f"  {note}", style="bold yellow"))
+    names = axes(trials)
+    if seen.running:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for _ in range(3):
+            grid.add_column(no_wrap=True, justify="right")
+        for trial in seen.running[:SHOWN_RUNNING]:
+            label, *others = _running(trial, names, now=now)
+            grid.add_row(Text(label, style="cyan"), *map(Text, others))
+        parts += [Text(""), grid]
+        if len(seen.running) > SHOWN_RUNNING:
+            parts.append(Text(f"  and {len(seen.running) - SHOWN_RUNNING} more", style="dim"))
+    below = [Text(line, style="red") for line in _failed(seen, names)]
+    best = _best(seen, trials, names, objective)
+    below += [Text(best, style="bold")] if best else []
+    return Group(*parts, *([Text("")] if below else []), *below)
+
+
+def progress_line(
+    trials: Sequence[Trial], *, now: float, objective: str = "tokens_per_s", mode: str = "max"
+) -> str:
+    """One line for a log file: the counts, what is left, the best so far."""
+    seen = progress_of(trials, now=now, objective=objective, mode=mode)
+    parts = [
+        f"{seen.over}/{plural(seen.total, 'trial')}",
+        ", ".join(t for t, _ in _counts(seen, now=now)),
+    ]
+    best = _best(seen, trials, axes(trials), objective).strip()
+    return "  ".join([*parts, best] if best else parts)
+
+
+def _bar(seen: Progress, *, plain: bool) -> str:
+    full, empty = (PLAIN_FULL, PLAIN_EMPTY) if plain else (FULL, EMPTY)
+    part = seen.over / seen.total if seen.total else 0.0
+    size = math.floor(BAR * part)
+    return f"{seen.over} of {plural(seen.total, 'trial')}  {full * size}{empty * (BAR - size)}"
+
+
+def _counts(seen: Progress, *, now: float) -> list[tuple[str, str]]:
+    """Text and style of each count that is not 0."""
+    found = [
+        (seen.ok, "done", "green"), (len(seen.running), "running", "cyan"),
+        (len(seen.failed), "failed", "bold red"), (seen.pruned, "pruned", "yellow"),
+        (seen.same, "the same as another", "dim"), (seen.waiting, "left", ""),
+    ]  # fmt: skip
+    counts = [(f"{count} {word}", style) for count, word, style in found if count]
+    if seen.left_s is not None and (seen.running or seen.waiting):
+        done = time.strftime("%a %H:%M", time.localtime(now + seen.left_s))
+        counts.append((f"{human.duration(seen.left_s)} to go (done {done})", "bold"))
+    return counts or [("no trial yet", "dim")]
+
+
+def _running(trial: Trial, names: Sequence[str], *, now: float) -> list[str]:
+    step = "" if trial.steps is None else f"step {trial.steps:,}"
+    step += f"/{trial.total_steps:,}" if step and trial.total_steps else ""
+    speed = "" if trial.tokens_per_s is None else f"{human.count(trial.tokens_per_s)} tokens/s"
+    took = "" if not trial.started else human.duration(max(0.0, now - trial.started))
+    return [f"  {trial.label}", settings_of(trial, names), step or "starting", speed, took]
+
+
+def _failed(seen: Progress, names: Sequence[str]) -> list[str]:
+    lines = []
+    for trial in seen.failed[-SHOWN_FAILED:]:
+        cause = human.one_line(trial.cause, limit=100)
+        line = f"  {trial.label} {settings_of(trial, names)}: {trial.outcome}"
+        lines.append(f"{line}: {cause}" if cause else line)
+    before = len(seen.failed) - len(lines)
+    return [f"  and {before} that failed before", *lines] if before else lines
+
+
+def _best(seen: Progress, trials: Sequence[Trial], names: Sequence[str], objective: str) -> str:
+    if seen.best is None:
+        return ""
+    known = known_of(seen.best, objective, trials)
+    return f"  best: {seen.best.label} {settings_of(seen.best, names)}  ({known})"

@@ -1,0 +1,203 @@
+"""``status`` and ``watch`` of a sweep's directory on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmx.observe.report.screen import open_console
+from llmx.observe.report.sweep_data import (
+    ENDED,
+    JOURNAL,
+    RUNNING,
+    Sweep,
+    SweepReader,
+    Trial,
+    is_sweep,
+)
+from llmx.observe.report.sweep_progress import progress_line, progress_of, sweep_progress
+from llmx.observe.report.sweep_table import near
+from llmx.observe.status import observer
+from llmx.observe.status.remote import RunLocation
+from llmx.observe.status.view import LIVE, duration_text, interpret
+
+SILENT_S = 90.0
+"""A sweep that changes none of its files for so long, with no trial alive, runs no more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A sweep at one moment."""
+
+    sweep: Sweep
+    trials: list[Trial]
+    over: bool
+    """Nothing of it runs any more."""
+    note: str
+    now: float
+
+    @property
+    def code(self) -> int:
+        """The exit code: 1 where it is over, and a trial failed or was not run."""
+        failed = any(trial.failed or trial.state != ENDED for trial in self.trials)
+        return 1 if self.over and failed else 0
+
+    def panel(self, *, plain: bool) -> Any:
+        return sweep_progress(
+            self.trials, now=self.now, objective=self.sweep.objective, mode=self.sweep.mode,
+            title=near(self.sweep.directory), note=self.note, plain=plain,
+        )  # fmt: skip
+
+
+def is_here(location: RunLocation) -> bool:
+    """Whether this is a sweep's directory on this machine."""
+    path = Path(location.path).expanduser()
+    return not location.host and not observer.is_run(location.path) and is_sweep(path)
+
+
+def look(reader: SweepReader) -> Seen:
+    """Read the sweep; trials whose process is gone with the sweep's are not shown as running."""
+    sweep, now = reader.read(), time.time()
+    if not sweep.has_journal:
+        over = not any(trial.state == RUNNING for trial in sweep.trials)
+        return Seen(sweep, sweep.trials, over, "; ".join(sweep.warnings), now)
+    if sweep.complete:
+        return Seen(sweep, sweep.trials, True, "; ".join(sweep.warnings), now)
+    silent_s = _silent_s(sweep, now)
+    if silent_s is None:
+        return Seen(sweep, sweep.trials, False, "; ".join(sweep.warnings), now)
+    note = (
+        f"Nothing of this sweep runs any more (last sign of life {duration_text(silent_s)} ago). "
+        f"To run what is left: python -m llmx sweep resume {near(sweep.directory)}"
+    )
+    return Seen(sweep, [_gone(trial) for trial in sweep.trials], True, note, now)
+
+
+def _gone(trial: Trial) -> Trial:
+    if trial.state != RUNNING:
+        return trial
+    return dataclasses.replace(
+        trial, state=ENDED, outcome="interrupted", cause="its sweep ended without a word"
+    )
+
+
+def _silent_s(sweep: Sweep, now: float) -> float | None:
+    """Seconds since the last sign of life of a sweep that runs no more; None while it runs."""
+    newest = _mtime(sweep.directory / JOURNAL)
+    alive = observer._is_alive(dict(sweep.process)) if sweep.process else None
+    if alive:
+        return None
+    for trial in sweep.trials:
+        if trial.state == RUNNING and trial.run_dir.is_dir():
+            facts = observer.Observer(str(trial.run_dir), brief=True).facts()
+            if interpret(facts).state in LIVE:
+                return None
+            newest = max(newest, _mtime(trial.run_dir / "metrics.jsonl"), _mtime(trial.run_dir))
+    silent_s = max(0.0, now - newest)
+    return silent_s if alive is False or silent_s > SILENT_S else None
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def status(path: str, *, as_json: bool) -> int:
+    """Print how far a sweep is; the exit code."""
+    seen = look(SweepReader(Path(path)))
+    if as_json:
+        print(json.dumps(_facts(seen), indent=2, ensure_ascii=False))
+        return 0
+    console = open_console(sys.stdout)
+    plain = not (console.encoding or "").lower().startswith("utf")
+    console.print(seen.panel(plain=plain))
+    if seen.over:
+        console.print(f"\n  the table and the page: python -m llmx report {near(Path(path))}")
+    return seen.code
+
+
+def _facts(seen: Seen) -> dict[str, Any]:
+    """For scripts: numbers that are not finite are null."""
+    found = progress_of(
+        seen.trials, now=seen.now, objective=seen.sweep.objective, mode=seen.sweep.mode
+    )
+    apart = ("config", "curve", "declared")
+    names = [f.name for f in dataclasses.fields(Trial) if f.name not in apart]
+    trials = [{name: _plain(getattr(trial, name)) for name in names} for trial in seen.trials]
+    return {
+        "sweep": str(seen.sweep.directory),
+        "objective": seen.sweep.objective,
+        "mode": seen.sweep.mode,
+        "complete": seen.sweep.complete,
+        "over": seen.over,
+        "note": seen.note,
+        "left_s": _plain(found.left_s),
+        "best": found.best.index if found.best else None,
+        "trials": trials,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def watch(path: str, *, every_s: float) -> int:
+    """Show a sweep until it is over; the exit code."""
+    show = _live if sys.stdout.isatty() else _lines
+    return show(_looks(path, every_s=every_s)).code
+
+
+def _looks(path: str, *, every_s: float) -> Iterator[Seen]:
+    reader, pause = SweepReader(Path(path)), threading.Event()
+    while True:
+        seen = look(reader)
+        yield seen
+        if seen.over:
+            return
+        pause.wait(every_s)
+
+
+def _live(looks: Iterator[Seen]) -> Seen:
+    from rich.live import Live
+
+    console = open_console(sys.stdout)
+    plain = not (console.encoding or "").lower().startswith("utf")
+    with Live("", console=console, auto_refresh=False) as live:
+        for seen in looks:
+            live.update(seen.panel(plain=plain), refresh=True)
+    return seen
+
+
+def _lines(looks: Iterator[Seen]) -> Seen:
+    """A line whenever a trial begins or ends."""
+    said: list[tuple[int, str, str]] | None = None
+    for seen in looks:
+        news = [(trial.index, trial.state, trial.outcome) for trial in seen.trials]
+        if news != said:
+            sweep = seen.sweep
+            line = progress_line(
+                seen.trials, now=seen.now, objective=sweep.objective, mode=sweep.mode
+            )
+            when = time.strftime("%H:%M:%S", time.localtime(seen.now))
+            print(f"{when}  {line}", flush=True)
+        said = news
+    if seen.note:
+        print(seen.note, flush=True)
+    return seen

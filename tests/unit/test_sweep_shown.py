@@ -1,0 +1,512 @@
+"""How a sweep is shown: the journal, the table, the page, ``status`` and ``watch`` of a sweep."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from llmx.__main__ import main
+from llmx.observe.report import sweep_charts
+from llmx.observe.report.__main__ import main as report
+from llmx.observe.report.__main__ import with_objective
+from llmx.observe.report.sweep_data import (
+    Sweep,
+    Trial,
+    axes,
+    best_of,
+    is_sweep,
+    load_sweep,
+    objective_of,
+    trials_of,
+    union,
+    value_of,
+)
+from llmx.observe.report.sweep_page import sweep_page
+from llmx.observe.report.sweep_progress import progress_line, progress_of, sweep_progress
+from llmx.observe.report.sweep_table import failures, to_csv, to_markdown
+from llmx.run.rundir import RunDir, write_json, write_text
+from tests import sweepdirs
+from tests.chromium import measured
+from tests.sweepdirs import START_S
+
+HERE = Path("/sweeps/one")
+PHONE, DESK = 390, 1280
+
+
+def trial(index: int, outcome: str = "ok", **values: Any) -> Trial:
+    words = values.pop("overrides", (f"zero=stage{index}",))
+    return Trial(index, words, HERE / f"{index}", outcome, **values)
+
+
+# --- The journal -----------------------------------------------------------------------------
+
+
+def test_the_journal_is_read_with_what_nobody_knows_in_it() -> None:
+    journal = {
+        "version": 1, "new": {"key": 1}, "words": ["task.steps=5", "zero=stage1,stage2", 3],
+        "trials": [
+            {"index": 1, "overrides": ["zero=stage2"], "state": "ended", "outcome": "ok",
+             "run_dir": "1_zero-stage2", "started": 10.0, "ended": 30.0, "gpus": [0]},
+            {"index": 0, "overrides": ["zero=stage1"], "state": "odd", "run_dir": None},
+            {"overrides": ["zero=stage9"]}, "torn", None,
+            {"index": 2, "state": "ended", "outcome": "same", "same_as": 1, "started": "soon"},
+        ],
+    }  # fmt: skip
+    found = trials_of(journal, directory=HERE)
+    assert [each.index for each in found] == [0, 1, 2]
+    assert found[0].state == "waiting"
+    assert found[1].overrides == ("task.steps=5", "zero=stage2")
+    assert (found[1].run_dir, found[1].seconds) == (HERE / "1_zero-stage2", 20.0)
+    assert (found[2].word, found[2].started) == ("same as 1", None)
+    assert trials_of({"trials": {"0": 1}}, directory=HERE) == []
+    absolute = {"trials": [{"index": 0, "run_dir": "/elsewhere/run"}]}
+    assert trials_of(absolute, directory=HERE)[0].run_dir == Path("/elsewhere/run")
+
+
+def test_a_sweep_is_its_journal_with_the_numbers_of_its_runs(tmp_path: Path) -> None:
+    sweep = load_sweep(sweepdirs.grid(tmp_path / "grid"))
+    assert is_sweep(tmp_path / "grid")
+    assert (len(sweep.trials), sweep.complete, sweep.objective) == (13, True, "tokens_per_s")
+    by = {each.index: each for each in sweep.trials}
+    assert (by[0].outcome, by[0].memory_gib, by[0].steps) == ("ok", 3.3, 20)
+    assert (by[2].outcome, by[2].failed) == ("oom", True)
+    assert "out of memory" in by[2].cause
+    assert (by[3].outcome, by[3].failed, by[3].tokens_per_s) == ("pruned", False, None)
+    assert by[12].word == "same as 4"
+    assert by[12].tokens_per_s == by[4].tokens_per_s
+    assert axes(sweep.trials) == ["zero", "batch.micro_batch"]
+    assert sweep.best is not None
+    assert sweep.best.index == 6
+
+
+def test_a_trial_that_runs_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    """And one that has ended since the journal was written, as ended."""
+    sweepdirs.write_trial(tmp_path / "0_a", ["a=1"], finished=False, steps=8)
+    sweepdirs.write_trial(tmp_path / "1_b", ["a=2"], outcome="oom", cause="too large")
+    sweepdirs.write_trial(tmp_path / "2_c", ["a=3"], outcome="oom", started=START_S - 500)
+    entries = [
+        sweepdirs.entry(i, [f"a={i + 1}"], state="running", run_dir=name, started=START_S)
+        for i, name in enumerate(("0_a", "1_b", "2_c"))
+    ]
+    sweepdirs.journal(tmp_path, entries, ["a=1,2,3"], complete=False)
+    first, second, third = load_sweep(tmp_path).trials
+    assert (first.word, first.steps, first.total_steps) == ("running", 8, 20)
+    assert (second.word, second.cause, second.failed) == ("oom", "too large", True)
+    assert third.word == "running", "the result is of the start before this one"
+
+
+def test_a_journal_that_cannot_be_read_leaves_the_directories(tmp_path: Path) -> None:
+    sweepdirs.grid(tmp_path)
+    write_text(tmp_path / "sweep.json", '{"version": 1, "tri')
+    sweep = load_sweep(tmp_path)
+    assert [each.index for each in sweep.trials] == [0, 1, 2, 4, 5, 6, 8, 9, 10, 11]
+    assert "sweep.json cannot be read" in sweep.warnings[0]
+    write_json(tmp_path / "sweep.json", {"version": 7, "trials": []})
+    assert "version 7" in load_sweep(tmp_path).warnings[0]
+
+
+def test_a_sweep_of_an_earlier_version(tmp_path: Path) -> None:
+    """Directories and ``sweep.csv``, in which alone a refused trial stands."""
+    for index, lr in enumerate(("1e-3", "3e-3")):
+        words = ["experiment=demo", f"optim.lr={lr}"]
+        sweepdirs.write_trial(tmp_path / f"{index}_optim.lr-{lr}", words, lr=float(lr))
+    write_text(
+        tmp_path / "sweep.csv",
+        "trial,optim.lr,outcome,steps,loss,run_dir,cause,fix\n"
+        "0,1e-3,ok,20,1,0_optim.lr-1e-3,,\n2,-1,refused,,,,optim.lr=-1: must be above 0,\n",
+    )
+    sweep = load_sweep(tmp_path)
+    assert [each.outcome for each in sweep.trials] == ["ok", "ok", "refused"]
+    assert axes(sweep.trials) == ["optim.lr"]
+    assert sweep.objective == "eval/loss", "a learning rate is looked at for its loss"
+    assert sweep.trials[2].cause == "optim.lr=-1: must be above 0"
+    text = to_csv(sweep.trials, directory=tmp_path)
+    write_text(tmp_path / "sweep.csv", text)
+    assert to_csv(load_sweep(tmp_path).trials, directory=tmp_path) == text, "again the same"
+
+
+# --- The best --------------------------------------------------------------------------------
+
+
+def test_the_best_ended_ok_and_is_finite() -> None:
+    trials = [
+        trial(0, tokens_per_s=math.nan),
+        trial(1, tokens_per_s=math.inf),
+        trial(2, "oom", tokens_per_s=9e9),
+        trial(3, tokens_per_s=5.0, memory_gib=4.0),
+        trial(4, tokens_per_s=5.0, memory_gib=3.0),
+        trial(5, tokens_per_s=5.0, memory_gib=3.0),
+        trial(6, "same", same_as=4, tokens_per_s=5.0, memory_gib=1.0),
+        trial(7, tokens_per_s=5.0),
+    ]
+    best = best_of(trials, "tokens_per_s", "max")
+    assert best is not None
+    assert best.index == 4
+    assert best_of(trials[:3], "tokens_per_s", "max") is None
+    assert best_of([], "eval/loss", "min") is None
+    losses = [trial(0, eval_loss=2.0), trial(1, eval_loss=1.0), trial(2, metrics={"f1": 0.5})]
+    least = best_of(losses, "eval/loss", "min")
+    assert least is not None
+    assert least.index == 1
+    assert objective_of(losses[2], "eval/f1") == 0.5
+
+
+numbers = st.sampled_from([None, 0.0, math.nan, math.inf, -math.inf]) | st.floats(-1e30, 1e30)
+some_trials = st.lists(
+    st.builds(
+        lambda index, outcome, a, b, speed, memory, state: Trial(
+            index, tuple(w for w in (f"a={a}" if a else "", f"b={b}") if w), HERE / str(index),
+            outcome if state == "ended" else "", "why <&", state=state,
+            tokens_per_s=speed, memory_gib=memory, eval_loss=speed,
+            curve=[(2, memory or 0.0), (4, 1.0)],
+        ),
+        st.integers(0, 50),
+        st.sampled_from(["ok", "oom", "pruned", "same", "crash", "planned", "refused", "new"]),
+        st.sampled_from(["", "1", "2", "1e-3", "-0", "stage1", "x,y", "<b>", "\u202e", "null"]),
+        st.sampled_from(["1", "10", "1e-3", "stage2_offload", "[1, 2]", "数"]),
+        numbers, numbers,
+        st.sampled_from(["ended", "ended", "running", "waiting"]),
+    ),
+    max_size=14,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_trials, st.sampled_from(["tokens_per_s", "eval/loss", "memory_gib", "eval/none"]))
+def test_odd_grids_are_shown(trials: list[Trial], objective: str) -> None:
+    """Missing values, NaN and markup anywhere: every view is made, and the best is the best."""
+    for mode in ("min", "max"):
+        best = best_of(trials, objective, mode)
+        if best is not None:
+            value = objective_of(best, objective)
+            assert value is not None
+            finite = [
+                v
+                for t in trials
+                if t.outcome == "ok" and (v := objective_of(t, objective)) is not None
+                and math.isfinite(v)
+            ]  # fmt: skip
+            assert value == (max if mode == "max" else min)(finite)
+        sweep = Sweep(HERE, trials, objective, mode)
+        html = sweep_page(sweep, out=HERE)
+        assert "=<b>" not in html, "text of the sweep is escaped"
+        assert "><b></th>" not in html
+        assert "\u202e" not in html
+        rows = list(csv.reader(io.StringIO(to_csv(trials, directory=HERE))))
+        assert len(rows) == len(trials) + 1
+        assert len({len(row) for row in rows}) == 1
+        to_markdown(trials)
+        progress_line(trials, now=1.0, objective=objective, mode=mode)
+
+
+# --- The table -------------------------------------------------------------------------------
+
+
+def test_golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweepdirs.grid(Path("grid"))
+    assert main_report("grid", "--width", "100") == 0
+    golden("report/sweep.csv", Path("grid/sweep.csv").read_text())
+    golden("report/sweep.md", Path("grid/sweep.md").read_text())
+    said = capsys.readouterr().out.replace(str(tmp_path), "/here")
+    golden("report/sweep_100.txt", "\n".join(line.rstrip() for line in said.splitlines()) + "\n")
+
+
+def main_report(*words: str) -> int:
+    return report(list(words))
+
+
+def test_trials_of_the_same_cause_are_one_line() -> None:
+    trials = [trial(i, "pruned", cause="too large") for i in range(3)] + [trial(3, "oom")]
+    assert failures(trials) == ["[0, 1, 2] pruned: too large"]
+
+
+def test_what_to_type_is_the_sweeps_own_best_where_it_has_one(tmp_path: Path, capsys: Any) -> None:
+    directory = sweepdirs.rates(tmp_path / "rates")
+    assert main_report(str(directory)) == 0
+    assert "to train with it: python -m llmx reproduce" in capsys.readouterr().out
+    write_text(directory / "best.yaml", "# @package _global_\n")
+    assert main_report(str(directory)) == 0
+    assert re.search(r"python -m llmx experiment=\S*rates/best\n", capsys.readouterr().out)
+    # best.yaml is by the objective of the sweep.
+    assert main_report(str(directory), "--objective", "train/loss") == 0
+    assert "reproduce" in capsys.readouterr().out
+
+
+def test_mistakes_of_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    directory, run = sweepdirs.rates(tmp_path / "rates"), tmp_path / "rates" / "0_optim.lr-1e-4"
+    assert main_report(str(directory), "--objective", "eval/exact") != 0
+    assert 'Did you mean "eval/exact_match"?' in capsys.readouterr().err
+    assert main_report(str(directory), str(run)) != 0
+    assert "is a run: several directories must all be sweeps" in capsys.readouterr().err
+    assert main_report(str(run), "--out", str(tmp_path)) != 0
+    assert "--out is for sweeps" in capsys.readouterr().err
+    assert main_report(str(tmp_path / "nothing")) != 0
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_a_disk_that_cannot_be_written_still_prints(tmp_path: Path, capsys: Any) -> None:
+    directory = sweepdirs.rates(tmp_path / "rates")
+    write_text(tmp_path / "file", "")
+    assert main_report(str(directory), "--out", str(tmp_path / "file" / "out")) == 0
+    said = capsys.readouterr().out
+    assert "not written" in said
+    assert "best by eval loss: [3]" in said
+
+
+# --- Several sweeps --------------------------------------------------------------------------
+
+
+def test_several_sweeps_are_one_with_their_names(tmp_path: Path, capsys: Any) -> None:
+    a, b = sweepdirs.grid(tmp_path / "a"), sweepdirs.grid(tmp_path / "b", batches=(2, 16))
+    both = union([load_sweep(a), load_sweep(b)])
+    assert axes(both.trials) == ["zero", "batch.micro_batch", "sweep"]
+    places = [(value_of(t, "zero"), value_of(t, "batch.micro_batch")) for t in both.trials]
+    assert len(places) == len(set(places)) == 15, "what both sweeps ran is shown once"
+    crashed = next(t for t in both.trials if t.sweep == "b" and t.index == 4)
+    assert crashed.outcome == "ok", "of two trials of one config, that which ended well"
+    assert main_report(str(a), str(b), "--out", str(tmp_path / "both")) == 0
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {
+        "sweep.csv", "sweep.md", "sweep.html",
+    }  # fmt: skip
+    page = (tmp_path / "both" / "sweep.html").read_text()
+    assert 'href="../a/0_zero-stage1_batch.micro_batch-1/report.html"' in page
+    capsys.readouterr()
+    before = (a / "sweep.json").stat().st_mtime_ns, (a / "sweep.csv").exists()
+    assert main_report(str(a), str(b)) == 0
+    assert "--out DIR also writes" in capsys.readouterr().out
+    assert ((a / "sweep.json").stat().st_mtime_ns, (a / "sweep.csv").exists()) == before
+
+
+def test_the_same_name_in_two_places(tmp_path: Path) -> None:
+    for place in ("x", "y"):
+        sweepdirs.rates(
+            tmp_path / place / "lr", lrs=("1e-3", "3e-3") if place == "x" else ("1e-2",)
+        )
+    both = union([load_sweep(tmp_path / place / "lr") for place in ("x", "y")])
+    assert {each.sweep for each in both.trials} == {"x/lr", "y/lr"}
+    assert len(both.trials) == 3
+
+
+def test_another_objective() -> None:
+    trials = [trial(1, memory_gib=3.0), trial(2, memory_gib=2.0)]
+    sweep = with_objective(Sweep(HERE, trials, "tokens_per_s", "max"), "memory_gib")
+    assert sweep.best is trials[1]
+
+
+# --- The page --------------------------------------------------------------------------------
+
+
+def test_the_maps_say_how_trials_ended(tmp_path: Path) -> None:
+    directory = sweepdirs.grid(tmp_path / "grid")
+    html = sweep_page(load_sweep(directory), out=directory)
+    maps = html[html.index("<h2>Maps") : html.index("<h2>Loss")]
+    speed, memory = maps.split("<h4>")[1:]
+    assert "tokens/s" in speed
+    assert "peak memory" in memory
+    for drawn in (speed, memory):
+        cells = re.findall(r"<td[^>]*>(?:<a [^>]*>)?([^<]+)", drawn)
+        words = [cell for cell in cells if not cell[0].isdigit()]
+        assert words == ["oom", "pruned", "pruned", "crash", "oom"]
+        assert len(cells) == 12
+    assert "1,941*" in speed
+    assert 'href="6_zero-stage2_batch.micro_batch-4/report.html"' in maps
+    assert "4.60*" in memory
+    assert not re.search(r"https?://", html), "nothing is loaded from a network"
+    assert "<h2>All axes" not in html, "two axes of few values: the maps show them"
+
+
+def test_the_page_of_a_search_has_all_axes_and_no_empty_maps(tmp_path: Path) -> None:
+    directory = sweepdirs.search(tmp_path / "search")
+    sweep = load_sweep(directory)
+    html = sweep_page(sweep, out=directory)
+    assert "<h2>Maps" not in html
+    assert "eval loss over optim.lr" in html
+    axes_part = html[html.index("<h2>All axes") : html.index("<h2>Loss")]
+    assert axes_part.count('<path class="axis"') == 5
+    assert axes_part.count("<title>") == 24
+    assert axes_part.count("thin lost") == 2, "those without a loss are dashed"
+
+
+def test_three_axes_have_a_map_for_each_value_of_the_third(tmp_path: Path) -> None:
+    trials = [
+        trial(i, overrides=(f"zero=stage{s}", f"batch.micro_batch={m}", f"data.seq_len={n}"),
+              tokens_per_s=100.0 * m / s, memory_gib=1.0)
+        for i, (s, m, n) in enumerate((s, m, n) for s in (1, 2) for m in (1, 2) for n in (64, 128))
+    ]  # fmt: skip
+    html = sweep_charts.heat_maps(trials, objective="tokens_per_s", mode="max", link=lambda t: "")
+    assert re.findall(r"<h3>(.*?)</h3>", html) == ["data.seq_len=64", "data.seq_len=128"]
+    assert html.count("<table") == 4
+
+
+def test_a_learning_rate_has_a_logarithmic_axis() -> None:
+    scale = sweep_charts.scale_of(["1e-2", "1e-4", "1e-3"])
+    assert scale.places == pytest.approx({"1e-4": 0.0, "1e-3": 0.5, "1e-2": 1.0})
+    assert sweep_charts.scale_of(["stage2", "stage1"]).places == {"stage1": 0.25, "stage2": 0.75}
+    assert sweep_charts.in_order(["10", "9", "1e1"]) == ["9", "10", "1e1"]
+    assert sweep_charts.in_order(["null", "all", "mlp"]) == ["null", "all", "mlp"]
+
+
+def test_the_pages_in_a_browser(tmp_path: Path) -> None:
+    """As wide as the screen, no number broken, no label over another, on a phone and on a desk."""
+    directories = [
+        sweepdirs.grid(tmp_path / "grid"), sweepdirs.rates(tmp_path / "rates"),
+        sweepdirs.search(tmp_path / "search"),
+    ]  # fmt: skip
+    pages = [sweep_page(load_sweep(each), out=each) for each in directories]
+    places = [(page, width) for page in pages for width in (PHONE, DESK)]
+    for (_, width), facts in zip(places, measured(tmp_path, places), strict=True):
+        assert (facts["window"], facts["page"]) == (width, width)
+        assert facts["labels"] == []
+        assert facts["clicked"]["labels"] == []
+        assert facts["broken"] == []
+
+
+# --- While it runs ---------------------------------------------------------------------------
+
+
+def running(count: int, *, done: int, at_once: int, took: float = 100.0) -> list[Trial]:
+    """``done`` trials have ended, ``at_once`` run since 40 s; now is 1000."""
+    trials = []
+    for index in range(count):
+        if index < done:
+            values = {"started": 1.0, "ended": 1.0 + took, "tokens_per_s": 10.0 + index}
+        elif index < done + at_once:
+            values = {"state": "running", "started": 960.0, "steps": 8, "total_steps": 20}
+        else:
+            values = {"state": "waiting"}
+        trials.append(trial(index, "ok" if index < done else "", **values))
+    return trials
+
+
+@pytest.mark.parametrize(
+    ("count", "done", "at_once", "left_s"),
+    [(10, 2, 1, 60 + 7 * 100), (10, 2, 2, 60 + 300), (10, 3, 2, 60 + 300), (3, 3, 0, 0.0),
+     (4, 0, 1, None), (4, 2, 2, 60)],
+)  # fmt: skip
+def test_the_time_that_is_left(count: int, done: int, at_once: int, left_s: float | None) -> None:
+    trials = running(count, done=done, at_once=at_once)
+    seen = progress_of(trials, now=1000.0, objective="tokens_per_s", mode="max")
+    assert seen.left_s == (None if left_s is None else pytest.approx(left_s))
+    assert (seen.over, len(seen.running), seen.waiting) == (done, at_once, count - done - at_once)
+
+
+def test_pruned_trials_take_no_time_and_say_nothing_of_the_others() -> None:
+    trials = [*running(4, done=1, at_once=1), trial(4, "pruned"), trial(5, "same", same_as=0)]
+    seen = progress_of(trials, now=1000.0, objective="tokens_per_s", mode="max")
+    assert seen.left_s == pytest.approx(60 + 200)
+    assert (seen.pruned, seen.same, seen.over) == (1, 1, 3)
+
+
+def shown(trials: list[Trial], **values: Any) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(sweep_progress(trials, now=1000.0, **values))
+    return stream.getvalue()
+
+
+def test_the_live_table(golden: Any) -> None:
+    trials = [
+        *running(8, done=3, at_once=2),
+        trial(8, "oom", cause="rank 0: out of memory", overrides=("zero=stage8",), ended=900.0),
+        trial(9, "pruned", cause="larger than trial 8"),
+    ]
+    text = shown(trials, title="outputs/sweeps/one")
+    for words in (
+        "5 of 10 trials", "3 done, 2 running, 1 failed, 1 pruned, 3 left", "to go (done ",
+        "[3]", "zero=stage3", "step 8/20", "40 s", "[8] zero=stage8: oom: rank 0: out of memory",
+        "best: [2] zero=stage2  (12 tokens/s)",
+    ):  # fmt: skip
+        assert words in text, f"{words}\n{text}"
+    assert "#" in shown(trials, plain=True)
+    assert "no trial yet" in shown([])
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def live(directory: Path, **values: Any) -> Path:
+    """A sweep of which one trial has ended, one runs in this process, and one waits."""
+    now = time.time()
+    first = sweepdirs.write_trial(directory / "0_a", ["a=1"], started=now - 60)
+    sweepdirs.write_trial(directory / "1_b", ["a=2"], started=now - 20, finished=False, steps=6)
+    entries = [
+        sweepdirs.ended(0, ["a=1"], first, started=now - 60, ended=now - 20),
+        sweepdirs.entry(1, ["a=2"], state="running", run_dir="1_b", started=now - 20),
+        sweepdirs.entry(2, ["a=3"]),
+    ]
+    sweepdirs.journal(directory, entries, ["a=1,2,3"], complete=False, **values)
+    return directory
+
+
+def test_status_of_a_sweep(tmp_path: Path, capsys: Any) -> None:
+    directory = live(tmp_path / "one", pid=os.getpid(), host=os.uname().nodename)
+    assert main(["status", str(directory)]) == 0
+    said = capsys.readouterr().out
+    assert "1 done, 1 running, 1 left" in said
+    assert "step 6/20" in said
+    assert main(["status", str(directory), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["over"], facts["best"], len(facts["trials"])) == (False, 0, 3)
+    assert facts["trials"][1]["state"] == "running"
+
+
+def test_status_of_a_sweep_that_was_killed(tmp_path: Path, capsys: Any) -> None:
+    """Its process is gone: nothing is shown as running, and the command that goes on is named."""
+    directory = live(tmp_path / "one", pid=2**22 + 5, host=os.uname().nodename)
+    assert main(["status", str(directory)]) == 1
+    said = capsys.readouterr().out
+    assert "Nothing of this sweep runs any more" in said
+    assert "sweep resume" in said
+    assert "interrupted: its sweep ended without a word" in said
+    assert "running" not in said
+
+
+def test_without_a_process_its_files_tell(tmp_path: Path, capsys: Any) -> None:
+    directory = live(tmp_path / "one")
+    assert main(["status", str(directory)]) == 0, "the journal has just been written"
+    old = time.time() - 1000
+    for path in [*directory.rglob("*"), directory]:
+        os.utime(path, (old, old))
+    assert main(["status", str(directory)]) == 1
+    assert "last sign of life 16 min" in capsys.readouterr().out
+
+
+def test_watch_ends_with_the_sweep(tmp_path: Path, capsys: Any) -> None:
+    directory = sweepdirs.rates(tmp_path / "rates")
+    assert main(["watch", str(directory)]) == 0
+    said = capsys.readouterr().out
+    assert "6/6 trials  6 done" in said
+    assert "best: [3] optim.lr=3e-3  (eval loss 0.4000, 4.00 GiB)" in said
+    grid = sweepdirs.grid(tmp_path / "grid")
+    assert main(["watch", str(grid)]) == 1, "trials failed"
+
+
+def test_trials_that_ended_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmx.observe.report import sweep_data
+
+    reader = sweep_data.SweepReader(sweepdirs.rates(tmp_path / "rates"))
+    first = reader.read()
+    reads: list[int] = []
+    read = sweep_data.read_trial
+
+    def counted(index: int, *arguments: Any, **values: Any) -> Trial:
+        reads.append(index)
+        return read(index, *arguments, **values)
+
+    monkeypatch.setattr(sweep_data, "read_trial", counted)
+    assert reader.read() == first
+    assert reads == []
+    run = RunDir(tmp_path / "rates" / "2_optim.lr-1e-3")
+    write_text(run.metrics, run.metrics.read_text() + "\n")
+    reader.read()
+    assert reads == [2]
