@@ -55,8 +55,9 @@ def write_trial(
     for step in range(2, steps + 1, 2):
         value = 0.4 + 5.0 * math.exp(-step * min(1.0, 120 * lr) / 8) if lr < 0.03 else math.nan
         line = tracked_run.train_line(step) | {
-            "time": started + 5 + step, "loss": value, "tokens_per_s": speed + step,
-            "memory_gib": [memory_gib, memory_gib - 0.25],
+            "time": started + 5 + step, "loss": round(value, 4),
+            "tokens_per_s": round(speed) + step,
+            "memory_gib": [round(memory_gib, 3), round(memory_gib, 3) - 0.25],
         }  # fmt: skip
         if math.isnan(value):
             line |= {"loss": None, "nonfinite": True}
@@ -64,7 +65,7 @@ def write_trial(
     ended = started + 5 + steps
     if outcome == "ok" and finished:
         final = loss if loss is not None else 0.4 + abs(math.log10(lr / 3e-3)) if lr < 0.03 else 9.0
-        lines.append(tracked_run.evaluation(steps, final, 0.5) | {"time": ended})
+        lines.append(tracked_run.evaluation(steps, round(final, 4), 0.5) | {"time": ended})
         lines.append({"kind": "end", "step": steps, "time": ended})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     write_text(run.metrics, text)

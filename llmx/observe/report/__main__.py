@@ -9,6 +9,7 @@ Reads directories only; works for what still trains, and for what failed. Of a r
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,7 @@ def with_objective(sweep: Sweep, objective: str) -> Sweep:
 
 def write_report(sweep: Sweep, out: Path) -> None:
     """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``."""
+    out = Path(os.path.abspath(out))  # as the run directories are: paths in it are relative
     write_sweep(sweep.trials, directory=out, best=best_lines_of(sweep))
     write_text(out / PAGE, sweep_page(sweep, out=out))
 
