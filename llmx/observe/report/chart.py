@@ -24,7 +24,7 @@ STYLE = """
 .chart { margin: .5rem 0 1.5rem; }
 .chart input { margin: 0 .3rem 0 0; } .chart label { margin-right: 1rem; }
 .legend { margin: .3rem 0 .6rem; } .legend span { margin-right: 1.2rem; white-space: nowrap; }
-.legend b { font-weight: 400; }
+.legend b { font-weight: 400; white-space: nowrap; }
 .plot { position: relative; height: 20rem; margin: .8rem 1rem 2.2rem 4rem; }
 .small { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0 1rem; }
 .small .plot { height: 8rem; } .small h3 { font-size: .95rem; margin: .4rem 0; }
@@ -116,10 +116,15 @@ def _legend(lines: Sequence[Line], marks: Sequence[Mark]) -> str:
     if not entries:
         return ""
     spans = [
-        f"<span><i {_coloured(colour)}>{sign}</i> <b>{escape(name)}</b></span>"
+        f"<span><i {_coloured(colour)}>{sign}</i> {_unbroken(name)}</span>"
         for colour, sign, name in entries
     ]
     return f'<p class="legend">{"".join(spans)}</p>'
+
+
+def _unbroken(name: str) -> str:
+    """Where a legend may break, it breaks between words."""
+    return " ".join(f"<b>{escape(word)}</b>" for word in name.split(" "))
 
 
 def _coloured(colour: str, *kinds: str) -> str:

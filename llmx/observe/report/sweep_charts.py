@@ -80,6 +80,7 @@ STYLE = """
   text-shadow: 0 0 3px Canvas, 0 0 3px Canvas; }
 .axes .plot path.axis { stroke: #8888; stroke-width: 1; }
 .axes .plot path.lost { stroke-dasharray: 3 4; opacity: .5; stroke-width: 1.2; }
+.legend span { white-space: normal; }
 .scale b { display: inline-block; width: 7rem; height: .7rem; margin: 0 .5rem; border-radius: 2px;
   background: linear-gradient(to right, rgb(47 129 199), rgb(158 92 170), rgb(217 130 43)); }
 """
