@@ -350,6 +350,21 @@ def without_adapter(network: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@contextlib.contextmanager
+def base_alone(network: nn.Module) -> Iterator[None]:
+    """Inside, the network computes what its base does in an evaluation: without its adapter, and
+    without dropout."""
+    was_training = network.training
+    if was_training:
+        network.eval()
+    try:
+        with without_adapter(network):
+            yield
+    finally:
+        if was_training:
+            network.train()
+
+
 def freeze(network: nn.Module, patterns: list[str]) -> None:
     """Parameters whose names match are not trained (``model.freeze``).
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from llmx.models.adapter import Adapter
+from llmx.config import AdapterConfig
+from llmx.models.adapter import Adapter, base_alone
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.classification import has_score, pooled_tokens
 from llmx.models.embedding_noise import SEEDS, noisy_embeddings
@@ -58,7 +59,8 @@ class ModelSpec:
     """Else frozen: no gradients, no optimizer state, no place in checkpoints."""
     source: str | None = None
     """Pretrained weights of its own, a directory or a Hub id: another architecture or size, with
-    the run's tokenizer. None: as the ``model`` group says, from ``model.path`` or from scratch."""
+    the run's tokenizer. None: as the ``model`` group says, from ``model.path`` or from scratch;
+    beside a network with an adapter a frozen one is then that network with its adapter off."""
     revision: str | None = None
     """A commit, tag or branch of ``source`` on the Hub."""
     precision: str | None = None
@@ -137,6 +139,8 @@ class Model:
     """What is trained of it, where its base is frozen."""
     fused_loss: bool = False
     """Head and loss are computed together (``llmx.models.loss``)."""
+    of_base: bool = False
+    """No network of its own: that of another model, with its adapter off (``base_of``)."""
     gradient_scale: float = 1.0
     """What a loss will be multiplied by, as far as it is known: gradients that are computed in the
     forward pass are kept at that scale."""
@@ -148,7 +152,7 @@ class Model:
     @property
     def is_training(self) -> bool:
         """Whether it runs with dropout and the like; not in an evaluation."""
-        return self.module.training
+        return self.spec.trained and self.module.training
 
     def cross_entropy(
         self,
@@ -346,6 +350,56 @@ class ForwardOf:
 
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)
+
+
+@dataclass
+class ForwardOfBase:
+    """The forward of a network with an adapter, as if there were none."""
+
+    forward: Callable[..., Any]
+    module: nn.Module
+
+    def __call__(self, **inputs: Any) -> Any:
+        with base_alone(self.module):
+            return self.forward(**inputs)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+
+def base_of(model: Model, *, name: str, spec: ModelSpec) -> Model:
+    """The frozen base of a model with an adapter, under a name of its own. It takes no memory."""
+    return replace(
+        model,
+        name=name,
+        spec=spec,
+        forward=ForwardOfBase(model.forward, model.module),
+        adapter=None,
+        of_base=True,
+        fused_loss=False,
+    )
+
+
+def are_bases(specs: Mapping[str, ModelSpec], adapter: AdapterConfig) -> set[str]:
+    """Names of the frozen networks that are the trained one without its adapter.
+
+    Not where modules are trained whole beside the adapter: what they were is kept nowhere.
+    """
+    trained = [spec for spec in specs.values() if spec.trained]
+    if adapter.kind == "none" or adapter.modules_to_save or not trained:
+        return set()
+    main = trained[0]
+    if main.source is not None or main.head == CLASSIFICATION:
+        return set()
+    alike = replace(main, trained=False)
+    return {
+        name
+        for name, spec in specs.items()
+        if not spec.trained and replace(spec, precomputes=False) == alike
+    }
 
 
 def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -12,6 +12,7 @@ same token most likely. Tried by ``python -m pytest tests/unit/test_task_distill
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -235,7 +236,6 @@ def divergence(
         case "reverse_kl":  # MiniLLM, Gu et al. 2024
             return kl(student, teacher)
         case "jsd":  # GKD, Agarwal et al. 2024, eq. 1
-            shares = torch.tensor([beta, 1 - beta], device=student.device).log()
-            mixture = torch.logaddexp(teacher + shares[0], student + shares[1])
+            mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
             return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
     raise ValueError(kind)

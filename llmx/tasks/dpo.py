@@ -52,7 +52,8 @@ class Options:
     """The part of pairs that are thought to be swapped (``sigmoid``, ``robust``, ``simpo``)."""
     reference: str = choice("stored", "live", "free")
     """``stored`` computes the reference's log-probabilities once, before training; ``live`` keeps
-    the frozen model in memory and computes them at every step; ``free`` has no reference: its
+    the frozen model in memory (with an adapter it is the trained one without it, which takes none)
+    and computes them at every step; ``free`` has no reference: its
     log-probabilities count as 0."""
     length_normalised: bool = False
     """Log-probabilities are means over the tokens of an answer, not sums (``ipo``, ``orpo`` and

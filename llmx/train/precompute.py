@@ -24,14 +24,14 @@ from llmx.data.examples import Schema
 from llmx.data.store.precomputed import Precomputed, Values, check_values, place
 from llmx.data.store.spec import fingerprint_of
 from llmx.errors import ConfigError
-from llmx.models.model import ModelSpec
+from llmx.models.model import ModelSpec, are_bases
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import fingerprint
 from llmx.tasks import Task
 from llmx.text import clock
 from llmx.train.batches import Layout
-from llmx.train.engine.build import with_source
-from llmx.train.engine.frozen import FrozenModels, frozen_models
+from llmx.train.engine.build import Engine, with_source
+from llmx.train.engine.frozen import FrozenModels, bases_of, frozen_models
 
 GROUP_TOKENS = 4096
 """Positions of one forward pass, where a sample has fewer: without a backward pass it takes less
@@ -52,6 +52,14 @@ def training_specs(task: Task) -> dict[str, ModelSpec]:
     return {name: spec for name, spec in task.models().items() if not spec.precomputes}
 
 
+def from_trained(exp: Experiment, task: Task) -> bool:
+    """Whether all that precomputes is the trained network without its adapter: the engine of the
+    run is then built first, and no other network."""
+    specs = task.models()
+    needed = {name for name, spec in specs.items() if spec.precomputes}
+    return bool(needed) and needed <= are_bases(specs, exp.adapter)
+
+
 def with_precomputed(
     exp: Experiment,
     plan: Plan,
@@ -63,6 +71,7 @@ def with_precomputed(
     layout: Callable[[str], Layout],
     group: Any,
     log: Callable[[str], None] = print,
+    engine: Engine | None = None,
 ) -> tuple[dict[str, SampleStore | None], dict[str, str]]:
     """The stores with the task's precomputed columns, which are found or computed. Collective.
 
@@ -71,6 +80,8 @@ def with_precomputed(
         layout: how samples become tensors, for ``packed`` or ``padded``.
         group: a gloo group of all ranks.
         log: says a line, on rank 0.
+        engine: of the run, where the models are the trained one without its adapter
+            (``from_trained``): then no other is built.
 
     Returns:
         The stores, and a fingerprint of the source of each model that the values are of.
@@ -111,7 +122,11 @@ def with_precomputed(
                 _hand_over(one, source=holders[0], plan=plan, group=group)
                 del missing[split]
     if missing:
-        with frozen_models(exp, plan, ds_config, tokenizer=tokenizer, specs=specs) as frozen:
+        with (
+            frozen_models(exp, plan, ds_config, tokenizer=tokenizer, specs=specs)
+            if engine is None
+            else bases_of(engine, specs)
+        ) as frozen:
             for split, one in missing.items():
                 title = f"Precomputing {names} ({split})"
                 compute(one, task, frozen, plan, layout(frozen.layout), group, title, log)

@@ -24,7 +24,7 @@ from llmx.train.early_stopping import EarlyStopping
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, truncate_metrics
-from llmx.train.precompute import training_specs, with_precomputed
+from llmx.train.precompute import from_trained, training_specs, with_precomputed
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
 from llmx.train.schedule import RunLength, optim_of, run_length
@@ -118,6 +118,10 @@ def open_session(
             pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
         )
 
+    def build() -> Engine:
+        return build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=training_specs(task))
+
+    engine = build() if from_trained(exp, task) else None
     stores, precomputed_by = with_precomputed(
         exp,
         plan,
@@ -128,9 +132,10 @@ def open_session(
         layout=layout,
         group=consensus.group,
         log=log,
+        engine=engine,
     )
     train_store, eval_store = stores["train"], stores["eval"]
-    engine = build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=training_specs(task))
+    engine = engine or build()
     engine.frozen_fingerprints = frozen_fingerprints(engine) | precomputed_by
     if resume_point.state:
         restore_from(resume_point, engine)

@@ -50,7 +50,9 @@ def test_pairs_are_learned_resumed_and_exported(
 ) -> None:
     tokenizer = real_tokenizer_dir(real_data, tmp_path / "tokenizer")
 
-    def run(name: str, *, stage: int, reference: str = "stored", **task: Any) -> Experiment:
+    def run(
+        name: str, *, stage: int, reference: str = "stored", adapter: Any = None, **task: Any
+    ) -> Experiment:
         return experiment(
             tmp_path / name,
             model={"tokenizer": str(tokenizer)},
@@ -68,6 +70,7 @@ def test_pairs_are_learned_resumed_and_exported(
                 **task,
             },
             zero={"stage": stage},
+            adapter=adapter or {},
             optim={"lr": 3e-3},
             batch={"micro_batch": 2},
             checkpoint={"at_end": True},
@@ -114,6 +117,18 @@ def test_pairs_are_learned_resumed_and_exported(
     again = ranks.start(write_run(run("again", stage=3, steps=1))).finish()
     assert "Precomputing reference_logp (train): done in" in again.rank_log(0).read_text()
     assert lines(again.root, "train")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+    # With an adapter the reference is the trained network without it: no other one is built.
+    (tmp_path / "cache").rename(tmp_path / "of_a_frozen_model")
+    lora = {"kind": "lora", "rank": 2, "targets": ["all-linear"]}
+    adapted = ranks.start(write_run(run("lora", stage=3, steps=1, adapter=lora))).finish()
+    assert "Precomputing reference_logp (train): done in" in adapted.rank_log(0).read_text()
+    assert lines(adapted, "train")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    computed = sorted((tmp_path / "cache").glob("*.precomputed-*/*.bin"))
+    assert computed
+    for file in computed:
+        other = tmp_path / "of_a_frozen_model" / file.relative_to(tmp_path / "cache")
+        assert file.read_bytes() == other.read_bytes()
 
     for each in (whole, rest):
         model = AutoModelForCausalLM.from_pretrained(each.final_model)

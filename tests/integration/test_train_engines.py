@@ -120,3 +120,17 @@ def test_between_two_lines_llmx_waits_for_nothing(out: Path) -> None:
         assert len(found) == 12
         for name, places in found.items():
             assert not [place for place in places if not place.startswith("deepspeed/")], name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_base_of_an_adapter_is_a_frozen_model(out: Path, stage: str, recompute: str) -> None:
+    """As a copy of its own would be, without one: no dropout, no graph, and not moved by steps."""
+    for found in answers(out, "base_of_an_adapter"):
+        one = found[f"{stage}-{recompute}"]
+        assert max(one["apart"]) <= 1e-6
+        assert one["moved"] > 1e-3
+        assert not one["graph"]
+        assert one["parameters"] == found["0-none"]["parameters"]
+        assert one["fingerprints"] == ["policy"]
+        assert ".lora_" in one["saved"][0]

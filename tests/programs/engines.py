@@ -23,18 +23,21 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import llmx.models.factory as model_module
-from llmx.checkpoint.state.engine_state import capture
+from llmx.checkpoint.state.engine_state import capture, frozen_fingerprints
+from llmx.data import collate
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.factory import build_model, model_config, num_parameters
 from llmx.models.generate import generate
 from llmx.models.loss import micro_batch_loss
+from llmx.models.model import ModelSpec
 from llmx.models.recompute import compile_blocks
 from llmx.models.sampling import Sampling
-from llmx.plan import make_plan
+from llmx.plan import ds_config, make_plan
 from llmx.plan.memory import step_bytes
 from llmx.train.batches import Layout, make_step
 from llmx.train.divergence import NonFiniteWatch
-from llmx.train.engine.build import Engine, whole_weights
+from llmx.train.engine.build import Engine, build_engine, whole_weights
+from llmx.train.engine.frozen import frozen_models
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.step import train_step
 from tests.live_memory import LiveMemory
@@ -402,6 +405,63 @@ def memory_of(job: dict[str, Any], out: Path) -> dict[str, Any]:
             "update": (resting + foreseen.update) / size,
         },
     }
+
+
+@check
+def base_of_an_adapter(out: Path) -> Any:
+    """How far a frozen model that is the trained one's base lies from a copy of its own, at first
+    and after two steps; by stage, with and without activation checkpointing."""
+    answer: dict[str, Any] = {}
+    specs = {"policy": ModelSpec(), "reference": ModelSpec(trained=False)}
+    for stage in range(4):
+        for recompute in ("none", "full"):
+            job = {
+                "name": "x",
+                "world": WORLD,
+                "stage": stage,
+                "kind": "gpt2",
+                "config": {"resid_pdrop": 0.5, "embd_pdrop": 0.5},
+                "activation_checkpointing": recompute,
+                "adapter": {"kind": "lora", "rank": 2, "targets": ["all-linear"], "dropout": 0.5},
+                "micro_batches": [2, 2],
+                "accumulation": 1,
+            }
+            exp, plan = job_experiment(job, out)
+            config = ds_config(exp.model, exp.zero, exp.optim, plan)
+            tokenizer = word_tokenizer()
+            engine = build_engine(exp, plan, config, tokenizer=tokenizer, specs=specs)
+            store = store_of(job, out)
+            layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=engine.layout)
+            batch = collate([store[0], store[1]], seq_len=SEQ_LEN, pad_id=0, layout=layout.layout)
+            reference, policy = engine.models["reference"], engine.models["policy"]
+            with (
+                frozen_models(
+                    exp, plan, config, tokenizer=tokenizer, specs={"reference": specs["reference"]}
+                ) as apart,
+                torch.no_grad(),
+            ):
+                wanted = apart.models["reference"].log_probabilities(batch).values.clone()
+            engine.engine.train()
+            first = reference.log_probabilities(batch).values
+            for _ in range(2):
+                ours = policy.log_probabilities(batch).values
+                ratio = ours - reference.log_probabilities(batch).values
+                engine.backward(-torch.nn.functional.logsigmoid(ratio.sum()))
+                engine.engine.step()
+            last = reference.log_probabilities(batch).values
+            engine.engine.eval()
+            with torch.no_grad():
+                moved = policy.log_probabilities(batch).values - wanted
+            answer[f"{stage}-{recompute}"] = {
+                "parameters": num_parameters(engine.module, trained=False),
+                "apart": [float((each - wanted).abs().max()) for each in (first, last)],
+                "moved": float(moved.abs().max()),
+                "graph": first.requires_grad,
+                "saved": [n for n, _ in engine.module.named_parameters() if engine.is_saved(n)][:1],
+                "fingerprints": list(frozen_fingerprints(engine)),
+            }
+            engine.engine.destroy()
+    return answer
 
 
 @check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter
 from llmx.checkpoint.export.shards import SHARD_BYTES
-from llmx.config import Experiment, experiment_from_dict
+from llmx.config import AdapterConfig, Experiment, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze, load_adapted, without_adapter
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE
+from llmx.models.model import ModelSpec, are_bases, base_of
 from tests.reference import word_tokenizer
 from tests.small_models import CONVERTED, converted_model, small_model
+from tests.unit.test_models_model import batch_of, model_of
 
 IDS = torch.arange(24).view(2, 12) % 90 + 3
 STAGE_0 = {"zero_optimization": {"stage": 0}}
@@ -186,6 +189,45 @@ def test_peft_reads_it_and_the_merged_model_is_equal(
     torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     assert not (tmp_path / "merged" / CONFIG_FILE).exists()
+
+
+def test_a_frozen_model_may_be_the_base_of_the_trained_one() -> None:
+    """Also in the middle of training: without dropout, without a graph, and nothing is left off."""
+    network = small_model("gpt2")
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    plain = copy.deepcopy(network).eval()
+    adapter = adapted(network, experiment(dropout=0.5))
+    train_a_little(network)
+    policy = replace(model_of(network.train(), "padded"), adapter=adapter)
+    reference = base_of(policy, name="reference", spec=ModelSpec(trained=False))
+    batch = batch_of("padded")
+    wanted = model_of(plain, "padded").log_probabilities(batch).values
+    found = reference.log_probabilities(batch).values
+    assert torch.equal(found, wanted)
+    assert not found.requires_grad
+    assert not reference.is_training
+    assert policy.is_training
+    assert all(module.training for module in network.modules())
+    assert policy.log_probabilities(batch).values.requires_grad
+    assert not torch.allclose(policy.log_probabilities(batch).values, wanted, atol=1e-2)
+
+
+def test_which_frozen_models_are_a_base() -> None:
+    lora = AdapterConfig(kind="lora")
+    specs = {
+        "policy": ModelSpec(),
+        "live": ModelSpec(trained=False),
+        "stored": ModelSpec(trained=False, precomputes=True),
+        "teacher": ModelSpec(trained=False, source="owner/teacher"),
+        "half": ModelSpec(trained=False, precision="bf16"),
+        "score": ModelSpec(trained=False, head="sequence_classification", num_labels=1),
+    }
+    assert are_bases(specs, lora) == {"live", "stored"}
+    assert are_bases(specs, AdapterConfig()) == set()
+    # What a module was that is trained whole is kept nowhere.
+    assert are_bases(specs, replace(lora, modules_to_save=["embed_tokens"])) == set()
 
 
 @pytest.mark.usefixtures("group")

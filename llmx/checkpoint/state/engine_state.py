@@ -61,7 +61,7 @@ class Engine(Protocol):
     frozen_fingerprints: dict[str, str]
 
     @property
-    def models(self) -> Mapping[str, Model]: ...
+    def networks(self) -> Mapping[str, Model]: ...
 
     @property
     def module(self) -> nn.Module: ...
@@ -215,7 +215,7 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
     A checkpoint does not hold them; a run goes on with other ones only by mistake.
     """
     names = [
-        name for name, model in engine.models.items() if not model.spec.trained or model.adapter
+        name for name, model in engine.networks.items() if not model.spec.trained or model.adapter
     ]
     if not names:
         return {}
@@ -224,7 +224,7 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
     parts = _frozen(layout, rank=rank, world=world)
     found = {}
     for name in names:
-        prefix = f"{name}." if len(engine.models) > 1 else ""
+        prefix = f"{name}." if len(engine.networks) > 1 else ""
         of_model = [
             n
             for n, _ in engine.module.named_parameters()

@@ -40,6 +40,8 @@ from llmx.models.model import (
     Models,
     ModelSpec,
     NetworksByName,
+    are_bases,
+    base_of,
 )
 from llmx.models.select_attention import select_attention
 from llmx.plan.memory import fused_loss
@@ -108,15 +110,20 @@ class Engine:
         return module
 
     @property
+    def networks(self) -> dict[str, Model]:
+        """The models that have a network of their own, by name."""
+        return {name: model for name, model in self.models.items() if not model.of_base}
+
+    @property
     def main_prefix(self) -> str:
         """The prefix of the main network's parameters in ``module``."""
-        return "" if len(self.models) == 1 else f"{self.main.name}."
+        return "" if len(self.networks) == 1 else f"{self.main.name}."
 
     def is_saved(self, parameter_name: str) -> bool:
         """Whether a checkpoint holds this parameter or buffer: those of frozen models, and of the
         frozen base of an adapter, come from their source again."""
         model = self.main
-        if len(self.models) > 1:
+        if len(self.networks) > 1:
             name, parameter_name = parameter_name.split(".", 1)
             model = self.models[name]
         if model.adapter is not None:
@@ -205,9 +212,11 @@ def build_engine(
     if plan.accelerator == "cuda":
         check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
-    parts = build_networks(exp, plan, ds_config, specs=specs, tokenizer=tokenizer, device=device)
+    bases = are_bases(specs, exp.adapter)
+    own = {name: spec for name, spec in specs.items() if name not in bases}
+    parts = build_networks(exp, plan, ds_config, specs=own, tokenizer=tokenizer, device=device)
     networks = {name: part.network for name, part in parts.items()}
-    frozen = [name for name, spec in specs.items() if not spec.trained]
+    frozen = [name for name, spec in own.items() if not spec.trained]
     one = len(networks) == 1
     whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)
     if ds_config["zero_optimization"]["stage"] == 3:
@@ -233,7 +242,7 @@ def build_engine(
     grow_after_step(engine)
     models = models_of(
         parts,
-        specs=specs,
+        specs=own,
         tokenizer=tokenizer,
         device=device,
         forwards={
@@ -247,6 +256,8 @@ def build_engine(
             model.fused_loss = wanted and _can_fuse(
                 model, seq_len=exp.data.seq_len, required=bool(exp.model.fused_loss)
             )
+    for name in sorted(bases):
+        models[name] = base_of(models.main, name=name, spec=specs[name])
     return Engine(
         engine=engine,
         models=models,

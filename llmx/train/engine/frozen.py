@@ -18,9 +18,10 @@ import torch
 
 from llmx.config import Experiment
 from llmx.models.experts import gather_experts_together
-from llmx.models.model import ForwardOf, Models, ModelSpec, NetworksByName
+from llmx.models.model import ForwardOf, Models, ModelSpec, NetworksByName, base_of
 from llmx.plan.types import Plan
 from llmx.train.engine.build import (
+    Engine,
     build_networks,
     layout_of,
     models_of,
@@ -93,6 +94,13 @@ def frozen_models(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def bases_of(engine: Engine, specs: Mapping[str, ModelSpec]) -> Iterator[FrozenModels]:
+    """The trained network of ``engine`` without its adapter, under each name of ``specs``."""
+    models = {name: base_of(engine.main, name=name, spec=spec) for name, spec in specs.items()}
+    yield FrozenModels(Models(models), sharded=engine.stage == 3)
 
 
 def for_inference(ds_config: dict[str, Any]) -> dict[str, Any]:
