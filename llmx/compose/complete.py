@@ -23,7 +23,7 @@ from llmx.compose.local_paths import (
     model_place,
 )
 from llmx.compose.short_trial import shortened
-from llmx.compose.task_rules import model_sources, task_problems
+from llmx.compose.task_rules import frozen_specs, model_sources, task_problems
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
 from llmx.config.user_code import with_code_path
@@ -33,7 +33,9 @@ from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.adapter import target_problems
-from llmx.plan.geometry import position_limit
+from llmx.plan.geometry import geometry, model_geometry, position_limit
+from llmx.plan.memory import frozen_network
+from llmx.plan.types import FrozenNetwork
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
     ``problems``: what completing it has found, to be reported with the rest.
     """
     check(exp, problems)
-    plan = make_plan(exp, local_names=local_names())
+    plan = make_plan(exp, local_names=local_names(), frozen=_frozen(exp))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 
 
@@ -123,6 +125,20 @@ def check_paths(data: DataConfig, model: ModelConfig, task: TaskConfig, plan: Pl
     missing = list(missing_here(data, model, task))
     if missing:
         raise ConfigError("\n".join(missing))
+
+
+def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:
+    """The networks that the task has beside the one that it trains, as far as they are known."""
+    found = []
+    for name, spec in frozen_specs(exp).items():
+        shape = model_geometry(exp.model)
+        if spec.source is not None:
+            config, _ = _model_directory(spec.source, name, weights=False, config=False)
+            shape = geometry(str(config.get("model_type", "")), config)
+        found.append(
+            frozen_network(name, shape, precision=spec.precision, before_training=spec.precomputes)
+        )
+    return tuple(found)
 
 
 def _with_model_sources(

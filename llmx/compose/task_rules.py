@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from typing import Any
 
 from llmx.config.fields import MODEL_SOURCE
 from llmx.config.schema import Experiment, TaskConfig
@@ -32,6 +33,20 @@ def task_problems(exp: Experiment) -> list[str]:
     except ConfigError as error:
         problems += str(error).splitlines()
     return problems
+
+
+def frozen_specs(exp: Experiment) -> dict[str, Any]:
+    """The networks of a task of llmx that are not trained, by name (``llmx.models.spec``); without
+    those that are the trained one with its adapter off, which take no memory."""
+    if exp.task.kind not in shipped_tasks():
+        return {}
+    try:
+        kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
+        specs = kind(exp, None).models()
+        bases = importlib.import_module("llmx.models.spec").are_bases(specs, exp.adapter)
+    except ImportError:
+        return {}
+    return {name: spec for name, spec in specs.items() if not spec.trained and name not in bases}
 
 
 def model_sources(task: TaskConfig) -> dict[str, str]:

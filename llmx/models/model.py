@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.config import AdapterConfig
 from llmx.models.adapter import Adapter, base_alone
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.classification import has_score, pooled_tokens
@@ -38,60 +37,16 @@ from llmx.models.loss import (
 )
 from llmx.models.pooling import pooled
 from llmx.models.sampling import Sampling
-
-CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
-MASKED_LM, BACKBONE = "masked_lm", "backbone"
-HEADS = (CAUSAL_LM, MASKED_LM, CLASSIFICATION, BACKBONE)
-"""What a network can end in; a backbone in its hidden states."""
-LANGUAGE_MODELS = (CAUSAL_LM, MASKED_LM)
-"""Heads that score the tokens of the vocabulary."""
+from llmx.models.spec import BACKBONE as BACKBONE
+from llmx.models.spec import CAUSAL_LM as CAUSAL_LM
+from llmx.models.spec import CLASSIFICATION as CLASSIFICATION
+from llmx.models.spec import HEADS as HEADS
+from llmx.models.spec import LANGUAGE_MODELS as LANGUAGE_MODELS
+from llmx.models.spec import MASKED_LM as MASKED_LM
+from llmx.models.spec import ModelSpec as ModelSpec
 
 Batch = dict[str, torch.Tensor]
 """A micro batch as ``llmx.data.collate`` makes it, on the CPU."""
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A network that a task needs. All are in one DeepSpeed engine, with one ZeRO config and one
-    optimizer; what is not said here is as in the ``model`` group."""
-
-    trained: bool = True
-    """Else frozen: no gradients, no optimizer state, no place in checkpoints."""
-    source: str | None = None
-    """Pretrained weights of its own, a directory or a Hub id: another architecture or size, with
-    the run's tokenizer. None: as the ``model`` group says, from ``model.path`` or from scratch;
-    beside a network with an adapter a frozen one is then that network with its adapter off."""
-    revision: str | None = None
-    """A commit, tag or branch of ``source`` on the Hub."""
-    precision: str | None = None
-    """``bf16`` or ``fp16`` of a frozen network in a run with ``precision=fp32``: half its memory.
-    None: the run's."""
-    head: str = CAUSAL_LM
-    num_labels: int = 0
-    """Outputs of a classification head; 1 for a score."""
-    labels: tuple[str, ...] = ()
-    """Names of the outputs, which the exported config keeps."""
-    problem: str = ""
-    """Of a classification head, as ``problem_type`` of transformers' configs:
-    ``single_label_classification``, ``multi_label_classification`` or ``regression``."""
-    precomputes: bool = False
-    """Of a frozen model: only ``Task.precompute`` needs it. It is freed before the others are
-    built, and not built at all where its values are stored already."""
-
-    def __post_init__(self) -> None:
-        if self.trained and self.precomputes:
-            raise ValueError("precomputes=True is for a frozen model: set trained=False too")
-        if self.head not in HEADS:
-            raise ValueError(f"head={self.head!r} is none of {', '.join(HEADS)}")
-        if (self.head == CLASSIFICATION) != (self.num_labels > 0):
-            raise ValueError(f"head={self.head} with num_labels={self.num_labels}")
-        if self.revision is not None and self.source is None:
-            raise ValueError(f"revision={self.revision!r} is of a source, and there is none")
-        if self.precision is not None and self.trained:
-            raise ValueError(
-                f"precision={self.precision!r} of a trained network: all that one optimizer trains "
-                "have the precision of the run"
-            )
 
 
 @dataclass(frozen=True)
@@ -381,25 +336,6 @@ def base_of(model: Model, *, name: str, spec: ModelSpec) -> Model:
         of_base=True,
         fused_loss=False,
     )
-
-
-def are_bases(specs: Mapping[str, ModelSpec], adapter: AdapterConfig) -> set[str]:
-    """Names of the frozen networks that are the trained one without its adapter.
-
-    Not where modules are trained whole beside the adapter: what they were is kept nowhere.
-    """
-    trained = [spec for spec in specs.values() if spec.trained]
-    if adapter.kind == "none" or adapter.modules_to_save or not trained:
-        return set()
-    main = trained[0]
-    if main.source is not None or main.head == CLASSIFICATION:
-        return set()
-    alike = replace(main, trained=False)
-    return {
-        name
-        for name, spec in specs.items()
-        if not spec.trained and replace(spec, precomputes=False) == alike
-    }
 
 
 def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from llmx.config.adapter_rules import is_named, matching, no_such_module, output_head_target
@@ -53,7 +54,7 @@ def network_modules(model: ModelConfig) -> Modules | None:
         if int(config.get("word_embed_proj_dim") or shape.hidden_size) != shape.hidden_size:
             return None
         return _opt(shape, config)
-    return _llama(shape, config)
+    return _llama(shape, config) if shape.block == "llama" else None
 
 
 def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | None:
@@ -80,6 +81,24 @@ def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | No
     )
     head = any(is_named(name, "lm_head") for name in saved)
     return AdapterSize(added, added + whole, kept, head)
+
+
+def trained_parameters(model: ModelConfig, adapter: AdapterConfig) -> int | None:
+    """Parameters that are trained beside frozen ones (``adapter``, ``model.freeze``); None where
+    all are, or where the modules are not known."""
+    if (size := adapter_size(model, adapter)) is not None:
+        return size.trained
+    shape, modules = model_geometry(model), network_modules(model) if model.freeze else None
+    if shape is None or modules is None:
+        return None
+    linear = {name: _product(widths) for name, widths in modules.linear.items()}
+    # Biases of linear layers count as trained: they are a thousandth.
+    frozen = sum(
+        elements
+        for name, elements in {**linear, **modules.others}.items()
+        if any(fnmatchcase(f"{name}.weight", pattern) for pattern in model.freeze)
+    )
+    return max(1, shape.num_parameters - frozen)
 
 
 def target_problems(model: ModelConfig, adapter: AdapterConfig) -> Iterator[str]:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from llmx.config.schema import (
     DataConfig,
     DeviceConfig,
@@ -14,23 +16,30 @@ from llmx.config.schema import (
     LaunchConfig,
     ModelConfig,
 )
-from llmx.plan.adapter import adapter_size
+from llmx.plan.adapter import adapter_size, trained_parameters
 from llmx.plan.batch import solve_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
-from llmx.plan.memory import cheapest_fit, predict_memory
+from llmx.plan.memory import before_training_gib, cheapest_fit, predict_memory
 from llmx.plan.precision import choose_grad_accum, choose_precision
-from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.plan.types import BatchPlan, FrozenNetwork, HostPlan, MemoryPlan, Plan, RankPlan
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ASSUMED_EFFICIENCY = 0.4
 """Part of the peak that a well-fed training step reaches; for predicted times only."""
 
 
-def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> Plan:
+def make_plan(
+    exp: Experiment,
+    *,
+    local_names: frozenset[str] = LOCAL_NAMES,
+    frozen: tuple[FrozenNetwork, ...] = (),
+) -> Plan:
     """Plan a validated experiment whose hardware is resolved (``kind: static``).
 
-    ``local_names``: names and addresses of this machine; a host among them needs no ssh.
+    Args:
+        local_names: names and addresses of this machine; a host among them needs no ssh.
+        frozen: what its task has beside the network that it trains.
     """
     hardware = exp.hardware
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
@@ -51,9 +60,11 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
     )
     accelerator = hardware.devices[hosts[0].device].accelerator
     shape, adapter = model_geometry(exp.model), adapter_size(exp.model, exp.adapter)
+    trained = trained_parameters(exp.model, exp.adapter)
+    live = tuple(one for one in frozen if not one.before_training)
 
     def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
-        return _memory(exp, shape, hosts, ranks, precision, accelerator, sums)
+        return _memory(exp, shape, hosts, ranks, precision, accelerator, sums, live)
 
     grad_accum = choose_grad_accum(
         exp.zero,
@@ -76,11 +87,13 @@ def make_plan(exp: Experiment, *, local_names: frozenset[str] = LOCAL_NAMES) -> 
         peak_tflops=sum(peaks) if all(peaks) else 0.0,
         memory=memory,
         total_steps=exp.task.steps,
-        step_time_s=_step_time_s(
-            shape, batch, ranks, peaks, trained=adapter.trained if adapter else None
+        step_time_s=_step_time_s(shape, batch, ranks, peaks, trained=trained, frozen=live),
+        warnings=(
+            *_warnings(exp, hosts, ranks, precision, memory),
+            *_of_frozen(exp, frozen, memory, precision, len(ranks)),
         ),
-        warnings=_warnings(exp, hosts, ranks, precision, memory),
-        num_trained=adapter.trained if adapter else None,
+        num_trained=trained,
+        frozen=frozen,
         grad_accum_dtype=grad_accum,
         attention=tuple(
             (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
@@ -150,6 +163,7 @@ def _memory(
     precision: str,
     accelerator: str,
     grad_accum: str,
+    frozen: tuple[FrozenNetwork, ...],
 ) -> tuple[MemoryPlan, ...]:
     if shape is None:
         return ()
@@ -167,6 +181,7 @@ def _memory(
                 precision=precision,
                 buckets=bucket_sizes(exp.model, exp.zero, accelerator),
                 grad_accum_dtype=grad_accum,
+                frozen=frozen,
             )
         )
     return tuple(plans)
@@ -179,13 +194,15 @@ def _step_time_s(
     peaks: list[float],
     *,
     trained: int | None,
+    frozen: tuple[FrozenNetwork, ...] = (),
 ) -> float:
     """Seconds of computing of the slowest rank; the network comes on top. 0: unknown."""
     if shape is None or not all(peaks):
         return 0.0
-    flops = (
-        shape.flops_per_token(batch.seq_len, trained=trained) * batch.seq_len * batch.accumulation
-    )
+    per_token = shape.flops_per_token(batch.seq_len, trained=trained)
+    # Of a frozen network the forward pass alone.
+    per_token += sum(2.0 * one.num_parameters for one in frozen)
+    flops = per_token * batch.seq_len * batch.accumulation
     return max(
         flops * rank.micro_batch / (peak * 1e12 * ASSUMED_EFFICIENCY)
         for rank, peak in zip(ranks, peaks, strict=True)
@@ -236,3 +253,29 @@ def _warnings(
             "batch.balance=speed gives each rank a micro batch in proportion to its speed."
         )
     return tuple(found)
+
+
+def _of_frozen(
+    exp: Experiment,
+    frozen: tuple[FrozenNetwork, ...],
+    memory: tuple[MemoryPlan, ...],
+    precision: str,
+    world_size: int,
+) -> Iterator[str]:
+    """What is not known of frozen networks, and those that are too large before training."""
+    for one in frozen:
+        if memory and not one.num_parameters:
+            yield (
+                f"The memory of the model {one.name!r} of task={exp.task.kind} is not counted: the "
+                "size of its architecture is not known on this machine. Give a local directory of "
+                "it, or leave room."
+            )
+        needed = before_training_gib(one, exp.zero, precision, world_size)
+        for part in memory:
+            if one.before_training and part.capacity_gib and needed > 0.95 * part.capacity_gib:
+                shard = " zero=stage3 shards it over the ranks." if exp.zero.stage < 3 else ""
+                yield (
+                    f"{part.device}: the model {one.name!r} of task={exp.task.kind} takes "
+                    f"{needed:.1f} GiB before training, {part.capacity_gib:.0f} GiB available."
+                    f"{shard}"
+                )

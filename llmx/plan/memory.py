@@ -10,6 +10,7 @@ DeepSpeed 0.19.8 keeps at each stage was measured tensor by tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmx.config.schema import (
@@ -22,9 +23,9 @@ from llmx.config.schema import (
     OptimConfig,
     ZeroConfig,
 )
-from llmx.plan.adapter import AdapterSize, adapter_size
+from llmx.plan.adapter import AdapterSize, adapter_size, trained_parameters
 from llmx.plan.geometry import Geometry
-from llmx.plan.types import MemoryPlan
+from llmx.plan.types import FrozenNetwork, MemoryPlan
 
 GIB = 1024.0**3
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -56,20 +57,22 @@ def predict_memory(
     precision: str,
     buckets: dict[str, int],
     grad_accum_dtype: str = "",
+    frozen: Sequence[FrozenNetwork] = (),
 ) -> MemoryPlan:
     """Predict the peak of one rank on ``device`` and of the RAM of its host (GiB).
 
     The peak is the larger of the last backward pass (with activations, logits and buckets) and of
-    the update (with its temporaries).
+    the update (with its temporaries). ``frozen``: networks that are there all the time.
     """
     zero, adapter = exp.zero, adapter_size(exp.model, exp.adapter)
     n = geometry.num_parameters + (adapter.added if adapter else 0)
     # Frozen weights have neither gradients nor an optimizer.
-    trained = adapter.trained if adapter else n
+    trained = trained_parameters(exp.model, exp.adapter) or n
     width = BYTES[precision]
     shard = trained / world_size if zero.stage >= 1 else trained
     optimizer = _optimizer_bytes(exp.optim.kind, precision) * shard
     parameters = width * n / (world_size if zero.stage >= 3 else 1)
+    parameters += sum(frozen_bytes(one, exp.zero, width, world_size) for one in frozen)
     step = step_bytes(
         exp.zero,
         exp.optim,
@@ -97,7 +100,8 @@ def predict_memory(
         layer = (n - 2 * geometry.vocab_size * geometry.hidden_size) / max(1, geometry.num_layers)
         largest = max(layer, geometry.vocab_size * geometry.hidden_size)
         gathered = min(2 * largest + zero.max_reuse_distance / 2, zero.max_live_parameters, n)
-        parameters += width * gathered
+        # One network runs at a time.
+        parameters += max([width * gathered, *(gathered_bytes(one, width) for one in frozen)])
         if zero.hpz_partition_size > 1:
             parameters += width * n / zero.hpz_partition_size
 
@@ -122,6 +126,8 @@ def predict_memory(
         activations += width * tokens * adapter.activations / max(1, layers)
     fused = fused_loss(exp.model, device.accelerator)
     logits = _logits_bytes(geometry, adapter, tokens, width, device.accelerator, fused=fused)
+    # Of a frozen network, at every target: a loss may compare them with the trained one's.
+    logits += max((tokens * one.vocab_size * frozen_width(one, width) for one in frozen), default=0)
     return MemoryPlan(
         device=device_name,
         parameters_gib=parameters / GIB,
@@ -136,6 +142,52 @@ def predict_memory(
         update_gib=max(0.0, step.update - step.gradients - activations - logits - buffers) / GIB,
         saves_host_gib=_save_bytes(exp.checkpoint, exp.optim, shard, precision) * slots / GIB,
     )
+
+
+def frozen_network(
+    name: str, shape: Geometry | None, *, precision: str | None, before_training: bool
+) -> FrozenNetwork:
+    """Of a geometry; None: not known."""
+    if shape is None:
+        return FrozenNetwork(name, 0, precision=precision, before_training=before_training)
+    embedding = shape.vocab_size * shape.hidden_size
+    layer = (shape.num_parameters - 2 * embedding) // max(1, shape.num_layers)
+    return FrozenNetwork(
+        name,
+        shape.num_parameters,
+        largest=max(layer, embedding),
+        vocab_size=shape.vocab_size,
+        precision=precision,
+        before_training=before_training,
+    )
+
+
+def frozen_width(network: FrozenNetwork, width: int) -> int:
+    """Bytes of an element; ``width``: of the run's."""
+    return BYTES[network.precision] if network.precision else width
+
+
+def frozen_bytes(network: FrozenNetwork, zero: ZeroConfig, width: int, world_size: int) -> float:
+    """Of its weights on one rank: ZeRO-3 shards them, at the other stages each rank has all."""
+    shards = world_size if zero.stage >= 3 else 1
+    return frozen_width(network, width) * network.num_parameters / shards
+
+
+def gathered_bytes(network: FrozenNetwork, width: int) -> float:
+    """At ZeRO-3 while it runs: the layer that computes and the next one."""
+    elements = min(2 * network.largest, network.num_parameters)
+    return float(frozen_width(network, width) * elements)
+
+
+def before_training_gib(
+    network: FrozenNetwork, zero: ZeroConfig, precision: str, world_size: int
+) -> float:
+    """What a rank needs for a network that computes stored columns, before training."""
+    width = BYTES[precision]
+    found = frozen_bytes(network, zero, width, world_size)
+    if zero.stage >= 3:
+        found += gathered_bytes(network, width)
+    return found / GIB + 1.0
 
 
 def _optimizer_bytes(kind: str, precision: str) -> int:

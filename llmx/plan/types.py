@@ -93,6 +93,22 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class FrozenNetwork:
+    """A network that a task has beside the one that it trains: neither gradients nor optimizer."""
+
+    name: str
+    num_parameters: int
+    """0 when the geometry is not known before loading."""
+    largest: int = 0
+    """Elements of its largest layer, or of its embedding."""
+    vocab_size: int = 0
+    precision: str | None = None
+    """None: that of the run."""
+    before_training: bool = False
+    """Computes stored columns, and is freed before the others are built."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a process is started."""
 
@@ -123,6 +139,8 @@ class Plan:
     grad_accum_dtype: str = ""
     """In what gradients are summed over micro steps; empty in a plan of an older version, which
     left it at ``precision``."""
+    frozen: tuple[FrozenNetwork, ...] = ()
+    """Networks of the task that are not trained; left out of the file where there are none."""
     attention: tuple[tuple[str, str], ...] = ()
     """(device type, implementation for packed rows), one each: ``varlen``, ``segments``, ..."""
 
@@ -138,6 +156,8 @@ class Plan:
         """As nested plain values (tuples as lists), with the totals that a reader wants."""
         values = dataclasses.asdict(self)
         values["world_size"] = self.world_size
+        if not self.frozen:
+            del values["frozen"]
         return values
 
     @classmethod
@@ -152,6 +172,7 @@ class Plan:
             batch=BatchPlan(**batch),
             memory=tuple(MemoryPlan(**memory) for memory in values.pop("memory")),
             warnings=tuple(values.pop("warnings")),
+            frozen=tuple(FrozenNetwork(**one) for one in values.pop("frozen", ())),
             attention=tuple((name, way) for name, way in values.pop("attention", ())),
             **values,
         )

@@ -292,7 +292,7 @@ class Task:
         """The models it needs, by name; the first trained one is exported. All are of the
         ``model`` group. By default one causal language model, which is trained. Those with
         ``precomputes=True`` are given to ``precompute`` alone."""
-        from llmx.models.model import ModelSpec
+        from llmx.models.spec import ModelSpec
 
         return {"policy": ModelSpec()}
 

@@ -306,7 +306,7 @@ class Classify(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         """One network with an output for each label. Before the data is seen, how many is open."""
-        from llmx.models.model import CLASSIFICATION, ModelSpec
+        from llmx.models.spec import CLASSIFICATION, ModelSpec
 
         count = 1 if self.problem == REGRESSION else len(self.labels) or 2
         return {

@@ -106,7 +106,7 @@ class Distill(Task):
         }
 
     def models(self) -> dict[str, ModelSpec]:
-        from llmx.models.model import ModelSpec
+        from llmx.models.spec import ModelSpec
 
         options = self.options
         teacher = ModelSpec(

@@ -128,7 +128,7 @@ class Dpo(Task):
         return "free" if self.options.loss in WITHOUT_REFERENCE else self.options.reference
 
     def models(self) -> dict[str, ModelSpec]:
-        from llmx.models.model import ModelSpec
+        from llmx.models.spec import ModelSpec
 
         policy = {"policy": ModelSpec()}
         if self._reference == "free":

@@ -68,7 +68,7 @@ class Mlm(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         """One masked language model."""
-        from llmx.models.model import MASKED_LM, ModelSpec
+        from llmx.models.spec import MASKED_LM, ModelSpec
 
         return {"policy": ModelSpec(head=MASKED_LM)}
 

@@ -77,7 +77,7 @@ class Reward(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         """One network with a scalar head."""
-        from llmx.models.model import CLASSIFICATION, ModelSpec
+        from llmx.models.spec import CLASSIFICATION, ModelSpec
 
         return {"policy": ModelSpec(head=CLASSIFICATION, num_labels=1, problem="regression")}
 

@@ -24,7 +24,7 @@ from llmx.data.examples import Schema
 from llmx.data.store.precomputed import Precomputed, Values, check_values, place
 from llmx.data.store.spec import fingerprint_of
 from llmx.errors import ConfigError
-from llmx.models.model import ModelSpec, are_bases
+from llmx.models.spec import ModelSpec, are_bases
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import fingerprint
 from llmx.tasks import Task

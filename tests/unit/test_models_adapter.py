@@ -20,7 +20,8 @@ from llmx.config import AdapterConfig, Experiment, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze, load_adapted, without_adapter
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE
-from llmx.models.model import ModelSpec, are_bases, base_of
+from llmx.models.model import ModelSpec, base_of
+from llmx.models.spec import are_bases
 from tests.reference import word_tokenizer
 from tests.small_models import CONVERTED, converted_model, small_model
 from tests.unit.test_models_model import batch_of, model_of

@@ -40,10 +40,10 @@ from llmx.models.model import (
     Models,
     ModelSpec,
     NetworksByName,
-    are_bases,
     base_of,
 )
 from llmx.models.select_attention import select_attention
+from llmx.models.spec import are_bases
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.engine.learning_rates import lr_scales

@@ -1,0 +1,82 @@
+"""What a task says of the networks that it needs: plain values, without torch.
+
+The control process plans with them (``llmx.compose.task_rules``), the ranks build by them
+(``llmx.train.engine.build``). Shown by ``python -m pytest tests/unit/test_models_spec.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from llmx.config import AdapterConfig
+
+CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
+MASKED_LM, BACKBONE = "masked_lm", "backbone"
+HEADS = (CAUSAL_LM, MASKED_LM, CLASSIFICATION, BACKBONE)
+"""What a network can end in; a backbone in its hidden states."""
+LANGUAGE_MODELS = (CAUSAL_LM, MASKED_LM)
+"""Heads that score the tokens of the vocabulary."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A network that a task needs. All are in one DeepSpeed engine, with one ZeRO config and one
+    optimizer; what is not said here is as in the ``model`` group."""
+
+    trained: bool = True
+    """Else frozen: no gradients, no optimizer state, no place in checkpoints."""
+    source: str | None = None
+    """Pretrained weights of its own, a directory or a Hub id: another architecture or size, with
+    the run's tokenizer. None: as the ``model`` group says, from ``model.path`` or from scratch;
+    beside a network with an adapter a frozen one is then that network with its adapter off."""
+    revision: str | None = None
+    """A commit, tag or branch of ``source`` on the Hub."""
+    precision: str | None = None
+    """``bf16`` or ``fp16`` of a frozen network in a run with ``precision=fp32``: half its memory.
+    None: the run's."""
+    head: str = CAUSAL_LM
+    num_labels: int = 0
+    """Outputs of a classification head; 1 for a score."""
+    labels: tuple[str, ...] = ()
+    """Names of the outputs, which the exported config keeps."""
+    problem: str = ""
+    """Of a classification head, as ``problem_type`` of transformers' configs:
+    ``single_label_classification``, ``multi_label_classification`` or ``regression``."""
+    precomputes: bool = False
+    """Of a frozen model: only ``Task.precompute`` needs it. It is freed before the others are
+    built, and not built at all where its values are stored already."""
+
+    def __post_init__(self) -> None:
+        if self.trained and self.precomputes:
+            raise ValueError("precomputes=True is for a frozen model: set trained=False too")
+        if self.head not in HEADS:
+            raise ValueError(f"head={self.head!r} is none of {', '.join(HEADS)}")
+        if (self.head == CLASSIFICATION) != (self.num_labels > 0):
+            raise ValueError(f"head={self.head} with num_labels={self.num_labels}")
+        if self.revision is not None and self.source is None:
+            raise ValueError(f"revision={self.revision!r} is of a source, and there is none")
+        if self.precision is not None and self.trained:
+            raise ValueError(
+                f"precision={self.precision!r} of a trained network: all that one optimizer trains "
+                "have the precision of the run"
+            )
+
+
+def are_bases(specs: Mapping[str, ModelSpec], adapter: AdapterConfig) -> set[str]:
+    """Names of the frozen networks that are the trained one without its adapter.
+
+    Not where modules are trained whole beside the adapter: what they were is kept nowhere.
+    """
+    trained = [spec for spec in specs.values() if spec.trained]
+    if adapter.kind == "none" or adapter.modules_to_save or not trained:
+        return set()
+    main = trained[0]
+    if main.source is not None or main.head == CLASSIFICATION:
+        return set()
+    alike = replace(main, trained=False)
+    return {
+        name
+        for name, spec in specs.items()
+        if not spec.trained and replace(spec, precomputes=False) == alike
+    }

@@ -1,0 +1,127 @@
+"""The memory plan of what is not trained: frozen networks of a task, and ``model.freeze``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from llmx.compose.complete import Composed
+from llmx.config import AdapterConfig, ModelConfig
+from llmx.models.adapter import freeze
+from llmx.plan.adapter import trained_parameters
+from llmx.plan.memory import GIB
+from llmx.plan.types import Plan
+from tests.composing import composed
+
+MODEL = ["model=llama2_7b", "hardware=a800x2_n7", "precision=bf16"]
+TEACHER = {
+    "model_type": "llama",
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+    "max_position_embeddings": 4096,
+    "vocab_size": 32000,
+}
+BILLION_13 = 13_015_864_320
+"""Parameters of Llama 2 13B."""
+
+
+def dpo(*words: str) -> Composed:
+    return composed([*MODEL, "task=dpo", "data=file", "data.path=demo", *words])
+
+
+def parameters_gib(plan: Plan) -> float:
+    (memory,) = plan.memory
+    return memory.parameters_gib
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_live_reference_is_counted(stage: int) -> None:
+    stored = dpo(f"zero=stage{stage}").plan
+    live = dpo(f"zero=stage{stage}", "task.options.reference=live").plan
+    more = 2 * live.num_parameters / (live.world_size if stage == 3 else 1) / GIB
+    assert parameters_gib(live) - parameters_gib(stored) == pytest.approx(more)
+    assert live.memory[0].logits_gib > stored.memory[0].logits_gib
+    for part in ("gradients_gib", "optimizer_gib", "activations_gib"):
+        assert getattr(live.memory[0], part) == getattr(stored.memory[0], part)
+    assert [one.name for one in live.frozen] == ["reference"]
+    assert stored.frozen[0].before_training
+    # It survives a trip through plan.json; an elastic restart plans with it.
+    assert Plan.from_dict(json.loads(json.dumps(live.to_dict()))) == live
+    assert Plan.from_dict(json.loads(json.dumps(stored.to_dict()))) == stored
+
+
+def test_a_reference_that_is_the_base_of_an_adapter_takes_nothing() -> None:
+    stored = dpo("adapter=lora").plan
+    live = dpo("adapter=lora", "task.options.reference=live").plan
+    assert live.memory == stored.memory
+    assert live.frozen == stored.frozen == ()
+    assert "frozen" not in live.to_dict()
+
+
+def distilled(tmp_path: Path, *words: str, config: dict[str, Any] = TEACHER) -> Plan:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir(exist_ok=True)
+    (teacher / "config.json").write_text(json.dumps(config))
+    (teacher / "model.safetensors").touch()
+    option = f"task.options.teacher={teacher}"
+    return composed([*MODEL, "task=distill", option, "data=file", "data.path=demo", *words]).plan
+
+
+def test_a_teacher_is_counted_where_it_is_there(tmp_path: Path) -> None:
+    stored = distilled(tmp_path)
+    live = distilled(tmp_path, "task.options.teacher_logits=live")
+    assert [one.num_parameters for one in live.frozen] == [BILLION_13]
+    assert live.step_time_s > stored.step_time_s
+    # At ZeRO-2 every rank holds it whole: 24 GiB of bf16.
+    stage2 = [
+        distilled(tmp_path, "zero=stage2", f"task.options.teacher_logits={how}")
+        for how in ("stored", "live")
+    ]
+    more = parameters_gib(stage2[1]) - parameters_gib(stage2[0])
+    assert more == pytest.approx(2 * BILLION_13 / GIB)
+
+
+def test_a_teacher_that_does_not_fit_before_training_is_said(tmp_path: Path) -> None:
+    large = {**TEACHER, "num_hidden_layers": 160}
+    plan = distilled(tmp_path, "zero=stage2", config=large)
+    assert any("'teacher' of task=distill takes" in one for one in plan.warnings)
+    assert any("zero=stage3 shards it over the ranks" in one for one in plan.warnings)
+    assert not any("teacher" in one for one in distilled(tmp_path, "zero=stage3").warnings)
+    unknown = distilled(tmp_path, config={"model_type": "unheard_of"})
+    assert any("memory of the model 'teacher'" in one for one in unknown.warnings)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_an_optimizer() -> None:
+    words = [*MODEL, "zero=stage2", "data=file", "data.path=demo"]
+    whole = composed(words).plan
+    half = composed([*words, "model.freeze=['*.embed_tokens.*','*.layers.?.*']"]).plan
+    assert whole.num_trained is None
+    assert half.num_trained is not None
+    part = half.num_trained / half.num_parameters
+    assert 0.6 < part < 0.7  # 22 of 32 layers, and the output head
+    for name in ("gradients_gib", "optimizer_gib"):
+        ours, theirs = getattr(half.memory[0], name), getattr(whole.memory[0], name)
+        assert ours == pytest.approx(part * theirs, rel=1e-6)
+    assert half.memory[0].parameters_gib == whole.memory[0].parameters_gib
+
+
+@pytest.mark.parametrize(
+    "patterns", [["*.embed_tokens.*"], ["*.layers.0.*", "model.norm.weight"], ["lm_head.*"]]
+)
+def test_what_is_frozen_is_counted_as_the_network_has_it(patterns: list[str]) -> None:
+    config = {**TEACHER, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(LlamaConfig(**config))
+    freeze(network, patterns)
+    wanted = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    model = ModelConfig(kind="hf", path="/x", config=config, freeze=patterns)
+    assert trained_parameters(model, AdapterConfig()) == wanted
