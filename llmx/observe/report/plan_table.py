@@ -169,12 +169,13 @@ def _steps_line(plan: Plan, task: TaskConfig) -> str:
 def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:
     size = human.count(plan.num_parameters) if plan.num_parameters else "an unknown number of"
     start = "from scratch" if model.init == "scratch" else "pretrained"
-    if adapter.kind == "none":
-        return f"{model.name or model.kind}, {size} parameters, {start}"
     trained = "an unknown number"
     if plan.num_trained is not None:
         part = plan.num_trained / plan.num_parameters
         trained = f"{human.count(plan.num_trained)} ({part:.2%})"
+    if adapter.kind == "none":
+        found = f"{model.name or model.kind}, {size} parameters, {start}"
+        return f"{found}, {trained} trained" if model.freeze else found
     how = f"{adapter.kind} of rank {adapter.rank}"
     return f"{model.name or model.kind}, {size} parameters, {trained} trained: {how}"
 
