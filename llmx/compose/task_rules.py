@@ -43,7 +43,7 @@ def frozen_specs(exp: Experiment) -> dict[str, Any]:
     try:
         kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
         specs = kind(exp, None).models()
-        bases = importlib.import_module("llmx.models.spec").are_bases(specs, exp.adapter)
+        bases = importlib.import_module("llmx.models.spec").are_bases(specs, exp.adapter, exp.model)
     except ImportError:
         return {}
     return {name: spec for name, spec in specs.items() if not spec.trained and name not in bases}

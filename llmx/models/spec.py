@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from llmx.config import AdapterConfig
+from llmx.config import AdapterConfig, ModelConfig
+from llmx.config.token_rules import added_tokens
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
 MASKED_LM, BACKBONE = "masked_lm", "backbone"
@@ -63,13 +64,18 @@ class ModelSpec:
             )
 
 
-def are_bases(specs: Mapping[str, ModelSpec], adapter: AdapterConfig) -> set[str]:
+def are_bases(
+    specs: Mapping[str, ModelSpec], adapter: AdapterConfig, model: ModelConfig
+) -> set[str]:
     """Names of the frozen networks that are the trained one without its adapter.
 
-    Not where modules are trained whole beside the adapter: what they were is kept nowhere.
+    Not where modules are trained whole beside the adapter (``adapter.modules_to_save``, embeddings
+    of added tokens, a classification head): what they were is kept nowhere.
     """
     trained = [spec for spec in specs.values() if spec.trained]
-    if adapter.kind == "none" or adapter.modules_to_save or not trained:
+    if adapter.kind == "none" or not trained:
+        return set()
+    if adapter.modules_to_save or added_tokens(model):
         return set()
     main = trained[0]
     if main.source is not None or main.head == CLASSIFICATION:

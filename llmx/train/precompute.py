@@ -57,7 +57,7 @@ def from_trained(exp: Experiment, task: Task) -> bool:
     run is then built first, and no other network."""
     specs = task.models()
     needed = {name for name, spec in specs.items() if spec.precomputes}
-    return bool(needed) and needed <= are_bases(specs, exp.adapter)
+    return bool(needed) and needed <= are_bases(specs, exp.adapter, exp.model)
 
 
 def with_precomputed(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter
 from llmx.checkpoint.export.shards import SHARD_BYTES
-from llmx.config import AdapterConfig, Experiment, experiment_from_dict
+from llmx.config import AdapterConfig, Experiment, ModelConfig, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze, load_adapted, without_adapter
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE
@@ -225,10 +225,12 @@ def test_which_frozen_models_are_a_base() -> None:
         "half": ModelSpec(trained=False, precision="bf16"),
         "score": ModelSpec(trained=False, head="sequence_classification", num_labels=1),
     }
-    assert are_bases(specs, lora) == {"live", "stored"}
-    assert are_bases(specs, AdapterConfig()) == set()
+    plain = ModelConfig(path="/x")
+    assert are_bases(specs, lora, plain) == {"live", "stored"}
+    assert are_bases(specs, AdapterConfig(), plain) == set()
     # What a module was that is trained whole is kept nowhere.
-    assert are_bases(specs, replace(lora, modules_to_save=["embed_tokens"])) == set()
+    assert are_bases(specs, replace(lora, modules_to_save=["embed_tokens"]), plain) == set()
+    assert are_bases(specs, lora, replace(plain, add_tokens=["<x>"])) == set()
 
 
 @pytest.mark.usefixtures("group")

@@ -212,7 +212,7 @@ def build_engine(
     if plan.accelerator == "cuda":
         check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
-    bases = are_bases(specs, exp.adapter)
+    bases = are_bases(specs, exp.adapter, exp.model)
     own = {name: spec for name, spec in specs.items() if name not in bases}
     parts = build_networks(exp, plan, ds_config, specs=own, tokenizer=tokenizer, device=device)
     networks = {name: part.network for name, part in parts.items()}
