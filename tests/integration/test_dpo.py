@@ -123,7 +123,7 @@ def test_pairs_are_learned_resumed_and_exported(
     lora = {"kind": "lora", "rank": 2, "targets": ["all-linear"]}
     adapted = ranks.start(write_run(run("lora", stage=3, steps=1, adapter=lora))).finish()
     assert "Precomputing reference_logp (train): done in" in adapted.rank_log(0).read_text()
-    assert lines(adapted, "train")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert lines(adapted.root, "train")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     computed = sorted((tmp_path / "cache").rglob("reference_logp.bin"))
     assert computed
     for file in computed:
