@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import llmx
 from llmx.config import Experiment
 from llmx.run.rundir import RunDir
+from tests.command_runs import lines
 from tests.forked_ranks import Server, server
-from tests.integration.test_dpo import lines, measured
+from tests.integration.test_dpo import measured
 from tests.rundirs import TINY_LLAMA, experiment, write_run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
@@ -81,20 +82,22 @@ def test_a_student_nears_its_teacher_and_resumes_bitwise(
     rest = ranks.start(write_run(run("stopped", stage=3, options=stored))).finish()
     whole = ranks.start(write_run(run("whole", stage=3, options=stored))).finish()
     assert "teacher_ids, teacher_logps found in" in whole.rank_log(0).read_text()
-    (resumed,) = [line for line in lines(rest, "event") if line["event"] == "resumed"]
+    (resumed,) = [line for line in lines(rest.root, "event") if line["event"] == "resumed"]
     assert resumed["step"] == STEPS // 2
     assert measured(rest) == measured(whole)
-    assert lines(rest, "end")[-1]["weights_hash"] == lines(whole, "end")[-1]["weights_hash"]
-    before, after = lines(whole, "eval")
+    assert (
+        lines(rest.root, "end")[-1]["weights_hash"] == lines(whole.root, "end")[-1]["weights_hash"]
+    )
+    before, after = lines(whole.root, "eval")
     assert after["divergence"] < before["divergence"]
-    assert {"divergence", "agreement", "hard_loss"} <= {*lines(whole, "train")[0]}
+    assert {"divergence", "agreement", "hard_loss"} <= {*lines(whole.root, "train")[0]}
 
     # A live teacher: its whole distributions, of which the top tokens are a part.
     live = ranks.start(write_run(run("live", stage=2, options={"teacher_logits": "live"}))).finish()
     assert "Precomputing" not in live.rank_log(0).read_text()
-    for ours, theirs in zip(lines(live, "train"), lines(whole, "train"), strict=True):
+    for ours, theirs in zip(lines(live.root, "train"), lines(whole.root, "train"), strict=True):
         assert ours["divergence"] >= theirs["divergence"]
-    first, also = lines(live, "train")[0], lines(whole, "train")[0]
+    first, also = lines(live.root, "train")[0], lines(whole.root, "train")[0]
     assert first["hard_loss"] == pytest.approx(also["hard_loss"], abs=1e-4)
     assert first["agreement"] == pytest.approx(also["agreement"], abs=1e-3)
     for each in (rest, live):
