@@ -71,6 +71,7 @@ def check_cover(
     cover: Cover,
     parameters: Mapping[str, Mapping[str, Any]],
     buffers: Mapping[str, Mapping[str, Any]] | None = None,
+    states: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
 ) -> None:
     """Raise CheckpointError unless every element of every state is there exactly once.
 
@@ -81,11 +82,17 @@ def check_cover(
     Args:
         parameters: ``state.json``'s table: name -> ``shape``, ``trained``, ``tied_to``.
         buffers: name -> ``shape``.
+        states: ``state.json``'s, where parameters have different states or ones of another shape:
+            parameter -> state -> shape.
     """
     optimizer = {state for state, _ in cover} - {MASTER, FROZEN, BUFFER}
     wanted: dict[tuple[str, str], Sequence[int]] = {}
     for name, entry in parameters.items():
         if entry.get("tied_to"):
+            continue
+        if entry["trained"] and states is not None:
+            wanted[MASTER, name] = entry["shape"]
+            wanted.update({(state, name): shape for state, shape in states[name].items()})
             continue
         for state in (MASTER, *sorted(optimizer)) if entry["trained"] else (FROZEN,):
             wanted[state, name] = entry["shape"]
@@ -144,9 +151,10 @@ class FragmentIndex:
         self,
         parameters: Mapping[str, Mapping[str, Any]],
         buffers: Mapping[str, Mapping[str, Any]] | None = None,
+        states: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
     ) -> None:
         """See ``check_cover``."""
-        check_cover(self.cover, parameters, buffers)
+        check_cover(self.cover, parameters, buffers, states)
 
     def read_range(self, state: str, name: str, start: int, stop: int, out: Any) -> None:
         """Elements ``[start, stop)`` of the flattened parameter into ``out``.

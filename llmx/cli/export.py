@@ -157,7 +157,7 @@ def export(
             "checkpoint.keep). Export again."
         ) from error
     precision = dtype or state["precision"]
-    index.check(state["parameters"], state.get("buffers"))
+    index.check(state["parameters"], state.get("buffers"), state.get("optimizer", {}).get("states"))
     # What is merged is computed in fp32.
     weights = list_weights(state, index, dtype=NAMES["fp32" if to == MERGED else precision])
     total = sum(weight.num_bytes for weight in weights)

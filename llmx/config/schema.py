@@ -489,10 +489,12 @@ class HardwareConfig:
 class OptimConfig:
     """Optimizer, learning rate and its schedule: pure functions of the step."""
 
-    kind: str = choice("adamw", "cpu_adam", "fused_adam", "lion", "sgd")
+    kind: str = choice("adamw", "cpu_adam", "fused_adam", "lion", "sgd", "muon", "adafactor")
     """``adamw`` is PyTorch's, as one fused kernel on CUDA and for an offloaded optimizer; it needs
     no compiler. ``cpu_adam`` and ``fused_adam`` are DeepSpeed's extensions. ``lion`` keeps one
-    number a parameter instead of two, and wants a learning rate 3 to 10 times smaller."""
+    number a parameter instead of two, and wants a learning rate 3 to 10 times smaller. ``muon``
+    makes the updates of the matrices inside the layers orthogonal, one number a parameter; AdamW
+    does the rest. ``adafactor`` keeps a row and a column of each matrix; stage 0 only."""
     lr: float = number(2e-5, above=0, maximum=1000)
     """The peak learning rate: reached at the end of the warm-up."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
@@ -501,6 +503,13 @@ class OptimConfig:
     """AdamW's term in the denominator."""
     weight_decay: float = number(0.0, minimum=0, maximum=100)
     """Decoupled weight decay of matrices; biases and norms do not decay."""
+    muon_lr: float | None = number(None, above=0, maximum=1000, example=0.02)
+    """``muon``: the peak learning rate of the matrices inside the layers; null: ``lr``."""
+    muon_momentum: float = number(0.95, minimum=0, below=1)
+    """``muon``: the decay rate of its momentum."""
+    muon_adjust_lr: str = choice("match_rms_adamw", "original")
+    """``muon``: updates as large as AdamW's, so that AdamW's ``lr`` fits (0.2 sqrt(longer side)),
+    or ``original`` (sqrt(rows / columns), at least 1), which wants a ``muon_lr`` of about 0.02."""
     layer_decay: float | None = number(None, above=0, maximum=1, example=0.9)
     """Layer-wise learning rates: the head has ``lr``, the last layer ``lr * layer_decay``, each
     layer below it that much less again, the embeddings least. 0.8 to 0.95 is usual for fine-tuning

@@ -22,6 +22,7 @@ from llmx.config.schema import (
     Experiment,
     HardwareConfig,
     ModelConfig,
+    OptimConfig,
     TaskConfig,
     TrackingConfig,
     ZeroConfig,
@@ -161,12 +162,33 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
             f"{exp.task.steps}: the learning rate would never reach optim.lr. "
             "Set fewer warm-up steps."
         )
+    yield from _whole_matrices(optim, exp.zero)
     if optim.kind == "fused_adam" and "cpu" in _accelerators(exp.hardware):
         yield "optim.kind=fused_adam needs CUDA. Use optim.kind=adamw."
     if optim.kind == "fused_adam" and exp.zero.offload_optimizer != "none":
         yield (
             "optim.kind=fused_adam runs on the GPU, but the optimizer is offloaded. Use "
             "optim.kind=cpu_adam."
+        )
+
+
+def _whole_matrices(optim: OptimConfig, zero: ZeroConfig) -> Iterator[str]:
+    """Optimizers that look at whole matrices."""
+    if optim.kind == "adafactor" and zero.stage != 0:
+        yield (
+            f"optim.kind=adafactor keeps a row and a column of each matrix, and zero.stage="
+            f"{zero.stage} gives a rank parts of matrices. Use zero=stage0; or optim=muon or "
+            "optim=lion, which keep 4 bytes a parameter at every stage."
+        )
+    if optim.kind == "muon" and "nvme" in (zero.offload_optimizer, zero.offload_param):
+        yield (
+            "optim.kind=muon exchanges parts of matrices between ranks, and is not made for states "
+            "that are swapped to NVMe. Use zero=stage3_offload, or optim.kind=adamw."
+        )
+    if optim.kind != "muon" and optim.muon_lr is not None:
+        yield (
+            f"optim.muon_lr={optim.muon_lr:g} has no effect with optim.kind={optim.kind}. Add "
+            "optim.kind=muon, or leave it out."
         )
 
 

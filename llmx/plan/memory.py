@@ -71,6 +71,11 @@ def predict_memory(
     width = BYTES[precision]
     shard = trained / world_size if zero.stage >= 1 else trained
     optimizer = _optimizer_bytes(exp.optim.kind, precision) * shard
+    if exp.optim.kind == "muon" and not adapter:
+        # What is outside the layers is AdamW's.
+        outside = geometry.vocab_size * geometry.hidden_size
+        outside = max(outside, geometry.num_looked_up + outside * (geometry.num_looked_up > 0))
+        optimizer += 4 * min(outside, trained) * shard / trained
     parameters = width * n / (world_size if zero.stage >= 3 else 1)
     parameters += sum(frozen_bytes(one, exp.zero, width, world_size) for one in frozen)
     step = step_bytes(
@@ -191,7 +196,8 @@ def before_training_gib(
 
 
 def _optimizer_bytes(kind: str, precision: str) -> int:
-    moments = {"sgd": 0, "lion": 4}.get(kind, 8)
+    # A row and a column of a matrix are next to nothing.
+    moments = {"sgd": 0, "lion": 4, "muon": 4, "adafactor": 0}.get(kind, 8)
     return moments + (0 if precision == "fp32" else 4)
 
 

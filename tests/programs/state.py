@@ -220,7 +220,7 @@ def load(engine: Engine, directory: Path) -> tuple[dict[str, Any], list[str]]:
     """Its ``state.json`` and what is wrong. Collective."""
     state = json.loads((directory / "state.json").read_text())
     index = CountingIndex(sorted(directory.glob("*.safetensors")))
-    index.check(state["parameters"], state["buffers"])
+    index.check(state["parameters"], state["buffers"], state["optimizer"].get("states"))
     before = weights_hash(engine)
     restore(engine, index, state)
     wrong = []
@@ -243,9 +243,12 @@ def bytes_held(engine: Engine) -> int:
     layout = saved_layout(engine)
     fixed = sum(part.values.nbytes for part in (*layout.frozen, *layout.buffers))
     return fixed + sum(
-        piece.of(values).nbytes
+        values.nbytes
         for piece in layout.trained
-        for values in piece.owner.values().values()
+        for values in (
+            *(piece.of(flat) for flat in piece.owner.values().values()),
+            *piece.owner.whole_states().values(),
+        )
     )
 
 

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmx.checkpoint.fragments import BUFFER, FragmentIndex
+from llmx.checkpoint.fragments import BUFFER, Cover, FragmentIndex, Range, check_cover
+from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.state.engine_state import _fill, share
 from llmx.checkpoint.state.layout import Owner, UnsavableState, UntrainedPiece, state_layout
 from llmx.checkpoint.state.values import (
@@ -126,15 +127,43 @@ def test_states_of_another_shape_are_refused_and_never_dropped() -> None:
     """Adafactor keeps a row and a column of a matrix: a checkpoint used to leave them out."""
     weight = nn.Parameter(torch.ones(4, 3))
     for known in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
-        check_states(known([weight], lr=0.1))
+        check_states(known([weight], lr=0.1), partitioned=True)
     optimizer = torch.optim.Adafactor([weight])
+    check_states(optimizer, partitioned=False)
     message = r"Adafactor keeps states .* \(row_var of shape \[4, 1\], col_var .* optim.kind=adamw"
     with pytest.raises(ConfigError, match=message):
-        check_states(optimizer)
+        check_states(optimizer, partitioned=True)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    with pytest.raises(ConfigError, match=message):
-        Owner(weight, optimizer).values()
+    owner = Owner(weight, optimizer)
+    assert set(owner.values()) == {"master"}
+    assert {name: list(x.shape) for name, x in owner.whole_states().items()} == {
+        "row_var": [4, 1],
+        "col_var": [1, 3],
+    }
+
+
+def test_a_checkpoint_whose_parameters_differ_in_states_lacks_none() -> None:
+    """Muon beside AdamW; a row and a column of Adafactor's."""
+    states = {"m": {"momentum_buffer": [4, 3]}, "e": {"row_var": [4, 1], "col_var": [1, 3]}}
+    table = {n: {"shape": [4, 3], "trained": True, "tied_to": None} for n in states}
+    sizes = {("master", "m"): 12, ("master", "e"): 12, ("momentum_buffer", "m"): 12,
+             ("row_var", "e"): 4, ("col_var", "e"): 3}  # fmt: skip
+
+    def cover(leave: tuple[str, str] | None = None) -> Cover:
+        return {
+            key: [Range(0, size, "F32", "a", "|".join(key))]
+            for key, size in sizes.items()
+            if key != leave
+        }
+
+    check_cover(cover(), table, states=states)
+    for key in sizes:
+        with pytest.raises(CheckpointError, match=f"{key[0]} of {key[1]} lacks"):
+            check_cover(cover(key), table, states=states)
+    extra = cover() | {("exp_avg", "m"): [Range(0, 12, "F32", "a", "exp_avg|m")]}
+    with pytest.raises(CheckpointError, match="no such parameter with that state"):
+        check_cover(extra, table, states=states)
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 9))

@@ -182,7 +182,8 @@ class SaveJob:
 
     def _check_cover(self, specs: list[list[TensorSpec]]) -> None:
         cover = cover_of({rank_file(rank): order for rank, order in enumerate(specs)})
-        check_cover(cover, self.state["parameters"], self.state.get("buffers"))
+        states = self.state.get("optimizer", {}).get("states")
+        check_cover(cover, self.state["parameters"], self.state.get("buffers"), states)
 
     def _with_hash(self, sums: list[Sums]) -> dict[str, Any]:
         """The state as rank 0 has it."""

@@ -129,6 +129,13 @@ def capture(engine: Engine, *, world: int) -> list[StateTensor]:
         StateTensor(state, piece.name, piece.start, piece.of(values[id(piece.owner)][state]))
         for state in (MASTER, *sorted(states))
         for piece in trained
+        if state in values[id(piece.owner)]
+    ]
+    found += [
+        StateTensor(state, piece.name, 0, value.view(-1))
+        for number, piece in enumerate(layout.trained)
+        if number % world == rank
+        for state, value in sorted(piece.owner.whole_states().items())
     ]
     frozen = _frozen(layout, rank=rank, world=world)
     found += [StateTensor(FROZEN, part.name, part.start, part.values) for part in frozen]
@@ -164,15 +171,43 @@ def _frozen(layout: StateLayout, *, rank: int, world: int) -> list[UntrainedPiec
     return share(layout.frozen, rank=rank, world=world)
 
 
+def states_table(layout: StateLayout, parameters: Table) -> dict[str, dict[str, list[int]]] | None:
+    """Parameter -> state -> shape, where they are not one value an element of the same states for
+    all; else None. The same on every rank."""
+    optimizer: Any = layout.owners[0].optimizer
+    names = getattr(optimizer, "state_names", None)
+    shapes: dict[str, list[int]] = {
+        name: of["shape"] for name, of in parameters.items() if of["trained"] and not of["tied_to"]
+    }
+    if names is not None:
+        if not any(owner.optimizer.state.get(owner.tensor) for owner in layout.owners):
+            return {name: {} for name in shapes}  # before the first step
+        return {name: dict.fromkeys(names(name), shape) for name, shape in shapes.items()}
+    if not any(owner.whole_states() for owner in layout.owners):
+        return None
+    found: dict[str, dict[str, list[int]]] = {}
+    for piece in layout.trained:
+        kept = [state for state in piece.owner.values() if state != MASTER]
+        found[piece.name] = dict.fromkeys(kept, shapes[piece.name])
+        for state, value in piece.owner.whole_states().items():
+            found[piece.name][state] = list(value.shape)
+    return found
+
+
 def state_values(engine: Engine) -> dict[str, Any]:
     """What of the state is no tensor, in the form of ``state.json``. The same on every rank."""
     layout = state_layout(engine.engine)
     base = layout.owners[0].optimizer
     parameters, buffers = _tables(engine)
+    table = states_table(layout, parameters)
     return {
         "zero_stage": engine.stage,
         "precision": engine.precision,
-        "optimizer": {"kind": optimizer_kind(base), "scalars": read_scalars(layout.owners)},
+        "optimizer": {
+            "kind": optimizer_kind(base),
+            "scalars": read_scalars(layout.owners),
+            **({} if table is None else {"states": table}),
+        },
         "loss_scaler": read_loss_scaler(engine.engine),
         "engine": read_counters(engine.engine),
         "parameters": parameters,
@@ -278,7 +313,8 @@ def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None
     for owner in layout.owners:
         pieces = [piece for piece in layout.trained if piece.owner is owner]
         with owner.swap.loaded() if owner.swap else contextlib.nullcontext():
-            _fill_owner(owner, pieces, index, saved, scalars)
+            mine, whole = _states_of(pieces, saved, state)
+            _fill_owner(owner, pieces, index, mine, scalars, whole)
     for part in layout.frozen:
         _fill(part.values, index, FROZEN, part)
     for part in layout.buffers:
@@ -289,19 +325,38 @@ def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None
     write_counters(inner, state["engine"])
 
 
+def _states_of(
+    pieces: list[Piece], saved: list[str], state: dict[str, Any]
+) -> tuple[list[str], dict[str, list[int]]]:
+    """What a tensor of the optimizer has in a checkpoint: states with a value for each element, and
+    the shapes of others. Where parameters differ, one of nothing but padding has none until the
+    next step."""
+    table = state["optimizer"].get("states")
+    if table is None:
+        return saved, {}
+    own = table[pieces[0].name] if pieces else {}
+    shape = state["parameters"][pieces[0].name]["shape"] if pieces else []
+    whole = {name: of for name, of in own.items() if of != shape}
+    return [name for name in own if name not in whole], whole
+
+
 def _fill_owner(
     owner: Owner,
     pieces: list[Piece],
     index: FragmentIndex,
     saved: list[str],
     scalars: dict[str, float],
+    whole: dict[str, list[int]],
 ) -> None:
     """Values of one tensor of the optimizer, and its states.
 
     States are made as the optimizer would at its first step, where it has none yet. Padding
     among them is 0, as it would be after any number of steps.
+
+    Args:
+        whole: shapes of the states of another shape.
     """
-    if not saved and not scalars:
+    if not saved and not whole and (not scalars or not pieces):
         owner.optimizer.state.pop(owner.tensor, None)  # saved before the first step
     else:
         kept = owner.optimizer.state[owner.tensor]
@@ -312,6 +367,11 @@ def _fill_owner(
                 kept[state] = torch.zeros_like(
                     owner.tensor.data, dtype=torch.float32 if wide else owner.tensor.dtype
                 )
+        for state, shape in whole.items():
+            dtype = TORCH_DTYPES[index.dtype(state, pieces[0].name)]
+            kept[state] = torch.zeros(shape, dtype=dtype, device=owner.tensor.device)
+            everything = replace(pieces[0], start=0, length=kept[state].numel())
+            _fill(kept[state].view(-1), index, state, everything)
         write_scalars(owner, scalars)
     values = replace(owner, swap=None).values()
     for piece in pieces:

@@ -81,22 +81,23 @@ class Owner:
     """Where its values are between steps, if not in memory."""
 
     def values(self) -> dict[str, torch.Tensor]:
-        """``master`` and what the optimizer keeps for each element, each flat. Live memory.
-
-        Raises ConfigError for a state that is neither one value an element nor a number
-        (``check_states`` refuses it before training).
-        """
+        """``master`` and what the optimizer keeps for each element, each flat. Live memory."""
         if self.swap is not None:
             return self.swap.mapped()
         kept = self.optimizer.state.get(self.tensor, {})
-        if wrong := states_of_another_shape(kept, self.tensor):
-            raise wrong_states(self.optimizer, wrong)
+        other = states_of_another_shape(kept, self.tensor)
         states = {
             key: value.detach().view(-1)
             for key, value in kept.items()
-            if torch.is_tensor(value) and not is_scalar(key, value)
+            if torch.is_tensor(value) and not is_scalar(key, value) and key not in other
         }
         return {MASTER: self.tensor.detach().view(-1), **states}
+
+    def whole_states(self) -> dict[str, torch.Tensor]:
+        """States of another shape than the parameter: a row and a column of Adafactor's. They are
+        the optimizer's own tensors, and belong to one whole parameter (``check_states``)."""
+        kept = {} if self.swap is not None else self.optimizer.state.get(self.tensor, {})
+        return {key: kept[key].detach() for key in states_of_another_shape(kept, self.tensor)}
 
 
 def states_of_another_shape(states: dict[str, Any], tensor: torch.Tensor) -> dict[str, list[int]]:
@@ -113,8 +114,8 @@ def wrong_states(optimizer: torch.optim.Optimizer, wrong: dict[str, list[int]]) 
     found = ", ".join(f"{key} of shape {shape}" for key, shape in wrong.items())
     return ConfigError(
         f"{type(optimizer).__name__} keeps states that are not one value for each element of a "
-        f"parameter ({found}). ZeRO cuts parameters into flat parts and checkpoints follow it, so "
-        "such states would be lost. Set optim.kind=adamw."
+        f"parameter ({found}). ZeRO cuts parameters into flat parts, of which such states cannot "
+        "be kept. Set zero.stage=0, or optim.kind=adamw."
     )
 
 

@@ -16,10 +16,12 @@ from llmx.errors import ConfigError
 from llmx.models.parameters import persistent_buffers, whole_shape
 
 KINDS = {
+    "Adafactor": "adafactor",
     "AdamW": "adamw",
     "DeepSpeedCPUAdam": "cpu_adam",
     "FusedAdam": "fused_adam",
     "Lion": "lion",
+    "Muon": "muon",
     "SGD": "sgd",
 }
 """``optim.kind`` by class."""
@@ -90,13 +92,14 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     return KINDS.get(name, name)
 
 
-def check_states(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer whose states a checkpoint would lose. Before training.
+def check_states(optimizer: torch.optim.Optimizer, *, partitioned: bool) -> None:
+    """Raise ConfigError for an optimizer whose states ZeRO cannot cut into parts. Before training.
 
-    The known ones (``KINDS``) keep one value for each element. Another one is tried: a step on a
-    matrix and a vector of its own, since factored states (Adafactor) are those of matrices only.
+    Most of the known ones (``KINDS``) keep one value for each element. Another one is tried: a step
+    on a matrix and a vector of its own, since factored states (Adafactor) are those of matrices
+    only.
     """
-    if type(optimizer).__name__ in KINDS:
+    if not partitioned or type(optimizer).__name__ in {*KINDS} - {"Adafactor"}:
         return
     tried = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
     trial = type(optimizer)(tried, **optimizer.defaults)
@@ -137,10 +140,12 @@ def read_scalars(owners: list[Owner]) -> dict[str, float]:
 def write_scalars(owner: Owner, scalars: dict[str, float]) -> None:
     """Put them into the owner's state, in the form its optimizer expects."""
     state, optimizer = owner.optimizer.state[owner.tensor], owner.optimizer
+    of_torch = type(optimizer).__module__.startswith("torch.")
+    of_torch = of_torch or getattr(optimizer, "steps_are_tensors", False)
     for key, number in scalars.items():
         if torch.is_tensor(state.get(key)):
             state[key].fill_(number)
-        elif key in state or not type(optimizer).__module__.startswith("torch."):
+        elif key in state or not of_torch:
             state[key] = number
         else:
             # As torch.optim makes it: on the device only where the kernel reads it there.

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from llmx.checkpoint.state.layout import state_layout
 from llmx.checkpoint.state.refresh import forget_dummy_step
 from llmx.checkpoint.state.values import check_states
 from llmx.collectives import first_problem
@@ -42,12 +43,14 @@ from llmx.models.model import (
     NetworksByName,
     base_of,
 )
+from llmx.models.parameters import whole_shape
 from llmx.models.select_attention import select_attention
 from llmx.models.spec import are_bases
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.engine.learning_rates import lr_scales
 from llmx.train.engine.loss_scale import grow_after_step
+from llmx.train.engine.muon import Muon, hidden_matrices
 from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, load_muon_uncompiled
 from llmx.train.engine.process_group import check_quantized_gradients, device_of
 
@@ -231,7 +234,10 @@ def build_engine(
         accelerator=plan.accelerator,
         offloaded=exp.zero.offload_optimizer != "none",
     )
-    check_states(optimizer)
+    stage = ds_config["zero_optimization"]["stage"]
+    check_states(optimizer, partitioned=stage > 0)
+    matrices = hidden_matrices(whole) if isinstance(optimizer, Muon) else set()
+    shapes = {name: whole_shape(p) for name, p in whole.named_parameters() if id(p) in matrices}
     engine, _, _, _ = deepspeed.initialize(
         model=whole,
         optimizer=optimizer,
@@ -240,6 +246,10 @@ def build_engine(
     )
     forget_dummy_step(engine)
     grow_after_step(engine)
+    if isinstance(optimizer, Muon):
+        optimizer.distribute(
+            state_layout(engine), matrices=shapes.keys(), shapes=shapes, device=device
+        )
     models = models_of(
         parts,
         specs=own,
@@ -263,7 +273,7 @@ def build_engine(
         models=models,
         dtype=DTYPES[plan.precision],
         device=device,
-        stage=ds_config["zero_optimization"]["stage"],
+        stage=stage,
         precision=plan.precision,
     )
 

@@ -1,5 +1,5 @@
 """Learning rates of parts of a network, as factors of the schedule's: ``optim.layer_decay``,
-``optim.lr_scale`` and ``adapter.lr``.
+``optim.lr_scale``, ``optim.muon_lr`` and ``adapter.lr``.
 
 Each becomes a factor of a parameter; parameters with the same one share a group of the optimizer
 (``llmx.train.engine.optimizer``), so the schedule keeps their ratios. Tried by
@@ -17,6 +17,7 @@ from llmx.config import AdapterConfig, OptimConfig
 from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor, layer_number
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import is_added
+from llmx.train.engine.muon import hidden_matrices
 
 
 def lr_scales(
@@ -29,6 +30,7 @@ def lr_scales(
         ConfigError: a pattern of ``optim.lr_scale`` matches no trained parameter, or there are no
             layers for ``optim.layer_decay``.
     """
+    networks = list(networks)
     named = [
         (name, parameter, network)
         for network in networks
@@ -40,10 +42,16 @@ def lr_scales(
     beside_adapter = 1.0
     if adapter.kind != "none" and adapter.lr is not None:
         beside_adapter = optim.lr / adapter.lr
+    matrices: set[int] = set()
+    if optim.kind == "muon" and optim.muon_lr is not None:
+        matrices = {one for network in networks for one in hidden_matrices(network)}
     found: dict[int, float] = {}
     for name, parameter, network in named:
         factor = decays[id(network)].factor(name)
         factor *= 1.0 if is_added(name) else beside_adapter
+        if id(parameter) in matrices and optim.muon_lr is not None:
+            own = adapter.lr if is_added(name) else None
+            factor *= optim.muon_lr / (own or optim.lr)
         for pattern, scale in optim.lr_scale.items():
             factor *= scale if fnmatchcase(name, pattern) else 1.0
         # A tied weight is looked up by its first name: an embedding, where it is the head, too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from llmx.config import OptimConfig
 from llmx.errors import ConfigError
 from llmx.models.parameters import whole_shape
 from llmx.train.engine.lion import Lion
+from llmx.train.engine.muon import MATRICES, Muon, hidden_matrices
 
 
 def load_muon_uncompiled() -> None:
     """Load DeepSpeed's Muon kernels without compiling them: it loads them to compare types, and
     ``torch.compile`` would bring in all of inductor, a fifth of the start of a rank. Nothing here
-    uses Muon."""
+    uses them (``llmx.train.engine.muon``)."""
     from deepspeed.runtime import compiler
 
     real = compiler.compile
@@ -37,22 +38,36 @@ LR_SCALE = "lr_scale"
 
 
 def parameter_groups(
-    model: nn.Module, *, weight_decay: float, apart: Mapping[int, float] | None = None
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    apart: Mapping[int, float] | None = None,
+    matrices: Collection[int] = (),
 ) -> list[dict[str, Any]]:
     """Matrices decay, vectors (biases and norms) do not. Order as in the model.
 
+    ``matrices``: ids of those that Muon updates, in groups of their own.
     ``apart``: id of a parameter -> its part of the schedule's learning rate (``lr_scales``).
     """
     apart = apart or {}
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for scale in dict.fromkeys((1.0, *apart.values())):
         own = {} if scale == 1.0 else {LR_SCALE: scale}
-        groups[scale, True] = {"params": [], "weight_decay": weight_decay, **own}
-        groups[scale, False] = {"params": [], "weight_decay": 0.0, **own}
+        for by_muon in (True, False) if matrices else (False,):
+            mark = {MATRICES: by_muon} if matrices else {}
+            for decays in (True, False):
+                decay = weight_decay if decays else 0.0
+                groups[scale, by_muon, decays] = {
+                    "params": [],
+                    "weight_decay": decay,
+                    **own,
+                    **mark,
+                }
     for parameter in model.parameters():
         if parameter.requires_grad:
-            is_matrix = len(whole_shape(parameter)) > 1
-            groups[apart.get(id(parameter), 1.0), is_matrix]["params"].append(parameter)
+            decays = len(whole_shape(parameter)) > 1
+            key = apart.get(id(parameter), 1.0), id(parameter) in matrices, decays
+            groups[key]["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
 
 
@@ -71,17 +86,35 @@ def build_optimizer(
     offload, where it is eight times as fast. A run on CPU ranks keeps the plain one: its results
     are those that were recorded.
     """
+    betas = (optim.betas[0], optim.betas[1])
+    fused = True if accelerator == "cuda" or offloaded else None
+    if optim.kind == "muon":
+        matrices = hidden_matrices(model)
+        if not matrices:
+            raise ConfigError(
+                f"optim.kind=muon: {type(model).__name__} has no trained matrix inside a numbered "
+                "layer. Set optim.kind=adamw."
+            )
+        return Muon(
+            parameter_groups(
+                model, weight_decay=optim.weight_decay, apart=apart, matrices=matrices
+            ),
+            lr=optim.lr,
+            momentum=optim.muon_momentum,
+            adjust=optim.muon_adjust_lr,
+            betas=betas,
+            eps=optim.eps,
+            fused=fused,
+        )
     groups = parameter_groups(model, weight_decay=optim.weight_decay, apart=apart)
+    if optim.kind == "adafactor":
+        return torch.optim.Adafactor(groups, lr=optim.lr)
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
-    betas = (optim.betas[0], optim.betas[1])
     if optim.kind == "lion":
         return Lion(groups, lr=optim.lr, betas=betas)
     if optim.kind == "adamw":
-        fused = accelerator == "cuda" or offloaded
-        return torch.optim.AdamW(
-            groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True if fused else None
-        )
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused)
     _need_compiler(optim.kind)
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
