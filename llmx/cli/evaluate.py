@@ -216,7 +216,7 @@ def run(options: argparse.Namespace) -> int:
     if of_model and not trained:  # a published model says it itself
         for line in task.see_model(AutoConfig.from_pretrained(target.directory), store):
             print(printable(line))
-    models = load(target, task, tokenizer)
+    models = load(target, exp, task, tokenizer)
     check_length(exp.data, models)
     found = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
@@ -310,31 +310,36 @@ def lm_eval_command(target: Target, tasks: str, *, batch: int, out: Path, cuda: 
 # --- Loss and metrics ------------------------------------------------------------------------
 
 
-def load(target: Target, task: Any, tokenizer: Any) -> Any:
-    """The one model of the task, with its head, on the GPU or the CPU.
+def load(target: Target, exp: Experiment, task: Any, tokenizer: Any) -> Any:
+    """The models of the task, with their heads, on the GPU or the CPU: the trained one from the
+    directory, frozen ones from where training had them.
 
-    Raises ConfigError for a task that needs several: what was frozen is not in the directory; and
-    for an adapter in a model with another head than that of a causal LM.
+    Raises ConfigError for a frozen one that is kept nowhere, and for an adapter in a model with
+    another head than that of a causal LM.
     """
-    import torch
-
-    from llmx.models.attention import AttentionMethod
-    from llmx.models.classification import give_pooled_forward, has_score
-    from llmx.models.experts import Routing
-    from llmx.models.heads import auto_class
-    from llmx.models.isolation import sees_ahead
-    from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, Model, Models
+    from llmx.models.model import Models, base_of
+    from llmx.models.spec import are_bases
 
     specs = task.models()
-    if len(specs) != 1:
-        raise ConfigError(
-            f"task={task.name} needs {plural(len(specs), 'model')} ({', '.join(specs)}), and eval "
-            "has one. Evaluate while training (task.eval_every_steps), or measure the model as a "
-            "language model: task=sft."
-        )
-    ((name, spec),) = specs.items()
+    bases = are_bases(specs, exp.adapter, exp.model) if target.base is not None else set()
+    main = next(name for name, spec in specs.items() if spec.trained)
+    found = {main: _as_model(main, specs[main], _trained_network(target, specs[main]))}
+    for name, spec in specs.items():
+        if name in bases:
+            found[name] = base_of(found[main], name=name, spec=spec)
+        elif name != main:
+            network = _frozen_network(name, spec, target, exp, tokenizer)
+            found[name] = _as_model(name, spec, network)
+    return Models(found)
+
+
+def _trained_network(target: Target, spec: Any) -> Any:
+    import torch
+
+    from llmx.models.heads import auto_class
+    from llmx.models.model import CAUSAL_LM, CLASSIFICATION
+
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     # In the precision that it was written in; a CPU computes fp32.
     directory = target.directory
     if target.base is None:
@@ -352,13 +357,53 @@ def load(target: Target, task: Any, tokenizer: Any) -> Any:
             "models of this kind. Write one with `python -m llmx export RUN --to merged`, and give "
             "it as --model DIR."
         )
-    network = network.to(device).eval()
     outputs = int(getattr(network.config, "num_labels", 0))
     if spec.head == CLASSIFICATION and outputs != spec.num_labels:
         raise ConfigError(
             f"{directory} has {plural(outputs, 'output')}, and the data {spec.num_labels}. "
             "Evaluate the run (python -m llmx eval RUN), or give its labels: data.label_names."
         )
+    return network
+
+
+def _frozen_network(name: str, spec: Any, target: Target, exp: Experiment, tokenizer: Any) -> Any:
+    """Of a source of its own, or what the run began with."""
+    import torch
+
+    from llmx.models.heads import auto_class
+    from llmx.train.engine.build import check_source, check_tokenizer, with_source
+
+    of_run = target.exp is not None and exp.model.init == "pretrained"
+    if spec.source is None and not of_run:
+        what = "random weights" if target.exp is not None else "not said by a model alone"
+        raise ConfigError(
+            f"task={exp.task.kind} compares with the model {name!r}, the one that training begins "
+            f"with: it is {what}, and kept nowhere. Evaluate while training "
+            "(task.eval_every_steps), or measure the model as a language model: task=sft."
+        )
+    own = with_source(exp, spec)
+    check_source(own.model)
+    check_tokenizer(own.model, tokenizer)
+    return auto_class(spec.head).from_pretrained(
+        own.model.path,
+        revision=own.model.revision,
+        dtype="auto" if torch.cuda.is_available() else "float32",
+        trust_remote_code=own.model.trust_remote_code,
+    )
+
+
+def _as_model(name: str, spec: Any, network: Any) -> Any:
+    """What the task computes with, one sequence a line."""
+    import torch
+
+    from llmx.models.attention import AttentionMethod
+    from llmx.models.classification import give_pooled_forward, has_score
+    from llmx.models.experts import Routing
+    from llmx.models.isolation import sees_ahead
+    from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, Model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = network.to(device).eval()
     if spec.head == CLASSIFICATION and has_score(network):
         give_pooled_forward(network)
     config = network.config.get_text_config()
@@ -366,24 +411,20 @@ def load(target: Target, task: Any, tokenizer: Any) -> Any:
     causal = spec.head == CAUSAL_LM or (spec.head == CLASSIFICATION and has_score(network))
     if spec.head == BACKBONE:
         causal = not sees_ahead(network, device)
-    return Models(
-        {
-            name: Model(
-                name=name,
-                spec=spec,
-                module=network,
-                forward=network,
-                config=network.config,
-                vocab_size=config.vocab_size,
-                # One sequence a line: right for every architecture.
-                attention=AttentionMethod(
-                    implementation, "none" if causal else "padding_mask", "padded", causal=causal
-                ),
-                dtype=network.dtype,
-                device=device,
-                routing=Routing(network),
-            )
-        }
+    return Model(
+        name=name,
+        spec=spec,
+        module=network,
+        forward=network,
+        config=network.config,
+        vocab_size=config.vocab_size,
+        # One sequence a line: right for every architecture.
+        attention=AttentionMethod(
+            implementation, "none" if causal else "padding_mask", "padded", causal=causal
+        ),
+        dtype=network.dtype,
+        device=device,
+        routing=Routing(network),
     )
 
 
@@ -412,7 +453,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
         for start in range(0, len(store), batch):
             if sys.stderr.isatty():
                 print(f"\r{start} of {plural(len(store), 'sample')}", end="", file=sys.stderr)
-            yield collate(
+            found = collate(
                 [
                     task.held_out(store[index], index)
                     for index in range(start, min(start + batch, len(store)))
@@ -420,8 +461,10 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
                 seq_len=store.seq_len,
                 pad_id=pad_id,
                 layout="padded",
-                columns=store.batch_columns,
+                # Frozen models answer batch by batch here: nothing is stored.
+                columns=(store.batch_columns or ()) if task.precomputed else store.batch_columns,
             )
+            yield task.with_precomputed(models, found) if task.precomputed else found
         if sys.stderr.isatty():
             print(f"\r\033[K{time.monotonic() - began:.0f} s", file=sys.stderr)
 

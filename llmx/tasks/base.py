@@ -21,6 +21,7 @@ from llmx.data import IGNORE, EvalPrompt, SampleStore
 from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Conversation, Preference, UnpairedPreference
 from llmx.data.source.split import DatasetSplit
+from llmx.data.store.precomputed import check_values
 from llmx.errors import ConfigError
 from llmx.models.sampling import sample_seed
 from llmx.run.metrics import Metric
@@ -250,6 +251,30 @@ class Task:
         ``loss``, but without gradients and dropout; a batch without a sequence gives empty
         tensors."""
         raise NotImplementedError(f"{type(self).__name__}.precompute")
+
+    def with_precomputed(self, models: Models, batch: Batch) -> Batch:
+        """The batch with the ``precomputed`` columns, computed now: for samples that nothing is
+        stored beside."""
+        import torch
+
+        targets = batch["labels"] != IGNORE
+        counts = {
+            "sequence": len(batch["example_ids"]),
+            "example": int(batch["example_ids"].max()) + 1 if len(batch["example_ids"]) else 0,
+            "target": int(targets.sum()),
+        }
+        with torch.no_grad():
+            given = self.precompute(models, batch)
+        arrays = check_values(given, self.precomputed, counts, task=self.name)
+        found = dict(batch)
+        for column in self.precomputed:
+            values = torch.from_numpy(arrays[column.name])
+            if column.per == "token":
+                whole = values.new_zeros((*targets.shape, *column.shape))
+                whole[targets] = values
+                values = whole
+            found[column.name] = values
+        return found
 
     def precompute_identity(self) -> dict[str, Any]:
         """What decides the precomputed values besides the examples, the model and the precision:

@@ -261,3 +261,62 @@ def test_an_adapter_is_measured_on_its_base(
         measured(capsys, model, *words)
         found.append(read_json(tmp_path / "eval-chats.json")["metrics"]["loss"])
     assert found[0] == pytest.approx(found[1])
+
+
+def other_model(run: RunDir, directory: Path) -> Path:
+    """Of other weights, with the tokenizer of the run."""
+    network = AutoModelForCausalLM.from_pretrained(run.final_model)
+    with torch.no_grad():
+        network.get_output_embeddings().weight.mul_(30)
+    network.save_pretrained(directory)
+    tokenizer_of(snapshot.load(run)).save_pretrained(directory)
+    return directory
+
+
+def test_a_task_with_a_teacher_is_measured_with_it(
+    run: RunDir, capsys: Any, tmp_path: Path
+) -> None:
+    teacher = other_model(run, tmp_path / "teacher")
+    words = ["task=distill", f"task.options.teacher={teacher}"]
+
+    def found(*more: str) -> dict[str, float]:
+        measured(capsys, run.root, *words, *more, "--out", tmp_path / "found.json")
+        return dict(read_json(tmp_path / "found.json")["metrics"])
+
+    live = found("task.options.teacher_logits=live")
+    stored = found("task.options.top_k=60000")
+    assert stored == pytest.approx(live, rel=1e-5)
+    assert live["divergence"] > 0.01
+    assert found("task.options.top_k=4")["divergence"] < live["divergence"]
+    measured(capsys, run.root, "--out", tmp_path / "found.json")
+    plain = read_json(tmp_path / "found.json")["metrics"]["loss"]
+    assert live["loss"] == pytest.approx(plain, rel=1e-5)
+
+
+def test_preferences_are_measured_against_what_the_run_began_with(
+    run: RunDir, capsys: Any, tmp_path: Path
+) -> None:
+    pairs = {"prompt": "What is 1 plus 1?", "chosen": "It is 2.", "rejected": "I do not know."}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(pairs) + "\n") * 3)
+
+    def trained(name: str, **model: Any) -> RunDir:
+        exp = experiment(
+            tmp_path / name,
+            ranks=1,
+            data={"path": str(tmp_path / "pairs.jsonl"), "eval_samples": 2},
+            model={"tokenizer": str(run.final_model), **model},
+            task={"kind": "dpo", "steps": 2},
+        )
+        run_dir = write_run(exp)
+        other_model(run, run_dir.final_model)
+        return run_dir
+
+    began = {"kind": "hf", "init": "pretrained", "path": str(run.final_model), "config": {}}
+    out = measured(capsys, trained("tuned", **began).root)
+    found = read_json(tmp_path / "tuned" / "eval-pairs.json")["metrics"]
+    assert found["loss"] != pytest.approx(math.log(2), abs=1e-3), "it is not the reference"
+    assert found["margin"] == pytest.approx(found["rewards_chosen"] - found["rewards_rejected"])
+    assert "margin" in out
+    refused = measured(capsys, trained("scratch").root, code=2)
+    assert "'reference'" in refused
+    assert "it is random weights, and kept nowhere" in refused
