@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model: ``python -m llmx export RUN_DIR [--step N]``.
+"""A checkpoint as a Hugging Face model, or as ONNX or GGUF: ``python -m llmx export RUN_DIR``.
 
 Offline, on one machine, without a GPU, and without torch where files have the weights as memory
 has them (the others, such as fused experts, are converted by transformers): the fragments are
@@ -32,6 +32,7 @@ from llmx.checkpoint.manifest import (
     CheckpointError,
     step_of,
 )
+from llmx.checkpoint.pointers import BEST, read_pointer
 from llmx.cli.flags import Parser, positive_number, whole_number
 from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full, exit_code
 from llmx.models.adapter_names import holds_adapter
@@ -40,8 +41,12 @@ from llmx.run.card import write_card
 from llmx.run.rundir import RunDir, no_run, read_json
 from llmx.run.snapshot import config_values
 
-HF, ADAPTER, MERGED = FORMS = ("hf", "adapter", "merged")
-"""What is written: all that a run trained, an adapter, or its base with the adapter in it."""
+HF, ADAPTER, MERGED, ONNX, GGUF = FORMS = ("hf", "adapter", "merged", "onnx", "gguf")
+"""What is written: all that a run trained, an adapter, its base with the adapter in it; or the
+whole model in another format."""
+CONVERTED = (ONNX, GGUF)
+QUANTIZED = ("q8_0",)
+"""Precisions of GGUF alone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Write a checkpoint as a Hugging Face model directory.",
     )
     parser.add_argument(
-        "run", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints"
+        "run",
+        metavar="RUN",
+        type=Path,
+        help="a run directory, or one of its checkpoints; for --to onnx and gguf a Hugging Face\n"
+        "directory, too",
     )
     parser.add_argument(
         "--step",
@@ -60,15 +69,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="which checkpoint; default: the newest usable",
     )
     parser.add_argument(
+        "--best", action="store_true", help="the checkpoint that is best by checkpoint.metric"
+    )
+    parser.add_argument(
         "--out", metavar="DIR", type=Path, help="default: RUN/export/step-N; must not exist"
     )
     parser.add_argument(
         "--to",
         choices=FORMS,
         help="of a run with an adapter: adapter (in the format of peft; default), or merged, the\n"
-        "whole model with the adapter in its weights; of every other run: hf",
+        "whole model with the adapter in its weights; of every other run: hf. onnx, gguf: the\n"
+        "whole model in that format, compared with transformers before it gets its name",
     )
-    parser.add_argument("--dtype", choices=sorted(NAMES), help="default: what the run trains in")
+    parser.add_argument(
+        "--dtype",
+        choices=[*sorted(NAMES), *QUANTIZED],
+        help="default: what the run trains in (onnx: fp32); q8_0: gguf alone",
+    )
     parser.add_argument(
         "--shard-gib",
         metavar="X",
@@ -79,10 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="verify the checkpoints instead, write nothing"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_args(_as_flags(sys.argv[1:] if argv is None else argv))
 
     def work() -> int:
+        if options.to in CONVERTED and _is_model(options.run):
+            convert_model(options.run, to=options.to, out=options.out, dtype=options.dtype)
+            return 0
         run, step = _which(options.run, options.step)
+        if options.best:
+            step = _best(run, step)
         if options.check:
             return check(run)
         export(
@@ -96,6 +118,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     return exit_code(work, interrupted="nothing was left at the place of the export")
+
+
+def _as_flags(words: Sequence[str]) -> list[str]:
+    """``to=gguf`` is ``--to=gguf``, as other commands take KEY=VALUE."""
+    keys = ("to=", "step=", "dtype=", "out=")
+    return [f"--{word}" if word.startswith(keys) else word for word in words]
+
+
+def _is_model(path: Path) -> bool:
+    """Whether it is a Hugging Face directory, and no run."""
+    return (path / "config.json").is_file() and not (path / "config.yaml").is_file()
+
+
+def _best(run: RunDir, step: int | None) -> int:
+    found = read_pointer(run.checkpoints, BEST)
+    if step is not None:
+        raise ConfigError("--best and --step both say which checkpoint. Leave one out.")
+    if found is None:
+        raise ConfigError(
+            f"{run.root} has no best checkpoint: none was saved at an evaluation that measured "
+            "checkpoint.metric. Use --step N, or leave --best out for the newest."
+        )
+    return found
 
 
 def check(run: RunDir) -> int:
@@ -133,8 +178,8 @@ def export(
         step: None is the newest usable one.
         out: must not exist; None is ``RUN/export/step-00000120``, of a merged model with
             ``-merged`` behind it.
-        to: ``hf``, ``adapter`` or ``merged``; None is what the run trains.
-        dtype: ``fp32``, ``bf16`` or ``fp16``; None is what the run trained in.
+        to: one of ``FORMS``; None is what the run trains.
+        dtype: ``fp32``, ``bf16``, ``fp16`` (GGUF: or ``q8_0``); None is what the run trained in.
 
     Raises:
         LlmxError: there is no such checkpoint, it is damaged, the disk is full.
@@ -142,10 +187,12 @@ def export(
     began, stream = time.monotonic(), stream or sys.stderr
     if out is not None:
         _refuse_existing(out)  # before the checkpoint is read, which takes minutes
+    final = _check_form(to, dtype)
     checkpoint = _select(run, step, stream=stream)
     adapted = holds_adapter(checkpoint / MODEL)
-    to = _form(to, adapted=adapted, run=run)
-    name = f"{checkpoint.name}-merged" if to == MERGED else checkpoint.name
+    to = _form((MERGED if adapted else HF) if final else to, adapted=adapted, run=run)
+    end = f"-{final}" if final else "-merged" if to == MERGED else ""
+    name = checkpoint.name + end
     directory = Path(os.path.abspath(out or run.root / "export" / name))
     _refuse_existing(directory)
     try:
@@ -156,7 +203,8 @@ def export(
             f"{checkpoint} was removed just now: the run that is training keeps only some (see "
             "checkpoint.keep). Export again."
         ) from error
-    precision = dtype or state["precision"]
+    written = dtype or ("fp32" if final == ONNX else state["precision"])
+    precision = state["precision"] if written in QUANTIZED else written
     index.check(state["parameters"], state.get("buffers"), state.get("optimizer", {}).get("states"))
     # What is merged is computed in fp32.
     weights = list_weights(state, index, dtype=NAMES["fp32" if to == MERGED else precision])
@@ -194,9 +242,17 @@ def export(
                 shard_bytes=shard_bytes,
                 on_bytes=progress.add,
             )
-        write_card(run, partial, step=state["step"])
-        DISK.sync_directory(partial)
-        DISK.rename(partial, directory)
+        ready = partial
+        if final:
+            progress.end()
+            name = str((config_values(run.config) or {}).get("name") or run.root.name)
+            ready = _converted(
+                partial, to=final, name=name, precision=written, trust=_trusts_remote_code(run)
+            )
+            total = sum(path.stat().st_size for path in ready.iterdir())
+        write_card(run, ready, step=state["step"])
+        DISK.sync_directory(ready)
+        DISK.rename(ready, directory)
         DISK.sync_directory(directory.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)  # and say what is free without it
@@ -205,12 +261,86 @@ def export(
         progress.end()
         index.close()
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(_beside(partial), ignore_errors=True)
     print(
-        f"{directory}: step {state['step']}, {elements:,} parameters in {precision}, "
+        f"{directory}: step {state['step']}, {elements:,} parameters in {written}, "
         f"{human.size(total)}, {time.monotonic() - began:.0f} s",
         flush=True,
     )
     return directory
+
+
+def convert_model(
+    model: Path, *, to: str, out: Path | None = None, dtype: str | None = None
+) -> Path:
+    """A Hugging Face directory in another format; the directory that is written."""
+    began = time.monotonic()
+    final, source = _check_form(to, dtype), Path(os.path.abspath(model))
+    directory = Path(os.path.abspath(out or f"{source}-{to}"))
+    _refuse_existing(directory)
+    if holds_adapter(source):
+        raise ConfigError(
+            f"{model} is an adapter. Export the run that trained it, which merges it first."
+        )
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        make_directories(DISK, partial)
+        _convert(
+            source, partial, to=final, name=source.name, precision=dtype or "fp32", trust=False
+        )
+        DISK.sync_directory(partial)
+        DISK.rename(partial, directory)
+    except OSError as error:
+        raise _disk_error(error, directory, 0) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    total = sum(path.stat().st_size for path in directory.iterdir())
+    print(f"{directory}: {human.size(total)}, {time.monotonic() - began:.0f} s", flush=True)
+    return directory
+
+
+def _check_form(to: str | None, dtype: str | None) -> str:
+    """``onnx`` or ``gguf`` where it is asked for and its packages are here; else empty."""
+    if dtype in QUANTIZED and to != GGUF:
+        raise ConfigError(f"--dtype {dtype} is a precision of GGUF. Add --to gguf.")
+    if to not in CONVERTED:
+        return ""
+    if to == ONNX and dtype == "bf16":
+        raise ConfigError("--to onnx is written in fp32 or fp16. Set --dtype to one of them.")
+    from llmx.checkpoint.export.compared import require_packages
+
+    require_packages(to)
+    return to
+
+
+def _beside(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}-converted")
+
+
+def _converted(partial: Path, *, to: str, name: str, precision: str, trust: bool) -> Path:
+    """What ``partial``, a Hugging Face directory, is in another format; it is removed."""
+    target = _beside(partial)
+    shutil.rmtree(target, ignore_errors=True)
+    make_directories(DISK, target)
+    _convert(partial, target, to=to, name=name, precision=precision, trust=trust)
+    shutil.rmtree(partial)
+    return target
+
+
+def _convert(
+    source: Path, target: Path, *, to: str, name: str, precision: str, trust: bool
+) -> None:
+    """Write and check; says what the check has found."""
+    from llmx.checkpoint.export.gguf_file import write_gguf
+    from llmx.checkpoint.export.onnx_file import write_onnx
+
+    if to == ONNX:
+        said = [write_onnx(source, target, precision=precision, trust_remote_code=trust)]
+    else:
+        said = write_gguf(source, target, name=name, precision=precision)
+    for line in said:
+        print(f"llmx: {to}: {line}", file=sys.stderr)
 
 
 def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:

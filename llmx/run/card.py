@@ -118,6 +118,10 @@ def _metadata(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     base = model.get("path") if model.get("init") == "pretrained" else None
     base = base if base and _HUB_ID.fullmatch(str(base)) else inherited.get("base_model")
     library = "peft" if adapter else "sentence-transformers" if sentences else "transformers"
+    if list(directory.glob("*.gguf")):
+        library, pipeline = "gguf", "text-generation"
+    elif (directory / "model.onnx").is_file():
+        library = "onnx"
     found = {
         "library_name": library,
         "pipeline_tag": "sentence-similarity" if sentences else pipeline,
@@ -162,7 +166,15 @@ def _introduction(
 
 def _loading(directory: Path) -> str:
     _, auto = _pipeline(directory)
-    if (directory / "modules.json").is_file():
+    if found := sorted(directory.glob("*.gguf")):
+        return f"```bash\nllama-cli -m {found[0].name}\n```"
+    if (directory / "model.onnx").is_file():
+        code = (
+            "import onnxruntime\n\n"
+            'session = onnxruntime.InferenceSession("model.onnx")\n'
+            "outputs = session.run(None, inputs)  # input_ids, attention_mask: int64 arrays"
+        )
+    elif (directory / "modules.json").is_file():
         code = (
             "from sentence_transformers import SentenceTransformer\n\n"
             'model = SentenceTransformer("PATH_OR_ID")'

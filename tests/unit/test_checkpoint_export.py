@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,13 @@ def make_model(config: Any = LLAMA, *, seed: int = 0, **values: Any) -> torch.nn
 
 
 def save_model(
-    run: RunDir, model: Any, step: int, *, ranks: int = 3, precision: str = "bf16"
+    run: RunDir,
+    model: Any,
+    step: int,
+    *,
+    ranks: int = 3,
+    precision: str = "bf16",
+    tokenizer: Callable[[Path], None] = lambda directory: None,
 ) -> None:
     """A committed checkpoint of ``model``, its elements shared out at odd places."""
     run.root.mkdir(parents=True, exist_ok=True)
@@ -76,6 +83,7 @@ def save_model(
     config.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     described = run.root / "described"
     write_config(described, model, config)
+    tokenizer(described)
     commit.begin(run.checkpoints, step)
     entries = {}
     for rank, fragments in enumerate(pieces):
