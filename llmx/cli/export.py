@@ -191,6 +191,10 @@ def export(
     checkpoint = _select(run, step, stream=stream)
     adapted = holds_adapter(checkpoint / MODEL)
     to = _form((MERGED if adapted else HF) if final else to, adapted=adapted, run=run)
+    if final == GGUF and (checkpoint / MODEL / "config.json").is_file():
+        from llmx.checkpoint.export.gguf_file import check_architecture
+
+        check_architecture(checkpoint / MODEL)  # before the weights are read
     end = f"-{final}" if final else "-merged" if to == MERGED else ""
     name = checkpoint.name + end
     directory = Path(os.path.abspath(out or run.root / "export" / name))

@@ -96,7 +96,7 @@ def compare(
             f"their norm, and {LIMITS[precision]:g} is the limit for {precision}. Nothing was left "
             "there."
         )
-    return f"outputs differ by {worst:.1e} from transformers' in fp32 (limit {LIMITS[precision]:g})"
+    return f"outputs differ by {worst:.1e} from transformers' (limit {LIMITS[precision]:g})"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ file. Tried by ``python -m pytest tests/unit/test_export_formats.py``.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -87,15 +89,15 @@ def check_architecture(source: Path) -> tuple[Any, str]:
     """The config, and llmx's name of a model that can be written; ConfigError for any other."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(source)
-    known = ", ".join(sorted(ARCHITECTURES))
-    kind = ARCHITECTURES.get(config.model_type)
-    without = generates_no_text(source)
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    kind, without = ARCHITECTURES.get(values.get("model_type")), generates_no_text(source)
     if kind is None or without:
         raise ConfigError(
-            f"--to gguf: {source.name} is a {without or config.model_type}; it is written for "
-            f"language models of these architectures: {known}. Use --to onnx, or --to hf."
+            f"--to gguf: {source.name} is a {without or values.get('model_type')}; it is written "
+            f"for language models of these architectures: {', '.join(sorted(ARCHITECTURES))}. Use "
+            "--to onnx, or --to hf."
         )
+    config: Any = AutoConfig.from_pretrained(source)
     rope = _rope(config).get("rope_type", "default")
     wrong = {
         f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
@@ -285,7 +287,8 @@ def _load_back(path: Path, given: dict[str, Any]) -> Any:
     """The model as transformers' own GGUF reader has it."""
     from transformers import AutoModelForCausalLM
 
-    with quiet():
+    # It draws a bar of its own there.
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32, **given
         )
