@@ -179,6 +179,10 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     other = write_model(tmp_path / "gelu", LlamaConfig(**SMALL, hidden_act="gelu"))
     with pytest.raises(ConfigError, match="has hidden_act=gelu, which this export does not write"):
         convert_model(other, to="gguf")
+    (other / "tokenizer.json").unlink()
+    (other / "config.json").write_text(json.dumps(LlamaConfig(**SMALL).to_dict()))
+    with pytest.raises(ConfigError, match="needs .*/tokenizer.json, which cannot be read"):
+        convert_model(other, to="gguf")
     with pytest.raises(ConfigError, match="onnx is written in fp32 or fp16"):
         convert_model(source, to="onnx", dtype="bf16")
     with pytest.raises(ConfigError, match="q8_0 is a precision of GGUF"):

@@ -52,6 +52,8 @@ def write_gguf(source: Path, target: Path, *, name: str, precision: str) -> list
     import gguf
 
     config, kind = check_architecture(source)
+    if not list(source.glob("*.safetensors")):
+        raise ConfigError(f"--to gguf: {source} has no *.safetensors, whose weights it takes.")
     path = target / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name) or 'model'}-{precision}.gguf"
     model = load_model(source)
     asked = [{"input_ids": each["input_ids"]} for each in questions(model, ("input_ids",))]
@@ -89,7 +91,7 @@ def check_architecture(source: Path) -> tuple[Any, str]:
     """The config, and llmx's name of a model that can be written; ConfigError for any other."""
     from transformers import AutoConfig
 
-    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    values = _json(source / "config.json")
     kind, without = ARCHITECTURES.get(values.get("model_type")), generates_no_text(source)
     if kind is None or without:
         raise ConfigError(
@@ -109,6 +111,15 @@ def check_architecture(source: Path) -> tuple[Any, str]:
             "write (it knows hidden_act silu, rope_type default and llama3). Use --to onnx."
         )
     return config, kind
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--to gguf needs {path}, which cannot be read ({reason}).") from None
+    return values
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -210,10 +221,7 @@ def _write_tokenizer(writer: Any, source: Path, *, rows: int) -> list[str]:
     """Vocabulary, merges or scores, special tokens, chat template; what there is to say."""
     import gguf
 
-    try:
-        values = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--to gguf: {source / 'tokenizer.json'}: {error}.") from None
+    values = _json(source / "tokenizer.json")
     model = values["model"]
     if model.get("type") != "BPE":
         raise ConfigError(
