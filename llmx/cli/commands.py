@@ -213,8 +213,9 @@ COMMANDS = {
         words=(
             Word("--step", "which checkpoint", "N", takes="step"),
             Word("--out", "the directory to write", "DIR", takes="path"),
-            Word("--to", "an adapter alone, or merged", "FORM", ("adapter", "hf", "merged")),
-            Word("--dtype", "of the weights", "DTYPE", ("bf16", "fp16", "fp32")),
+            Word("--best", "the best checkpoint by checkpoint.metric"),
+            Word("--to", "another form", "FORM", ("adapter", "gguf", "hf", "merged", "onnx")),
+            Word("--dtype", "of the weights", "DTYPE", ("bf16", "fp16", "fp32", "q8_0")),
             Word("--shard-gib", "size of a file of weights", "X"),
             Word("--check", "verify the checkpoints instead"),
         ),

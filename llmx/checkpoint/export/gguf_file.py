@@ -92,7 +92,7 @@ def check_architecture(source: Path) -> tuple[Any, str]:
     from transformers import AutoConfig
 
     values = _json(source / "config.json")
-    kind, without = ARCHITECTURES.get(values.get("model_type")), generates_no_text(source)
+    kind, without = ARCHITECTURES.get(str(values.get("model_type"))), generates_no_text(source)
     if kind is None or without:
         raise ConfigError(
             f"--to gguf: {source.name} is a {without or values.get('model_type')}; it is written "
