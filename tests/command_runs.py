@@ -13,6 +13,7 @@ from typing import Any
 
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir
+from tests.forked_ranks import shared
 
 SMALL = (
     "model.config.hidden_size=32",
@@ -82,8 +83,9 @@ def llmx(
 
 
 def succeeds(directory: Path, *words: str) -> str:
-    """The same of a command that ends well; what it said."""
-    done = llmx(directory, *words)
+    """The same of a command that ends well; what it said. One that trains has its ranks forked."""
+    trains = bool(words) and (words[0] == "-m" or "=" in words[0])
+    done = llmx(directory, *words, *([forked()] if trains else []))
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
 
@@ -93,8 +95,16 @@ def lines(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in read_metrics(RunDir(run).metrics) if line["kind"] == kind]
 
 
-def train(directory: Path, name: str, *overrides: str, **environment: str) -> Finished:
-    """Train on two CPU ranks (``hardware=cpu2``) in ``directory/name``, fp32 unless said else."""
+def forked() -> str:
+    """For a command line: the ranks are forked by a server (``tests.forked_ranks``)."""
+    return f"launch.python={shared().python}"
+
+
+def train(
+    directory: Path, name: str, *overrides: str, by_deepspeed: bool = False, **environment: str
+) -> Finished:
+    """Train on two CPU ranks (``hardware=cpu2``) in ``directory/name``, fp32 unless said else;
+    ``by_deepspeed``: the ranks are not forked, but started by its launcher."""
     run = RunDir(directory / name)
     words = [
         "hardware=cpu2",
@@ -105,5 +115,6 @@ def train(directory: Path, name: str, *overrides: str, **environment: str) -> Fi
     ]
     keys = {word.partition("=")[0] for word in overrides}
     kept = [word for word in words if word.partition("=")[0] not in keys]
-    done = llmx(directory, *kept, *overrides, **environment)
+    more = () if by_deepspeed else (forked(),)
+    done = llmx(directory, *kept, *overrides, *more, **environment)
     return Finished(run, done.returncode, done.stdout)

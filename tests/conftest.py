@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.forked_ranks import Server, shared
+
 # How long an example takes says how busy the machine is, and nothing about the code.
 settings.register_profile("llmx", deadline=None)
 settings.load_profile("llmx")
@@ -63,6 +65,12 @@ def real_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("LLMX_REAL_DATA does not name the folder of real data sets")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Server:
+    """Starts runs at little cost; one for all tests of a process of pytest."""
+    return shared()
 
 
 @pytest.fixture

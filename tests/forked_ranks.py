@@ -1,21 +1,35 @@
-"""Many runs of real ranks at little cost: see ``tests/programs/ranks.py``."""
+"""Many runs of real ranks at little cost: see ``tests/programs/ranks.py``.
+
+    ranks.start(run_dir).finish()             the ranks of a run directory, nothing around them
+    launch("tests.programs.state", ...)       a program of the tests, as ``deepspeed`` starts it
+    f"launch.python={server.python}"          for ``python -m llmx``: the whole command, whose
+                                              launcher is the stand-in for ``deepspeed``
+    [server.python, "-m", "llmx", ...]        the same for commands that start others
+
+What starts ranks, waits for them and ends them is tested with the real ``deepspeed``
+(``test_launch_local``, ``test_restart``, ``tests/cluster``).
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from llmx.run.rundir import RunDir, read_json
-from tests.rundirs import free_port, logs, rank_environment
+from tests.rundirs import free_port, launched, logs, rank_environment
 
 
 class Ranks:
@@ -59,12 +73,19 @@ class Ranks:
 
 
 class Server:
-    """The process that forks."""
+    """The process that forks, and a directory with a ``python`` and a ``deepspeed`` beside it."""
 
     def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="llmx-ranks-"))
+        self.python, self.deepspeed = shadow(self.directory)
+        place = self.directory / "socket"
+        words = f"{sys.executable} -S -E {CLIENT} {place}"
+        self.deepspeed.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        self.deepspeed.chmod(0o755)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.programs.ranks"],
-            env=rank_environment(),
+            [sys.executable, "-m", "tests.programs.ranks", str(place)],
+            # The ranks have an environment each, in the place of this one.
+            env=rank_environment(ROOM_FOR_ANOTHER="x" * 16384),
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -104,12 +125,43 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.communicate()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def shadow(directory: Path) -> tuple[Path, Path]:
+    """An environment with all of this one, but its ``deepspeed``: its Python, and the path of that.
+
+    What this Python starts (a sweep's trials, ``bench``) is found beside it, too.
+    """
+    here, programs = Path(sys.prefix), directory / "bin"
+    programs.mkdir()
+    shutil.copy(here / "pyvenv.cfg", directory)
+    (directory / "lib").symlink_to(here / "lib")
+    (programs / "python").symlink_to(Path(sys.executable).resolve())
+    return programs / "python", programs / "deepspeed"
+
+
+CLIENT = Path(__file__).parent / "programs" / "deepspeed_client.py"
+
+
+@functools.cache
+def shared() -> Server:
+    """The one of this process of pytest."""
+    made = Server()
+    atexit.register(made.close)
+    return made
 
 
 @contextlib.contextmanager
 def server() -> Iterator[Server]:
-    made = Server()
-    try:
-        yield made
-    finally:
-        made.close()
+    """``shared`` for a ``with``."""
+    yield shared()
+
+
+def launch(
+    target: str, *arguments: str, ranks: int, timeout_s: float = 300.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``tests.rundirs.launch``, forked."""
+    return launched(
+        str(shared().deepspeed), target, *arguments, ranks=ranks, timeout_s=timeout_s, **environment
+    )

@@ -27,7 +27,11 @@ def main(out: Path) -> None:
     import deepspeed
     import torch
     import torch.distributed
+    from deepspeed.accelerator import get_accelerator
 
+    # As llmx does: DeepSpeed would compile its all-reduce for the ranks of one host at first.
+    if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
+        deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     rank = torch.distributed.get_rank()
     total = torch.tensor([float(rank + 1)])

@@ -212,27 +212,23 @@ def test_a_killed_session_leaves_no_process_and_no_network(tmp_path: Path) -> No
     )
 
 
-def test_deepspeed_over_pdsh(
-    make_cluster: Make, need: Need, torch_extensions: Path, tmp_path: Path
-) -> None:
+def test_deepspeed_over_pdsh(make_cluster: Make, need: Need, tmp_path: Path) -> None:
     need("pdsh")
     cluster = make_cluster(private_paths=[tmp_path / "work"])
-    ranks = _deepspeed(cluster, tmp_path / "work", torch_extensions, slots=(1, 1))
+    ranks = _deepspeed(cluster, tmp_path / "work", slots=(1, 1))
     assert [rank["host"] for rank in ranks] == ["node-a", "node-b"]
 
 
 def test_deepspeed_over_pdsh_with_unequal_slots(
-    make_cluster: Make, need: Need, torch_extensions: Path, tmp_path: Path
+    make_cluster: Make, need: Need, tmp_path: Path
 ) -> None:
     need("pdsh")
     cluster = make_cluster(private_paths=[tmp_path / "work"])
-    ranks = _deepspeed(cluster, tmp_path / "work", torch_extensions, slots=(2, 1))
+    ranks = _deepspeed(cluster, tmp_path / "work", slots=(2, 1))
     assert [rank["host"] for rank in ranks] == ["node-a", "node-a", "node-b"]
 
 
-def test_deepspeed_over_open_mpi(
-    make_cluster: Make, need: Need, torch_extensions: Path, tmp_path: Path
-) -> None:
+def test_deepspeed_over_open_mpi(make_cluster: Make, need: Need, tmp_path: Path) -> None:
     need("openmpi")
     cluster = make_cluster(private_paths=[tmp_path / "work"])
     wires = f"--mca btl_tcp_if_include {INTERFACE} --mca oob_tcp_if_include {INTERFACE}"
@@ -240,16 +236,13 @@ def test_deepspeed_over_open_mpi(
     ranks = _deepspeed(
         cluster,
         tmp_path / "work",
-        torch_extensions,
         slots=(1, 1),
         options=["--launcher", "openmpi", f"--launcher_args=--allow-run-as-root {wires} {agent}"],
     )
     assert [rank["host"] for rank in ranks] == ["node-a", "node-b"]
 
 
-def test_deepspeed_over_slurm(
-    make_cluster: Make, need: Need, torch_extensions: Path, tmp_path: Path
-) -> None:
+def test_deepspeed_over_slurm(make_cluster: Make, need: Need, tmp_path: Path) -> None:
     need("slurm")
     cluster = make_cluster(private_paths=[tmp_path / "work"])
     start_slurm(cluster)
@@ -258,7 +251,6 @@ def test_deepspeed_over_slurm(
     ranks = _deepspeed(
         cluster,
         tmp_path / "work",
-        torch_extensions,
         slots=(1, 1),
         options=[
             *("--launcher", "slurm", "--num_nodes", "2"),
@@ -287,7 +279,6 @@ def _can_connect(here: Any, there: Any) -> bool:
 def _deepspeed(
     cluster: Cluster,
     work: Path,
-    extensions: Path,
     *,
     slots: tuple[int, ...],
     options: list[str] | None = None,
@@ -301,8 +292,6 @@ def _deepspeed(
     first.path(env_file).write_text(
         f"DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME={INTERFACE}\nOMP_NUM_THREADS=1\n"
         f"MASTER_ADDR={first.address}\nMASTER_PORT=29511\n"
-        f"TORCH_EXTENSIONS_DIR={extensions}\n"
-        # One ninja for all: another version does not read this one's log, and builds again.
         f"PATH={path}\n"
     )
     process = first.run(
@@ -322,7 +311,6 @@ def _deepspeed(
             "DS_ENV_FILE": str(env_file),
             "PDSH_SSH_ARGS_APPEND": f"-F {cluster.ssh_config}",
             "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(extensions),
             "PYTHONPATH": "",
             "PATH": path,
         },

@@ -8,7 +8,6 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 from llmx.run.rundir import RunDir, read_json
 from tests.command_runs import llmx
-from tests.forked_ranks import Server, server
+from tests.forked_ranks import Server
 from tests.resumed_runs import measurements, saving_run
 from tests.rundirs import TINY_LLAMA, logs
 
@@ -27,12 +26,6 @@ STEPS = 6
 MERGED = ("--to", "merged")
 COMMON = "\N{FULLWIDTH COMMA}" if os.environ.get("LLMX_REAL_DATA") else "the"
 """Texts are full of it, and no token is it alone."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Server]:
-    with server() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ Needs LLMX_REAL_DATA. ``python -m pytest -m deepspeed tests/integration/test_dis
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,13 @@ import llmx
 from llmx.config import Experiment
 from llmx.run.rundir import RunDir
 from tests.command_runs import lines
-from tests.forked_ranks import Server, server
+from tests.forked_ranks import Server
 from tests.integration.test_dpo import measured
 from tests.rundirs import TINY_LLAMA, experiment, write_run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
 
 STEPS, TOP = 6, 32
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Server]:
-    with server() as made:
-        yield made
 
 
 def save_teacher(tokenizer: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ Needs LLMX_REAL_DATA. ``python -m pytest -m deepspeed tests/integration/test_dpo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,13 @@ from transformers import AutoModelForCausalLM
 from llmx.config import Experiment
 from llmx.run.rundir import RunDir
 from tests.command_runs import lines
-from tests.forked_ranks import Server, server
+from tests.forked_ranks import Server
 from tests.realdata import real_tokenizer_dir
 from tests.rundirs import experiment, write_run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Server]:
-    with server() as made:
-        yield made
 
 
 TIMES = {"time", "step_time_s", "tokens_per_s", "data_wait_s", "memory_gib", "mfu"}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from llmx.run.rundir import RunDir, read_json
 from tests.checkpoint_saves import flip_bit
 from tests.command_runs import llmx
-from tests.forked_ranks import Server, server
+from tests.forked_ranks import Server
 from tests.resumed_runs import saving_run
 from tests.rundirs import TINY_LLAMA
 
@@ -30,12 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage2-bf16": {"zero": {"stage": 2}, "precision": "bf16", "tied": False},
     "stage3-bf16-tied": {"zero": {"stage": 3}, "precision": "bf16", "tied": True},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Server]:
-    with server() as made:
-        yield made
 
 
 def trained(ranks: Server, directory: Path, *, tied: bool, **groups: Any) -> RunDir:

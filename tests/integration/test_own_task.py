@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmx.run.rundir import RunDir, read_json
-from tests.command_runs import SMALL, lines, succeeds
+from tests.command_runs import SMALL, forked, lines, succeeds
 from tests.resumed_runs import events, has_saved, measurements
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
@@ -145,7 +145,7 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
 
     for ranks, stop in (("1", "10"), ("3", "null")):
         hosts = f"hardware.hosts=[{{name: localhost, slots: {ranks}, device: cpu}}]"
-        succeeds(tmp_path, "resume", str(run.root), hosts, f"task.stop_at_step={stop}")
+        succeeds(tmp_path, "resume", str(run.root), hosts, f"task.stop_at_step={stop}", forked())
     assert [event["world_size"] for event in events(run, "resumed")] == [2, 1, 3]
     numbers, expected = (
         [

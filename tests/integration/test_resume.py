@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import yaml
 
 from llmx.checkpoint.selection import list_steps, usable
 from llmx.run.rundir import RunDir, read_json, write_json
-from tests.forked_ranks import Server, server
+from tests.forked_ranks import Server
 from tests.resumed_runs import EVERY, STEPS, events, has_saved, measurements, saving_run
 from tests.rundirs import logs
 
@@ -27,12 +26,6 @@ KINDS = {
     "stage2-fp32": {"zero": {"stage": 2}, "precision": "fp32"},
     "stage3-bf16": {"zero": {"stage": 3}, "precision": "bf16"},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Server]:
-    with server() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -17,17 +17,11 @@ import yaml
 
 from llmx.checkpoint.selection import list_steps, usable
 from llmx.run.rundir import RunDir, write_json
-from tests.forked_ranks import Server, server
+from tests.forked_ranks import Server
 from tests.resumed_runs import EVERY, STEPS, events, has_saved, measurements, saving_run
 from tests.rundirs import logs
 
 pytestmark = pytest.mark.deepspeed
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Server]:
-    with server() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

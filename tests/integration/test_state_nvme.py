@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rundirs import launch
+from tests.forked_ranks import launch
 
 
 def extension() -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked_ranks import launch
 from tests.programs.state import job_experiment, task_of
 from tests.reference import naive_gradient, paired_store, word_tokenizer, write_pretrained
-from tests.rundirs import launch
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(1200)]
 

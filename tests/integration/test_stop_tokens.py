@@ -20,7 +20,8 @@ from llmx.config import Experiment
 from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
 from llmx.data.tokenize.train import train_tokenizer
 from llmx.run.rundir import RunDir, read_json
-from tests.rundirs import experiment, launch, logs, write_run
+from tests.forked_ranks import launch
+from tests.rundirs import experiment, logs, write_run
 
 pytestmark = pytest.mark.deepspeed
 

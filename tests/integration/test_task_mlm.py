@@ -1,5 +1,5 @@
-"""BERT from scratch on real Chinese documents, with its own WordPiece vocabulary: both ZeRO stages
-learn, a resumed run has the same weights, and transformers fills in what was hidden."""
+"""BERT from scratch on real Chinese documents, with its own WordPiece vocabulary: it learns, and
+transformers fills in what was hidden. Stages, resume and reproduce: ``test_tasks_proof``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
 CORPUS = "CLUECorpusSmall_sampled.txt"
 
 
-def test_bert_from_scratch_learns_and_resumes_bitwise(real_data: Path, tmp_path: Path) -> None:
+def test_bert_from_scratch_learns(real_data: Path, tmp_path: Path) -> None:
     corpus = real_data / CORPUS
     (tmp_path / "corpus.txt").write_text(
         "".join(line for line in corpus.read_text("utf-8").splitlines(True)[:1200]), "utf-8"
@@ -31,23 +31,13 @@ def test_bert_from_scratch_learns_and_resumes_bitwise(real_data: Path, tmp_path:
         "batch.global_batch=16", "batch.micro_batch=4", "optim.lr=0.003", "task.steps=12",
         "task.log_every_steps=1",
     )  # fmt: skip
-    succeeds(tmp_path, *words, "zero=stage2", "run_dir=whole")
-    succeeds(tmp_path, *words, "zero=stage2", "run_dir=halves", "task.stop_at_step=5")
-    succeeds(tmp_path, "resume", "halves", "task.stop_at_step=null")
-    succeeds(tmp_path, *words, "zero=stage3", "run_dir=sharded")
-    runs = {name: tmp_path / name for name in ("whole", "halves", "sharded")}
-    losses = {name: [line["loss"] for line in lines(run, "train")] for name, run in runs.items()}
-    assert losses["halves"] == losses["whole"]
-    assert losses["sharded"] == pytest.approx(losses["whole"], rel=1e-3)
-    first, last = (lines(runs["whole"], "eval")[at]["loss"] for at in (0, -1))
+    succeeds(tmp_path, *words, "zero=stage2", "run_dir=run")
+    run = tmp_path / "run"
+    first, last = (lines(run, "eval")[at]["loss"] for at in (0, -1))
     assert isinstance(first, float)
     assert isinstance(last, float)
     assert last < first - 0.5
-    (end,) = lines(runs["whole"], "end")
-    assert [line["weights_hash"] for line in lines(runs["halves"], "end")][-1] == (
-        end["weights_hash"]
-    )
-    check_export(runs["whole"])
+    check_export(run)
 
 
 def check_export(run: Path) -> None:

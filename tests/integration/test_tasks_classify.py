@@ -1,5 +1,5 @@
-"""task=classify on the real book reviews: ZeRO 2 on two ranks, resumed bitwise, exported; and an
-encoder with a part of its data at ZeRO 3."""
+"""task=classify on the real book reviews: learned, evaluated, exported; and an encoder with a part
+of its data at ZeRO 3. Resume, reproduce and sweeps: ``test_tasks_proof``."""
 
 from __future__ import annotations
 
@@ -36,18 +36,10 @@ def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
         "model.config.hidden_size=64", "model.config.intermediate_size=128",
         "task.log_every_steps=1",
     ]  # fmt: skip
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole = tmp_path / "whole"
     out = succeeds(tmp_path, *words, "zero=stage2", "task.steps=60", f"run_dir={whole}")
     assert "Labels: negative (" in out
     assert "try it" not in out
-    succeeds(
-        tmp_path, *words,
-        "zero=stage2", "task.steps=60", "task.stop_at_step=20", f"run_dir={halves}",
-    )  # fmt: skip
-    succeeds(tmp_path, "resume", str(halves), "task.stop_at_step=null")
-    first, second = (lines(run, "train") for run in (whole, halves))
-    assert [line["loss"] for line in first] == [line["loss"] for line in second]
-    assert lines(whole, "end")[0]["weights_hash"] == lines(halves, "end")[-1]["weights_hash"]
     before, after = lines(whole, "eval")
     assert after["accuracy"] > max(0.6, before["accuracy"])
     assert after["weight"] == 200
@@ -69,8 +61,8 @@ def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
             logits = model(input_ids=torch.tensor([ids[:64]])).logits[0]
             good += int(logits.argmax()) == int(label)
     assert good / 200 == after["accuracy"]
-    succeeds(tmp_path, "export", str(halves))
-    again = AutoModelForSequenceClassification.from_pretrained(next(halves.glob("export/*")))
+    succeeds(tmp_path, "export", str(whole))
+    again = AutoModelForSequenceClassification.from_pretrained(next(whole.glob("export/*")))
     for name, value in again.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
     refused = llmx(tmp_path, "generate", str(whole), "x").stdout

@@ -1,4 +1,7 @@
-"""task=reward on real pairs at ZeRO 3, resumed bitwise; what is exported scores alike."""
+"""task=reward on real pairs at ZeRO 3: what is exported scores as the evaluation did.
+
+Resume, reproduce and sweeps: ``test_tasks_proof``.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,9 @@ def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:
         "optim.lr=0.002", "batch.global_batch=8", "batch.micro_batch=2", "task.steps=6",
         "task.log_every_steps=1", "checkpoint.metric=eval/accuracy",
     ]  # fmt: skip
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole = tmp_path / "whole"
     succeeds(tmp_path, *words, f"run_dir={whole}")
-    succeeds(tmp_path, *words, "task.stop_at_step=3", f"run_dir={halves}")
-    succeeds(tmp_path, "resume", str(halves), "task.stop_at_step=null")
-    first, second = (lines(run, "train") for run in (whole, halves))
-    assert [line["loss"] for line in first] == [line["loss"] for line in second]
-    assert lines(whole, "end")[0]["weights_hash"] == lines(halves, "end")[-1]["weights_hash"]
-    assert first[0]["loss"] == pytest.approx(0.693, abs=0.2)
+    assert lines(whole, "train")[0]["loss"] == pytest.approx(0.693, abs=0.2)
     # The exported model scores the held-out conversations as the evaluation did.
     exp = snapshot.load(RunDir(whole))
     store = prepare(exp, tokenizer_of(exp), split="eval")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rundirs import launch
+from tests.forked_ranks import launch
 
 pytestmark = pytest.mark.deepspeed
 

@@ -16,8 +16,9 @@ import torch
 from llmx.config import Experiment
 from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import prepare, tokenizer_of
+from tests.forked_ranks import launch
 from tests.reference import naive_loss
-from tests.rundirs import TINY_LLAMA, experiment, launch, logs, write_run
+from tests.rundirs import TINY_LLAMA, experiment, logs, write_run
 
 pytestmark = pytest.mark.deepspeed
 

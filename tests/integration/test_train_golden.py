@@ -30,7 +30,9 @@ them by at most 5e-6 when this was recorded; the same split again does not move 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    run = train(tmp_path_factory.mktemp("golden"), "plain", "experiment=demo", *DEMO)
+    run = train(
+        tmp_path_factory.mktemp("golden"), "plain", "experiment=demo", *DEMO, by_deepspeed=True
+    )
     assert run.exit_code == 0, run.said
     return run
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.forked_ranks import launch
 from tests.programs.models import digest
 from tests.reference import VOCABULARY
-from tests.rundirs import PARITY_MODELS, launch
+from tests.rundirs import PARITY_MODELS
 from tests.small_models import converted_model, small_model
 
 pytestmark = pytest.mark.deepspeed

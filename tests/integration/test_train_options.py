@@ -13,7 +13,7 @@ import pytest
 
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir
-from tests.forked_ranks import server
+from tests.forked_ranks import Server
 from tests.resumed_runs import events, measurements, saving_run
 
 pytestmark = pytest.mark.deepspeed
@@ -37,19 +37,20 @@ def run_of(directory: Path, *, stop: int | None = None, **groups: Any) -> RunDir
     )
 
 
-def test_noise_terms_and_an_early_end_survive_a_resume_and_other_ranks(tmp_path: Path) -> None:
-    with server() as ranks:
-        whole = ranks.start(run_of(tmp_path / "whole")).finish()
-        halves = ranks.start(run_of(tmp_path / "halves", stop=12)).finish()
-        assert read_metrics(halves.metrics)[-1]["step"] == 12
-        ranks.start(run_of(tmp_path / "halves")).finish()
-        again = ranks.start(run_of(tmp_path / "halves")).finish()  # it has ended: nothing is left
-        single = run_of(tmp_path / "single", ranks=1, batch={"micro_batch": 4})
-        ranks.start(single, ranks=1).finish()
-        plain = run_of(tmp_path / "plain", stop=3)
-        config = plain.config.read_text().replace("neftune_alpha: 5.0", "neftune_alpha: 0.0")
-        plain.config.write_text(config)
-        ranks.start(plain).finish()
+def test_noise_terms_and_an_early_end_survive_a_resume_and_other_ranks(
+    tmp_path: Path, ranks: Server
+) -> None:
+    whole = ranks.start(run_of(tmp_path / "whole")).finish()
+    halves = ranks.start(run_of(tmp_path / "halves", stop=12)).finish()
+    assert read_metrics(halves.metrics)[-1]["step"] == 12
+    ranks.start(run_of(tmp_path / "halves")).finish()
+    again = ranks.start(run_of(tmp_path / "halves")).finish()  # it has ended: nothing is left
+    single = run_of(tmp_path / "single", ranks=1, batch={"micro_batch": 4})
+    ranks.start(single, ranks=1).finish()
+    plain = run_of(tmp_path / "plain", stop=3)
+    config = plain.config.read_text().replace("neftune_alpha: 5.0", "neftune_alpha: 0.0")
+    plain.config.write_text(config)
+    ranks.start(plain).finish()
     assert measurements(halves) == measurements(whole) == measurements(again)
     lines = measurements(whole)
     assert (lines[-1]["kind"], lines[-1]["step"]) == ("end", 16)

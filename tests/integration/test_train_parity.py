@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked_ranks import launch
 from tests.reference import GLOBAL_BATCH, STEPS, naive_training, synthetic_store, word_tokenizer
-from tests.rundirs import launch, parity_experiment
+from tests.rundirs import parity_experiment
 
 pytestmark = pytest.mark.deepspeed
 

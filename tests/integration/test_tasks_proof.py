@@ -1,0 +1,93 @@
+"""Every shipped task on real data, two ranks: swept over ZeRO 2 and 3, resumed bit for bit from the
+middle, reproduced bit for bit, by the commands of a user.
+
+A task that is new needs a line in ``WORDS``. What a task learns, reports and exports is in tests
+of its own. Needs LLMX_REAL_DATA.
+``python -m pytest -m deepspeed tests/integration/test_tasks_proof.py -k sft``
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmx.config.groups import conf_dir
+from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
+from llmx.run.rundir import RunDir
+from tests.command_runs import SMALL, succeeds
+from tests.forked_ranks import Server
+from tests.resumed_runs import events, measurements
+from tests.rundirs import TINY_LLAMA
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+
+STEPS, SAVED = 4, 2
+PAIRS = "data=file data.path={data}/dpo_en_demo.json data.seq_len=512 data.over_long=truncate"
+WORDS = {
+    "classify": "data=labelled data.path={data}/book_review/train.tsv data.data_map.prompt=text_a",
+    "distill": "data=alpaca data.path={data}/alpaca_zh_demo.json task.options.teacher={teacher}",
+    "dpo": PAIRS,
+    "embed": "data=alpaca data.path={data}/alpaca_zh_demo.json data.packing=none",
+    "mlm": "model=bert_tiny model.tokenizer={wordpiece} data=text data.text_unit=line"
+    " data.path={data}/CLUECorpusSmall_sampled.txt data.seq_len=64",
+    "pretrain": "data=text data.path={data}/c4_demo.jsonl",
+    "reward": PAIRS,
+    "sft": "data=alpaca data.path={data}/alpaca_zh_demo.json",
+}
+"""What each is trained on, beside ``task=NAME``."""
+
+EVERYWHERE = (
+    *("hardware=cpu2", "precision=fp32", "batch.global_batch=4", "batch.micro_batch=1"),
+    *("optim.lr=0.003", f"task.steps={STEPS}", "task.epochs=null", "task.log_every_steps=1"),
+    *(f"checkpoint.every_steps={SAVED}", "checkpoint.keep.last=9", "tracking=none"),
+)
+
+
+@pytest.fixture(scope="module")
+def places(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the words name."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    root = tmp_path_factory.mktemp("material")
+    wordpiece, teacher = root / "wordpiece", root / "teacher"
+    wordpiece.mkdir()
+    shutil.copy(real_data / "bert_zh_vocab.txt", wordpiece / "vocab.txt")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_DIRECTORY / "tokenizer")
+    torch.manual_seed(1)
+    config = LlamaConfig(**{**TINY_LLAMA, "vocab_size": len(tokenizer)})
+    LlamaForCausalLM(config).save_pretrained(teacher)
+    tokenizer.save_pretrained(teacher)
+    return {"data": real_data, "wordpiece": wordpiece, "teacher": teacher}
+
+
+@pytest.mark.parametrize("task", sorted(path.stem for path in (conf_dir() / "task").glob("*.yaml")))
+def test_it_trains_sweeps_resumes_and_reproduces(
+    task: str, places: dict[str, Path], ranks: Server, tmp_path: Path
+) -> None:
+    assert task in WORDS, "a new task needs a line above"
+    data = WORDS[task].format(**places).split()
+    network = [word for word in SMALL if task != "mlm" or "key_value" not in word]
+    words = ["zero=stage2,stage3", f"task={task}", *network, *data, *EVERYWHERE]
+    succeeds(tmp_path, "-m", *words, f"data.cache_dir={tmp_path / 'cache'}")
+    trials = {path.name[-6:]: RunDir(path) for path in tmp_path.glob("outputs/sweeps/*/*_*")}
+    assert sorted(trials) == ["stage2", "stage3"]
+    losses = {}
+    for name, whole in trials.items():
+        train = [line for line in measurements(whole) if line["kind"] == "train"]
+        assert [line["step"] for line in train] == list(range(1, STEPS + 1))
+        losses[name] = [line["loss"] for line in train]
+        assert all(line["grad_norm"] > 0 for line in train)
+        # Ended after the first checkpoint, as far as its files say; and gone on.
+        again = RunDir(tmp_path / f"again-{name}")
+        shutil.copytree(whole.root, again.root)
+        shutil.rmtree(again.checkpoint(STEPS))
+        ranks.start(again).finish()
+        assert [event["step"] for event in events(again, "resumed")] == [SAVED]
+        assert measurements(again) == measurements(whole), "bit for bit"
+        assert measurements(whole)[-1]["weights_hash"]
+    assert losses["stage3"] == pytest.approx(losses["stage2"], rel=1e-3)
+    reproduced = succeeds(tmp_path, "reproduce", str(trials["stage3"].root), "strict=true")
+    assert "bitwise identical" in reproduced
