@@ -93,6 +93,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet $(CONSTRAIN) -e ".[dev]"
+	@# Aside: DeepSpeed imports mlflow where it is installed, which doubles the time of its import.
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/trackers $(CONSTRAIN) \
+		alembic mlflow-skinny sqlalchemy
 	touch $@
 
 system:
