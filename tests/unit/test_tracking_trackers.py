@@ -117,6 +117,7 @@ def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("resumed/attempt")] == [(10, 2.0)]
 
 
+@pytest.mark.filterwarnings("ignore")  # of classes that processes without mlflow cannot read
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store in the run directory, first because no server answers: config, tags, each step once
     after a restart and another tracker process, the outcome."""
