@@ -20,7 +20,10 @@ from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
 from llmx.config.groups import conf_dir
 from llmx.config.validate import validate
+from llmx.observe.report.sweep_table import Trial
 from llmx.plan.geometry import position_limit
+from llmx.sweep import journal as journals
+from llmx.sweep.best import write_best
 from tests import sweepdirs
 from tests.composing import values
 
@@ -85,6 +88,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "clusters" / "hardware" / "mine.yaml").write_text(hardware)
     (place / "run").mkdir()
     sweepdirs.rates(place / "rates")
+    (place / "my.yaml").write_text("grid: {zero: [stage1, stage2]}\n")
     tasks = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)[0]
     (place / "my_tasks.py").write_text(code)
@@ -101,6 +105,13 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         small = ["hardware=cpu2", f"run_dir={place / 'run'}"]
         assert main(["plan", *small]) == 0
         assert main(["plan", *small[:1]]) == 0  # one under outputs/, which `status` lists
+        grid = ["zero=stage1,stage2", "hydra.sweep.dir=outputs/sweeps/x", "dry_run=true"]
+        assert main(["-m", *grid, *small[:1]]) == 0
+        journal = journals.load(place / "outputs" / "sweeps" / "x")
+        assert journal is not None
+        ended = [Trial(e.index, tuple(e.overrides), place, "ok", loss=1.0) for e in journal.trials]
+        journal.objective = "train/loss"
+        assert write_best(journal, ended)
     return place
 
 
@@ -115,6 +126,9 @@ def test_commands_are_found() -> None:
     ("page", "words"), TYPED, ids=[f"{page}:{' '.join(words)[:60]}" for page, words in TYPED]
 )
 def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys) -> None:
+    if words[:2] == ("sweep", "resume"):  # of a sweep that is planned alone, as all here
+        assert main(list(words)) == 0
+        return
     typed = ["rates" if STAND_FOR_A_SWEEP.fullmatch(word) else word for word in words]
     typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in typed]
     typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
