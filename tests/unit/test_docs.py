@@ -201,7 +201,9 @@ def test_keys_that_are_named_exist() -> None:
     for page in [p for p in PAGES if p.name not in ("contracts.md", "config.md")]:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         for name in re.findall(pattern, text):
-            if name.endswith((".json", ".yaml", ".py", ".md", ".png", ".html", ".jsonl", ".gz")):
+            if name.endswith(
+                (".json", ".yaml", ".py", ".md", ".png", ".html", ".jsonl", ".gz", ".onnx")
+            ):
                 continue
             assert name in names or name.startswith(mappings), f"{page.name}: {name}"
         for name in re.findall(r"\bLLMX_[A-Z_]+\b", text):
