@@ -249,7 +249,8 @@ def test_files_that_nobody_chose_do_not_matter(llmx) -> None:
 def test_ones_own_options_are_listed(llmx) -> None:
     write("optim/mine.yaml", OPTIM)
     said = refused(llmx, "plan", "--config-dir", "own", "optim=mime")
-    assert 'Did you mean "mine"? Options of optim: adamw, demo, lion, mine, pretrain, sgd;' in said
+    assert 'Did you mean "mine"? Options of optim: ' in said
+    assert ", lion, mine, muon, " in said
     path = Path("own").absolute()
     said = refused(llmx, "plan", f"hydra.searchpath=[file://{path}]", "optim=mime")
     assert "mine" in said

@@ -129,8 +129,9 @@ def _run(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobRe
 
 def _open(config: DictConfig, sweep_dir: Path) -> Sweep:
     """The sweep of the directory: a new one, or one to be continued."""
-    words = [*config.hydra.overrides.hydra, *config.hydra.overrides.task]
-    words = [str(word) for word in words if not str(word).startswith(OWN_WORDS)]
+    # As they were typed: ${...} in a word is the trial's to resolve.
+    typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    words = [word for word in (*typed["hydra"], *typed["task"]) if not word.startswith(OWN_WORDS)]
     directory = next(
         (
             str(source.path)
