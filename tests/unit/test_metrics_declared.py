@@ -142,7 +142,8 @@ def test_a_declaration_that_readers_could_not_show_is_refused(name, metric, rule
 
 @pytest.mark.parametrize("kind", shipped_tasks())
 def test_every_task_declares_what_it_scores(kind: str) -> None:
-    exp = Experiment(task=TaskConfig(kind=kind, eval_generate=2))
+    options = {"teacher": "owner/name"} if kind == "distill" else {}  # it has no default
+    exp = Experiment(task=TaskConfig(kind=kind, eval_generate=2, options=options))
     task = task_class(kind)(exp, None)
     check_declared(task.metrics, task=kind)
     prompts = [SimpleNamespace(expected="a"), SimpleNamespace(expected="b")]
