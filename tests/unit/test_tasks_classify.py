@@ -279,7 +279,7 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     store = prepare(exp, tokenizer, split="eval")
     config = AutoConfig.from_pretrained(tmp_path / "model")
     assert fresh.see_model(config, store) == []
-    models = load(Target(tmp_path / "model", None, None, None), fresh, tokenizer)
+    models = load(Target(tmp_path / "model", None, None, None), exp, fresh, tokenizer)
     found = measure(fresh, models, store, tokenizer, batch=3)
     assert {"loss", "accuracy", "macro_f1", "auc"} == set(found)
     config.id2label = {0: "good", 1: "bad"}
