@@ -50,6 +50,8 @@ class Sweep:
         """Key -> the first trial that has it."""
         self._out_of_memory: list[OutOfMemory] = []
         self._composed: Composed | None = None
+        self._declared: dict[str, Metric] = {}
+        """What the tasks of the trials measure."""
         self._told = False
 
     @contextmanager
@@ -138,8 +140,9 @@ class Sweep:
             entry.state, entry.outcome, entry.cause, entry.fix = ENDED, outcome, cause, fix
             entry.run_dir = journals.relative(run_dir, self.journal.directory)
             entry.ended = time.time()
-        if declared or not self.journal.mode:
-            self.journal.mode = mode_of(self.journal.objective, declared)
+        # Each time: a first trial that was refused has told neither objective nor metrics.
+        self._declared.update(declared)
+        self.journal.mode = mode_of(self.journal.objective, self._declared)
         if entry.outcome == "oom" and composed is not None:
             self._out_of_memory.append(OutOfMemory(entry.index, composed.experiment, composed.plan))
         self.journal.put(entry)

@@ -36,6 +36,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import llmx.data
 import llmx.train.loop  # noqa: F401
 from llmx import worker
+from tests.programs.leaving import run_and_leave
 
 
 def start(run_dirs: list[str], *, port: int, env: dict[str, str]) -> list[int]:
@@ -147,20 +148,14 @@ def run_program(argv: list[str], environment: dict[str, str], directory: str) ->
     sys.path[:1] = [directory, *filter(None, more)]
     sys.argv = list(argv)
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
-    code = 0
-    try:
+
+    def program() -> None:
         if argv[0].endswith(".py"):
             runpy.run_path(argv[0], run_name="__main__")
         else:
             runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-    except SystemExit as asked:
-        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+
+    run_and_leave(program)
 
 
 def show_environment(environment: dict[str, str]) -> None:

@@ -141,6 +141,14 @@ def test_fail_fast_ends_at_the_first_failure(
     assert not journal.complete
 
 
+def test_a_refused_first_trial_does_not_turn_the_objective_round(here: Path) -> None:
+    """The direction follows from the objective, which a refused trial does not tell."""
+    assert main(["-m", "optim.lr=-1,1e-3", "sweep.trial_steps=3", *PLAN_ONLY]) == 2
+    journal = only_sweep(here)
+    assert [entry.outcome for entry in journal.trials] == ["refused", "planned"]
+    assert (journal.objective, journal.mode) == ("tokens_per_s", "max")
+
+
 def test_settings_of_the_sweep_are_not_swept(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

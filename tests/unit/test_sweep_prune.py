@@ -65,6 +65,15 @@ def test_what_may_need_less_is_run(words: tuple[str, ...]) -> None:
     assert why(known, *words) == ""
 
 
+def test_a_smaller_micro_batch_is_run_also_where_the_plan_knows_no_memory() -> None:
+    known = failed("zero=stage2", "batch.micro_batch=4")
+    known = dataclasses.replace(known, plan=dataclasses.replace(known.plan, memory=()))
+    for micro_batch, runs in ((2, True), (8, False)):
+        made = composed([*SMALL, "zero=stage2", f"batch.micro_batch={micro_batch}"])
+        plan = dataclasses.replace(made.plan, memory=())
+        assert (needs_more(made.experiment, plan, [known]) == "") is runs
+
+
 def test_fewer_micro_steps_may_need_less_although_the_micro_batch_is_larger() -> None:
     """One micro step sums no gradients in fp32: the plan says that it needs less."""
     known = failed("zero=stage2", "batch.micro_batch=4")
