@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from llmx.config import ModelConfig
@@ -18,14 +18,20 @@ PROBE_TIMEOUT_S = 10.0
 
 
 def stay_offline_if_unreachable(
-    model: ModelConfig, environment: MutableMapping[str, str], *, timeout_s: float = PROBE_TIMEOUT_S
+    model: ModelConfig,
+    environment: MutableMapping[str, str],
+    *,
+    others: Iterable[str] = (),
+    timeout_s: float = PROBE_TIMEOUT_S,
 ) -> str:
     """Set HF_HUB_OFFLINE when a Hub id is wanted and the Hub gives no answer; returns why.
 
     Offline, the client takes what its cache has, and else fails at once. Must come before
     ``huggingface_hub`` is imported, which reads the variable once.
+
+    ``others``: models beside that of the ``model`` group (``Plan.frozen``).
     """
-    names = {model.path, model.tokenizer} - {None, "", "demo"}
+    names = {model.path, model.tokenizer, *others} - {None, "", "demo"}
     asked = [name for name in names if name and not Path(name).expanduser().is_dir()]
     if not asked or environment.get("HF_HUB_OFFLINE"):
         return ""

@@ -68,7 +68,8 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if offline := stay_offline_if_unreachable(exp.model, os.environ):
+    others = [network.source for network in plan.frozen if network.source]
+    if offline := stay_offline_if_unreachable(exp.model, os.environ, others=others):
         print(offline, flush=True)
 
     import torch

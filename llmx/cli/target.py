@@ -173,8 +173,7 @@ def check_generates(target: Target) -> None:
     new output head, and random completions."""
     directory = target.directory
     if target.base is not None:
-        kind = read_mapping(directory / CONFIG_FILE).get("task_type") or "CAUSAL_LM"
-        if kind != "CAUSAL_LM":
+        if kind := generates_no_text(directory):
             raise ConfigError(
                 f"{directory} is an adapter for {kind}, which generates no text. Load it with peft."
             )

@@ -23,7 +23,7 @@ from llmx.compose.local_paths import (
     model_place,
 )
 from llmx.compose.short_trial import shortened
-from llmx.compose.task_rules import frozen_specs, model_sources, task_problems
+from llmx.compose.task_rules import frozen_specs, loss_logits, model_sources, task_problems
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed
 from llmx.config.user_code import with_code_path
@@ -59,7 +59,7 @@ def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
     ``problems``: what completing it has found, to be reported with the rest.
     """
     check(exp, problems)
-    plan = make_plan(exp, local_names=local_names(), frozen=_frozen(exp))
+    plan = make_plan(exp, local_names=local_names(), frozen=_frozen(exp), logits=loss_logits(exp))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 
 
@@ -136,7 +136,14 @@ def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:
             config, _ = _model_directory(spec.source, name, weights=False, config=False)
             shape = geometry(str(config.get("model_type", "")), config)
         found.append(
-            frozen_network(name, shape, precision=spec.precision, before_training=spec.precomputes)
+            frozen_network(
+                name,
+                shape,
+                precision=spec.precision,
+                before_training=spec.precomputes,
+                source=spec.source,
+                revision=spec.revision,
+            )
         )
     return tuple(found)
 

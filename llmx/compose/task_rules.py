@@ -15,6 +15,7 @@ from llmx.config.fields import MODEL_SOURCE
 from llmx.config.schema import Experiment, TaskConfig
 from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError
+from llmx.plan.types import SUMMED
 
 
 def task_problems(exp: Experiment) -> list[str]:
@@ -47,6 +48,18 @@ def frozen_specs(exp: Experiment) -> dict[str, Any]:
     except ImportError:
         return {}
     return {name: spec for name, spec in specs.items() if not spec.trained and name not in bases}
+
+
+def loss_logits(exp: Experiment) -> str:
+    """What the loss of the task asks of the output head (``Task.logits``); of a task of the user's
+    own, cross entropy is assumed."""
+    if exp.task.kind not in shipped_tasks():
+        return SUMMED
+    try:
+        found: str = importlib.import_module("llmx.tasks").task_class(exp.task.kind).logits
+    except ImportError:
+        return SUMMED
+    return found
 
 
 def model_sources(task: TaskConfig) -> dict[str, str]:

@@ -162,8 +162,7 @@ def build_model(
     with _empty_model(stage=stage, device=device, ds_config=ds_config, dtype=dtype):
         model = _construct(source, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
-    if head != CAUSAL_LM:
-        config.architectures = model.config.architectures = [type(model).__name__]
+    config.architectures = model.config.architectures = [type(model).__name__]
     if head == CLASSIFICATION and has_score(model):
         give_pooled_forward(model)
     accept_masks(model)

@@ -25,6 +25,9 @@ class Modules:
     """Name -> (width in, width out), without the output head."""
     others: dict[str, int]
     """Name -> parameters: embeddings (that of tokens first), norms, the output head."""
+    with_any_head: bool = True
+    """Whether names are the same whatever the network ends in; a BERT's depend on it, and these
+    are those of the masked language model."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ def network_modules(model: ModelConfig) -> Modules | None:
         if int(config.get("word_embed_proj_dim") or shape.hidden_size) != shape.hidden_size:
             return None
         return _opt(shape, config)
+    if shape.block == "bert":
+        return _bert(shape, config) if kind == "bert" else None
     return _llama(shape, config) if shape.block == "llama" else None
 
 
@@ -104,7 +109,7 @@ def trained_parameters(model: ModelConfig, adapter: AdapterConfig) -> int | None
 def target_problems(model: ModelConfig, adapter: AdapterConfig) -> Iterator[str]:
     """One message for each name of ``adapter`` that no module has, where they are known."""
     modules = network_modules(model) if adapter.kind != "none" else None
-    if modules is None:
+    if modules is None or not modules.with_any_head:
         return
     for target in adapter.targets:
         if is_named("lm_head", target):
@@ -181,3 +186,32 @@ def _opt(shape: Geometry, config: dict[str, Any]) -> Modules:
         others[f"{layer}.final_layer_norm"] = 2 * hidden
     others["lm_head"] = 0  # tied
     return Modules(linear, others)
+
+
+def _bert(shape: Geometry, config: dict[str, Any]) -> Modules:
+    hidden, ffn, vocab = shape.hidden_size, shape.intermediate_size, shape.vocab_size
+    start = "bert.embeddings"
+    positions = int(config.get("max_position_embeddings") or 512)
+    linear: dict[str, tuple[int, int]] = {}
+    others = {
+        f"{start}.word_embeddings": vocab * hidden,
+        f"{start}.position_embeddings": positions * hidden,
+        f"{start}.token_type_embeddings": int(config.get("type_vocab_size") or 2) * hidden,
+        f"{start}.LayerNorm": 2 * hidden,
+    }
+    for number in range(shape.num_layers):
+        layer = f"bert.encoder.layer.{number}"
+        for name in ("query", "key", "value"):
+            linear[f"{layer}.attention.self.{name}"] = (hidden, hidden)
+        linear[f"{layer}.attention.output.dense"] = (hidden, hidden)
+        linear[f"{layer}.intermediate.dense"] = (hidden, ffn)
+        linear[f"{layer}.output.dense"] = (ffn, hidden)
+        others[f"{layer}.attention.output.LayerNorm"] = 2 * hidden
+        others[f"{layer}.output.LayerNorm"] = 2 * hidden
+    head = "cls.predictions"
+    linear[f"{head}.transform.dense"] = (hidden, hidden)
+    others[f"{head}.transform.LayerNorm"] = 2 * hidden
+    tied = config.get("tie_word_embeddings", True)
+    others[f"{head}.decoder"] = 0 if tied else vocab * hidden
+    others[head] = vocab  # a bias
+    return Modules(linear, others, with_any_head=False)

@@ -22,7 +22,15 @@ from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import before_training_gib, cheapest_fit, predict_memory
 from llmx.plan.precision import choose_grad_accum, choose_precision
-from llmx.plan.types import BatchPlan, FrozenNetwork, HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.plan.types import (
+    SUMMED,
+    BatchPlan,
+    FrozenNetwork,
+    HostPlan,
+    MemoryPlan,
+    Plan,
+    RankPlan,
+)
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ASSUMED_EFFICIENCY = 0.4
@@ -34,12 +42,14 @@ def make_plan(
     *,
     local_names: frozenset[str] = LOCAL_NAMES,
     frozen: tuple[FrozenNetwork, ...] = (),
+    logits: str = SUMMED,
 ) -> Plan:
     """Plan a validated experiment whose hardware is resolved (``kind: static``).
 
     Args:
         local_names: names and addresses of this machine; a host among them needs no ssh.
         frozen: what its task has beside the network that it trains.
+        logits: what the loss of its task needs (``Task.logits``).
     """
     hardware = exp.hardware
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
@@ -64,7 +74,7 @@ def make_plan(
     live = tuple(one for one in frozen if not one.before_training)
 
     def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
-        return _memory(exp, shape, hosts, ranks, precision, accelerator, sums, live)
+        return _memory(exp, shape, hosts, ranks, precision, accelerator, sums, live, logits)
 
     grad_accum = choose_grad_accum(
         exp.zero,
@@ -94,6 +104,7 @@ def make_plan(
         ),
         num_trained=trained,
         frozen=frozen,
+        logits=logits,
         grad_accum_dtype=grad_accum,
         attention=tuple(
             (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
@@ -164,6 +175,7 @@ def _memory(
     accelerator: str,
     grad_accum: str,
     frozen: tuple[FrozenNetwork, ...],
+    logits: str,
 ) -> tuple[MemoryPlan, ...]:
     if shape is None:
         return ()
@@ -182,6 +194,7 @@ def _memory(
                 buckets=bucket_sizes(exp.model, exp.zero, accelerator),
                 grad_accum_dtype=grad_accum,
                 frozen=frozen,
+                logits=logits,
             )
         )
     return tuple(plans)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmx.config.schema import (
     BatchConfig,
@@ -25,7 +26,7 @@ from llmx.config.schema import (
 )
 from llmx.plan.adapter import AdapterSize, adapter_size, trained_parameters
 from llmx.plan.geometry import Geometry
-from llmx.plan.types import FrozenNetwork, MemoryPlan
+from llmx.plan.types import NO_LOGITS, SUMMED, FrozenNetwork, MemoryPlan
 
 GIB = 1024.0**3
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -58,11 +59,13 @@ def predict_memory(
     buckets: dict[str, int],
     grad_accum_dtype: str = "",
     frozen: Sequence[FrozenNetwork] = (),
+    logits: str = SUMMED,
 ) -> MemoryPlan:
     """Predict the peak of one rank on ``device`` and of the RAM of its host (GiB).
 
     The peak is the larger of the last backward pass (with activations, logits and buckets) and of
     the update (with its temporaries). ``frozen``: networks that are there all the time.
+    ``logits``: what the loss asks of the output head (``Task.logits``).
     """
     zero, adapter = exp.zero, adapter_size(exp.model, exp.adapter)
     n = geometry.num_parameters + (adapter.added if adapter else 0)
@@ -129,32 +132,47 @@ def predict_memory(
         # With activation checkpointing one layer at a time.
         layers = 1 if exp.model.activation_checkpointing == "none" else geometry.num_layers
         activations += width * tokens * adapter.activations / max(1, layers)
-    fused = fused_loss(exp.model, device.accelerator)
-    logits = _logits_bytes(geometry, adapter, tokens, width, device.accelerator, fused=fused)
-    # Of a frozen network, at every target: a loss may compare them with the trained one's.
-    logits += max((tokens * one.vocab_size * frozen_width(one, width) for one in frozen), default=0)
+    of_logits = 0.0
+    if logits != NO_LOGITS:
+        fused = logits == SUMMED and fused_loss(exp.model, device.accelerator)
+        of_logits = _logits_bytes(geometry, adapter, tokens, width, device.accelerator, fused=fused)
+        # Of a frozen network, at every target: a loss may compare them with the trained one's.
+        beside = (tokens * one.vocab_size * frozen_width(one, width) for one in frozen)
+        of_logits += max(beside, default=0)
     return MemoryPlan(
         device=device_name,
         parameters_gib=parameters / GIB,
         gradients_gib=step.gradients / GIB,
         optimizer_gib=optimizer / GIB,
         activations_gib=activations / GIB,
-        logits_gib=logits / GIB,
+        logits_gib=of_logits / GIB,
         buffers_gib=buffers / GIB,
         context_gib=1.0 if device.accelerator == "cuda" else 0.4,
         host_gib=host * slots / GIB,
         capacity_gib=device.memory_gib,
-        update_gib=max(0.0, step.update - step.gradients - activations - logits - buffers) / GIB,
+        update_gib=max(0.0, step.update - step.gradients - activations - of_logits - buffers) / GIB,
         saves_host_gib=_save_bytes(exp.checkpoint, exp.optim, shard, precision) * slots / GIB,
     )
 
 
 def frozen_network(
-    name: str, shape: Geometry | None, *, precision: str | None, before_training: bool
+    name: str,
+    shape: Geometry | None,
+    *,
+    precision: str | None,
+    before_training: bool,
+    source: str | None = None,
+    revision: str | None = None,
 ) -> FrozenNetwork:
     """Of a geometry; None: not known."""
+    said: dict[str, Any] = {
+        "precision": precision,
+        "before_training": before_training,
+        "source": source,
+        "revision": revision,
+    }
     if shape is None:
-        return FrozenNetwork(name, 0, precision=precision, before_training=before_training)
+        return FrozenNetwork(name, 0, **said)
     embedding = shape.vocab_size * shape.hidden_size
     layer = (shape.num_parameters - 2 * embedding) // max(1, shape.num_layers)
     return FrozenNetwork(
@@ -162,8 +180,7 @@ def frozen_network(
         shape.num_parameters,
         largest=max(layer, embedding),
         vocab_size=shape.vocab_size,
-        precision=precision,
-        before_training=before_training,
+        **said,
     )
 
 

@@ -106,6 +106,14 @@ class FrozenNetwork:
     """None: that of the run."""
     before_training: bool = False
     """Computes stored columns, and is freed before the others are built."""
+    source: str | None = None
+    """A directory or a Hub id of its own; None: that of the ``model`` group."""
+    revision: str | None = None
+    """Of ``source`` on the Hub."""
+
+
+SUMMED, WHOLE, NO_LOGITS = "summed", "whole", "none"
+"""What a loss asks of the output head (``llmx.tasks.Task.logits``)."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,8 @@ class Plan:
     left it at ``precision``."""
     frozen: tuple[FrozenNetwork, ...] = ()
     """Networks of the task that are not trained; left out of the file where there are none."""
+    logits: str = SUMMED
+    """What the loss needs; left out of the file where it is cross entropy alone."""
     attention: tuple[tuple[str, str], ...] = ()
     """(device type, implementation for packed rows), one each: ``varlen``, ``segments``, ..."""
 
@@ -158,6 +168,8 @@ class Plan:
         values["world_size"] = self.world_size
         if not self.frozen:
             del values["frozen"]
+        if self.logits == SUMMED:
+            del values["logits"]
         return values
 
     @classmethod

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from llmx.models.model import Batch, Model, Models, ModelSpec
 
 Normaliser = Literal["tokens", "examples", "batch"]
+Logits = Literal["summed", "whole", "none"]
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,12 @@ class Task:
     normaliser: ClassVar[Normaliser] = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
     index, or ``weight`` of its micro batches (one reduction a step)."""
+
+    logits: ClassVar[Logits] = "summed"
+    """What the loss asks of the output head, for the memory plan: ``summed`` is cross entropy alone
+    (``Model.cross_entropy``), which is computed together with the head where that is possible;
+    ``whole`` needs a value of every target (``log_probabilities``, ``of_logits``), and so its
+    logits in memory; ``none`` looks at no vocabulary."""
 
     Options: ClassVar[type | None] = None
     """A dataclass of what ``task.options`` may hold, with a default for each field."""

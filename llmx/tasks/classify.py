@@ -87,6 +87,7 @@ class Classify(Task):
     takes: ClassVar[tuple[type, ...]] = (Labelled,)
     normaliser = "examples"
     Options = Options
+    logits = "none"
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)

@@ -78,6 +78,7 @@ class Distill(Task):
     """One student is trained; the teacher has weights of its own."""
 
     Options = Options
+    logits = "whole"
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
 
     @classmethod

@@ -87,6 +87,7 @@ class Dpo(Task):
     """Targets are the last answers, those that differ."""
 
     Options = Options
+    logits = "whole"
     takes: ClassVar[tuple[type, ...]] = (Preference, UnpairedPreference)
     columns = (Column("desirable", per="sequence", dtype="int8"),)
     loss_on = "last"

@@ -79,6 +79,7 @@ class Embed(Task):
     """The passage of a query is more similar to it than all other passages of the step."""
 
     Options = Options
+    logits = "none"
     takes: ClassVar[tuple[type, ...]] = (TextPair,)
     columns = (Column(TEXT, per="sequence", dtype="int64"),)
     loss_on = "all"

@@ -41,6 +41,7 @@ class Reward(Task):
     normaliser = "examples"
     columns = (Column("margin", per="example"),)
     Options = Options
+    logits = "none"
 
     def encoding_identity(self) -> dict[str, Any]:
         """What decides the examples: no option does."""

@@ -114,3 +114,11 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         with_source(experiment(tmp_path / "run"), ModelSpec(source=str(tmp_path / "none"))).model,
         tokenizer,
     )
+
+
+def test_a_network_from_scratch_says_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmx.train.engine.build.select_attention", sdpa)
+    made = build(experiment(tmp_path / "run", ranks=1, data={"seq_len": 48}), ModelSpec())
+    assert made.config.architectures == ["LlamaForCausalLM"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
@@ -173,3 +175,46 @@ def test_names_are_checked_before_ranks_start(adapter: dict[str, Any], words: li
     exp = experiment("llama", **adapter)
     (problem,) = target_problems(exp.model, exp.adapter)
     assert all(word in problem for word in words), problem
+
+
+BERT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 90,
+}
+
+
+def test_a_bert_has_names_of_its_own() -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    exp = experiment("llama", targets=["query", "value"])
+    model = dataclasses.replace(exp.model, kind="bert", config=BERT)
+    network = BertForMaskedLM(BertConfig(**BERT))
+    modules = network_modules(model)
+    assert modules is not None
+    assert {*modules.linear, *modules.others} == {
+        name
+        for name, module in network.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
+    for targets in (["query", "value"], ["all-linear"]):
+        adapter, plain = dataclasses.replace(exp.adapter, targets=targets), BertConfig(**BERT)
+        network = BertForMaskedLM(plain)
+        before = sum(p.numel() for p in network.parameters())
+        add_adapter(
+            network,
+            model,
+            adapter,
+            exp.seed,
+            ds_config={"zero_optimization": {"stage": 0}},
+            dtype=torch.float32,
+            head="masked_lm",
+        )
+        size = adapter_size(model, adapter)
+        assert size is not None
+        assert size.added == sum(p.numel() for p in network.parameters()) - before
+    # A classifier has other names behind the encoder: nothing is refused before it is built.
+    assert not list(target_problems(model, dataclasses.replace(exp.adapter, targets=["pooler"])))

@@ -125,3 +125,27 @@ def test_what_is_frozen_is_counted_as_the_network_has_it(patterns: list[str]) ->
     wanted = sum(p.numel() for p in network.parameters() if p.requires_grad)
     model = ModelConfig(kind="hf", path="/x", config=config, freeze=patterns)
     assert trained_parameters(model, AdapterConfig()) == wanted
+
+
+def test_what_a_loss_asks_of_the_output_head() -> None:
+    many = ["data=file", "data.path=demo", "batch.micro_batch=16"]
+    summed = composed([*MODEL, "task=sft", *many]).plan
+    unfused = composed([*MODEL, "task=sft", *many, "model.fused_loss=false"]).plan
+    whole = dpo("batch.micro_batch=16").plan
+    none = composed([*MODEL, "task=reward", *many]).plan
+    assert (summed.logits, whole.logits, none.logits) == ("summed", "whole", "none")
+    assert whole.memory[0].logits_gib > summed.memory[0].logits_gib
+    assert whole.memory[0].logits_gib == unfused.memory[0].logits_gib
+    assert none.memory[0].logits_gib == 0
+    assert "logits" not in summed.to_dict()
+    assert Plan.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+
+
+def test_the_source_of_a_network_is_known(tmp_path: Path) -> None:
+    plan = distilled(tmp_path)
+    assert [one.source for one in plan.frozen] == [str(tmp_path / "teacher")]
+    hub = composed(
+        [*MODEL, "task=distill", "task.options.teacher=owner/name", "data=file", "data.path=demo"]
+    ).plan
+    assert [(one.source, one.revision) for one in hub.frozen] == [("owner/name", None)]
+    assert [one.source for one in dpo().plan.frozen] == [None]

@@ -163,3 +163,15 @@ def test_whatever_computes_counts_as_code_that_trains() -> None:
     for module in modules:
         path = module.replace(".", "/")
         assert f"{path}.py" in NUMERIC_CODE or f"{path}/".startswith(NUMERIC_CODE), module
+
+
+def test_another_teacher_breaks_the_numbers() -> None:
+    teacher = {"path": "/teacher", "digest": "1", "bytes": 10, "exact": True}
+    then = changed("fingerprints", "frozen", to={"teacher": teacher})
+    assert differences(then, copy.deepcopy(then)) == []
+    now = changed("fingerprints", "frozen", to={"teacher": {**teacher, "digest": "2"}})
+    (found,) = differences(then, now)
+    assert (found.severity, found.what) == (BREAKS, "model 'teacher' of the task")
+    (gone,) = differences(then, THEN)
+    assert gone.advice == "bring /teacher back to where it was"
+    assert differences(THEN, now) == []  # of an older llmx

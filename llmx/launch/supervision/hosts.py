@@ -126,7 +126,9 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
     )
     validate(smaller)
     local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
-    planned = make_plan(smaller, local_names=LOCAL_NAMES | local, frozen=plan.frozen)
+    planned = make_plan(
+        smaller, local_names=LOCAL_NAMES | local, frozen=plan.frozen, logits=plan.logits
+    )
     if planned.batch.global_batch != plan.batch.global_batch:
         raise ConfigError(
             f"launch.elastic: {planned.world_size} ranks cannot share a global batch of "

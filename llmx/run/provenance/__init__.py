@@ -47,5 +47,5 @@ def record(
         "gpus": facts.gpus,
         "cpu": facts.cpu,
         "environment": numeric_environment(exp, plan),
-        "fingerprints": fingerprints(exp.model, exp.data),
+        "fingerprints": fingerprints(exp.model, exp.data, plan.frozen),
     }

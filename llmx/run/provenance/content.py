@@ -16,6 +16,7 @@ from typing import Any
 
 import llmx
 from llmx.config import DataConfig, ModelConfig
+from llmx.plan.types import FrozenNetwork
 
 FULL_BYTES = 128 << 20
 """Of one input; more is sampled."""
@@ -26,8 +27,11 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def fingerprints(model: ModelConfig, data: DataConfig) -> dict[str, Any]:
-    """``data``, ``eval_data``, ``tokenizer``, ``model`` -> what ``fingerprint`` says of it."""
+def fingerprints(
+    model: ModelConfig, data: DataConfig, frozen: Iterable[FrozenNetwork] = ()
+) -> dict[str, Any]:
+    """``data``, ``eval_data``, ``tokenizer``, ``model`` -> what ``fingerprint`` says of it; and
+    ``frozen``, by name, of the networks of a task with a source of their own."""
     paths = [source.path for source in data.sources] or [data.path]
     demo = Path(llmx.__file__).parent / "assets" / "demo"
     tokenizer = model.tokenizer or model.path
@@ -44,6 +48,12 @@ def fingerprints(model: ModelConfig, data: DataConfig) -> dict[str, Any]:
         )
     if model.path:
         found["model"] = fingerprint(model.path, kind="models", revision=model.revision)
+    own = [one for one in frozen if one.source]
+    if own:
+        found["frozen"] = {
+            one.name: fingerprint(str(one.source), kind="models", revision=one.revision)
+            for one in own
+        }
     return found
 
 

@@ -77,15 +77,20 @@ def not_recorded(then: Mapping[str, Any]) -> list[str]:
 
 def _content(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
     old, new = then.get("fingerprints") or {}, now.get("fingerprints") or {}
-    for key, name in (
-        ("data", "data"), ("eval_data", "evaluation data"),
-        ("tokenizer", "tokenizer"), ("model", "model"),
-    ):  # fmt: skip
-        before, after = old.get(key), new.get(key)
+    pairs = [
+        (name, old.get(key), new.get(key))
+        for key, name in (
+            ("data", "data"), ("eval_data", "evaluation data"),
+            ("tokenizer", "tokenizer"), ("model", "model"),
+        )
+    ]  # fmt: skip
+    theirs, ours = old.get("frozen") or {}, new.get("frozen") or {}
+    pairs += [(f"model {name!r} of the task", theirs[name], ours.get(name)) for name in theirs]
+    for name, before, after in pairs:
         if before is None:
             continue
         # Evaluation only measures; all else is trained on.
-        severity = MAY if key == "eval_data" else BREAKS
+        severity = MAY if name == "evaluation data" else BREAKS
         if after is None:
             yield Difference(
                 severity, name, _print(before), "not on this machine",
