@@ -49,8 +49,12 @@ class Composed:
 
 def compose(values: dict[str, Any]) -> Composed:
     """Type, complete, validate and plan; raises ConfigError with all that is wrong."""
-    exp, problems = complete(experiment_from_dict(values))
-    return plan_experiment(exp, problems)
+    return compose_experiment(experiment_from_dict(values))
+
+
+def compose_experiment(exp: Experiment) -> Composed:
+    """Complete, validate and plan; raises ConfigError with all that is wrong."""
+    return plan_experiment(*complete(exp))
 
 
 def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:

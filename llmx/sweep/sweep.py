@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from llmx.compose.complete import Composed
 from llmx.compose.short_trial import objective_of
-from llmx.config import SweepConfig
+from llmx.config import Experiment, SweepConfig
 from llmx.config.schema import FAILURES
 from llmx.errors import ConfigError, RunFailed
 from llmx.run.metrics import Metric
@@ -81,14 +81,15 @@ class Sweep:
         self._entry = Entry(index, list(overrides))
         self._composed, self.skipped = None, False
 
-    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The composed values of the trial; trackers show its sweep as the group, unless there is
-        one, and what is its own as tags."""
-        tracking = dict(values["tracking"])
-        tracking["group"] = tracking["group"] or self.journal.directory.name
+    def named(self, exp: Experiment) -> Experiment:
+        """The experiment of the trial; trackers show its sweep as the group, unless there is one,
+        and what is its own as tags."""
         own = [word for word in self._entry.overrides if word not in self.common]
-        short = [word for word in own if len(word) <= MAX_TAG and word not in tracking["tags"]]
-        return {**values, "tracking": {**tracking, "tags": [*tracking["tags"], *short]}}
+        tags = exp.tracking.tags
+        short = [word for word in own if len(word) <= MAX_TAG and word not in tags]
+        group = exp.tracking.group or self.journal.directory.name
+        tracking = replace(exp.tracking, group=group, tags=[*tags, *short])
+        return replace(exp, tracking=tracking)
 
     def skips(self, composed: Composed) -> bool:
         """Whether the trial need not run: it did in an earlier attempt at this sweep, is the same

@@ -114,6 +114,15 @@ def test_trials_of_the_same_config_are_planned_once(
     assert second["tracking"]["tags"] == ["batch.micro_batch=5"]
 
 
+def test_a_swept_tag_is_refused_as_any_value_is(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "+tracking.tags=1,2", *PLAN_ONLY]) == 2
+    journal = only_sweep(here)
+    assert [entry.outcome for entry in journal.trials] == ["refused", "refused"]
+    assert "tracking.tags=2: must be a list." in capsys.readouterr().err
+
+
 def test_what_cannot_fit_is_left_out_unless_it_is_asked_for(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
