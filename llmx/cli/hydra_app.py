@@ -83,10 +83,10 @@ def _compose(
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from llmx.compose.complete import compose_experiment
+    from llmx.compose.complete import compose
     from llmx.compose.defaults import register_defaults
     from llmx.compose.explain import explain_hydra
-    from llmx.config import experiment_from_dict, known_keys
+    from llmx.config import known_keys
     from llmx.config.build import shown
     from llmx.config.groups import conf_dir
     from llmx.lifecycle.start import require_success, run_composed
@@ -116,12 +116,14 @@ def _compose(
                 code = _run_command(command, values, own=own)
             else:
                 sweep = current()
-                exp = experiment_from_dict(values)
-                composed = compose_experiment(exp if sweep is None else sweep.named(exp))
-                if sweep is not None and sweep.skips(composed):
+                words = list(hydra_config.overrides.task)
+                if sweep is None:
+                    code = run_composed(compose(values), overrides=words)
+                elif (trial := sweep.next(values)) is None:
                     _remove_if_empty(made)
                     return 0
-                code = run_composed(composed, overrides=list(hydra_config.overrides.task))
+                else:
+                    code = run_composed(trial, overrides=words, instead=sweep.launch)
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:

@@ -104,6 +104,23 @@ def _slots_and_device(host: HostConfig, where: str, hardware: HardwareConfig) ->
             f"{shown(host.device)}. Use at most {host.slots}."
         )
 
+    yield from _indices(host, where, hardware)
+
+
+def _indices(host: HostConfig, where: str, hardware: HardwareConfig) -> Iterator[str]:
+    chosen, device = host.device_indices, hardware.devices.get(host.device)
+    if not chosen:
+        return
+    if len(set(chosen)) != len(chosen):
+        yield f"{where}: device_indices={chosen}: a device is there twice. Name each once."
+    elif len(chosen) != host.slots:
+        yield (
+            f"{where}: device_indices={chosen} names {len(chosen)}, but slots={host.slots}. Name "
+            "one for each slot."
+        )
+    if device is not None and device.accelerator == "cpu":
+        yield f"{where}: device_indices is for GPUs. Leave it out."
+
 
 def _master(hardware: HardwareConfig) -> Iterator[str]:
     address = hardware.master_addr

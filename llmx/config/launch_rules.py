@@ -54,6 +54,13 @@ def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[
             f"launch.transport=local starts the ranks of this machine only, but there are "
             f"{len(hosts)} hosts. Use launch.transport=pdsh, openmpi or slurm."
         )
+    chosen = [host.name for host in hosts if host.device_indices]
+    if chosen and launch.transport in ("openmpi", "slurm"):
+        whose = "Slurm chooses" if launch.transport == "slurm" else "mpirun cannot choose"
+        yield (
+            f"launch.transport={launch.transport}: {whose} the devices of a host, and "
+            f"{chosen[0]} has device_indices. Leave them out, or use launch.transport=pdsh."
+        )
     if launch.transport == "slurm" and len({host.slots for host in hosts}) > 1:
         slots = ", ".join(f"{host.name} {host.slots}" for host in hosts)
         yield (

@@ -23,6 +23,7 @@ from llmx.config.fields import (
     choice_or_flag,
     choice_or_null,
     choices,
+    indices,
     items,
     mapping,
     number,
@@ -445,6 +446,9 @@ class HostConfig:
     """The private key for it, on this machine; default: what ssh takes."""
     slots: int = number(1, minimum=1, maximum=1024)
     """Ranks on this host, one a device."""
+    device_indices: list[int] = indices(maximum=1024, example=[2, 3])
+    """Which of its devices, one for each slot, by index (``nvidia-smi -L``); empty: the first ones.
+    For GPUs, on this machine and over ssh (pdsh)."""
     device: str = ""
     """A key of ``hardware.devices``."""
     interface: str | None = text(None, _INTERFACE)
@@ -761,7 +765,13 @@ class SweepConfig:
     """Leave out trials that cannot fit by the memory plan, that need more than one that ran out of
     memory, and that are the same as another one."""
     fail_fast: bool = False
-    """End the sweep at the first trial that fails."""
+    """End the sweep at the first trial that fails; trials that run beside it are stopped."""
+    slots_per_trial: int | None = number(None, minimum=1, maximum=10**6, example=1)
+    """Trials at the same time: each gets so many free slots of ``hardware``, of one device type, on
+    one host where they fit. Null: each has all of them, one after another."""
+    max_jobs: int = number(4, minimum=1, maximum=10**4)
+    """Slurm (``launch.transport=slurm``), outside an allocation: trials that wait in the queue or
+    run at a time, each a job of its own."""
     resume: bool = True
     """The same command, typed again in the same directory, continues a sweep that is not finished;
     false starts a new one."""

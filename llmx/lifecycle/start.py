@@ -6,13 +6,23 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx.compose.complete import Composed, check_paths, compose
+from llmx.config import Experiment
 from llmx.errors import RunFailed
 from llmx.lifecycle.packing import resolve_layout
+from llmx.plan import Plan
 from llmx.run import snapshot
+from llmx.run.rundir import RunDir
 from llmx.tracking.packages import check_packages
+
+if TYPE_CHECKING:
+    from llmx.launch.spec import LaunchSpec
+
+Launch = Callable[[Experiment, Plan, RunDir, "LaunchSpec"], int]
+"""Runs what is ready to be launched; returns the exit code."""
 
 
 def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:
@@ -20,8 +30,17 @@ def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | No
     return run_composed(compose(values), overrides=overrides, stream=stream)
 
 
-def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | None = None) -> int:
-    """Write the run directory, then plan only (``dry_run``) or launch and supervise."""
+def run_composed(
+    composed: Composed,
+    *,
+    overrides: list[str],
+    stream: TextIO | None = None,
+    instead: Launch | None = None,
+) -> int:
+    """Write the run directory, then plan only (``dry_run``) or launch and supervise.
+
+    ``instead``: called instead of launching here.
+    """
     from llmx.launch import check_launch, supervise, write_launch_files
 
     out = stream or sys.stdout
@@ -42,6 +61,8 @@ def run_composed(composed: Composed, *, overrides: list[str], stream: TextIO | N
 
         print_plan(plan, exp, command=render_command(launch), run_dir=run.root, stream=out)
         return 0
+    if instead is not None:
+        return instead(exp, plan, run, launch)
     result = supervise(exp, plan, run, launch=launch)
     return result.exit_code
 

@@ -90,6 +90,11 @@ class RunDir:
         return self.logs / "supervisor.log"
 
     @property
+    def console_log(self) -> Path:
+        """``logs/console.log``: of a trial of a sweep, what a single run prints."""
+        return self.logs / "console.log"
+
+    @property
     def launcher_log(self) -> Path:
         """``logs/launcher.log``: what ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said."""
         return self.logs / "launcher.log"

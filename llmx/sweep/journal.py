@@ -6,15 +6,20 @@ that was killed is known, and continued: by the same command in the same directo
 
     {"version": 1, "words": ["zero=stage1,stage2"], "cwd": "/home/me", "config_dir": null,
      "objective": "tokens_per_s", "mode": "max", "complete": false, "started": 0.0,
+     "pid": 1, "host": "node-a",
      "trials": [{"index": 0, "overrides": ["zero=stage1"], "key": "16 hex digits",
                  "state": "ended", "outcome": "ok", "cause": "", "fix": "", "run_dir": "0_zero-1",
-                 "same_as": null, "started": 0.0, "ended": 9.0}]}
+                 "same_as": null, "slots": "node-a:0,1", "job": "", "started": 0.0,
+                 "ended": 9.0}]}
+
+``pid`` and ``host`` are those of the process that runs the sweep, or did.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +60,10 @@ class Entry:
     run_dir: str = ""
     """Relative to the sweep's directory where it lies in it."""
     same_as: int | None = None
+    slots: str = ""
+    """Of the pool (``sweep.slots_per_trial``): ``node-a:0,1``."""
+    job: str = ""
+    """The number of its Slurm job."""
     started: float | None = None
     """Seconds since the epoch, as ``ended``."""
     ended: float | None = None
@@ -80,6 +89,8 @@ class Journal:
     complete: bool = False
     """Every trial was reached; false of a sweep that was killed."""
     started: float = 0.0
+    pid: int = 0
+    host: str = ""
     trials: list[Entry] = field(default_factory=list)
 
     @property
@@ -144,6 +155,8 @@ def load(directory: Path) -> Journal | None:
             mode=str(values["mode"]),
             complete=bool(values["complete"]),
             started=float(values["started"]),
+            pid=int(values.get("pid") or 0),
+            host=str(values.get("host") or ""),
             trials=trials,
         )
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -158,9 +171,12 @@ def open_journal(
     Raises:
         ConfigError: the directory holds another sweep.
     """
-    found = load(directory)
+    found, pid, host = load(directory), os.getpid(), socket.gethostname()
     if found is None:
-        return Journal(directory, list(words), str(cwd), config_dir, started=time.time())
+        now = time.time()
+        return Journal(
+            directory, list(words), str(cwd), config_dir, started=now, pid=pid, host=host
+        )
     if identity(found.words) != identity(words) or found.cwd != str(cwd):
         raise ConfigError(
             f"hydra.sweep.dir={directory}: holds another sweep ({' '.join(found.words)}). Give a "
@@ -168,8 +184,10 @@ def open_journal(
             f"{directory}"
         )
     found.complete = False
+    found.pid, found.host = pid, host
     for entry in found.trials:
-        if entry.state == RUNNING:  # it was killed together with the sweep
+        # It ended with the sweep; a Slurm job goes on.
+        if entry.state == RUNNING and not entry.job:
             entry.state, entry.outcome = WAITING, ""
     return found
 
@@ -200,6 +218,16 @@ def unfinished(
     return None
 
 
+_HELD: set[int] = set()
+"""Descriptors of the locks of this process."""
+
+
+def let_go() -> None:
+    """In a forked process, which must not hold the sweep once its own process is gone."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
     """While a process runs the sweep; the kernel lets go of it when it ends, however.
@@ -215,8 +243,10 @@ def held(directory: Path) -> Iterator[None]:
             raise ConfigError(
                 f"{directory}: this sweep is running. `python -m llmx status {directory}` shows it."
             ) from None
+        _HELD.add(descriptor)
         yield
     finally:
+        _HELD.discard(descriptor)
         os.close(descriptor)
 
 

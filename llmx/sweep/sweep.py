@@ -1,32 +1,48 @@
 """One sweep while it runs: what is done with each trial, written down as it happens.
 
-The Hydra launcher plugin begins and ends trials; in between Hydra calls the job of ``python -m
-llmx``, which asks ``skips`` once the trial's config is composed and planned. Hydra hands a job
-nothing but its config, so the sweep that runs is found by ``current()``.
+The Hydra launcher plugin begins trials, in turn; Hydra calls the job of ``python -m llmx``, which
+asks ``next`` for what it is to run, and hands that to ``launch``. The trial then runs in a process
+of its own (``process.py``), beside others where there are slots for them (``slots.py``), and the
+plugin is told when it ended. Hydra hands a job nothing but its config, so the sweep that runs is
+found by ``current()``.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
 
-from llmx.compose.complete import Composed
+from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.compose.short_trial import objective_of
-from llmx.config import Experiment, SweepConfig
+from llmx.config import Experiment, SweepConfig, experiment_from_dict
+from llmx.config.hardware_rules import hardware_problems
 from llmx.config.schema import FAILURES
-from llmx.errors import ConfigError, RunFailed
+from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
+from llmx.launch import supervise
+from llmx.launch.spec import LaunchSpec
+from llmx.plan.types import Plan
 from llmx.run.metrics import Metric
+from llmx.run.rundir import RunDir
 from llmx.sweep import journal as journals
-from llmx.sweep.journal import ENDED, RUNNING, WAITING, Entry, Journal
+from llmx.sweep.journal import ENDED, RUNNING, Entry, Journal
+from llmx.sweep.process import End, TrialProcess, end_earlier
 from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
+from llmx.sweep.slots import Placed, Slots, first_of, placed_on
 
 FAILED = (*FAILURES, "refused", "failed")
 MAX_TAG = 64
 """Characters of a tag of Weights & Biases."""
+POLL_S = 0.1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _CURRENT: ContextVar[Sweep | None] = ContextVar("llmx_sweep", default=None)
 
 
@@ -35,38 +51,102 @@ def current() -> Sweep | None:
     return _CURRENT.get()
 
 
+class Stopped(RunFailed):
+    """A trial that the end of the sweep has ended before its run began."""
+
+
+class Process(Protocol):
+    """What a trial runs in."""
+
+    def poll(self) -> End | None:
+        """How it ended; None while it runs."""
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on."""
+
+
+@dataclass
+class Taken:
+    """A trial that has begun."""
+
+    entry: Entry
+    before: Entry
+    """What was known of it before."""
+    skipped: bool = False
+    """Whether it is not run now."""
+    composed: Composed | None = None
+    """On the first slots of the cluster, wherever it runs, so that trials compare."""
+    plan: Plan | None = None
+    """On its own slots."""
+    placed: Placed | None = None
+    process: Process | None = None
+    put_off: bool = False
+    """The sweep ends before it could start."""
+
+
 class Sweep:
-    """The trials of a sweep, in turn."""
+    """The trials of a sweep. They begin in turn; several may run at the same time."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.settings = SweepConfig()
         """``sweep.*`` of the trials, which all have the same."""
-        self.skipped = False
-        """Whether the trial that ended last was not run now."""
-        self._entry = self._before = Entry(0, [])
-        """The trial of now, and what was known of it before."""
+        self.on_end: Callable[[Taken, LlmxError | None], None] = lambda taken, error: None
+        """Called for each trial whose process has ended."""
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called often while trials run."""
+        self.say: Callable[[str], None] = print
+        self.stopped_by: int | None = None
+        """The signal by which the user ended the sweep."""
+        self.ending = False
+        """No further trial is started."""
+        self.now = Taken(Entry(0, []), Entry(0, []))
+        """The trial that began last."""
+        self._runs: list[Taken] = []
+        """Trials whose processes run."""
+        self._slots = Slots()
         self._seen: dict[str, int] = {}
         """Key -> the first trial that has it."""
-        self._out_of_memory: list[OutOfMemory] = []
-        self._composed: Composed | None = None
+        self._out_of_memory: list[tuple[OutOfMemory, tuple[str, float | None] | None]] = []
+        """With the devices and the RAM that it had, of a part of the cluster."""
         self._declared: dict[str, Metric] = {}
         """What the tasks of the trials measure."""
         self._told = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While it is the current one."""
+        """While it is the current one. What ends a single run, ends its trials and the sweep."""
         token = _CURRENT.set(self)
+        main = threading.current_thread() is threading.main_thread()
+        saved: dict[signal.Signals, Any] = {}
+        for number in STOP_SIGNALS if main else ():
+            # nohup and background shells ignore a signal: then it stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                saved[number] = signal.signal(number, self._on_signal)
         try:
             yield
         finally:
+            for number, handler in saved.items():
+                signal.signal(number, handler)
             _CURRENT.reset(token)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_by = self.stopped_by or number
+        self.stop(number)
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """Start no further trial, and end those that run as a single run ends: with the first call
+        they may save, with the second they are ended at once."""
+        self.ending = True
+        for taken in self._runs:
+            if taken.process is not None:
+                taken.process.signal(number)
 
     def expect(self, trials: Sequence[tuple[int, Sequence[str]]]) -> None:
         """Trials that are going to run, with their numbers."""
         for index, overrides in trials:
             self.journal.entry(index, overrides)
+        self.journal.complete = False
         self.journal.write()
 
     @property
@@ -75,56 +155,97 @@ class Sweep:
         words = [set(entry.overrides) for entry in self.journal.trials]
         return set.intersection(*words) if words else set()
 
-    def begin(self, index: int, overrides: Sequence[str]) -> None:
+    def own(self, overrides: Sequence[str]) -> list[str]:
+        """The words of a trial that are not those of all."""
+        common = self.common
+        return [word for word in overrides if word not in common] or list(overrides)
+
+    def begin(self, index: int, overrides: Sequence[str]) -> Taken:
         """The next trial is composed now."""
-        self._before = self.journal.entry(index, overrides)
-        self._entry = Entry(index, list(overrides))
-        self._composed, self.skipped = None, False
+        before = self.journal.entry(index, overrides)
+        self.now = Taken(Entry(index, list(overrides)), before)
+        return self.now
 
     def named(self, exp: Experiment) -> Experiment:
         """The experiment of the trial; trackers show its sweep as the group, unless there is one,
         and what is its own as tags."""
-        own = [word for word in self._entry.overrides if word not in self.common]
+        common = self.common
+        own = [word for word in self.now.entry.overrides if word not in common]
         tags = exp.tracking.tags
         short = [word for word in own if len(word) <= MAX_TAG and word not in tags]
         group = exp.tracking.group or self.journal.directory.name
-        tracking = replace(exp.tracking, group=group, tags=[*tags, *short])
-        return replace(exp, tracking=tracking)
+        tracking = dataclasses.replace(exp.tracking, group=group, tags=[*tags, *short])
+        return dataclasses.replace(exp, tracking=tracking)
 
-    def skips(self, composed: Composed) -> bool:
-        """Whether the trial need not run: it did in an earlier attempt at this sweep, is the same
-        as another one, or cannot fit. Else it counts as running from now on.
+    def next(self, values: Mapping[str, Any]) -> Composed | None:
+        """What the trial that began is to run, on slots of its own, for which it waits. None where
+        it need not run: it did in an earlier attempt at this sweep, is the same as another one,
+        cannot fit, or the sweep ends.
 
         Raises:
             RunFailed: it failed in an earlier attempt and is not to run again (``sweep.retry``).
             ConfigError: the trials differ in ``sweep.*``.
         """
-        exp, entry, before = composed.experiment, self._entry, self._before
+        taken = self.now
+        entry, before = taken.entry, taken.before
+        typed = self.named(experiment_from_dict(dict(values)))
+        whole, problems = complete(typed)
+        composed = taken.composed = plan_experiment(self._first(whole, typed), problems)
+        exp = composed.experiment
         self._settle(exp.sweep, exp.checkpoint.metric)
-        self._composed = composed
         entry.key = key_of(exp)
         entry.run_dir = journals.relative(Path(exp.run_dir), self.journal.directory)
         first = self._seen.setdefault(entry.key, entry.index)
         if self.settings.prune and first != entry.index:
-            self._leave_out("same", f"the same config as trial {first}", same_as=first)
-        elif before.state == ENDED and before.key == entry.key and self._stands(before.outcome):
-            self._entry, self.skipped = before, True
+            self._leave_out(taken, "same", f"the same config as trial {first}", same_as=first)
+            return None
+        if before.state == ENDED and before.key == entry.key and self._stands(before.outcome):
+            taken.entry, taken.skipped = before, True
             if not before.good:
                 retry = ",".join(self.settings.retry)
                 raise RunFailed(f"{before.cause} (not run again: sweep.retry=[{retry}])")
-        elif self.settings.prune and (why := self._too_much(composed)):
-            self._leave_out("pruned", why, fix="sweep.prune=false runs it all the same")
-        if self.skipped:
-            return True
-        if aside := journals.put_aside(Path(exp.run_dir)):
-            print(f"[{entry.index}] the earlier attempt is now {aside.name}", flush=True)
-            Path(exp.run_dir).mkdir(parents=True, exist_ok=True)
+            return None
+        if not self._wait_for_room(taken, whole):
+            taken.put_off = True
+            return None
+        if taken.placed is not None:
+            placed = _placed(whole, typed, taken.placed)
+            composed = plan_experiment(placed)
+        taken.plan = composed.plan
+        if self.settings.prune and (why := self._too_much(taken, composed.experiment)):
+            self._free(taken)
+            self._leave_out(taken, "pruned", why, fix="sweep.prune=false runs it all the same")
+            return None
+        run = RunDir(Path(exp.run_dir))
+        end_earlier(run, grace_s=exp.launch.stop_grace_s + 30, notify=self.say)
+        if aside := journals.put_aside(run.root):
+            self.say(f"[{entry.index}] the earlier attempt is now {aside.name}")
+            run.root.mkdir(parents=True, exist_ok=True)
         entry.state, entry.started = RUNNING, time.time()
         self.journal.put(entry)
-        return False
+        return composed
+
+    def launch(self, exp: Experiment, plan: Plan, run: RunDir, launch: LaunchSpec) -> int:
+        """Run the trial that began in a process of its own; returns at once, 0."""
+        taken = self.now
+        taken.process = TrialProcess(
+            run, lambda: supervise(exp, plan, run, launch=launch).exit_code
+        )
+        self._runs.append(taken)
+        if self.ending:  # a signal arrived meanwhile
+            taken.process.signal(signal.SIGINT)
+        return 0
+
+    def wait(self) -> None:
+        """Until no trial runs; those that end meanwhile are reported."""
+        while self._runs:
+            if not self._collect():
+                self.on_wait()
+                time.sleep(POLL_S)
 
     def end(
         self,
+        taken: Taken,
         outcome: str,
         cause: str,
         fix: str,
@@ -136,8 +257,10 @@ class Sweep:
 
         ``declared``: what its task measures.
         """
-        entry, composed = self._entry, self._composed
-        if not self.skipped:
+        kind = _kind(taken.placed)
+        self._free(taken)
+        entry, composed = taken.entry, taken.composed
+        if not taken.skipped:
             entry.state, entry.outcome, entry.cause, entry.fix = ENDED, outcome, cause, fix
             entry.run_dir = journals.relative(run_dir, self.journal.directory)
             entry.ended = time.time()
@@ -145,19 +268,71 @@ class Sweep:
         self._declared.update(declared)
         self.journal.mode = mode_of(self.journal.objective, self._declared)
         if entry.outcome == "oom" and composed is not None:
-            self._out_of_memory.append(OutOfMemory(entry.index, composed.experiment, composed.plan))
+            plan = taken.plan or composed.plan
+            known = OutOfMemory(entry.index, composed.experiment, plan)
+            self._out_of_memory.append((known, kind))
         self.journal.put(entry)
+        if self.settings.fail_fast and entry.outcome not in (*journals.GOOD, "interrupted"):
+            self.stop()
         return entry
-
-    def ends_now(self, outcome: str) -> bool:
-        """Whether no further trial is to be started after one that ended so."""
-        failed = outcome not in journals.GOOD
-        return outcome == "interrupted" or (self.settings.fail_fast and failed)
 
     def finish(self) -> None:
         """Every trial was reached."""
-        self.journal.complete = all(entry.state != WAITING for entry in self.journal.trials)
+        self.journal.complete = all(entry.state == ENDED for entry in self.journal.trials)
         self.journal.write()
+
+    def _first(self, whole: Experiment, typed: Experiment) -> Experiment:
+        """The trial on the first slots, of those that it needs."""
+        count = whole.sweep.slots_per_trial
+        if count is None:
+            return whole
+        problems = list(hardware_problems(whole.hardware, whole.zero))
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return _placed(whole, typed, first_of(whole.hardware, count))
+
+    def _wait_for_room(self, taken: Taken, whole: Experiment) -> bool:
+        """Wait for the slots of a trial; False where the sweep ends before."""
+        count = self.settings.slots_per_trial
+
+        def room() -> bool:
+            if self.ending or whole.dry_run:
+                return True
+            if count is None:
+                return not self._runs
+            hosts = whole.hardware.hosts
+            taken.placed = self._slots.take(hosts, count, first_of(whole.hardware, count))
+            return taken.placed is not None
+
+        self._collect()
+        while not room():
+            if not self._collect():
+                self.on_wait()
+                time.sleep(POLL_S)
+        taken.entry.slots = str(taken.placed or "")
+        return not self.ending
+
+    def _free(self, taken: Taken) -> None:
+        if taken.placed is not None:
+            self._slots.give_back(taken.placed)
+            taken.placed = None
+
+    def _collect(self) -> bool:
+        """Report the trials whose processes have ended; whether there were any."""
+        ended = []
+        for taken in self._runs:
+            assert taken.process is not None
+            end = taken.process.poll()
+            if end is not None:
+                ended.append((taken, end))
+        for taken, end in ended:
+            self._runs.remove(taken)
+            if self.ending and end.code in (-signal.SIGINT, -signal.SIGTERM, INTERRUPTED):
+                error: LlmxError | None = Stopped("stopped before its ranks were started")
+            else:
+                error = end.error or _failed(end.code)
+            self.on_end(taken, error)
+        return bool(ended)
 
     def _settle(self, settings: SweepConfig, metric: str) -> None:
         """Take over ``sweep.*`` of a trial, which all trials have in common."""
@@ -176,17 +351,41 @@ class Sweep:
             return False  # found out anew, or not run to its end
         return outcome in journals.GOOD or outcome not in (self.settings.retry or FAILED)
 
-    def _too_much(self, composed: Composed) -> str:
-        exp, plan = composed.experiment, composed.plan
-        return impossible(exp, plan) or needs_more(exp, plan, self._out_of_memory)
+    def _too_much(self, taken: Taken, placed: Experiment) -> str:
+        """``placed``: on its own slots."""
+        assert taken.composed is not None
+        assert taken.plan is not None
+        kind = _kind(taken.placed)
+        known = [found for found, where in self._out_of_memory if where == kind]
+        exp = taken.composed.experiment
+        return impossible(placed, taken.plan) or needs_more(exp, taken.plan, known)
 
     def _leave_out(
-        self, outcome: str, cause: str, *, fix: str = "", same_as: int | None = None
+        self, taken: Taken, outcome: str, cause: str, *, fix: str = "", same_as: int | None = None
     ) -> None:
-        entry = self._entry
+        entry = taken.entry
         entry.state, entry.outcome, entry.cause, entry.fix = ENDED, outcome, cause, fix
         entry.same_as, entry.ended = same_as, time.time()
-        self.skipped = True
+        taken.skipped = True
+
+
+def _placed(whole: Experiment, typed: Experiment, placed: Placed) -> Experiment:
+    exp = placed_on(whole, placed)
+    if typed.zero.hpz_partition_size == 0:  # as completing has set it: the slots of a host
+        zero = dataclasses.replace(exp.zero, hpz_partition_size=exp.hardware.hosts[0].slots)
+        exp = dataclasses.replace(exp, zero=zero)
+    return exp
+
+
+def _kind(placed: Placed | None) -> tuple[str, float | None] | None:
+    """What tells two parts of a cluster apart for the memory of a trial."""
+    return None if placed is None else (placed.device, placed.ram_gib)
+
+
+def _failed(code: int) -> LlmxError | None:
+    if code == 0:
+        return None
+    return RunFailed(f"the run ended with exit code {code}; its result.json has the cause.")
 
 
 def mode_of(objective: str, declared: Mapping[str, Metric]) -> str:

@@ -49,12 +49,14 @@ def test_the_same_command_continues_a_sweep_and_runs_only_what_failed(
     assert main(GRID) == 2
     said = capsys.readouterr()
     assert f"Continuing the sweep of {journal.directory}: 2 of 4 trials done" in said.out
-    assert "[0] planned in an earlier attempt at this sweep" in said.out
-    assert "[1] failed: optim.lr=-1" in said.err
+    assert "[0] zero=stage1 optim.lr=0.001: planned in an earlier attempt at this sweep" in said.out
+    assert "[1] zero=stage1 optim.lr=-1: refused: optim.lr=-1" in said.err
     assert only_sweep(here).directory == journal.directory
 
     assert main(["sweep", "resume", str(journal.directory), "sweep.retry=[oom]"]) == 2
-    assert "[2] planned in an earlier attempt" in capsys.readouterr().out
+    assert (
+        "[2] zero=stage2 optim.lr=0.001: planned in an earlier attempt" in capsys.readouterr().out
+    )
     assert len(list((here / "outputs" / "sweeps").iterdir())) == 1
 
 
@@ -105,7 +107,7 @@ def test_trials_of_the_same_config_are_planned_once(
     journal = only_sweep(here)
     assert [entry.outcome for entry in journal.trials] == ["planned", "planned", "same", "same"]
     assert [entry.same_as for entry in journal.trials] == [None, None, 0, 1]
-    assert "[2] same: the same config as trial 0" in capsys.readouterr().out
+    assert "[2] batch.micro_batch=4: same: the same config as trial 0" in capsys.readouterr().out
     assert len(list(journal.directory.glob("*/config.yaml"))) == 2
     second = yaml.safe_load(
         (journal.directory / journal.trials[1].run_dir / "config.yaml").read_text()
@@ -132,7 +134,7 @@ def test_what_cannot_fit_is_left_out_unless_it_is_asked_for(
     journal = only_sweep(here)
     assert journal.trials[0].outcome == "pruned"
     assert "alone take" in journal.trials[0].cause
-    assert "[0] pruned: parameters, gradients" in capsys.readouterr().out
+    assert "[0] zero=stage0: pruned: parameters, gradients" in capsys.readouterr().out
     assert main([*words, "sweep.prune=false", "sweep.resume=false"]) == 0
     newest = max((here / "outputs" / "sweeps").iterdir())
     again = journals.load(newest)

@@ -237,7 +237,7 @@ def test_what_to_type_is_the_sweeps_own_best_where_it_has_one(tmp_path: Path, ca
     directory = sweepdirs.rates(tmp_path / "rates")
     assert main_report(str(directory)) == 0
     assert "to train with it: python -m llmx reproduce" in capsys.readouterr().out
-    write_text(directory / "best.yaml", "# @package _global_\n")
+    write_text(directory / "experiment" / "best.yaml", "# @package _global_\n")
     assert main_report(str(directory)) == 0
     assert re.search(r"python -m llmx experiment=\S*rates/best\n", capsys.readouterr().out)
     # best.yaml is by the objective of the sweep.

@@ -1,8 +1,10 @@
-"""The work of the launcher: compose each trial, run it, keep its outcome, go on.
+"""The work of the launcher: compose each trial, have it run, keep its outcome, go on.
 
-``run_job`` of Hydra changes global state and is not thread-safe, so trials are composed in turn.
-One that fails does not stop the others; the sweeper raises its error at the end, so the table of
-all of them is printed before. One that the user ended (Ctrl-C) ends the sweep.
+``run_job`` of Hydra changes global state and is not thread-safe, so trials are composed in turn,
+up to the point where the run would be launched. From there on a trial is a process of its own, and
+the next one is composed; it waits until there are slots for it. One that fails does not stop the
+others; the sweeper raises its error at the end, so the table of all of them is printed before. One
+that the user ended (Ctrl-C) ends the sweep.
 """
 
 from __future__ import annotations
@@ -24,12 +26,24 @@ from hydra.core.utils import (
 )
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from llmx import text as human
 from llmx.compose.overrides import resolve_alias
 from llmx.errors import LlmxError
-from llmx.observe.report.sweep_table import Trial, print_sweep, read_trial, write_sweep
+from llmx.observe.report.__main__ import best_lines_of, write_report
+from llmx.observe.report.sweep_data import CSV, load_sweep, objective_of
+from llmx.observe.report.sweep_page import PAGE
+from llmx.observe.report.sweep_table import (
+    MARKDOWN,
+    Trial,
+    known_of,
+    print_sweep,
+    read_trial,
+    write_sweep,
+)
 from llmx.sweep.best import write_best
 from llmx.sweep.journal import OWN_WORDS, held, open_journal
-from llmx.sweep.sweep import Sweep
+from llmx.sweep.screen import Screen
+from llmx.sweep.sweep import Stopped, Sweep, Taken
 
 if TYPE_CHECKING:
     from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
@@ -41,6 +55,8 @@ class Refused(JobReturn):
 
     @property
     def return_value(self) -> Any:
+        if self.status is JobStatus.COMPLETED:
+            return self._return_value
         raise self._return_value
 
     @return_value.setter
@@ -63,39 +79,123 @@ def launch(
         for offset, raw in enumerate(job_overrides)
     ]
     if "schema_version" not in config:  # Hydra runs any function with its launchers
-        return [_run(launcher, index, overrides) for index, overrides in jobs]
+        return [_plain(launcher, index, overrides) for index, overrides in jobs]
     with held(sweep_dir):
         launcher.sweep = launcher.sweep or _open(config, sweep_dir)
-        return _run_trials(launcher, launcher.sweep, jobs)
+        return Batch(launcher, launcher.sweep, jobs).run()
 
 
-def _run_trials(
-    launcher: DeepSpeedLauncher, sweep: Sweep, jobs: Sequence[tuple[int, list[str]]]
-) -> list[JobReturn]:
-    """The trials of this batch in turn, and the table of all so far."""
-    directory, returns = sweep.journal.directory, []
-    sweep.expect([(index, filter_overrides(overrides)) for index, overrides in jobs])
-    for index, overrides in jobs:
-        typed = filter_overrides(overrides)
-        own = [word for word in typed if word not in sweep.common]
-        print(f"[{index}] {' '.join(own or typed)}", flush=True)
-        sweep.begin(index, typed)
-        with sweep.running():
-            returned = _run(launcher, index, overrides)
-        returns.append(returned)
-        trial = _ended(sweep, index, typed, returned)
-        launcher.trials.append(trial)
-        write_sweep(launcher.trials, directory=directory)
-        write_best(sweep.journal, launcher.trials)
-        if sweep.ends_now(trial.outcome):
-            left = jobs[-1][0] - index
+class Batch:
+    """The trials of one call of the launcher, and the table of all so far."""
+
+    def __init__(
+        self, launcher: DeepSpeedLauncher, sweep: Sweep, jobs: Sequence[tuple[int, list[str]]]
+    ) -> None:
+        self.launcher, self.sweep, self.jobs = launcher, sweep, jobs
+        self.directory = sweep.journal.directory
+        self.screen = Screen(self.directory)
+        self.returns: dict[int, JobReturn] = {}
+
+    def run(self) -> list[JobReturn]:
+        """All of them, unless the sweep ends early; what they returned, in order."""
+        sweep = self.sweep
+        sweep.on_end, sweep.on_wait, sweep.say = self._over, self.screen.tick, self.screen.line
+        sweep.expect([(index, filter_overrides(overrides)) for index, overrides in self.jobs])
+        try:
+            with sweep.running():
+                for index, overrides in self.jobs:
+                    if sweep.ending:
+                        break
+                    self._begin(index, overrides)
+                sweep.wait()
+        finally:
+            self.screen.close()
+        left = len(self.jobs) - len(self.returns)
+        if sweep.ending and left:
             print(f"The sweep ends here; trials not started: {left}", file=sys.stderr)
-            break
-    sweep.finish()
-    sys.stderr.flush()
-    print_sweep(launcher.trials, directory=directory, stream=sys.stdout)
-    sys.stdout.flush()
-    return returns
+        sweep.finish()
+        sys.stderr.flush()
+        self._report()
+        returned = [self.returns[index] for index in sorted(self.returns)]
+        if sweep.stopped_by and not any(r.status is JobStatus.FAILED for r in returned):
+            raise KeyboardInterrupt
+        return returned
+
+    def _begin(self, index: int, overrides: list[str]) -> None:
+        """Compose a trial, and have it run where it must."""
+        typed = filter_overrides(overrides)
+        taken = self.sweep.begin(index, typed)
+        returned = _run(self.launcher, index, overrides)
+        if taken.put_off:
+            return
+        self.returns[index] = returned
+        if taken.process is None:
+            error = returned._return_value if returned.status is JobStatus.FAILED else None
+            self._over(taken, error)
+        else:
+            where = f" on {taken.entry.slots}" if taken.entry.slots else ""
+            self.screen.began(f"{self._label(taken)}: started{where}")
+
+    def _over(self, taken: Taken, error: BaseException | None) -> None:
+        """A trial has ended, or was not run at all."""
+        sweep, index, returned = self.sweep, taken.entry.index, self.returns[taken.entry.index]
+        was_run = taken.process is not None
+        if error is not None and returned.status is not JobStatus.FAILED:
+            returned = _refused(returned, error)
+        trial = _ended(sweep, taken, returned)
+        self.returns[index] = returned
+        others = [each for each in self.launcher.trials if each.index != index]
+        self.launcher.trials[:] = sorted([*others, trial], key=lambda each: each.index)
+        write_sweep(self.launcher.trials, directory=self.directory)
+        write_best(sweep.journal, self.launcher.trials)
+        if returned.status is not JobStatus.FAILED:
+            returned.return_value = objective_of(trial, sweep.journal.objective)
+        line = f"{self._label(taken)}: {self._how(taken, trial, error)}"
+        if was_run:
+            self.screen.ended(line, failed=returned.status is JobStatus.FAILED)
+        else:
+            self.screen.line(line, failed=returned.status is JobStatus.FAILED)
+
+    def _label(self, taken: Taken) -> str:
+        """``[3] zero=stage1 batch.micro_batch=4``."""
+        return f"[{taken.entry.index}] {' '.join(self.sweep.own(taken.entry.overrides))}"
+
+    def _how(self, taken: Taken, trial: Trial, error: BaseException | None) -> str:
+        entry = taken.entry
+        if error is not None:
+            cause = human.one_line(trial.cause or str(error), limit=300)
+            fix = f"; {human.one_line(trial.fix, limit=200)}" if trial.fix else ""
+            log = f" (log: {trial.run_dir / 'logs'})" if taken.process is not None else ""
+            return f"{entry.outcome or trial.outcome}: {cause}{fix}{log}"
+        if taken.skipped:
+            because = f": {entry.cause}" if entry.cause else " in an earlier attempt at this sweep"
+            return f"{entry.outcome}{because}"
+        known = known_of(trial, self.sweep.journal.objective, [trial])
+        return f"{trial.outcome}  {known}".rstrip()
+
+    def _report(self) -> None:
+        """The table, the files and the page of all trials so far."""
+        sweep = load_sweep(self.directory)
+        try:
+            write_report(sweep, self.directory)
+        except OSError as error:  # a full disk: what can be printed is printed all the same
+            print(f"{error.filename}: not written ({error.strerror})", file=sys.stderr)
+        print_sweep(
+            sweep.trials,
+            directory=self.directory,
+            stream=sys.stdout,
+            best=best_lines_of(sweep),
+            files=(CSV, MARKDOWN, PAGE),
+        )
+        sys.stdout.flush()
+
+
+def _plain(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobReturn:
+    """A job of another application."""
+    returned = _run(launcher, index, overrides)
+    if returned.status is JobStatus.FAILED:
+        print(f"[{index}] failed: {returned._return_value}", file=sys.stderr, flush=True)
+    return returned
 
 
 def _run(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobReturn:
@@ -120,11 +220,15 @@ def _run(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobRe
     Singleton.set_state(state)
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     if returned.status is JobStatus.FAILED:
-        print(f"[{index}] failed: {returned._return_value}", file=sys.stderr, flush=True)
-        if isinstance(returned._return_value, LlmxError):
-            values = {each.name: getattr(returned, each.name) for each in fields(returned)}
-            returned = Refused(**values)
+        return _refused(returned, returned._return_value)
     return returned
+
+
+def _refused(returned: JobReturn, error: BaseException) -> JobReturn:
+    """What a job that failed returns; what is no message for the user keeps Hydra's own form."""
+    values = {each.name: getattr(returned, each.name) for each in fields(returned)}
+    values |= {"status": JobStatus.FAILED, "_return_value": error}
+    return (Refused if isinstance(error, LlmxError) else JobReturn)(**values)
 
 
 def _open(config: DictConfig, sweep_dir: Path) -> Sweep:
@@ -146,8 +250,9 @@ def _open(config: DictConfig, sweep_dir: Path) -> Sweep:
     return Sweep(journal)
 
 
-def _ended(sweep: Sweep, index: int, overrides: Sequence[str], outcome: JobReturn) -> Trial:
+def _ended(sweep: Sweep, taken: Taken, outcome: JobReturn) -> Trial:
     """Note what became of a trial."""
+    index, overrides = taken.entry.index, taken.entry.overrides
     error = outcome._return_value if outcome.status is JobStatus.FAILED else None
     assert outcome.hydra_cfg is not None
     run_dir = Path(str(outcome.hydra_cfg.hydra.runtime.output_dir))
@@ -157,10 +262,11 @@ def _ended(sweep: Sweep, index: int, overrides: Sequence[str], outcome: JobRetur
     if isinstance(named, str) and named and "${" not in named:
         run_dir = Path(named).absolute()
     trial = read_trial(index, overrides, run_dir, error=error)
-    entry = sweep.end(trial.outcome, trial.cause, trial.fix, run_dir, declared=trial.declared)
-    if sweep.skipped:
-        because = f": {entry.cause}" if entry.cause else " in an earlier attempt at this sweep"
-        print(f"[{index}] {entry.outcome}{because}", flush=True)
+    if isinstance(error, Stopped):
+        trial = Trial(index, tuple(overrides), run_dir, "interrupted", f"{error}")
+    entry = sweep.end(
+        taken, trial.outcome, trial.cause, trial.fix, run_dir, declared=trial.declared
+    )
     if entry.outcome in ("pruned", "same"):
         return Trial(index, tuple(overrides), run_dir, entry.outcome, entry.cause, entry.fix)
     return trial

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from llmx.launch.render.environment import render_ds_env
@@ -74,3 +74,31 @@ def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:
 def module_argv(spec: LaunchSpec) -> list[str]:
     """The program of a rank as a module, with one argument and no ``--local_rank``."""
     return ["--module", "--no_local_rank", spec.worker, str(spec.run_dir.root)]
+
+
+def chosen_devices(spec: LaunchSpec) -> dict[str, list[int]]:
+    """The GPUs of each host by index, where ``hardware`` names some; empty: the first ones."""
+    if spec.plan.accelerator != "cuda":
+        return {}
+    used = {host.name: host.slots for host in spec.plan.hosts}
+    named = {
+        host.name: list(host.device_indices)
+        for host in spec.exp.hardware.hosts
+        if host.device_indices
+    }
+    if not used.keys() & named.keys():
+        return {}
+    return {name: named.get(name) or list(range(slots)) for name, slots in used.items()}
+
+
+def include_argv(devices: Mapping[str, Sequence[int]]) -> list[str]:
+    """``--include`` of ``deepspeed`` for the chosen GPUs: its launcher makes only them visible."""
+    if not devices:
+        return []
+    parts = (f"{name}:{','.join(map(str, chosen))}" for name, chosen in devices.items())
+    return [f"--include={'@'.join(parts)}"]
+
+
+def slots_for(devices: Mapping[str, Sequence[int]]) -> list[HostSlots]:
+    """The hostfile for ``include_argv``: DeepSpeed needs slots up to the highest index."""
+    return [HostSlots(name, max(chosen) + 1) for name, chosen in devices.items()]

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from llmx.errors import LaunchError
 from llmx.launch.render.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.base import Transport, deepspeed_argv, module_argv
+from llmx.launch.transports.base import (
+    Transport,
+    chosen_devices,
+    deepspeed_argv,
+    include_argv,
+    module_argv,
+    slots_for,
+)
 
 
 class LocalTransport(Transport):
@@ -17,38 +24,44 @@ class LocalTransport(Transport):
     has_agents = False
 
     def argv(self, spec: LaunchSpec) -> list[str]:
-        devices = visible_devices(spec)
-        chosen = ",".join(map(str, devices or ()))
-        include = [f"--include={spec.plan.hosts[0].name}:{chosen}"] if chosen else []
-        return deepspeed_argv(spec, [*include, *module_argv(spec)])
+        return deepspeed_argv(spec, [*include_argv(_devices(spec)), *module_argv(spec)])
 
     def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
-        """With ``--include``, DeepSpeed needs slots up to the highest index."""
-        devices = visible_devices(spec)
-        if devices is None:
-            return super().hostfile(spec)
-        return [HostSlots(spec.plan.hosts[0].name, max(devices) + 1)]
+        devices = _devices(spec)
+        return slots_for(devices) if devices else super().hostfile(spec)
+
+
+def _devices(spec: LaunchSpec) -> dict[str, list[int]]:
+    devices = visible_devices(spec)
+    return {spec.plan.hosts[0].name: devices} if devices else {}
 
 
 def visible_devices(spec: LaunchSpec) -> list[int] | None:
-    """The GPUs of this run by CUDA_VISIBLE_DEVICES, or None where it is not set.
+    """The GPUs of this run by CUDA_VISIBLE_DEVICES and by the indices of the host (among those that
+    the variable leaves), or None where neither is set.
 
     Given a hostfile, DeepSpeed overwrites the variable with 0..slots-1, and two users of a machine
     would run on the same GPUs; so they are passed to it with ``--include``.
     """
     value = spec.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    host = spec.plan.hosts[0]
+    chosen = chosen_devices(spec).get(host.name)
     if not value or spec.plan.accelerator != "cuda":
-        return None
+        return chosen
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdigit() for part in parts):
         raise LaunchError(
             f"CUDA_VISIBLE_DEVICES={value}: DeepSpeed's launcher takes indices only. Write them as "
             "numbers, e.g. CUDA_VISIBLE_DEVICES=2,3 (`nvidia-smi -L` lists them)."
         )
-    slots = spec.plan.hosts[0].slots
-    if len(parts) < slots:
+    if chosen and max(chosen) >= len(parts):
         raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES={value}: {len(parts)} GPUs for {slots} slots. List {slots}, or "
-            f"set hardware.slots={len(parts)}."
+            f"CUDA_VISIBLE_DEVICES={value}: {len(parts)} GPUs, and device_indices={chosen} of "
+            f"{host.name} is one of them, from 0 on. Use indices below {len(parts)}."
         )
-    return [int(part) for part in parts[:slots]]
+    if len(parts) < host.slots:
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={value}: {len(parts)} GPUs for {host.slots} slots. List "
+            f"{host.slots}, or set hardware.slots={len(parts)}."
+        )
+    return [int(parts[index]) for index in chosen or range(host.slots)]

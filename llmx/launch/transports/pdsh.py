@@ -3,8 +3,18 @@ have different numbers of slots."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from llmx.launch.render.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.base import Transport, deepspeed_argv, module_argv
+from llmx.launch.transports.base import (
+    Transport,
+    chosen_devices,
+    deepspeed_argv,
+    include_argv,
+    module_argv,
+    slots_for,
+)
 
 
 class PdshTransport(Transport):
@@ -15,7 +25,12 @@ class PdshTransport(Transport):
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         # --force_multi: DeepSpeed runs a hostfile of one host on this machine otherwise.
-        return deepspeed_argv(spec, ["--launcher=pdsh", "--force_multi", *module_argv(spec)])
+        launcher = ["--launcher=pdsh", "--force_multi", *include_argv(chosen_devices(spec))]
+        return deepspeed_argv(spec, [*launcher, *module_argv(spec)])
+
+    def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
+        devices = chosen_devices(spec)
+        return slots_for(devices) if devices else super().hostfile(spec)
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:
         return {

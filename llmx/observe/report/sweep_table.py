@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 MARKDOWN = "sweep.md"
-BEST_CONFIG = "best.yaml"
+BEST_CONFIG = "experiment/best.yaml"
 BEST = "*"
 TITLES = {
     "tokens_per_s": "tokens/s", "memory_gib": "peak memory (GiB)", "seconds": "time",

@@ -1,0 +1,173 @@
+"""A trial in a process of its own: its run is supervised there, in a session of its own.
+
+The sweep's process is forked where the run would be launched. It has loaded neither torch nor
+transformers, and has one thread. What the run says goes to ``RUN_DIR/logs/console.log``. A trial
+dies with its sweep, however that ends: the kernel sends it SIGTERM, at which its supervisor ends
+the ranks as it always does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
+from llmx.run.rundir import RunDir, read_mapping
+from llmx.sweep import journal as journals
+
+PR_SET_PDEATHSIG = 1
+MESSAGE_BYTES = 60_000
+"""Of what a trial says at its end: less than a pipe holds."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How the process of a trial ended; ``result.json`` says how its run did."""
+
+    code: int
+    error: LlmxError | None = None
+    """Where the run was not started, or its supervisor failed."""
+
+
+class TrialProcess:
+    """One trial that runs."""
+
+    def __init__(self, run: RunDir, supervise: Callable[[], int]) -> None:
+        self.run = run
+        libc = ctypes.CDLL(None, use_errno=True)
+        run.logs.mkdir(parents=True, exist_ok=True)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or both processes would print what is in it
+        self._reader, writer = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._reader)
+            _be_the_trial(run, supervise, writer, parent=parent, libc=libc)
+        os.close(writer)
+        self._end: End | None = None
+
+    def poll(self) -> End | None:
+        """How it ended; None while it runs."""
+        if self._end is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._end = self._read_end(os.waitstatus_to_exitcode(status))
+        return self._end
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, as one would to a single run."""
+        if self._end is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _read_end(self, code: int) -> End:
+        with os.fdopen(self._reader, "rb") as stream:
+            said = stream.read()
+        error: LlmxError | None = None
+        with contextlib.suppress(ValueError, KeyError):
+            facts = json.loads(said)
+            error = RunFailed(facts["error"]) if facts["defect"] else LlmxError(facts["error"])
+            error.exit_code = facts["code"]
+        if code < 0:
+            name = signal.Signals(-code).name
+            error = RunFailed(f"the process of this trial was ended by {name}")
+        return End(code, error)
+
+
+def _be_the_trial(
+    run: RunDir, supervise: Callable[[], int], writer: int, *, parent: int, libc: ctypes.CDLL
+) -> NoReturn:
+    """The other process, to its end."""
+    code = 1
+    said: dict[str, object] = {}
+    try:
+        os.setsid()
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(code)  # the sweep was killed meanwhile
+        journals.let_go()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        _write_to(run)
+        code = supervise()
+    except LlmxError as error:
+        print(f"llmx: {error}", flush=True)
+        code, said = error.exit_code, {"error": f"{error}", "defect": False}
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            traceback.print_exc(file=sys.stdout)
+        said = {"error": f"{error!r} (a defect of llmx; see logs/console.log)", "defect": True}
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            if said:
+                text = str(said["error"])[: MESSAGE_BYTES // 4]
+                os.write(writer, json.dumps({**said, "error": text, "code": code}).encode())
+        os._exit(code)
+
+
+def _write_to(run: RunDir) -> None:
+    """What is printed goes to a file; nothing is read."""
+    log = os.open(run.console_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def end_earlier(run: RunDir, *, grace_s: float, notify: Callable[[str], None]) -> None:
+    """Wait until no supervisor of an earlier attempt holds the run directory; one that takes longer
+    than ``grace_s`` is killed, and its agents end the ranks.
+
+    ConfigError where it is on another machine.
+    """
+    deadline, told = time.monotonic() + grace_s, False
+    while _is_held(run):
+        if not told:
+            notify(f"waiting for the earlier attempt of {run.root.name}, which is ending")
+            told = True
+        if time.monotonic() > deadline:
+            holder = read_mapping(run.supervisor_lock)
+            pid, host = holder.get("pid"), holder.get("host")
+            if host != socket.gethostname() or not isinstance(pid, int):
+                raise ConfigError(
+                    f"{run.root}: process {pid} on {host} still runs the earlier attempt at this "
+                    "trial. End it there, then continue the sweep."
+                )
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 5
+        time.sleep(0.1)
+
+
+def _is_held(run: RunDir) -> bool:
+    try:
+        descriptor = os.open(run.supervisor_lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(descriptor)
+    return False

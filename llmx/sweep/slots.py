@@ -1,0 +1,159 @@
+"""Which slots of the cluster a trial gets (``sweep.slots_per_trial``). Pure, but for the cores of
+this machine.
+
+The hosts of ``hardware`` are one pool. A trial gets slots of one device type: on one host where any
+host of that type has so many, else on several. What it gets is written into its own hardware as
+plain values, so its snapshot trains the same alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmx.config import Experiment, HardwareConfig, HostConfig
+from llmx.errors import ConfigError
+from llmx.text import plural
+
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Slots of one trial."""
+
+    shares: tuple[tuple[HostConfig, tuple[int, ...]], ...]
+    """Hosts with all their slots, and which of these, from 0 on."""
+
+    @property
+    def device(self) -> str:
+        """The type of its devices."""
+        return self.shares[0][0].device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many slots of each host."""
+        return tuple(len(slots) for _, slots in self.shares)
+
+    @property
+    def ram_gib(self) -> float | None:
+        """The least RAM that a host leaves to it; None where it is not known."""
+        found = [share.memory_gib for share in map(_host, self.shares) if share.memory_gib]
+        return min(found) if len(found) == len(self.shares) else None
+
+    def __str__(self) -> str:
+        """``node-a:0,1 node-b:0``."""
+        return " ".join(f"{host.name}:{','.join(map(str, slots))}" for host, slots in self.shares)
+
+
+class Slots:
+    """The slots of the hosts that trials run on now."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, int], set[int]] = {}
+
+    def take(self, hosts: Sequence[HostConfig], count: int, first: Placed) -> Placed | None:
+        """``count`` free slots; None where a trial must end before. ``first``: what a free cluster
+        gives, whose shape every trial has, so that they compare."""
+        for device in dict.fromkeys(host.device for host in hosts):
+            free = [(host, self._free(host)) for host in hosts if host.device == device]
+            found = _choose(free, count, alone=len(first.shares) == 1)
+            if found is not None and found.shape == first.shape:
+                for host, slots in found.shares:
+                    self._taken.setdefault(_place(host), set()).update(slots)
+                return found
+        return None
+
+    def give_back(self, placed: Placed) -> None:
+        """The trial is over."""
+        for host, slots in placed.shares:
+            self._taken[_place(host)].difference_update(slots)
+
+    def _free(self, host: HostConfig) -> list[int]:
+        taken = self._taken.get(_place(host), set())
+        return [slot for slot in range(host.slots) if slot not in taken]
+
+
+def first_of(hardware: HardwareConfig, count: int) -> Placed:
+    """The slots of a trial on a free cluster; ConfigError where it has too few of any type."""
+    hosts = hardware.hosts
+    totals: dict[str, int] = {}
+    for host in hosts:
+        totals[host.device] = totals.get(host.device, 0) + host.slots
+    for device in totals:
+        alike = [host for host in hosts if host.device == device]
+        alone = any(host.slots >= count for host in alike)
+        found = _choose([(host, list(range(host.slots))) for host in alike], count, alone=alone)
+        if found is not None:
+            return found
+    counted = ", ".join(f"{plural(total, 'slot')} of {name}" for name, total in totals.items())
+    raise ConfigError(
+        f"sweep.slots_per_trial={count}, but hardware has {counted or 'no host'}, and a trial gets "
+        f"slots of one type. Use at most {max(totals.values(), default=1)}."
+    )
+
+
+def _choose(
+    free: Sequence[tuple[HostConfig, list[int]]], count: int, *, alone: bool
+) -> Placed | None:
+    """On the host with the fewest free slots that suffice; over several, the freest first."""
+    if alone:
+        fits = [(host, slots) for host, slots in free if len(slots) >= count]
+        if not fits:
+            return None
+        host, slots = min(fits, key=lambda each: len(each[1]))
+        return Placed(((host, tuple(slots[:count])),))
+    shares: list[tuple[HostConfig, tuple[int, ...]]] = []
+    for host, slots in sorted(free, key=lambda each: -len(each[1])):
+        part = slots[: count - sum(len(chosen) for _, chosen in shares)]
+        if part:
+            shares.append((host, tuple(part)))
+    if sum(len(chosen) for _, chosen in shares) < count:
+        return None
+    return Placed(tuple(shares))
+
+
+def placed_on(exp: Experiment, placed: Placed) -> Experiment:
+    """The experiment on its slots: hosts, devices, RAM and threads as plain values."""
+    hardware = exp.hardware
+    hosts = [_host(share) for share in placed.shares]
+    if hardware.devices[placed.device].accelerator == "cpu":
+        hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
+    if exp.launch.transport in ("slurm", "openmpi"):
+        hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
+    kept = hardware.hosts[0].name == hosts[0].name
+    env = dict(hardware.env)
+    if not (THREADS in os.environ or THREADS in env or THREADS in exp.launch.env):
+        env[THREADS] = str(_threads(hardware, placed))
+    return dataclasses.replace(
+        exp,
+        hardware=dataclasses.replace(
+            hardware,
+            hosts=hosts,
+            slots=None,
+            master_addr=hardware.master_addr if kept else None,
+            env=env,
+        ),
+    )
+
+
+def _host(share: tuple[HostConfig, tuple[int, ...]]) -> HostConfig:
+    """A host as its part: the slots of the trial, and their share of the RAM."""
+    host, slots = share
+    indices = [host.device_indices[slot] for slot in slots] if host.device_indices else list(slots)
+    memory = host.memory_gib and host.memory_gib * len(slots) / host.slots
+    return dataclasses.replace(host, slots=len(slots), device_indices=indices, memory_gib=memory)
+
+
+def _threads(hardware: HardwareConfig, placed: Placed) -> int:
+    """Threads of a rank: its share of the cores of a host that all slots are used of."""
+    cores = len(os.sched_getaffinity(0))
+    share = max(1, cores // max(host.slots for host, _ in placed.shares))
+    on_cpu = hardware.devices[placed.device].accelerator == "cpu"
+    return share if on_cpu else min(8, share)
+
+
+def _place(host: HostConfig) -> tuple[str, int]:
+    return host.address or host.name, host.ssh_port

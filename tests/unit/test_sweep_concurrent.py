@@ -1,0 +1,269 @@
+"""Trials at the same time: what runs beside what, what ends with what, what is left behind.
+
+The trials are composed and placed as they are, and run in processes of their own; in the place of
+their ranks is a function that says when it began and ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from llmx.__main__ import main
+from llmx.launch.supervision.journal import supervisor_lock
+from llmx.run.rundir import RunDir, write_json
+from llmx.sweep import journal as journals
+from llmx.sweep.process import TrialProcess, end_earlier
+
+SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "sweep.trial_steps=3"]
+LR = "optim.lr=1e-3,2e-3,3e-3,4e-3"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any) -> SimpleNamespace:
+    """In the place of the ranks, in the process of the trial."""
+    begun = time.time()
+    stopped: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopped.append(number))
+    with supervisor_lock(run, launch.token):
+        print("in the log", flush=True)
+        lr = exp.optim.lr
+        if lr == 5e-3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if lr == 6e-3:
+            raise ZeroDivisionError("unexpected")
+        until = begun + (30.0 if lr == 9e-3 else 1.0)
+        while time.time() < until and not stopped:
+            time.sleep(0.02)
+        failed = "crash" if lr == 7e-3 else ""
+        outcome = "interrupted" if stopped else failed or "ok"
+        write_json(
+            run.result,
+            {"outcome": outcome, "cause": outcome if outcome != "ok" else "", "started": begun,
+             "ended": time.time(), "run_token": launch.token},
+        )  # fmt: skip
+    return SimpleNamespace(exit_code=0 if outcome == "ok" else 1)
+
+
+def sweep_of(root: Path) -> journals.Journal:
+    found = journals.load(max((root / "outputs" / "sweeps").iterdir()))
+    assert found is not None
+    return found
+
+
+def config_of(journal: journals.Journal, index: int) -> dict[str, Any]:
+    path = journal.directory / journal.trials[index].run_dir / "config.yaml"
+    values: dict[str, Any] = yaml.safe_load(path.read_text())
+    return values
+
+
+@pytest.fixture
+def trials(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("llmx.sweep.sweep.supervise", supervised)
+    return here
+
+
+def at_once(journal: journals.Journal) -> int:
+    """The most trials that ran at a time."""
+    changes = [
+        change
+        for entry in journal.trials
+        for change in ((entry.started or 0.0, 1), (entry.ended or 0.0, -1))
+    ]
+    count = most = 0
+    for _, change in sorted(changes):
+        count += change
+        most = max(most, count)
+    return most
+
+
+def test_trials_run_beside_each_other_on_slots_of_their_own(
+    trials: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", LR, "zero=stage2", *SMALL, "sweep.slots_per_trial=1"]) == 0
+    journal = sweep_of(trials)
+    assert [entry.outcome for entry in journal.trials] == ["ok"] * 4
+    assert at_once(journal) == 2
+    assert {entry.slots for entry in journal.trials} == {"localhost:0", "localhost:1"}
+    assert (journal.pid, journal.complete) == (os.getpid(), True)
+    for index in range(4):
+        values = config_of(journal, index)
+        assert values["hardware"]["hosts"][0]["slots"] == 1
+        assert values["hardware"]["env"]["OMP_NUM_THREADS"]
+    log = journal.directory / journal.trials[0].run_dir / "logs" / "console.log"
+    assert log.read_text() == "in the log\n"
+    said = capsys.readouterr().out
+    assert "[0] optim.lr=0.001: started on localhost:0\n" in said
+    assert "[3] optim.lr=0.004: ok" in said
+    assert "4/4 trials  4 done" in said
+    assert (journal.directory / "sweep.html").is_file()
+    again = main(["-m", LR, "zero=stage2", *SMALL, "sweep.slots_per_trial=1",
+                  f"hydra.sweep.dir={journal.directory}"])  # fmt: skip
+    assert again == 0
+    kept = sweep_of(trials)
+    assert [entry.ended for entry in kept.trials] == [entry.ended for entry in journal.trials], (
+        "whatever slots they had, they are the same trials"
+    )
+
+
+def test_without_slots_of_their_own_they_run_in_turn(trials: Path) -> None:
+    assert main(["-m", "optim.lr=1e-3,2e-3", *SMALL]) == 0
+    journal = sweep_of(trials)
+    assert at_once(journal) == 1
+    assert config_of(journal, 0)["hardware"]["hosts"][0]["slots"] == 2
+
+
+def test_one_that_dies_disturbs_no_other(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = "optim.lr=5e-3,6e-3,7e-3,1e-3"
+    assert main(["-m", grid, *SMALL, "sweep.slots_per_trial=1"]) == 1
+    journal = sweep_of(trials)
+    assert [entry.outcome for entry in journal.trials] == ["failed", "failed", "crash", "ok"]
+    assert "ended by SIGKILL" in journal.trials[0].cause
+    assert "ZeroDivisionError('unexpected')" in journal.trials[1].cause
+    said = capsys.readouterr()
+    assert "[2] optim.lr=0.007: crash: crash (log: " in said.err
+    assert "1 of 4 trials ended well; 2 failed, 1 crash" in said.out
+
+
+def test_fail_fast_stops_what_runs_beside(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = "optim.lr=9e-3,7e-3,1e-3,2e-3"
+    words = ["-m", grid, *SMALL, "sweep.slots_per_trial=1", "sweep.fail_fast=true"]
+    started = time.monotonic()
+    assert main(words) == 1
+    assert time.monotonic() - started < 25
+    journal = sweep_of(trials)
+    assert [entry.outcome for entry in journal.trials] == ["interrupted", "crash", "", ""]
+    assert "trials not started: 2" in capsys.readouterr().err
+
+
+def test_a_part_that_the_cluster_does_not_have(
+    trials: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "optim.lr=1e-3", *SMALL, "sweep.slots_per_trial=3"]) == 2
+    assert "sweep.slots_per_trial=3, but hardware has 2 slots of cpu" in capsys.readouterr().err
+
+
+RUN = """
+import sys
+from tests.unit import test_sweep_concurrent as here
+import llmx.sweep.sweep as sweep
+sweep.supervise = here.supervised
+from llmx.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(root: Path, *words: str) -> subprocess.Popen[str]:
+    """A sweep in a process of its own, as a terminal starts it, when two trials run."""
+    repository = str(Path(__file__).resolve().parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, "-m", *words],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": repository},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 90
+    while len(list(root.glob("outputs/sweeps/*/*/logs/console.log"))) < 2:
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while any(not path.stat().st_size for path in root.glob("outputs/sweeps/*/*/logs/console.log")):
+        time.sleep(0.05)
+    return process
+
+
+def holders(root: Path) -> list[int]:
+    """The processes of the trials."""
+    return [
+        json.loads(path.read_text())["pid"]
+        for path in root.glob("outputs/sweeps/*/*/supervisor.lock")
+    ]
+
+
+def alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+LONG = ("optim.lr=9e-3", "seed=1,2,3", *SMALL, "sweep.slots_per_trial=1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_every_trial_and_the_sweep(here: Path, number: int) -> None:
+    process = start(here, *LONG)
+    os.kill(process.pid, number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    journal = sweep_of(here)
+    assert [entry.outcome for entry in journal.trials] == ["interrupted", "interrupted", ""]
+    assert "trials not started: 1" in said
+    assert not any(map(alive, holders(here)))
+
+
+def test_trials_die_with_their_sweep_and_it_goes_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, it can end nothing itself; the next attempt never writes where one still lives."""
+    process = start(here, *LONG)
+    pids = holders(here)
+    process.kill()
+    process.communicate()
+    directory = sweep_of(here).directory
+    assert not journals.is_running(directory), "its trials do not hold it"
+    monkeypatch.setattr("llmx.sweep.sweep.supervise", supervised)
+    monkeypatch.chdir(here)
+    # The trials of the first attempt end on their own; shorter ones do in their place.
+    (directory / "sweep.json").write_text(
+        (directory / "sweep.json").read_text().replace("optim.lr=9e-3", "optim.lr=1e-3")
+    )
+    assert main(["sweep", "resume", str(directory)]) == 0
+    assert not any(map(alive, pids))
+    journal = sweep_of(here)
+    assert [entry.outcome for entry in journal.trials] == ["ok"] * 3
+
+
+def test_an_earlier_attempt_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    run, said = RunDir(tmp_path / "0_run"), []
+
+    def stuck() -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with supervisor_lock(run, "0123456789"):
+            time.sleep(60)
+        return 0
+
+    process = TrialProcess(run, stuck)
+    while not run.supervisor_lock.is_file() or not run.supervisor_lock.stat().st_size:
+        time.sleep(0.02)
+    end_earlier(run, grace_s=0.2, notify=said.append)
+    assert said == ["waiting for the earlier attempt of 0_run, which is ending"]
+    deadline = time.monotonic() + 10
+    while (end := process.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert "ended by SIGKILL" in str(end.error)
+    end_earlier(run, grace_s=0.0, notify=said.append)
+    assert len(said) == 1
