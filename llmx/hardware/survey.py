@@ -7,7 +7,8 @@ environment's own Python runs it, so that a host needs neither llmx nor the code
 
 The third argument asks for what takes time: ``torch`` imports it, in a process of its own,
 ``aio`` compiles a line against libaio, ``nvme`` names a directory to look at; ``env`` has variables
-of the ranks.
+of the ranks. ``known`` has the facts of an earlier survey that was asked the same: what takes time
+is taken from it while the environment is the same (``stamp``), all else is looked at again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import metadata, util
 from typing import Any
 
@@ -49,7 +51,17 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
     looked at besides."""
     asked = asked or {}
     os.environ.update(asked.get("env") or {})  # compilers are looked for where ranks look
+    stamp = environment_stamp()
+    known = asked.get("known") or {}
+    if known.get("stamp") != stamp:
+        known = {}
+    build = known.get("torch_build") or {}
+
+    def once(name: str, find: Callable[[], Any]) -> Any:
+        return known.get(name) or find()
+
     return {
+        "stamp": stamp,
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "packages": {name: version(name) for name in COMPARED},
         "nccl": sorted(
@@ -59,8 +71,10 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
         ),
         "gpus": count_gpus(),
         "gpu_names": gpu_names(),
-        "capabilities": compute_capabilities(),
-        "torch_build": torch_build() if asked.get("torch") else {"cuda": cuda_of_torch()},
+        "capabilities": once("capabilities", compute_capabilities),
+        "torch_build": (build if build.get("works") else torch_build())
+        if asked.get("torch")
+        else {"cuda": cuda_of_torch()},
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
         "free_bytes": shutil.disk_usage(nearest_directory(run_dir)).free,
@@ -68,13 +82,30 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
-        "nvcc": nvcc(),
-        "libaio": has_libaio() if asked.get("aio") else None,
+        "nvcc": once("nvcc", nvcc),
+        "libaio": once("libaio", has_libaio) if asked.get("aio") else None,
         "nvme": directory_facts(asked["nvme"]) if asked.get("nvme") else None,
         "modules": [name for name in MODULES if has_module(name)],
         "stale_locks": stale_locks(),
         "code": code_hash(package),
     }
+
+
+def environment_stamp() -> str:
+    """Another one after an installation, a restart of the host, with other GPUs, another driver or
+    compiler, and for other variables that decide which of them are used."""
+    roots = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    programs = [shutil.which(name) or "" for name in ("nvidia-smi", "nvcc", "c++", "g++")]
+    parts = [sys.version, sys.executable, _text("/proc/sys/kernel/random/boot_id")]
+    parts += [str(nvidia_driver()), str(count_gpus()), *gpu_names()]
+    for path in [*sys.path, *roots, *programs, "/usr/local/cuda", "/usr/include/libaio.h"]:
+        try:
+            parts.append(f"{os.path.realpath(path)} {os.stat(path).st_mtime_ns}")  # noqa: PTH116
+        except OSError:
+            parts.append(path)
+    names = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "CFLAGS", "LDFLAGS")
+    parts += [os.environ.get(name, "") for name in (*names, "CUDA_VISIBLE_DEVICES")]
+    return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def which(name: str) -> bool:

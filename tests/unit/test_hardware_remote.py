@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,3 +52,23 @@ def test_the_survey_and_why_there_is_none() -> None:
         run_survey(["/no/such/python", "-"], timeout_s=60)
     with pytest.raises(SurveyError):
         run_survey(["sh", "-c", "echo no JSON"], timeout_s=60)
+
+
+def test_what_takes_time_is_surveyed_once() -> None:
+    """As long as the environment is the same; what may change meanwhile is looked at again."""
+
+    def ask(**asked: Any) -> dict[str, Any]:
+        return run_survey([sys.executable, "-", "/", "", json.dumps(asked)], timeout_s=60)
+
+    facts = ask()
+    slow = {"nvcc": "99.9", "capabilities": [9.9], "torch_build": {"cuda": "99", "works": True}}
+    known = {**facts, **slow, "free_bytes": 1}
+    again = ask(known=known, torch=True)
+    assert {name: again[name] for name in slow} == slow
+    assert again["free_bytes"] > 1
+    assert again["stamp"] == facts["stamp"]
+    other = ask(known={**known, "stamp": "another"})
+    assert (other["nvcc"], other["torch_build"]) == (facts["nvcc"], facts["torch_build"])
+    moved = ask(known=known, env={"CUDA_HOME": "/nowhere"})
+    assert moved["stamp"] != facts["stamp"]
+    assert moved["nvcc"] is None

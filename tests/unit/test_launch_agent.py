@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.agents.connection import AGENT, AgentError, Connection, local_connection
 
 PAUSE = "import signal; signal.pause()"
@@ -404,3 +405,19 @@ def test_an_agent_of_an_earlier_attempt_does_not_end_the_next(rig: Rig) -> None:
     finally:
         later.close(timeout_s=5)
         sibling.close(timeout_s=5)
+
+
+def test_small_files_and_what_lies_there(tmp_path: Path) -> None:
+    """How a run's own files come to a host that has a disk of its own."""
+    rig = Rig(tmp_path)
+    try:
+        there = tmp_path / "runs/one"
+        files = {"config.yaml": base64.b64encode(b"seed: 1\n").decode()}
+        rig.connection.request("put", timeout_s=10, path=str(there), files=files)
+        assert [path.name for path in there.iterdir()] == ["config.yaml"]
+        assert (there / "config.yaml").read_text() == "seed: 1\n"
+        paths = [(str(there), ["*.pyc"]), (str(tmp_path / "nothing"), [])]
+        reply = rig.connection.request("stamp", timeout_s=10, paths=paths)["stamps"]
+        assert reply == {str(there): tree_stamp(str(there), ["*.pyc"]), paths[1][0]: None}
+    finally:
+        rig.connection.close(timeout_s=10)

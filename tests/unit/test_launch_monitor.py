@@ -26,7 +26,7 @@ from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
 from llmx.launch.supervision.signals import ShutdownRequest
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, write_json
 from tests.unit.test_launch_agent import wait_until
 from tests.unit.test_launch_render import experiment, spec_of
 
@@ -110,6 +110,21 @@ def test_a_death_is_seen_whatever_the_clock_there_says(rig: Rig) -> None:
     rig.monitor._exit_reported_at[1] -= 5
     rig.over()
     assert "rank 1 exited without an error message" in rig.logged()
+
+
+def test_nobody_waits_for_a_launcher_whose_ranks_have_left(rig: Rig) -> None:
+    """DeepSpeed's looks for their end once a second, and then takes its time."""
+    rig.run_dir.ranks.mkdir()
+    for rank in (0, 1):
+        assert not rig.over()
+        write_json(rig.run_dir.rank_status(rank), {"rank": rank, "state": "finished"})
+    assert not rig.over()
+    for rank in (0, 1):
+        assert not rig.over()
+        gone = {"event": "rank_exit", "rank": rank, "pid": 7, "time": time.time()}
+        rig.inbox.put((rig.connections[rank], gone))
+    assert rig.over()
+    assert rig.monitor.all_left
 
 
 def test_a_flood_of_messages_leaves_time_for_the_rest(

@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
+from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync.files import differing, paths_to_push, push
+from llmx.launch.sync.files import SyncHost, differing, paths_to_push, push
+from llmx.launch.sync.record import HostRecord
 from llmx.run.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 
@@ -27,6 +31,21 @@ def spec(tmp_path: Path, **data: object) -> LaunchSpec:
         group, name = key.split("__")
         setattr(getattr(exp, group), name, value)
     return spec_of(exp)
+
+
+def sync_host(made: LaunchSpec, host: int = 1) -> SyncHost:
+    """A host whose files are those of this machine."""
+
+    def make_dirs(paths: list[str]) -> None:
+        pass
+
+    return SyncHost(
+        private_run_dir=True,
+        record=HostRecord(made.plan.hosts[host]),
+        make_dirs=make_dirs,
+        stamps=lambda paths: {path: tree_stamp(path, names) for path, names in paths},
+        put=lambda path, files: None,
+    )
 
 
 def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
@@ -140,8 +159,9 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "rsync").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 60\n")
     (tmp_path / "rsync").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "home"))
 
-    def make_dirs(host: str, paths: list[str]) -> None:
+    def asked(host: str) -> None:
         deadline = time.monotonic() + 20
         while host == "node-a" and not (tmp_path / "began").exists():
             assert time.monotonic() < deadline, "rsync has not started"
@@ -149,13 +169,117 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
         if host == "node-a":
             raise LaunchError("node-a is away")
 
+    made = spec(tmp_path)
     began = time.monotonic()
     with pytest.raises(LaunchError, match="node-a is away"):
         push(
-            spec(tmp_path),
-            ["node-a", "node-b"],
-            private_run_dirs=set(),
-            make_dirs=make_dirs,
+            made,
+            {
+                host: dataclasses.replace(
+                    sync_host(made, index), make_dirs=lambda _, host=host: asked(host)
+                )
+                for index, host in enumerate(("node-a", "node-b"))
+            },
             notify=lambda text: None,
         )
     assert time.monotonic() - began < 20
+
+
+class Rsync:
+    """Counts what rsync is asked, on this machine: its remote shell stays here."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log = directory / "rsync.log"
+        shell, program = directory / "shell", directory / "bin" / "rsync"
+        real = subprocess.run(["which", "rsync"], capture_output=True, text=True).stdout.strip()
+        program.parent.mkdir()
+        shell.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+        program.write_text(
+            f'#!/bin/sh\n[ "$1" = --server ] && exec {real} "$@"\n'
+            f'echo "$*" >> {self.log}\nexec {real} "$@" -e {shell}\n'
+        )
+        for path in (shell, program):
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+    def calls(self) -> int:
+        """Since the last time it was asked."""
+        text = self.log.read_text() if self.log.exists() else ""
+        self.log.write_text("")
+        return len(text.splitlines())
+
+
+def test_what_has_not_changed_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second trial of a sweep asks the host one question, and sends its own small files."""
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "home"))
+    for name in ("code/llmx", "model", "cache/data"):
+        (tmp_path / name).mkdir(parents=True)
+    weights = tmp_path / "model/weights"
+    weights.write_text("1")
+    rsync, said = Rsync(tmp_path, monkeypatch), []
+    made = spec(tmp_path, model__path=str(tmp_path / "model"))
+    made = dataclasses.replace(
+        made, code_root=str(tmp_path / "code"), run_dir=RunDir(tmp_path / "sweep/0")
+    )
+    made.run_dir.root.mkdir(parents=True)
+    made.run_dir.config.write_text("seed: 1\n")
+    files: dict[str, dict[str, bytes]] = {}
+    host = dataclasses.replace(sync_host(made), put=files.__setitem__)
+
+    def sync(host: SyncHost = host) -> int:
+        said.clear()
+        push(made, {"node-b": host}, notify=said.append)
+        return rsync.calls()
+
+    # Code is sent, what was removed here is removed there, and all is compared; so is the model.
+    # Prepared data is only sent.
+    assert sync() == 3 + 2 + 1
+    assert files == {str(made.run_dir.root): {"config.yaml": b"seed: 1\n"}}
+    assert sync() == 0
+    assert said == [
+        "sync: node-b: 1 file sent, 0.0 MiB; 0 paths verified, 3 unchanged since the last sync"
+    ]
+    weights.write_text("2")
+    assert sync() == 2
+    (tmp_path / "cache/data/store").write_text("prepared by a trial")
+    assert sync() == 1
+    # A file that this machine alone may have does not count, and neither does another run.
+    (tmp_path / "cache/hosts").mkdir()
+    (tmp_path / "code/llmx/__pycache__").mkdir()
+    assert sync() == 0
+    # A disk that was lost there, an old agent that is asked something new, no cache here.
+    away = dataclasses.replace(host, stamps=lambda paths: dict.fromkeys(p for p, _ in paths))
+    assert sync(away) == 6
+    assert sync() == 6
+    assert sync() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda top: (top / "a/keep.pyc").write_text("another"), True),
+        (lambda top: (top / "runs/one/file").write_text("another"), True),
+        (lambda top: (top / "a/runs/one/file").write_text("another"), False),
+        (lambda top: (top / "a/file").write_text("another"), False),
+        (lambda top: (top / "a/file").unlink(), False),
+        (lambda top: (top / "a/new").touch(), False),
+        (lambda top: (top / "a/empty").mkdir(), False),
+        (lambda top: os.utime(top / "a/file", (1, 1)), False),
+    ],
+)
+def test_a_stamp_is_of_what_rsync_would_send(
+    tmp_path: Path, change: Callable[[Path], object], same: bool
+) -> None:
+    top = tmp_path / "top"
+    for name in ("a", "runs/one", "a/runs/one"):
+        (top / name).mkdir(parents=True, exist_ok=True)
+        (top / name / "file").write_text(name)
+    excludes = ["*.pyc", "/runs/one"]
+    before = tree_stamp(str(top), excludes)
+    assert before is not None
+    change(top)
+    assert (tree_stamp(str(top), excludes) == before) is same
+    assert tree_stamp(str(top), ["runs/*"]) is None, "a pattern that is rsync's own"
+    assert tree_stamp(str(top / "nothing"), []) is None

@@ -12,7 +12,7 @@ reason), and when no message arrives for ``silence_s`` (the supervisor's host or
 """
 
 # os instead of pathlib: importing pathlib would take a third of the start time.
-# ruff: noqa: PTH103, PTH108, PTH110, PTH113, PTH115, PTH116, PTH118, PTH119, PTH123, PTH202, PTH207, PTH208
+# ruff: noqa: PTH103, PTH108, PTH110, PTH112, PTH113, PTH115, PTH116, PTH118, PTH119, PTH123, PTH202, PTH207, PTH208
 from __future__ import annotations
 
 import array
@@ -20,6 +20,7 @@ import base64
 import collections
 import contextlib
 import fcntl
+import fnmatch
 import glob
 import json
 import os
@@ -27,6 +28,7 @@ import random
 import select
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import threading
@@ -375,6 +377,20 @@ class Agent:
             os.makedirs(path, exist_ok=True)
         return {}
 
+    def do_stamp(self, message: Message) -> Message:
+        """The stamps of paths here, each with the names that are left out of it."""
+        return {"stamps": {path: tree_stamp(path, names) for path, names in message["paths"]}}
+
+    def do_put(self, message: Message) -> Message:
+        """Write small files into a directory, each whole or not at all."""
+        os.makedirs(message["path"], exist_ok=True)
+        for name, data in message["files"].items():
+            path = os.path.join(message["path"], name)
+            with open(f"{path}.new", "wb") as file:
+                file.write(base64.b64decode(data))
+            os.replace(f"{path}.new", path)
+        return {}
+
     def do_watch(self, message: Message) -> Message:
         """Begin to report ranks, and (on a private disk) to stream the files that they write."""
         self.streaming = message.get("stream", False)
@@ -577,6 +593,50 @@ class Agent:
 
     def _on_signal(self, number: int, frame: object) -> None:
         raise KeyboardInterrupt
+
+
+def tree_stamp(path: str, excludes: list[str]) -> str | None:
+    """The same as long as no file of the path is changed, added or removed: of names, sizes and
+    times. None where it is not there, or where ``excludes`` has a pattern of rsync that is more
+    than a name (``*.pyc``) or a path from the top (``/runs/a``).
+    """
+    names = [pattern for pattern in excludes if "/" not in pattern]
+    tops = {pattern for pattern in excludes if pattern not in names}
+    if any(not top.startswith("/") or set(top) & set("*?[") for top in tops):
+        return None
+    import hashlib  # not for each start of an agent
+
+    found = hashlib.blake2b(digest_size=16)
+
+    def add(where: str, relative: str) -> None:
+        status = os.lstat(where)
+        if stat.S_ISLNK(status.st_mode):
+            what = f"{relative}\0{os.readlink(where)}"
+        elif stat.S_ISREG(status.st_mode):
+            what = f"{relative}\0{status.st_size}\0{status.st_mtime_ns}"
+        elif stat.S_ISDIR(status.st_mode):
+            found.update(f"{relative}/\n".encode("utf-8", "surrogateescape"))
+            below(where, relative)
+            return
+        else:
+            return
+        found.update(f"{what}\n".encode("utf-8", "surrogateescape"))
+
+    def below(directory: str, relative: str) -> None:
+        for name in sorted(os.listdir(directory)):
+            inner = f"{relative}/{name}"
+            if inner not in tops and not any(fnmatch.fnmatchcase(name, n) for n in names):
+                add(os.path.join(directory, name), inner)
+
+    try:
+        real = os.path.realpath(path)
+        if os.path.isdir(real):
+            below(real, "")
+        else:
+            add(real, "")
+    except OSError:  # not there, or changed meanwhile
+        return None
+    return found.hexdigest()
 
 
 def _run_all(commands: list[list[str]]) -> None:

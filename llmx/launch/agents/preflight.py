@@ -5,12 +5,14 @@ Each step that fails raises LaunchError with the host, the problem and the fix.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import queue
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from llmx.errors import ConfigError, LaunchError
 from llmx.hardware.compare import asked_of_hosts, compare_hosts, extensions
@@ -28,7 +30,8 @@ from llmx.launch.render.files import write_rendered
 from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.log import RunLog
-from llmx.launch.sync.files import push
+from llmx.launch.sync.files import SyncHost, push
+from llmx.launch.sync.record import HostRecord, survey_request
 from llmx.launch.transports import transport_of
 from llmx.observe.diagnose import Failure, diagnose
 from llmx.run.rundir import write_json, write_text
@@ -218,24 +221,25 @@ def check_environments(spec: LaunchSpec, connections: list[Connection]) -> tuple
     if not any(connection.is_remote for connection in connections):
         return _check_this_machine(spec, asked)
     used = [connection for connection in connections if connection.hosts]
-    request = {
-        "python": spec.python,
-        "program": survey_source(),
-        "arguments": [
-            str(spec.run_dir.root),
-            str(Path(spec.worker_path).parent),
-            json.dumps(asked),
-        ],
-    }
+    name = survey_request(spec.python, asked)
+    records = {each.name: HostRecord(spec.plan.hosts[each.hosts[0]]) for each in used}
+
+    def request(connection: Connection) -> Message:
+        known = records[connection.name].survey(name)
+        arguments = [str(spec.run_dir.root), str(Path(spec.worker_path).parent)]
+        arguments.append(json.dumps({**asked, "known": known}))
+        return {"python": spec.python, "program": survey_source(), "arguments": arguments}
+
     surveys = {}
     for connection, reply in request_all(
-        used, "survey", timeout_s=SURVEY_TIMEOUT_S, message=lambda each: request
+        used, "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
     ):
         if isinstance(reply, AgentError):
             raise LaunchError(
                 f"{connection.name}: {spec.python} cannot list what is installed there: {reply}"
             ) from reply
         surveys[connection.name] = reply["facts"]
+        records[connection.name].note_survey(name, reply["facts"])
     findings = compare_hosts(
         spec.exp,
         spec.plan,
@@ -254,9 +258,13 @@ def _check_this_machine(spec: LaunchSpec, asked: Message) -> tuple[str, ...]:
     needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.accelerator == "cuda"
     if others or not host.is_local or not needed:
         return ()  # the hosts of Slurm cannot be checked from here
-    arguments = [str(spec.run_dir.root), "", json.dumps({**asked, "torch": False})]
+    asked = {**asked, "torch": False}
+    record, name = HostRecord(host), survey_request(spec.python, asked)
+    request = json.dumps({**asked, "known": record.survey(name)})
+    arguments = [str(spec.run_dir.root), "", request]
     try:
         facts = run_survey([spec.python, "-", *arguments], timeout_s=SURVEY_TIMEOUT_S)
+        record.note_survey(name, facts)
     except SurveyError as error:
         return (f"this machine could not be checked before the start: {error}",)
     findings = compare_hosts(spec.exp, spec.plan, {host.name: facts})
@@ -352,23 +360,33 @@ def push_inputs(
     spec: LaunchSpec, connections: list[Connection], notify: Callable[[str], None]
 ) -> None:
     """``launch.sync=rsync``: copy everything that the ranks read to every other host."""
-    remote = {connection.name: connection for connection in connections if connection.is_remote}
-    if spec.exp.launch.sync != "rsync" or not remote:
-        return
+    remote = [connection for connection in connections if connection.is_remote]
+    if spec.exp.launch.sync == "rsync" and remote:
+        hosts = {connection.name: _sync_host(spec, connection) for connection in remote}
+        push(spec, hosts, notify=notify)
 
-    def make_dirs(host: str, paths: list[str]) -> None:
+
+def _sync_host(spec: LaunchSpec, connection: Connection) -> SyncHost:
+    def ask(what: str, cmd: str, timeout_s: float, **values: Any) -> Message:
         try:
-            remote[host].request("mkdir", paths=paths, timeout_s=60)
+            return connection.request(cmd, timeout_s=timeout_s, **values)
         except AgentError as error:
             raise LaunchError(
-                f"launch.sync=rsync: {host}: cannot create the directories: {error}. The same "
-                "paths must be writable on every host."
+                f"launch.sync=rsync: {connection.name}: cannot {what}: {error}. The same paths "
+                "must be writable on every host."
             ) from error
 
-    push(
-        spec,
-        list(remote),
-        private_run_dirs={name for name, connection in remote.items() if not connection.shared},
+    def make_dirs(paths: list[str]) -> None:
+        ask("create the directories", "mkdir", 60, paths=paths)
+
+    def put(path: str, files: dict[str, bytes]) -> None:
+        encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
+        ask("write the run's files", "put", 60, path=path, files=encoded)
+
+    return SyncHost(
+        private_run_dir=not connection.shared,
+        record=HostRecord(spec.plan.hosts[connection.hosts[0]]),
         make_dirs=make_dirs,
-        notify=notify,
+        stamps=lambda paths: ask("look at its files", "stamp", 600, paths=paths)["stamps"],
+        put=put,
     )

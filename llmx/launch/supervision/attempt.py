@@ -190,7 +190,8 @@ class Attempt:
         if self.shutdown.count and self.monitor.failed_at is None:
             self._shut_down(self.spec.exp.launch.stop_grace_s, save=True)
         else:
-            self._shut_down(FAILURE_GRACE_S)
+            # Where every rank has left well, only DeepSpeed's launchers are there.
+            self._shut_down(0.0 if self.monitor.all_left else FAILURE_GRACE_S)
         self.monitor.poll(final=True)
         self.monitor.read_logs()
         return classify(self.monitor.evidence, self.spec.plan)

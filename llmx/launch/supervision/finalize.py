@@ -3,6 +3,7 @@ can slow, stop or fail the run."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -18,6 +19,8 @@ from llmx.run.rundir import RunDir
 from llmx.text import plural
 
 REPORT_TIMEOUT_S = 120.0
+_LATER: list[subprocess.Popen[bytes]] = []
+"""Reports that are written in the background."""
 TRACEBACK_LINES = 25
 CAUSE_LINES = 5
 _CHAIN = re.compile(
@@ -90,6 +93,28 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return f"no report ({last}); run it again: {' '.join(argv)}"
     return None
+
+
+def start_report(run_dir: RunDir) -> None:
+    """Write the report in the background, for a trial of a sweep: the next one need not wait for
+    it, and this process does so at its exit."""
+    if not _LATER:
+        atexit.register(_wait_for_reports)
+    with contextlib.suppress(OSError), (run_dir.logs / "report.log").open("wb") as log:
+        _LATER.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "llmx.observe.report", str(run_dir.root)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        )
+
+
+def _wait_for_reports() -> None:
+    with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        for report in _LATER:
+            report.wait(REPORT_TIMEOUT_S)
 
 
 def restarts_line(attempts: Sequence[Mapping[str, Any]]) -> str:

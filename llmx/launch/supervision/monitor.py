@@ -24,6 +24,7 @@ from llmx.launch.supervision.tail import (
     apply_update,
     tail_text,
 )
+from llmx.launch.transports import transport_of
 from llmx.run.metrics.lines import MetricsTail
 
 SUSPENDED_S = 5.0
@@ -111,6 +112,14 @@ class RankMonitor:
         self._update_clock_offsets()
         self._polled_at = time.monotonic()
 
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank has finished, and its process has exited."""
+        exits = self.evidence.exits
+        return all_finished(self.evidence, self.plan) and all(
+            rank.rank in exits for rank in self.plan.ranks
+        )
+
     def is_over(self, runner_code: int | None) -> bool:
         """Whether the attempt is over: finished, failed, hung or never started."""
         now = time.monotonic()
@@ -119,6 +128,9 @@ class RankMonitor:
             return self._launcher_ended(now)
         if all_finished(self.evidence, self.plan):
             self._finished_at = self._finished_at or now
+            if self.all_left and not transport_of(self.plan.transport).ends_by_itself:
+                self.log.debug("every rank has finished and exited")
+                return True
             return now - self._finished_at > EXIT_S
         problem = self._find_failure(now)
         if problem and self.failed_at is None:

@@ -27,6 +27,7 @@ from llmx.launch.supervision.finalize import (
     print_failure,
     print_report,
     restarts_line,
+    start_report,
     start_tracker,
 )
 from llmx.launch.supervision.hosts import HostSelection
@@ -52,24 +53,29 @@ def supervise(
     *,
     launch: LaunchSpec | None = None,
     stream: TextIO | None = None,
+    is_trial: bool = False,
 ) -> Result:
     """Launch, monitor, shut down, collect, report. Blocks until the run is over.
 
+    ``is_trial``: another run follows, which does not wait for the report of this one.
     LaunchError where another supervisor holds the run already.
     """
     spec = launch or make_spec(exp, plan, run_dir, port=0, token=write_identity(run_dir))
-    return Supervisor(spec, stream=stream).run()
+    return Supervisor(spec, stream=stream, is_trial=is_trial).run()
 
 
 class Supervisor:
     """One run. Used once."""
 
-    def __init__(self, spec: LaunchSpec, *, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, spec: LaunchSpec, *, stream: TextIO | None = None, is_trial: bool = False
+    ) -> None:
         self.spec = spec
         """With every host; ``hosts.spec`` is that of the next attempt."""
         self.run_dir = spec.run_dir
         self.launch = spec.exp.launch
         self.stream = stream or sys.stdout
+        self.is_trial = is_trial
         self.console = Console(stream, total_steps=spec.exp.task.steps or spec.plan.total_steps)
         self.result = Result(run_token=spec.token, started=time.time(), launched=False)
         self.log = RunLog(self.run_dir.supervisor_log, self.console, self.result.warnings)
@@ -245,7 +251,9 @@ class Supervisor:
             self.log.warning(warning)
         if not self.result.ok:
             print_failure(self.result, self.run_dir, self.stream)
-        if self.result.launched:
+        if self.result.launched and self.is_trial:
+            start_report(self.run_dir)
+        elif self.result.launched:
             warning = print_report(self.run_dir, self.stream if self.result.ok else None)
             if warning:
                 self.log.warning(warning)

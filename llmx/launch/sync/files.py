@@ -3,7 +3,8 @@ outputs back.
 
 ``python -m llmx launch.sync=rsync ...``. rsync sends only what changed and verifies every file that
 it sends. Afterwards a dry run compares again: by content for paths of up to
-``CHECKSUM_LIMIT_BYTES``, by size and time for larger ones.
+``CHECKSUM_LIMIT_BYTES``, by size and time for larger ones. What has not changed since then, here
+and there, is not looked at again (``record.py``): the next trial of a sweep costs one question.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import stat
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +25,20 @@ from llmx.config.fields import MAX_PATH
 from llmx.config.schema import DataConfig, LaunchConfig, ModelConfig, TaskConfig
 from llmx.config.user_code import user_task
 from llmx.errors import LaunchError
+from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.render.environment import tool_env
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.sync.record import HostRecord
 from llmx.text import plural
 
 CHECKSUM_LIMIT_BYTES = 1 << 30
+PREPARED = "prepared data"
 CODE_EXCLUDES = (
     ".git", ".venv", "venv", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache",
     ".hypothesis", "outputs", "multirun", "wandb", "node_modules", "*.egg-info", "dist", "build",
 )  # fmt: skip
+CACHE_EXCLUDES = ("/hosts", "/trials", "*.tmp-*", "*.lock", "*.partial", "*.shards")
+"""What of prepared data is this machine's own, or not finished."""
 RUN_FILES = ("config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json")
 """What ranks read in the run directory; all other files are written by ranks or the supervisor."""
 
@@ -46,11 +52,27 @@ class SyncPath:
     excludes: tuple[str, ...] = ()
     what: str = ""
     only: tuple[str, ...] = ()
-    """Names in the directory that are copied; empty: all."""
+    """Names in the directory that are copied, small files; empty: all."""
+    named_by_content: bool = False
+    """What lies there is named by what it is, and checked by its readers: a host that has made the
+    same itself (with other times in it) keeps its own, and files may come while others are sent."""
 
     @property
     def is_dir(self) -> bool:
         return Path(self.path).is_dir()
+
+
+@dataclass(frozen=True)
+class SyncHost:
+    """What a host that is synced is asked, through its agent; each raises LaunchError."""
+
+    private_run_dir: bool
+    record: HostRecord
+    make_dirs: Callable[[list[str]], None]
+    stamps: Callable[[list[tuple[str, list[str]]]], dict[str, str | None]]
+    """Of paths with what is left out of each."""
+    put: Callable[[str, dict[str, bytes]], None]
+    """Small files into a directory."""
 
 
 def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
@@ -64,7 +86,9 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     if run_dir:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [
-        SyncPath(path, extra, what)
+        SyncPath(path, (*CACHE_EXCLUDES, *extra), what, named_by_content=True)
+        if what == PREPARED
+        else SyncPath(path, extra, what)
         for path, what in _configured_paths(
             spec.exp.model, spec.exp.data, spec.exp.task, spec.exp.launch
         )
@@ -104,7 +128,7 @@ def _configured_paths(
         # Models that a task names beside the one that is trained.
         *((value, "model of the task") for value in task.options.values() if _is_model(value)),
         # By the rule of data.cache_dir.
-        (data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx", "prepared data"),
+        (data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx", PREPARED),
         *((path, "launch.sync_extra") for path in launch.sync_extra),
     ]
     for path, what in wanted:
@@ -120,36 +144,13 @@ def _configured_paths(
             yield match, what
 
 
-def push(
-    spec: LaunchSpec,
-    hosts: list[str],
-    *,
-    private_run_dirs: set[str],
-    make_dirs: Callable[[str, list[str]], None],
-    notify: Callable[[str], None],
-) -> None:
-    """Copy everything to ``hosts`` (in parallel); LaunchError has host, path and rsync's message.
-
-    ``make_dirs(host, paths)`` creates directories there.
-    """
+def push(spec: LaunchSpec, hosts: Mapping[str, SyncHost], *, notify: Callable[[str], None]) -> None:
+    """Copy everything to ``hosts``, in parallel. LaunchError has host, path and rsync's message."""
     pool = RsyncPool(spec.run_dir.ssh_config)
 
-    def push_host(host: str) -> str:
-        run_dir = host in private_run_dirs
-        items = paths_to_push(spec, run_dir=run_dir)
-        parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
-        outputs = [spec.run_dir.logs, spec.run_dir.ranks] if run_dir else []
-        make_dirs(host, [*parents, *map(str, outputs)])
-        files = sent = 0
-        for item in items:
-            notify(f"sync: {host}: {item.what} {item.path}")
-            new_files, new_bytes = _send(pool, host, item)
-            _verify(pool, host, item)
-            files, sent = files + new_files, sent + new_bytes
-        return (
-            f"sync: {host}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
-            f"{plural(len(items), 'path')} verified"
-        )
+    def push_host(name: str) -> str:
+        with hosts[name].record.alone(cancelled=lambda: pool.terminated):
+            return _push_host(spec, pool, name, hosts[name], notify)
 
     with ThreadPoolExecutor(max_workers=min(8, len(hosts))) as threads:
         try:
@@ -158,6 +159,54 @@ def push(
         except BaseException:  # a host failed, or the user requested the shutdown
             pool.terminate()
             raise
+
+
+def _push_host(
+    spec: LaunchSpec,
+    pool: RsyncPool,
+    name: str,
+    host: SyncHost,
+    notify: Callable[[str], None],
+) -> str:
+    items = paths_to_push(spec, run_dir=host.private_run_dir)
+    parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
+    outputs = [spec.run_dir.logs, spec.run_dir.ranks] if host.private_run_dir else []
+    host.make_dirs([*parents, *map(str, outputs)])
+    trees = [item for item in items if not item.only]
+    stamped = [(item.path, list(item.excludes)) for item in trees]
+    here, there = {path: tree_stamp(path, names) for path, names in stamped}, host.stamps(stamped)
+    changed = [
+        item
+        for item in trees
+        if not host.record.is_synced(item.path, here[item.path], there.get(item.path))
+    ]
+    files = sent = 0
+    for item in items:
+        if item.only:
+            contents = {file: Path(item.path, file).read_bytes() for file in _there(item)}
+            host.put(item.path, contents)
+            files, sent = files + len(contents), sent + sum(map(len, contents.values()))
+        elif item in changed:
+            notify(f"sync: {name}: {item.what} {item.path}")
+            new_files, new_bytes = _send(pool, name, item)
+            if not item.named_by_content:
+                _verify(pool, name, item)
+            files, sent = files + new_files, sent + new_bytes
+    if changed:
+        there = host.stamps([(item.path, list(item.excludes)) for item in changed])
+        for item in changed:
+            host.record.note_synced(item.path, here[item.path], there.get(item.path))
+    verified = sum(not item.named_by_content for item in changed)
+    unchanged = len(trees) - len(changed)
+    return (
+        f"sync: {name}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
+        f"{plural(verified, 'path')} verified"
+        + (f", {unchanged} unchanged since the last sync" if unchanged else "")
+    )
+
+
+def _there(item: SyncPath) -> list[str]:
+    return [name for name in item.only if Path(item.path, name).is_file()]
 
 
 def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
@@ -173,7 +222,7 @@ def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
 
 def _verify(pool: RsyncPool, host: str, item: SyncPath) -> None:
     """LaunchError where the content on the host differs."""
-    by_content = bool(item.only) or size_of(item.path) <= CHECKSUM_LIMIT_BYTES
+    by_content = size_of(item.path) <= CHECKSUM_LIMIT_BYTES
     mode = ["--checksum"] if by_content else []
     output = pool.run(
         ["--dry-run", "--itemize-changes", *mode, *_from_to(host, item)], what=item.path
@@ -217,8 +266,8 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
 
 def _from_to(host: str, item: SyncPath) -> list[str]:
     excludes = [f"--exclude={name}" for name in item.excludes]
-    if item.only:
-        excludes = [*(f"--include=/{name}" for name in item.only), "--exclude=*"]
+    if item.named_by_content:
+        excludes.append("--size-only")
     slash = "/" if item.is_dir else ""
     return [*excludes, item.path + slash, f"{host}:{item.path}{slash}"]
 
@@ -266,6 +315,10 @@ class RsyncPool:
                 "rsync), and the path must be writable on the other host."
             )
         return output
+
+    @property
+    def terminated(self) -> bool:
+        return self._terminated
 
     def terminate(self) -> None:
         """End all that run, and start none any more."""

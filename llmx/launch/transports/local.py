@@ -22,6 +22,7 @@ class LocalTransport(Transport):
 
     name = "local"
     has_agents = False
+    ends_by_itself = False
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         return deepspeed_argv(spec, [*include_argv(_devices(spec)), *module_argv(spec)])

@@ -21,6 +21,7 @@ class PdshTransport(Transport):
     """``deepspeed --launcher pdsh`` with the ssh settings of the run."""
 
     name = "pdsh"
+    ends_by_itself = False
     programs = (("pdsh", "pdsh"), ("ssh", "openssh-client"))
 
     def argv(self, spec: LaunchSpec) -> list[str]:
