@@ -27,7 +27,7 @@ from llmx.config import Experiment, SweepConfig, experiment_from_dict
 from llmx.config.hardware_rules import hardware_problems
 from llmx.config.schema import FAILURES
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
-from llmx.launch import supervise
+from llmx.launch import start_report, supervise
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import Plan
 from llmx.run.metrics import Metric
@@ -229,7 +229,7 @@ class Sweep:
         """Run the trial that began in a process of its own; returns at once, 0."""
         taken = self.now
         taken.process = TrialProcess(
-            run, lambda: supervise(exp, plan, run, launch=launch).exit_code
+            run, lambda: supervise(exp, plan, run, launch=launch, is_trial=True).exit_code
         )
         self._runs.append(taken)
         if self.ending:  # a signal arrived meanwhile
@@ -327,6 +327,8 @@ class Sweep:
                 ended.append((taken, end))
         for taken, end in ended:
             self._runs.remove(taken)
+            if taken.composed is not None:  # while the next trial runs
+                start_report(RunDir(Path(taken.composed.experiment.run_dir)))
             if self.ending and end.code in (-signal.SIGINT, -signal.SIGTERM, INTERRUPTED):
                 error: LlmxError | None = Stopped("stopped before its ranks were started")
             else:

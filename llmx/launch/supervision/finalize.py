@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.result import Result
 from llmx.launch.supervision.tail import tail_text
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, read_mapping
 from llmx.text import plural
 
 REPORT_TIMEOUT_S = 120.0
@@ -96,8 +96,9 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
 
 
 def start_report(run_dir: RunDir) -> None:
-    """Write the report in the background, for a trial of a sweep: the next one need not wait for
-    it, and this process does so at its exit."""
+    """Write the report of a trial in the background; this process waits for it at its exit."""
+    if not read_mapping(run_dir.result).get("launched"):
+        return
     if not _LATER:
         atexit.register(_wait_for_reports)
     with contextlib.suppress(OSError), (run_dir.logs / "report.log").open("wb") as log:
@@ -107,6 +108,7 @@ def start_report(run_dir: RunDir) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
             )
         )
 

@@ -27,7 +27,6 @@ from llmx.launch.supervision.finalize import (
     print_failure,
     print_report,
     restarts_line,
-    start_report,
     start_tracker,
 )
 from llmx.launch.supervision.hosts import HostSelection
@@ -57,7 +56,8 @@ def supervise(
 ) -> Result:
     """Launch, monitor, shut down, collect, report. Blocks until the run is over.
 
-    ``is_trial``: another run follows, which does not wait for the report of this one.
+    ``is_trial``: whoever waits for it has the report written (``start_report``), while the next
+    trial runs.
     LaunchError where another supervisor holds the run already.
     """
     spec = launch or make_spec(exp, plan, run_dir, port=0, token=write_identity(run_dir))
@@ -251,9 +251,7 @@ class Supervisor:
             self.log.warning(warning)
         if not self.result.ok:
             print_failure(self.result, self.run_dir, self.stream)
-        if self.result.launched and self.is_trial:
-            start_report(self.run_dir)
-        elif self.result.launched:
+        if self.result.launched and not self.is_trial:
             warning = print_report(self.run_dir, self.stream if self.result.ok else None)
             if warning:
                 self.log.warning(warning)
