@@ -164,6 +164,31 @@ COMMANDS = {
             "python -m llmx sweep resume outputs/sweeps/2026-07-01_09-00-00 'sweep.retry=[oom]'",
         ),
     ),
+    "tune": Command(
+        "find the fastest configuration that fits: tune [objective=tokens_per_s] [overrides]",
+        f"[objective=tokens_per_s] {_OVERRIDES}",
+        "Searches ZeRO stage, micro batch, activation checkpointing, offload and bucket size for\n"
+        "the configuration that trains fastest on this hardware. Every candidate is planned\n"
+        "first; what cannot fit is never started. The promising ones then run as short trials,\n"
+        "from the best one so far along one axis at a time, until no neighbour is left that\n"
+        "could be faster. batch.global_batch stays what it is. Ends with the table, what was\n"
+        "chosen, and an experiment that trains with it:\n"
+        "  python -m llmx experiment=SWEEP_DIR/best\n\n"
+        "A key that is set stays as it is, one with several values is an axis of its own; so\n"
+        "zero=stage1,stage2 batch.micro_batch=8 searches those two stages with a micro batch of\n"
+        "8. The same command again continues a search that was ended. More: docs/tuning.md.",
+        words=(
+            Word("objective=", "what is searched for", "NAME", ("tokens_per_s",)),
+            Word("max_trials=", "the same as sweep.max_trials=", "N"),
+            Word("max_minutes=", "the same as sweep.max_minutes=", "N"),
+            Word("--dry-run", "plan and show the candidates, start nothing"),
+        ),
+        overrides=True,
+        examples=(
+            "python -m llmx tune experiment=mine --dry-run",
+            "python -m llmx tune experiment=mine zero=stage1,stage2,stage3 max_trials=12",
+        ),
+    ),
     "resume": Command(
         "resume a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
         words=(

@@ -55,6 +55,10 @@ def _dispatch(words: list[str]) -> int:
         from llmx.cli.sweep import main as sweep_main
 
         return sweep_main(rest)
+    if command == "tune":
+        from llmx.cli.tune import main as tune_main
+
+        return tune_main(rest)
     if command in LIGHT:
         main_of_command = importlib.import_module(LIGHT[command]).main
         code: int = main_of_command(rest)

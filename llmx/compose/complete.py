@@ -57,12 +57,16 @@ def compose_experiment(exp: Experiment) -> Composed:
     return plan_experiment(*complete(exp))
 
 
-def plan_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
+def plan_experiment(
+    exp: Experiment, problems: Sequence[str] = (), *, is_checked: bool = False
+) -> Composed:
     """Validate and plan an experiment that is complete already (a snapshot).
 
-    ``problems``: what completing it has found, to be reported with the rest.
+    ``problems``: what completing it has found, to be reported with the rest. ``is_checked``: plan
+    alone.
     """
-    check(exp, problems)
+    if not is_checked:
+        check(exp, problems)
     plan = make_plan(exp, local_names=local_names(), frozen=_frozen(exp), logits=loss_logits(exp))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 

@@ -772,6 +772,10 @@ class SweepConfig:
     max_jobs: int = number(4, minimum=1, maximum=10**4)
     """Slurm (``launch.transport=slurm``), outside an allocation: trials that wait in the queue or
     run at a time, each a job of its own."""
+    max_trials: int | None = number(None, minimum=1, maximum=10**4, example=20)
+    """A search (``tune``) ends after so many trials; null: when nothing promising is left."""
+    max_minutes: float | None = number(None, above=0, maximum=10**6, example=60)
+    """A search starts no further trial after so long."""
     resume: bool = True
     """The same command, typed again in the same directory, continues a sweep that is not finished;
     false starts a new one."""

@@ -136,7 +136,7 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
     rest = typed[1:] if typed and typed[0] in COMMANDS else typed
     rest = rest[: rest.index("--")] if "--" in rest else rest  # behind it: another program's words
     flags = {word.name for word in COMMANDS[command].words}
-    if command in ("train", "plan", "sweep"):
+    if command in ("train", "plan", "sweep", "tune"):
         look = any(word in ("--help", "--version", "--cfg", "--info") for word in rest)
         assert main([*typed, *([] if look else ["dry_run=true"])]) == 0, capsys.readouterr().err
         return

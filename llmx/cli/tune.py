@@ -1,0 +1,53 @@
+"""``python -m llmx tune [objective=...] [axes]``: a sweep that chooses its trials itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmx.cli.hydra_app import run_hydra
+from llmx.config.schema import FAILURES
+from llmx.errors import ConfigError
+
+SPEED = "tokens_per_s"
+OWN = {
+    "objective": "sweep.objective",
+    "max_trials": "sweep.max_trials",
+    "max_minutes": "sweep.max_minutes",
+}
+TRIAL_STEPS = 10
+SWEEPER = "hydra/sweeper=tune"
+
+
+def main(words: Sequence[str]) -> int:
+    """Search; returns the exit code."""
+    return run_hydra(["--multirun", *tune_words(words)])
+
+
+def tune_words(words: Sequence[str]) -> list[str]:
+    """The words of the sweep that ``tune`` is."""
+    found = []
+    for word in words:
+        key, equal, value = word.partition("=")
+        if word == "--dry-run":
+            word = "dry_run=true"
+        elif equal and key in OWN:
+            word = f"{OWN[key]}={value}"
+        elif key in ("hydra/sweeper", "hydra/launcher"):
+            raise ConfigError(f"{word}: tune has its own. For another search: python -m llmx -m.")
+        found.append(word)
+    typed = {word.partition("=")[0]: word.partition("=")[2] for word in found}
+    objective = typed.get("sweep.objective", SPEED)
+    if objective != SPEED:
+        raise ConfigError(
+            f"objective={objective}: tune searches for speed (tokens_per_s). The best loss is that "
+            f"of a sweep: python -m llmx -m optim.lr=1e-4,3e-4 sweep.objective={objective}"
+        )
+    again = ",".join(each for each in (*FAILURES, "refused") if each != "oom")
+    own = {
+        "sweep.objective": SPEED,
+        "sweep.trial_steps": str(TRIAL_STEPS),
+        # Out of memory is an answer, which a search that goes on need not ask for again.
+        "sweep.retry": f"[{again}]",
+    }
+    more = [f"{key}={value}" for key, value in own.items() if key not in typed]
+    return [SWEEPER, *more, *found]

@@ -1,0 +1,317 @@
+"""What ``python -m llmx tune`` chooses from: the axes that can matter on this hardware, and the
+plan of each combination of their values. Nothing is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.compose.complete import Composed, plan_experiment
+from llmx.config import Experiment, experiment_from_dict, to_dict
+from llmx.errors import ConfigError, LlmxError
+from llmx.plan.ds_config import bucket_sizes
+from llmx.plan.geometry import model_geometry
+from llmx.plan.types import MemoryPlan
+from llmx.sweep.prune import impossible, key_of
+from llmx.sweep.search import MICRO_BATCH, Axis, Candidate
+
+ZERO, CHECKPOINTING = "zero", "model.activation_checkpointing"
+BUCKETS = "zero.reduce_bucket_size"
+USUAL = (ZERO, MICRO_BATCH, CHECKPOINTING, BUCKETS)
+"""The keys of the axes that there are unless something else is typed."""
+MAX_CANDIDATES = 2000
+MAX_MICRO_BATCH = 512
+"""Where the global batch is not given."""
+DIRECT = (
+    MICRO_BATCH, CHECKPOINTING, BUCKETS, "batch.accumulation", "batch.balance",
+    "zero.allgather_bucket_size", "zero.prefetch_bucket_size", "zero.param_persistence_threshold",
+    "zero.max_live_parameters", "zero.max_reuse_distance", "zero.sub_group_size",
+    "zero.overlap_comm", "model.fused_loss", "model.compile", "model.liger_kernel",
+)  # fmt: skip
+"""Keys that nothing else of a config follows from: set without composing it anew."""
+AT_MOST = {"none": 1.0, "selective": 0.97, "full": 0.85}
+"""The speed that recomputing activations leaves, at best: a fourth of the work is done again."""
+OFFLOAD_AT_MOST = 0.9
+"""The same of an offload of the optimizer, or of the parameters."""
+
+# For the predicted order alone: tokens/s of real runs come from trials.
+NOMINAL_TFLOPS = {"cuda": 100.0, "cpu": 0.1}
+EFFICIENCY = 0.4
+LAYER_S = {"cuda": 3e-4, "cpu": 1e-4}
+"""Of a layer, forward and back, however few tokens it is given."""
+LINK_BYTES_PER_S = {"cuda": 50e9, "cpu": 2e9}
+"""Between the ranks of a host; between hosts a tenth."""
+MEMORY_BYTES_PER_S = {"cuda": 1000e9, "cpu": 10e9}
+HOST_BYTES_PER_S = 12e9
+"""Between a GPU and its host's RAM, and of an update on the host's processors."""
+RECOMPUTED = {"none": 1.0, "selective": 1.1, "full": 4 / 3}
+
+Compose = Callable[[Sequence[str]], tuple[Experiment, list[str]]]
+"""Overrides -> the completed experiment, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All of them, and the place of the config as it was given."""
+
+    axes: list[Axis]
+    all: list[Candidate]
+    own: tuple[int, ...] | None
+
+
+def default_axes(given: Composed, chosen: Sequence[str]) -> list[Axis]:
+    """The axes that can matter for this config on this hardware, without ``chosen`` keys (those
+    that the user has set or varies)."""
+    exp, plan = given.experiment, given.plan
+    cuda, world = plan.accelerator == "cuda", plan.world_size
+    found = []
+    zero = [key for key in chosen if key == ZERO or key in ("zero.stage", "zero.offload_optimizer")]
+    if not zero:
+        # Stage 0 sums 16 bit gradients in 16 bits: another training.
+        stages = ["stage0"] if plan.precision == "fp32" else []
+        stages += ["stage1", "stage2", "stage3"] if world > 1 else ["stage1"]
+        offloads = ["stage2_offload", "stage3_offload"] if cuda else []
+        found.append(Axis(ZERO, (*stages, *offloads)))
+    if MICRO_BATCH not in chosen:
+        found.append(Axis(MICRO_BATCH, _micro_batches(given)))
+    if CHECKPOINTING not in chosen:
+        found.append(Axis(CHECKPOINTING, ("none", "selective", "full")))
+    if BUCKETS not in chosen and world > 1:
+        sizes = bucket_sizes(exp.model, exp.zero, plan.accelerator)["reduce"]
+        shape = model_geometry(exp.model)
+        trained = plan.num_trained or plan.num_parameters
+        values = [str(sizes // 4)] if cuda and shape and trained > sizes // 4 else []
+        values += ["null"]
+        values += [str(4 * sizes)] if trained > sizes else []
+        if len(values) > 1:
+            found.append(Axis(BUCKETS, tuple(values)))
+    return found
+
+
+def _micro_batches(given: Composed) -> tuple[str, ...]:
+    """Powers of two up to what a rank has of the global batch, and that."""
+    batch, ranks = given.experiment.batch, given.plan.ranks
+    most = MAX_MICRO_BATCH
+    if batch.global_batch is not None or batch.tokens_per_step is not None:
+        whole = given.plan.batch.global_batch
+        shares = [rank.micro_batch for rank in ranks]
+        # The strongest rank's part, where the faster ones take more.
+        most = max(1, -(-whole * max(shares) // max(1, sum(shares))))
+    own = batch.micro_batch
+    sizes = {2**power for power in range(20) if 2**power <= most} | {most, min(own, most)}
+    return tuple(str(size) for size in sorted(sizes))
+
+
+def in_order(axis: Axis, compose: Compose) -> Axis:
+    """An axis that the user has typed, its values in ascending order where there is one."""
+    values = list(dict.fromkeys(axis.values))
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        numbers = []
+    if numbers:
+        return Axis(axis.key, tuple(v for _, v in sorted(zip(numbers, values, strict=True))))
+    if axis.key == CHECKPOINTING and set(values) <= set(AT_MOST):
+        return Axis(axis.key, tuple(value for value in AT_MOST if value in values))
+    if axis.key == ZERO:
+        ranked = []
+        for value in values:
+            zero = compose([f"{ZERO}={value}"])[0].zero
+            offloads = (zero.offload_optimizer != "none") + (zero.offload_param != "none")
+            ranked.append(((offloads, zero.stage), value))
+        return Axis(axis.key, tuple(value for _, value in sorted(ranked, key=lambda r: r[0])))
+    return Axis(axis.key, tuple(values), ordered=False)
+
+
+def plan_candidates(axes: Sequence[Axis], compose: Compose, *, ram_gib: float) -> Candidates:
+    """Plan every combination of the axes' values.
+
+    ``ram_gib``: of this machine; what CPU ranks have, where the hardware does not say.
+
+    Raises:
+        ConfigError: there are too many, or none has a config that is allowed.
+    """
+    count = 1
+    for axis in axes:
+        count *= len(axis.values)
+    if count > MAX_CANDIDATES:
+        sizes = ", ".join(f"{axis.key}: {len(axis.values)}" for axis in axes)
+        raise ConfigError(
+            f"tune: {count} candidates ({sizes}); at most {MAX_CANDIDATES} are planned. Give fewer "
+            "values, or fix a key: batch.micro_batch=8."
+        )
+    composed = [number for number, axis in enumerate(axes) if axis.key not in DIRECT]
+    bases: dict[tuple[int, ...], tuple[Experiment, list[str]] | LlmxError] = {}
+    typed: dict[tuple[str, str], Any] = {}
+    alike: dict[str, list[int]] = {}
+    found: list[Candidate] = []
+    for place in itertools.product(*(range(len(axis.values)) for axis in axes)):
+        words = [f"{axis.key}={axis.values[at]}" for axis, at in zip(axes, place, strict=True)]
+        chosen = tuple(place[number] for number in composed)
+        if chosen not in bases:
+            try:
+                bases[chosen] = compose([words[number] for number in composed])
+            except LlmxError as error:
+                bases[chosen] = error
+        base = bases[chosen]
+        try:
+            if isinstance(base, LlmxError):
+                raise base
+            exp, problems = base
+            for number, axis in enumerate(axes):
+                if number not in composed:
+                    exp = _with(exp, axis.key, axis.values[place[number]], typed)
+            # Values by themselves, with each base; what rules of several keys are left refuses
+            # the trial.
+            varied = sum(at > 0 for number, at in enumerate(place) if number not in composed)
+            planned = plan_experiment(exp, problems, is_checked=varied > 1)
+        except LlmxError as error:
+            cause = f"{error}".splitlines()[0]
+            found.append(Candidate(place, tuple(words), ruled_out=f"refused: {cause}"))
+            continue
+        alike.setdefault(_same_key(planned), []).append(len(found))
+        found.append(_candidate(place, words, planned, ram_gib=ram_gib))
+    for numbers in alike.values():
+        one = max(numbers, key=lambda number: (found[number].speed, -number))
+        for number in numbers:
+            if number != one:
+                found[number] = dataclasses.replace(found[number], same_as=found[one].place)
+    if all(candidate.ruled_out for candidate in found):
+        why = next(iter(dict.fromkeys(candidate.ruled_out for candidate in found)))
+        raise ConfigError(f"tune: no candidate can run. The first: {found[0].text}: {why}")
+    return Candidates(list(axes), found, None)
+
+
+def own_place(axes: Sequence[Axis], given: Composed) -> tuple[int, ...] | None:
+    """The place of the config as it was given, by the values of its keys; None where an axis does
+    not have it."""
+    values = to_dict(given.experiment)
+    zero = given.experiment.zero
+    place = []
+    for axis in axes:
+        words = [str(_get(values, axis.key)).lower()]
+        if axis.key == ZERO:
+            offload = "_offload" if zero.offload_optimizer != "none" else ""
+            words = [f"stage{zero.stage}{offload}"]
+        elif words == ["none"] and axis.key != CHECKPOINTING:
+            words = ["null"]
+        if words[0] not in axis.values:
+            return None
+        place.append(axis.values.index(words[0]))
+    return tuple(place)
+
+
+def _get(values: Mapping[str, Any], key: str) -> Any:
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _with(exp: Experiment, key: str, word: str, typed: dict[tuple[str, str], Any]) -> Experiment:
+    """With one key set, as Hydra and the schema read its word."""
+    section, name = key.split(".")
+    if (key, word) not in typed:
+        import yaml
+
+        values = to_dict(exp)
+        values[section][name] = yaml.safe_load(word)
+        typed[key, word] = getattr(getattr(experiment_from_dict(values), section), name)
+    part = dataclasses.replace(getattr(exp, section), **{name: typed[key, word]})
+    return dataclasses.replace(exp, **{section: part})
+
+
+def _same_key(planned: Composed) -> str:
+    """The same for two candidates that run alike: a micro batch that no rank can fill, buckets
+    where nothing is put into them."""
+    exp, plan = planned.experiment, planned.plan
+    batch = dataclasses.replace(exp.batch, micro_batch=max(plan.batch.micro_batches))
+    zero = exp.zero
+    if zero.stage == 0 or plan.world_size == 1:  # nothing is put into them
+        zero = dataclasses.replace(zero, reduce_bucket_size=None, allgather_bucket_size=None)
+    shares = f"{plan.batch.micro_batches} {plan.batch.accumulation}"
+    return f"{key_of(dataclasses.replace(exp, batch=batch, zero=zero))} {shares}"
+
+
+def _candidate(
+    place: tuple[int, ...], words: Sequence[str], planned: Composed, *, ram_gib: float
+) -> Candidate:
+    exp, plan = planned.experiment, planned.plan
+    memory, capacity = _fullest(planned, ram_gib)
+    bound = AT_MOST[exp.model.activation_checkpointing]
+    bound *= OFFLOAD_AT_MOST if exp.zero.offload_optimizer != "none" else 1.0
+    bound *= OFFLOAD_AT_MOST if exp.zero.offload_param != "none" else 1.0
+    return Candidate(
+        place,
+        tuple(words),
+        speed=predicted_speed(planned),
+        memory_gib=memory,
+        capacity_gib=capacity,
+        at_most=bound,
+        ruled_out=impossible(exp, plan),
+    )
+
+
+def _fullest(planned: Composed, ram_gib: float) -> tuple[float, float]:
+    """Predicted and present memory of the rank that has least left; 0: not known."""
+    found = []
+    for part in planned.plan.memory:
+        capacity = part.capacity_gib or _ram_of_a_rank(planned, part, ram_gib)
+        share = part.total_gib / capacity if capacity else 0.0
+        found.append((share, part.total_gib, capacity))
+    return max(found)[1:] if found else (0.0, 0.0)
+
+
+def _ram_of_a_rank(planned: Composed, part: MemoryPlan, ram_gib: float) -> float:
+    exp, plan = planned.experiment, planned.plan
+    if exp.hardware.devices[part.device].accelerator != "cpu":
+        return 0.0
+    rams = []
+    for config, host in zip(exp.hardware.hosts, plan.hosts, strict=True):
+        if host.device == part.device:
+            rams.append((config.memory_gib or (ram_gib if host.is_local else 0.0)) / host.slots)
+    return min(rams, default=0.0)
+
+
+def predicted_speed(planned: Composed) -> float:
+    """Tokens/s by rules of thumb: computing, what is computed again, the traffic of each ZeRO
+    stage, the update, an offload. It puts candidates in an order, and promises nothing."""
+    exp, plan = planned.experiment, planned.plan
+    zero, world, accelerator = exp.zero, plan.world_size, plan.accelerator
+    shape = model_geometry(exp.model)
+    count = float(plan.num_parameters or 1e9)
+    trained = float(plan.num_trained or count)
+    width = 4 if plan.precision == "fp32" else 2
+    peak = plan.peak_tflops / world or NOMINAL_TFLOPS[accelerator]
+    layers = shape.num_layers if shape else 24
+    per_token = 6.0 * count
+    if shape is not None:
+        per_token = shape.flops_per_token(plan.batch.seq_len, trained=plan.num_trained)
+    again = RECOMPUTED[exp.model.activation_checkpointing]
+    tokens = max(plan.batch.micro_batches) * plan.batch.seq_len
+    micro_step = again * per_token * tokens / (peak * 1e12 * EFFICIENCY)
+    micro_step += again * layers * LAYER_S[accelerator]
+    steps = plan.batch.accumulation
+
+    traffic = 0.0
+    if world > 1:
+        link = LINK_BYTES_PER_S[accelerator] / (10.0 if len(plan.hosts) > 1 else 1.0)
+        times = {0: 2.0, 1: 2.0, 2: 1.0 + steps, 3: 3.0 * steps}[zero.stage]
+        carried = trained if zero.stage < 3 else (2 * count + trained) / 3
+        traffic = times * width * carried / link
+    shard = trained / (world if zero.stage >= 1 else 1)
+    if zero.offload_optimizer == "none":
+        update = 20.0 * shard / MEMORY_BYTES_PER_S[accelerator]
+    else:
+        update = (20.0 + 2 * width) * shard / HOST_BYTES_PER_S
+        update += 4.0 * shard * steps / HOST_BYTES_PER_S
+    if zero.offload_param != "none":
+        update += 2.0 * width * count / world * steps / HOST_BYTES_PER_S
+    seconds = steps * micro_step + traffic + update
+    # Of buckets the plan knows no better than llmx's own choice.
+    seconds *= 1.0 if zero.reduce_bucket_size is None else 1.001
+    return plan.batch.tokens_per_step / seconds

@@ -1,0 +1,160 @@
+"""What ``python -m llmx tune`` says: the candidates before, what was found after. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmx import text as human
+from llmx.compose.complete import Composed
+from llmx.observe.report.sweep_table import Trial, best_of
+from llmx.sweep.best import command
+from llmx.sweep.candidates import Candidates
+from llmx.sweep.journal import Journal
+from llmx.sweep.search import MICRO_BATCH, Candidate, Search
+from llmx.text import plural
+
+MARKDOWN = "tune.md"
+SHOWN = 40
+"""Candidates of the table on the screen; ``tune.md`` has all."""
+
+
+def beginning(found: Candidates, given: Composed) -> list[str]:
+    """What is varied, how many candidates there are, and what becomes of the batch."""
+    lines = ["Tuning for speed (tokens/s), by the plan first, then by short trials"]
+    for axis in found.axes:
+        lines.append(f"  {axis.key}: {', '.join(axis.values)}")
+    out = sum(bool(c.ruled_out) and c.same_as is None for c in found.all)
+    same = sum(candidate.same_as is not None for candidate in found.all)
+    larger = sum(_left(candidate) and not candidate.fits for candidate in found.all)
+    parts = [
+        f"{out} cannot run" if out else "",
+        f"{same} are the same as another" if same else "",
+        f"{larger} would not fit by the plan" if larger else "",
+    ]
+    told = ", ".join(part for part in parts if part)
+    lines.append(f"  {plural(len(found.all), 'candidate')}{f': {told}' if told else ''}")
+    batch = given.experiment.batch
+    if batch.global_batch is None and batch.tokens_per_step is None:
+        if any(axis.key == MICRO_BATCH for axis in found.axes):
+            lines.append(
+                "  batch.global_batch is not set, so a step takes as many samples as the micro "
+                "batch makes. Set it where the training is to stay the same."
+            )
+    else:
+        lines.append(
+            f"  every candidate trains {given.plan.batch.global_batch} samples a step; the "
+            "accumulation follows"
+        )
+    return lines
+
+
+def _left(candidate: Candidate) -> bool:
+    return not candidate.ruled_out and candidate.same_as is None
+
+
+def _by_plan(found: Candidates) -> list[Candidate]:
+    """In the order of the plan: what fits, the fastest first; then what does not."""
+    return sorted(
+        (candidate for candidate in found.all if candidate.same_as is None),
+        key=lambda c: (bool(c.ruled_out), not c.fits, -c.speed, c.memory_gib),
+    )
+
+
+def candidate_table(found: Candidates) -> str:
+    """The candidates in their order, as a person reads it."""
+    order = _by_plan(found)
+    fastest = max((candidate.speed for candidate in order if _left(candidate)), default=0.0)
+    rows = [["by the plan", "GiB", *(axis.key for axis in found.axes), ""]]
+    for candidate in order[:SHOWN]:
+        rows.append([*_numbers(candidate, fastest), *_values(candidate), _note(candidate)])
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    if len(order) > SHOWN:
+        lines.append(f"and {len(order) - SHOWN} more")
+    return "\n".join(lines)
+
+
+def _numbers(candidate: Candidate, fastest: float) -> list[str]:
+    speed = f"{candidate.speed / fastest:.0%}" if fastest and _left(candidate) else ""
+    memory = human.gib(candidate.memory_gib) if candidate.memory_gib else ""
+    return [speed, f"{memory} of {human.gib(candidate.capacity_gib)}"
+            if memory and candidate.capacity_gib else memory]  # fmt: skip
+
+
+def _values(candidate: Candidate) -> list[str]:
+    return [word.partition("=")[2] for word in candidate.words]
+
+
+def _note(candidate: Candidate) -> str:
+    if candidate.ruled_out:
+        return human.one_line(candidate.ruled_out, limit=100)
+    return "" if candidate.fits else "would not fit"
+
+
+def to_markdown(found: Candidates, search: Search) -> str:
+    """Every candidate and what became of it: ``tune.md`` in the sweep's directory."""
+    head = ["trial", *(axis.key for axis in found.axes), "tokens/s", "GiB", "GiB by the plan",
+            "what became of it"]  # fmt: skip
+    lines = [_row(head), _row(["---"] * len(head))]
+    order = sorted(
+        _by_plan(found),
+        key=lambda c: search.measured[c.place].trial if c.place in search.measured else 10**6,
+    )
+    for candidate in order:
+        measured = search.measured.get(candidate.place)
+        word = search.word_of(candidate)
+        why = "" if measured else search.why_not(candidate)
+        lines.append(
+            _row(
+                [
+                    str(measured.trial) if measured else "",
+                    *_values(candidate),
+                    human.count(measured.speed) if measured and measured.speed else "",
+                    human.gib(measured.memory_gib) if measured and measured.memory_gib else "",
+                    human.gib(candidate.memory_gib) if candidate.memory_gib else "",
+                    f"{word}: {human.one_line(why, limit=200)}" if why else word,
+                ]
+            )
+        )
+    return "\n".join([*lines, "", f"Ended: {search.ended}"]) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def conclusion(search: Search, trials: Sequence[Trial], journal: Journal | None) -> list[str]:
+    """What was chosen and why, what became of the others, and what trains with it."""
+    counts = search.counts()
+    tried = counts.pop("tried", 0)
+    others = ", ".join(f"{count} {word}" for word, count in counts.items())
+    lines = ["", f"Tuned: {tried} of {plural(len(search.at), 'candidate')} tried; {others}"]
+    lines.append(f"  ended because {search.ended}")
+    best = best_of(trials, "tokens_per_s", "max")
+    if best is None or best.tokens_per_s is None:
+        lines.append("  nothing ran to its end; the causes stand above")
+        return lines
+    candidate = search.best
+    speed = human.count(best.tokens_per_s)
+    memory = f", {human.gib(best.memory_gib)} GiB a rank" if best.memory_gib else ""
+    lines.append(f"  the fastest: {candidate.text if candidate else ''}")
+    lines.append(f"  trial {best.index}: {speed} tokens/s{memory}{_ahead(best, trials)}")
+    if journal is not None:
+        lines.append(f"  train with it: {command(journal)}")
+    return lines
+
+
+def _ahead(best: Trial, trials: Sequence[Trial]) -> str:
+    """By how much, and over what."""
+    speeds = sorted(
+        (t.tokens_per_s for t in trials if t.outcome == "ok" and t.tokens_per_s), reverse=True
+    )
+    if len(speeds) < 2 or not best.tokens_per_s:
+        return ""
+    return (
+        f"; {best.tokens_per_s / speeds[1]:.2f} times the second, "
+        f"{best.tokens_per_s / speeds[-1]:.2f} times the slowest trial"
+    )
