@@ -113,9 +113,9 @@ class Batch:
         left = len(self.jobs) - len(self.returns)
         if sweep.ending and left:
             print(f"The sweep ends here; trials not started: {left}", file=sys.stderr)
-        sweep.finish()
         sys.stderr.flush()
-        self._report()
+        if not self.launcher.searches:
+            finish(self.launcher)
         returned = [self.returns[index] for index in sorted(self.returns)]
         if sweep.stopped_by and not any(r.status is JobStatus.FAILED for r in returned):
             raise KeyboardInterrupt
@@ -173,21 +173,26 @@ class Batch:
         known = known_of(trial, self.sweep.journal.objective, [trial])
         return f"{trial.outcome}  {known}".rstrip()
 
-    def _report(self) -> None:
-        """The table, the files and the page of all trials so far."""
-        sweep = load_sweep(self.directory)
-        try:
-            write_report(sweep, self.directory)
-        except OSError as error:  # a full disk: what can be printed is printed all the same
-            print(f"{error.filename}: not written ({error.strerror})", file=sys.stderr)
-        print_sweep(
-            sweep.trials,
-            directory=self.directory,
-            stream=sys.stdout,
-            best=best_lines_of(sweep),
-            files=(CSV, MARKDOWN, PAGE),
-        )
-        sys.stdout.flush()
+
+def finish(launcher: DeepSpeedLauncher) -> None:
+    """Every trial was reached: the table, the files and the page of all of them."""
+    if launcher.sweep is None:
+        return
+    launcher.sweep.finish()
+    directory = launcher.sweep.journal.directory
+    sweep = load_sweep(directory)
+    try:
+        write_report(sweep, directory)
+    except OSError as error:  # a full disk: what can be printed is printed all the same
+        print(f"{error.filename}: not written ({error.strerror})", file=sys.stderr)
+    print_sweep(
+        sweep.trials,
+        directory=directory,
+        stream=sys.stdout,
+        best=best_lines_of(sweep),
+        files=(CSV, MARKDOWN, PAGE),
+    )
+    sys.stdout.flush()
 
 
 def _plain(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobReturn:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra_plugins.llmx_deepspeed._core import finish
 from omegaconf import OmegaConf, open_dict
 
 from llmx.compose.complete import Composed, complete, plan_experiment
@@ -19,7 +20,8 @@ from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.rundir import write_text
 from llmx.sweep.candidates import USUAL, default_axes, in_order, own_place, plan_candidates
-from llmx.sweep.search import Axis, Measured, Search, Step
+from llmx.sweep.journal import GOOD
+from llmx.sweep.search import Axis, Measured, Search
 from llmx.sweep.tuned import MARKDOWN, beginning, candidate_table, conclusion, to_markdown
 
 if TYPE_CHECKING:
@@ -62,7 +64,11 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> list[Sequence[JobRe
         print("Nothing was started (dry_run=true).", flush=True)
         return []
     search = Search(axes, found.all, own=found.own)
-    returns = _run(launcher, search, fixed, given)
+    launcher.searches = True
+    try:
+        returns = _run(launcher, search, fixed, given)
+    finally:
+        finish(launcher)
     directory = Path(str(launcher.config.hydra.sweep.dir)).absolute() if launcher.config else None
     assert directory is not None
     write_text(directory / MARKDOWN, to_markdown(found, search))
@@ -94,38 +100,23 @@ def _run(
         print(f"[{index}] {step.candidate.text}: {step.why}", flush=True)
         returned = launcher.launch([[*fixed, *step.candidate.words]], initial_job_idx=index)
         returns.append(returned)
+        if not returned:  # the sweep ends before it could start
+            break
         trial = launcher.trials[-1]
         search.tell(step.candidate, _measured(trial, index))
-        if launcher.sweep is not None and _over(launcher, trial):
-            search.ended = "the sweep was ended"
+        assert launcher.sweep is not None
+        failed = trial.outcome not in (*GOOD, *MAY_FAIL)
+        if launcher.sweep.stopped_by or (given.sweep.fail_fast and failed):
             for each in returned:
                 _ = each.return_value
             break
-        _say(search, step, trial)
         index += 1
     return returns
-
-
-def _over(launcher: DeepSpeedLauncher, trial: Trial) -> bool:
-    assert launcher.sweep is not None
-    return trial.outcome not in MAY_FAIL and launcher.sweep.ends_now(trial.outcome)
 
 
 def _measured(trial: Trial, index: int) -> Measured:
     outcome = "oom" if trial.outcome in MAY_FAIL else trial.outcome
     return Measured(index, outcome, trial.tokens_per_s, trial.memory_gib)
-
-
-def _say(search: Search, step: Step, trial: Trial) -> None:
-    from llmx import text as human
-
-    if trial.tokens_per_s and trial.outcome == "ok":
-        best = search.best is step.candidate
-        print(
-            f"[{trial.index}] {human.count(trial.tokens_per_s)} tokens/s"
-            f"{' (the fastest so far)' if best else ''}",
-            flush=True,
-        )
 
 
 def _sorted(sweeper: TuneSweeper, arguments: Sequence[str]) -> tuple[list[str], list[Axis]]:

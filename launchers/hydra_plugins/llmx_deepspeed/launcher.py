@@ -30,6 +30,8 @@ class DeepSpeedLauncher(Launcher):
         self.hydra_context: HydraContext | None = None
         self.trials: list[Trial] = []
         self.sweep: Sweep | None = None
+        self.searches = False
+        """Whether a sweeper hands over trials as it goes, and finishes the sweep itself."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
