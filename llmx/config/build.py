@@ -262,7 +262,8 @@ def _scalar(
     if isinstance(value, int) and value.bit_length() > 10_000:
         problems.append(_wrong(where, value, "text, or a shorter number", rules))
         return ""
-    return str(value)
+    former: dict[str, str] = rules.get("former", {})
+    return former.get(str(value), str(value))
 
 
 def _limits(rules: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from llmx.config.fields import (
     choice_or,
     choice_or_flag,
     choice_or_null,
+    choice_with_former,
     choices,
     indices,
     items,
@@ -568,8 +569,26 @@ class BatchConfig:
     """Samples that the strongest device takes at once, at most."""
     accumulation: int | None = number(None, minimum=1, maximum=2**20, example=8)
     """Micro steps of one optimizer step."""
-    balance: str = choice("even", "speed")
-    """``speed`` gives slower devices a smaller micro batch, so that nobody waits."""
+    balance: str = choice_with_former(
+        "auto",
+        "off",
+        "even",
+        "spec",
+        "measured",
+        true="auto",
+        false="off",
+        former={"speed": "spec"},
+    )
+    """How the samples of a step are shared out: ``even``; in proportion to the speed of each rank,
+    by the data sheet (``spec``) or as each rank measures it at the start (``measured``). ``auto``:
+    ``measured`` where device types differ, else ``even``. ``off``: ``even``, and the time that each
+    rank computes is not measured either. docs/unequal.md."""
+    weights: dict[str, float] = mapping(
+        example="{a100_40g: 2.5, v100_32g: 1}",
+        values=Range(above=0, maximum=10**6),
+    )
+    """Relative speeds that you know, by host name or device type; of those not named: 1. With
+    ``balance=auto`` only."""
 
 
 @dataclass

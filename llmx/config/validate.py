@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from llmx.config.adapter_rules import adapter_problems
-from llmx.config.build import experiment_from_dict, to_dict
+from llmx.config.build import experiment_from_dict, shown, to_dict
 from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
 from llmx.config.launch_rules import is_secret, launch_problems
@@ -156,6 +156,18 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
         yield "batch.global_batch and batch.tokens_per_step say the same thing. Set one to null."
     if batch.tokens_per_step is not None and batch.accumulation is not None:
         yield "batch.accumulation follows from batch.tokens_per_step. Set one of them to null."
+    if batch.weights and batch.balance != "auto":
+        yield (
+            f"batch.weights and batch.balance={batch.balance} both say how samples are shared out. "
+            "Leave batch.balance=auto with weights, or remove the weights."
+        )
+    known = {host.name for host in exp.hardware.hosts} | {h.device for h in exp.hardware.hosts}
+    for name in batch.weights:
+        if exp.hardware.hosts and name not in known:
+            yield (
+                f"batch.weights.{shown(name)}: there is no such host or device type. Those of this "
+                f"run: {', '.join(sorted(filter(None, known)))}."
+            )
     if optim.warmup_steps is not None and optim.warmup_steps > (exp.task.steps or float("inf")):
         yield (
             f"optim.warmup_steps={optim.warmup_steps} is more than task.steps="

@@ -2,8 +2,7 @@
 
     store = prepare(data, seed, tokenizer, task, split="train")  # once; found again when unchanged
     samples = samples_of_step(step, global_batch=8, num_samples=len(store), seed=seed)
-    mine = rank_slice(samples, micro_batches=(2, 2), accumulation=2, rank=0, micro_step=0)
-    batch = collate([store[i] for i in mine], seq_len=512, pad_id=0, layout="packed")
+    batch = collate([store[i] for i in samples[:2]], seq_len=512, pad_id=0, layout="packed")
 
 In the order in which data flows:
 
@@ -30,7 +29,7 @@ from llmx.data.format.formats import (
     TextPair,
     UnpairedPreference,
 )
-from llmx.data.order import permutation, rank_slice, samples_of_step
+from llmx.data.order import permutation, samples_of_step
 from llmx.data.source.records import Record
 from llmx.data.source.split import has_eval
 from llmx.data.store.build import prepare
@@ -61,7 +60,6 @@ __all__ = [
     "load_tokenizer",
     "permutation",
     "prepare",
-    "rank_slice",
     "samples_of_step",
     "stop_token_ids",
     "summary",

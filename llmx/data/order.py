@@ -65,31 +65,3 @@ def draw_seed(seed: int, step: int, position: int) -> int:
     split over ranks and micro batches. Neighbours share nothing."""
     words = f"{seed}:draw:{step}:{position}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 2
-
-
-def rank_slice(
-    samples: np.ndarray,
-    *,
-    micro_batches: tuple[int, ...],
-    accumulation: int,
-    rank: int,
-    micro_step: int,
-) -> np.ndarray:
-    """The part of a step's ``samples`` that ``rank`` takes in ``micro_step`` (from 0).
-
-    ``micro_batches`` are samples a rank takes in one micro step, one entry a rank, not
-    necessarily equal. Micro step a takes the samples ``[a*S, (a+1)*S)`` with S their sum, and
-    the ranks take consecutive parts of those. Over all ranks and micro steps the slices cover
-    the step exactly once. A step with fewer samples (the last one, with ``data.last_batch=short``)
-    fills the first slices, and the others are empty.
-    """
-    together = sum(micro_batches)
-    if len(samples) > together * accumulation:
-        raise ValueError(
-            f"{len(samples)} samples of a step are more than sum(micro_batches) x accumulation "
-            f"= {together} x {accumulation}"
-        )
-    if not 0 <= micro_step < accumulation:
-        raise ValueError(f"micro_step {micro_step} is not in [0, {accumulation})")
-    start = micro_step * together + sum(micro_batches[:rank])
-    return samples[start : start + micro_batches[rank]]

@@ -16,32 +16,48 @@ from llmx.plan.types import BatchPlan
 MAX_GLOBAL_BATCH = 2**24
 
 
-def solve_batch(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) -> BatchPlan:
-    """Solve for micro batches and accumulation.
+def solve_batch(batch: BatchConfig, *, seq_len: int, world: int) -> BatchPlan:
+    """Solve for micro batches and accumulation, shared out evenly over ``world`` ranks.
 
-    ``speeds``: one positive number a rank, relative speed of its device; ``balance: even``
-    does not look at them. ``batch.micro_batch`` is what the strongest rank takes at most: a
-    global batch that does not divide evenly is shared out as evenly as whole samples allow,
-    which changes nothing in the gradient (one loss).
+    ``batch.micro_batch`` is what a rank takes at most: a global batch that does not divide evenly
+    is shared out as evenly as whole samples allow, which changes nothing in the gradient (one
+    loss).
     Raises ConfigError when no exact solution exists, with the nearest ones, and for a step of
     more than ``MAX_GLOBAL_BATCH`` samples.
     """
-    plan = _solve(batch, seq_len=seq_len, speeds=speeds)
-    if plan.global_batch > MAX_GLOBAL_BATCH:
-        raise ConfigError(
-            f"batch: a step would take {plan.global_batch} samples (accumulation="
-            f"{plan.accumulation}, micro_batch={batch.micro_batch}, {len(speeds)} ranks); at most "
-            f"{MAX_GLOBAL_BATCH} are possible. Set a smaller batch."
-        )
+    plan = _solve(batch, seq_len=seq_len, world=world)
+    _check_size(plan.global_batch, batch, plan.accumulation, world)
     return plan
 
 
-def _solve(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) -> BatchPlan:
-    world = len(speeds)
-    weights = list(speeds) if batch.balance == "speed" else [1.0] * world
-    fastest = max(weights)
-    full = [max(1, round(batch.micro_batch * weight / fastest)) for weight in weights]
+def wanted_global_batch(batch: BatchConfig, *, seq_len: int, weights: Sequence[float]) -> int:
+    """Samples of a step that is shared out by speed.
 
+    Where the config gives no number, each micro step has ``micro_batch`` samples of the fastest
+    ranks, and of others in proportion to their ``weights``. ConfigError as ``solve_batch``.
+    """
+    fastest = max(weights)
+    full = sum(max(1, round(batch.micro_batch * weight / fastest)) for weight in weights)
+    target, accumulation = _target_global_batch(batch, seq_len), batch.accumulation or 1
+    if target is None:
+        target = full * accumulation
+    elif batch.tokens_per_step is not None and target >= full:
+        target = full * max(1, round(target / full))
+    _check_size(target, batch, accumulation, len(weights))
+    return target
+
+
+def _check_size(size: int, batch: BatchConfig, accumulation: int, world: int) -> None:
+    if size > MAX_GLOBAL_BATCH:
+        raise ConfigError(
+            f"batch: a step would take {size} samples (accumulation="
+            f"{accumulation}, micro_batch={batch.micro_batch}, {world} ranks); at most "
+            f"{MAX_GLOBAL_BATCH} are possible. Set a smaller batch."
+        )
+
+
+def _solve(batch: BatchConfig, *, seq_len: int, world: int) -> BatchPlan:
+    full = [batch.micro_batch] * world
     target = _target_global_batch(batch, seq_len)
     if target is None:
         accumulation = batch.accumulation or 1
@@ -61,7 +77,7 @@ def _solve(batch: BatchConfig, *, seq_len: int, speeds: Sequence[float]) -> Batc
             continue
         shares = tuple(full)
         if sum(full) * accumulation != target:
-            shares = apportion(target // accumulation, weights)
+            shares = apportion(target // accumulation, [1.0] * world)
         if min(shares) >= 1 and max(shares) <= batch.micro_batch:
             return BatchPlan(target, accumulation, shares, seq_len)
     if batch.accumulation is not None:

@@ -46,10 +46,11 @@ def ds_config(
 
     DeepSpeed asserts ``train_batch = micro x accumulation x world``. With unequal micro
     batches no such micro exists, so it is given a consistent triple with micro 1: it uses it
-    for nothing but that assertion, and the loop's own slices are the truth.
+    for nothing but that assertion, and the loop's own slices are the truth. A rank with fewer
+    micro steps tells its engine so (``llmx.train.engine``).
     """
     micro = set(plan.batch.micro_batches)
-    micro_batch = micro.pop() if len(micro) == 1 else 1
+    micro_batch = micro.pop() if len(micro) == 1 and not plan.batch.sizes else 1
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": plan.batch.accumulation,

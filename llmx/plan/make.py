@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from llmx.config.schema import (
+    BatchConfig,
     DataConfig,
     DeviceConfig,
     Experiment,
@@ -17,24 +19,29 @@ from llmx.config.schema import (
     ModelConfig,
 )
 from llmx.plan.adapter import adapter_size, trained_parameters
-from llmx.plan.batch import solve_batch
+from llmx.plan.balance import FS, balanced_batch
+from llmx.plan.batch import solve_batch, wanted_global_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import before_training_gib, cheapest_fit, predict_memory
 from llmx.plan.precision import choose_grad_accum, choose_precision
 from llmx.plan.types import (
     SUMMED,
+    BalancePlan,
     BatchPlan,
     FrozenNetwork,
     HostPlan,
     MemoryPlan,
     Plan,
     RankPlan,
+    RankSpeed,
 )
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ASSUMED_EFFICIENCY = 0.4
 """Part of the peak that a well-fed training step reaches; for predicted times only."""
+USED_FLOPS = 1e12 * ASSUMED_EFFICIENCY
+"""Of each TFLOP/s of the peak."""
 
 
 def make_plan(
@@ -59,22 +66,38 @@ def make_plan(
     precision, reason = choose_precision(exp.precision, used, hardware.devices)
 
     placed = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
-    speeds = [
-        hardware.devices[hosts[index].device].peak_tflops.get(precision, 0.0) or 1.0
-        for index in placed
-    ]
-    batch = solve_batch(exp.batch, seq_len=exp.data.seq_len, speeds=speeds)
-    ranks = tuple(
-        RankPlan(rank, index, hosts[index].device, batch.micro_batches[rank])
-        for rank, index in enumerate(placed)
-    )
     accelerator = hardware.devices[hosts[0].device].accelerator
     shape, adapter = model_geometry(exp.model), adapter_size(exp.model, exp.adapter)
     trained = trained_parameters(exp.model, exp.adapter)
     live = tuple(one for one in frozen if not one.before_training)
 
-    def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
+    def memory_of(ranks: tuple[RankPlan, ...], sums: str) -> tuple[MemoryPlan, ...]:
         return _memory(exp, shape, hosts, ranks, precision, accelerator, sums, live, logits)
+
+    def fits(device: str, micro_batch: int) -> bool:
+        ranks = tuple(
+            RankPlan(rank, index, hosts[index].device, micro_batch)
+            for rank, index in enumerate(placed)
+        )
+        return all(part.fits for part in memory_of(ranks, "") if part.device == device)
+
+    batch, balance = _batch(
+        exp,
+        [hosts[index] for index in placed],
+        precision,
+        per_token=0.0
+        if shape is None
+        else shape.flops_per_token(exp.data.seq_len, trained=trained)
+        + sum(2.0 * one.num_parameters for one in live),
+        fits=fits,
+    )
+    ranks = tuple(
+        RankPlan(rank, index, hosts[index].device, batch.micro_batches[rank])
+        for rank, index in enumerate(placed)
+    )
+
+    def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
+        return memory_of(ranks, sums)
 
     grad_accum = choose_grad_accum(
         exp.zero,
@@ -100,12 +123,14 @@ def make_plan(
         step_time_s=_step_time_s(shape, batch, ranks, peaks, trained=trained, frozen=live),
         warnings=(
             *_warnings(exp, hosts, ranks, precision, memory),
+            *_of_balance(exp, ranks, precision, balance),
             *_of_frozen(exp, frozen, memory, precision, len(ranks)),
         ),
         num_trained=trained,
         frozen=frozen,
         logits=logits,
         grad_accum_dtype=grad_accum,
+        balance=balance,
         attention=tuple(
             (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
             for name in used
@@ -215,9 +240,8 @@ def _step_time_s(
     per_token = shape.flops_per_token(batch.seq_len, trained=trained)
     # Of a frozen network the forward pass alone.
     per_token += sum(2.0 * one.num_parameters for one in frozen)
-    flops = per_token * batch.seq_len * batch.accumulation
     return max(
-        flops * rank.micro_batch / (peak * 1e12 * ASSUMED_EFFICIENCY)
+        per_token * batch.seq_len * sum(batch.sizes_of(rank.rank)) / (peak * USED_FLOPS)
         for rank, peak in zip(ranks, peaks, strict=True)
     )
 
@@ -259,13 +283,90 @@ def _warnings(
             "NCCL_IB_DISABLE=1 with ZeRO-3 makes every added node slower; remove it where "
             "InfiniBand or RoCE works."
         )
-    if len({rank.device for rank in ranks}) > 1 and exp.batch.balance == "even":
-        found.append(
-            "Devices differ and batch.balance=even: in every step the faster ones wait for the "
-            "slower. "
-            "batch.balance=speed gives each rank a micro batch in proportion to its speed."
-        )
     return tuple(found)
+
+
+def _of_balance(
+    exp: Experiment, ranks: tuple[RankPlan, ...], precision: str, balance: BalancePlan | None
+) -> Iterator[str]:
+    """What the split over ranks leaves undone."""
+    names = dict.fromkeys(rank.device for rank in ranks)
+    if len(names) > 1 and balance is None:
+        yield (
+            f"Devices differ and batch.balance={exp.batch.balance}: in every step the faster ones "
+            "wait for the slower. batch.balance=auto gives each rank as much as it computes in the "
+            "same time."
+        )
+    unknown = [name for name in names if not exp.hardware.devices[name].peak_tflops.get(precision)]
+    if balance is not None and balance.method == "spec" and not balance.pending and unknown:
+        yield (
+            f"batch.balance=spec: hardware.devices.{unknown[0]} has no peak_tflops at {precision}, "
+            "so every device counts as equally fast. Set it, or batch.balance=measured."
+        )
+
+
+def _batch(
+    exp: Experiment,
+    placed: list[HostPlan],
+    precision: str,
+    *,
+    per_token: float,
+    fits: Callable[[str, int], bool],
+) -> tuple[BatchPlan, BalancePlan | None]:
+    """The split of a step over the ranks, on ``placed`` hosts; evenly, or by their speeds.
+
+    ``per_token``: FLOPs of a token, 0 unknown. ``fits``: whether a micro batch has room on a device
+    type.
+    """
+    config, seq_len, world = exp.batch, exp.data.seq_len, len(placed)
+    method = _method(config, {host.device for host in placed})
+    if method == "even":
+        return solve_batch(config, seq_len=seq_len, world=world), None
+    devices = exp.hardware.devices
+    peaks = [devices[host.device].peak_tflops.get(precision, 0.0) for host in placed]
+    weights = peaks if all(peaks) else [1.0] * world
+    if method == "weights":
+        named = config.weights
+        weights = [named.get(host.name, named.get(host.device, 1.0)) for host in placed]
+    known = per_token and all(peaks) and method != "weights"
+    scale = per_token * FS / USED_FLOPS if known else max(weights) * FS / 1e6
+    speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
+    limits = {
+        name: _limit(config.micro_batch, partial(fits, name))
+        for name in {host.device for host in placed}
+    }
+    balance = BalancePlan(
+        method=method,
+        speeds=speeds,
+        limits=tuple(limits[host.device] for host in placed),
+        same_steps=exp.zero.stage >= 2,
+        accumulation=config.accumulation,
+        pending=method == "measured",
+    )
+    # What is not measured yet must not decide how many samples a step has.
+    of_step = [1.0] * world if balance.pending else weights
+    size = wanted_global_batch(config, seq_len=seq_len, weights=of_step)
+    return balanced_batch(size, balance, seq_len=seq_len), balance
+
+
+def _method(config: BatchConfig, devices: set[str]) -> str:
+    if config.weights:
+        return "weights"
+    if config.balance == "auto":
+        return "measured" if len(devices) > 1 else "even"
+    return "even" if config.balance == "off" else config.balance
+
+
+def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
+    """The largest micro batch that fits, at most ``micro_batch``; that where none does: the plan
+    warns of it."""
+    if fits(micro_batch) or not fits(1):
+        return micro_batch
+    low, high = 1, micro_batch
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _of_frozen(

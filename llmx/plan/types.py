@@ -40,17 +40,85 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch algebra, solved: ``global_batch == sum(micro_batches) * accumulation``."""
+    """The batch algebra, solved: ``global_batch == sum(micro_batches) * accumulation``, or the sum
+    of ``sizes`` where micro steps differ."""
 
     global_batch: int
     accumulation: int
+    """Micro steps of the rank that has most."""
     micro_batches: tuple[int, ...]
+    """The largest micro batch of each rank."""
     seq_len: int
+    sizes: tuple[tuple[int, ...], ...] = ()
+    """Samples of each micro step of each rank; empty where a rank's are all alike. A rank may have
+    fewer micro steps than another one."""
+
+    def sizes_of(self, rank: int) -> tuple[int, ...]:
+        """Samples of each micro step of a rank."""
+        if self.sizes:
+            return self.sizes[rank]
+        return (self.micro_batches[rank],) * self.accumulation
+
+    def places(self, rank: int, micro_step: int, *, samples: int) -> range:
+        """The places, among the ``samples`` of a step, of a rank's micro step (from 0).
+
+        The ranks take consecutive parts of the first micro step, then of the second, and so on. A
+        step with fewer samples than ``global_batch`` (the last one, with ``data.last_batch=short``)
+        fills the first places, and the others are empty.
+        """
+        if not 0 <= micro_step < len(self.sizes_of(rank)):
+            raise ValueError(f"micro_step {micro_step} is not in [0, {len(self.sizes_of(rank))})")
+        if samples > self.global_batch:
+            raise ValueError(f"{samples} samples of a step are more than {self.global_batch}")
+        everyone = range(len(self.micro_batches))
+        if self.sizes:
+            start = sum(sum(sizes[:micro_step]) for sizes in self.sizes)
+            start += sum(sum(self.sizes[r][micro_step : micro_step + 1]) for r in everyone[:rank])
+        else:
+            start = micro_step * sum(self.micro_batches) + sum(self.micro_batches[:rank])
+        stop = start + self.sizes_of(rank)[micro_step]
+        return range(min(start, samples), min(stop, samples))
 
     @property
     def tokens_per_step(self) -> int:
         """Positions of one optimizer step, padding included."""
         return self.global_batch * self.seq_len
+
+
+@dataclass(frozen=True)
+class RankSpeed:
+    """What one rank takes for a micro batch, forward and backward, without communication.
+
+    Femtoseconds, in whole numbers: every host computes the same split from them.
+    """
+
+    fixed_fs: int
+    token_fs: int
+    """For each token of the micro batch, padding included."""
+    square_fs: int = 0
+    """For each squared token of each row: attention."""
+
+    def time_fs(self, tokens: int, squares: int) -> int:
+        """Of a micro batch."""
+        return self.fixed_fs + self.token_fs * tokens + self.square_fs * squares
+
+
+@dataclass(frozen=True)
+class BalancePlan:
+    """By what the samples of a step are shared out, where not evenly."""
+
+    method: str
+    """``spec``, ``weights`` or ``measured``."""
+    speeds: tuple[RankSpeed, ...]
+    """One a rank."""
+    limits: tuple[int, ...]
+    """The most samples of a micro batch, one a rank."""
+    same_steps: bool
+    """All ranks have as many micro steps: the ZeRO stage communicates in each of them."""
+    accumulation: int | None = None
+    """``batch.accumulation``, where it was given."""
+    pending: bool = False
+    """The ranks measure their speeds at the start; these are of the data sheet."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +222,9 @@ class Plan:
     attention: tuple[tuple[str, str], ...] = ()
     """(device type, implementation for packed rows), one each: ``varlen``, ``segments``, ..."""
 
+    balance: BalancePlan | None = None
+    """None: evenly. Left out of the file then."""
+
     def attention_on(self, device: str) -> str:
         """For packed rows on this type of device; empty in a plan of an older llmx."""
         return dict(self.attention).get(device, "")
@@ -170,6 +241,10 @@ class Plan:
             del values["frozen"]
         if self.logits == SUMMED:
             del values["logits"]
+        if self.balance is None:
+            del values["balance"]
+        if not self.batch.sizes:
+            del values["batch"]["sizes"]
         return values
 
     @classmethod
@@ -178,6 +253,8 @@ class Plan:
         values = {key: value for key, value in values.items() if key != "world_size"}
         batch = dict(values.pop("batch"))
         batch["micro_batches"] = tuple(batch["micro_batches"])
+        batch["sizes"] = tuple(tuple(sizes) for sizes in batch.get("sizes", ()))
+        balance = values.pop("balance", None)
         return cls(
             hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
             ranks=tuple(_rank_plan(rank) for rank in values.pop("ranks")),
@@ -186,8 +263,15 @@ class Plan:
             warnings=tuple(values.pop("warnings")),
             frozen=tuple(FrozenNetwork(**one) for one in values.pop("frozen", ())),
             attention=tuple((name, way) for name, way in values.pop("attention", ())),
+            balance=None if balance is None else balance_from_dict(balance),
             **values,
         )
+
+
+def balance_from_dict(values: dict[str, Any]) -> BalancePlan:
+    """The inverse of ``dataclasses.asdict``, also after a trip through JSON."""
+    speeds = tuple(RankSpeed(**speed) for speed in values["speeds"])
+    return BalancePlan(**{**values, "speeds": speeds, "limits": tuple(values["limits"])})
 
 
 def _rank_plan(values: dict[str, Any]) -> RankPlan:

@@ -113,6 +113,12 @@ class RunDir:
         return self.ranks / f"synchronisations-{rank:03d}.json"
 
     @property
+    def balance(self) -> Path:
+        """``balance.json``: the speeds that the ranks measured at the start, by rank 0. A resume
+        and a reproduction share out samples by it; without it the ranks measure again."""
+        return self.root / "balance.json"
+
+    @property
     def inputs(self) -> Path:
         """``inputs.json``: exact fingerprints of data, tokenizer and model, by rank 0."""
         return self.root / "inputs.json"

@@ -17,9 +17,10 @@ import torch
 
 from llmx.data import Column, collate
 from llmx.data.collate import PAD_TO
-from llmx.data.order import draw_seed, rank_slice, samples_of_step
+from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample
-from llmx.plan.types import BatchPlan
+from llmx.plan.types import BalancePlan, BatchPlan
+from llmx.plan.work import Rows, even_work
 
 PAD_TO_ON = {"cpu": PAD_TO, "cuda": 128}
 """``data.pad_to_multiple_of`` where it is null. On CUDA few shapes are better than short ones:
@@ -37,6 +38,8 @@ class Layout:
     layout: str
     pad_to: int = PAD_TO
     """A batch is as long as its longest line, rounded up to a multiple of this."""
+    whole_rows: bool = True
+    """Attention computes a line as one row, padding included, and hides what is to be hidden."""
 
     def collate(
         self, samples: Sequence[Sample], *, columns: Sequence[Column] | None
@@ -50,6 +53,11 @@ class Layout:
             pad_to=self.pad_to,
             columns=columns,
         )
+
+    def rows(self, store: Any, samples: np.ndarray) -> Rows:
+        """What each of the samples takes."""
+        lines, lengths, squares = store.row_shapes(samples, packed=self.layout == "packed")
+        return Rows(lines, lengths, None if self.whole_rows else squares)
 
 
 @dataclass(frozen=True)
@@ -86,39 +94,43 @@ def make_step(
     normaliser: str = "tokens",
     draws: bool = False,
     transform: Transform | None = None,
+    balance: BalancePlan | None = None,
 ) -> Step:
     """The micro batches of ``rank`` at ``step``. Pure but for reading the store. ``stop``: the
     end of the samples, where the last step has fewer; a micro batch may then be empty.
+    ``balance``: samples go to ranks by what they take; else in their order.
     ``normaliser``: what the step weighs (``Task.normaliser``). ``draws``: with ``draw_seeds``
     (``Task.draws``)."""
     samples = samples_of_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
 
-    def sample(place: int) -> Any:
-        stored = store[int(samples[place])]
-        return stored if transform is None else transform(stored, step, place)
-
-    def micro_batch(micro_step: int) -> dict[str, torch.Tensor]:
-        mine = rank_slice(
-            np.arange(len(samples)),
-            micro_batches=batch.micro_batches,
-            accumulation=batch.accumulation,
-            rank=rank,
-            micro_step=micro_step,
+    mine: Sequence[Sequence[int]] = [
+        batch.places(rank, number, samples=len(samples))
+        for number in range(len(batch.sizes_of(rank)))
+    ]
+    if balance is not None:
+        work = even_work(
+            layout.rows(store, samples),
+            batch=batch,
+            balance=balance,
+            seq_len=layout.seq_len,
+            pad_to=layout.pad_to,
         )
-        found = [sample(int(position)) for position in mine]
-        tensors = layout.collate(found, columns=store.batch_columns)
-        if draws:
-            seeds = [
-                draw_seed(seed, step, int(position)) + number
-                for position, sample in zip(mine, found, strict=True)
-                for number in range(len(sample.sequence_starts))
-            ]
-            tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
-        return tensors
-
-    micro_batches = tuple(micro_batch(number) for number in range(batch.accumulation))
+        mine = mine if work is None else work[rank]
+    micro_batches = tuple(
+        micro_batch(
+            store,
+            samples,
+            part,
+            step=step,
+            seed=seed,
+            layout=layout,
+            draws=draws,
+            transform=transform,
+        )
+        for part in mine
+    )
     target_tokens = store.num_target_tokens(samples)
     weights = {"tokens": store.weight_of(samples), "batch": 0.0}
     return Step(
@@ -129,6 +141,32 @@ def make_step(
         tokens=store.num_tokens(samples),
         square_tokens=sum(square_tokens(micro) for micro in micro_batches),
     )
+
+
+def micro_batch(
+    store: Any,
+    samples: np.ndarray,
+    places: Sequence[int],
+    *,
+    step: int,
+    seed: int,
+    layout: Layout,
+    draws: bool,
+    transform: Transform | None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of the samples of ``step`` at these places of it."""
+    found = [store[int(samples[place])] for place in places]
+    if transform is not None:
+        found = [transform(one, step, place) for one, place in zip(found, places, strict=True)]
+    tensors = layout.collate(found, columns=store.batch_columns)
+    if draws:
+        seeds = [
+            draw_seed(seed, step, place) + number
+            for place, sample in zip(places, found, strict=True)
+            for number in range(len(sample.sequence_starts))
+        ]
+        tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
+    return tensors
 
 
 def square_tokens(batch: dict[str, torch.Tensor]) -> int:

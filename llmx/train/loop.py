@@ -221,6 +221,7 @@ def steps_from(session: Session, start: ResumePoint, last: int) -> Iterator[Iter
                 normaliser=task.normaliser,
                 draws=task.draws,
                 transform=transform_of(task, seed=session.exp.seed),
+                balance=session.plan.balance,
                 **common,
             )
             for step in numbers

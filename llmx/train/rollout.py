@@ -18,7 +18,7 @@ import torch
 
 from llmx.collectives import all_gather
 from llmx.data.examples import Column, Example, Schema, checked
-from llmx.data.order import draw_seed, rank_slice, samples_of_step
+from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
 from llmx.plan.types import BatchPlan
@@ -73,28 +73,20 @@ def rollout_step(
     ]
 
     def micro_batch(micro_step: int) -> dict[str, torch.Tensor]:
-        mine = rank_slice(
-            np.arange(len(indices)),
-            micro_batches=batch.micro_batches,
-            accumulation=batch.accumulation,
-            rank=rank,
-            micro_step=micro_step,
-        )
+        mine = batch.places(rank, micro_step, samples=len(indices))
         tensors = layout.collate(
-            [one for position in mine for one in by_sample[int(position)]], columns=schema.columns
+            [one for position in mine for one in by_sample[position]], columns=schema.columns
         )
         if task.draws:
             seeds = [
-                draw_seed(seed, step, int(position)) + number
+                draw_seed(seed, step, position) + number
                 for position in mine
-                for number in range(
-                    sum(len(one.sequence_starts) for one in by_sample[int(position)])
-                )
+                for number in range(sum(len(one.sequence_starts) for one in by_sample[position]))
             ]
             tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
         return tensors
 
-    micro_batches = tuple(micro_batch(number) for number in range(batch.accumulation))
+    micro_batches = tuple(micro_batch(number) for number in range(len(batch.sizes_of(rank))))
     whole = [one for sample in by_sample for one in sample]
     target_tokens = sum(int(np.count_nonzero(one.targets)) for one in whole)
     weights = {

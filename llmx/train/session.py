@@ -13,11 +13,13 @@ import torch
 
 from llmx.checkpoint.distributed.topology import find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
+from llmx.collectives import all_gather
 from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir
 from llmx.tasks import Task, task_of, tokenizer_of
+from llmx.train.balance import Subject, with_measured_speeds
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.consensus import Consensus
 from llmx.train.early_stopping import EarlyStopping
@@ -141,6 +143,18 @@ def open_session(
         restore_from(resume_point, engine)
         status.at_step(resume_point.step)
         status.saved(resume_point.step)
+    trained_layout = layout(engine.layout)
+    if plan.balance is not None:
+        # How a kernel computes packed rows may differ by device; how they are shared out may not.
+        whole = any(model.attention.isolation != "cu_seq_lens" for model in engine.models.values())
+        whole = any(all_gather(whole, group=consensus.group))
+        trained_layout = dataclasses.replace(trained_layout, whole_rows=whole)
+        plan = with_measured_speeds(
+            Subject(exp, plan, engine, task, train_store, trained_layout),
+            run_dir,
+            group=consensus.group,
+            log=log,
+        )
     metrics = open_metrics(run_dir, resume_point)
     if torch.distributed.get_rank() == 0:
         write_inputs(
@@ -177,7 +191,7 @@ def open_session(
         tokenizer=tokenizer,
         train_store=train_store,
         eval_store=eval_store,
-        layout=layout(engine.layout),
+        layout=trained_layout,
         metrics=metrics,
         status=status,
         consensus=consensus,

@@ -91,6 +91,7 @@ def train_step(
     models = engine.models
     for model in models.values():
         model.routing.begin_step()
+    engine.set_micro_steps(len(step.micro_batches))
     loss_sum = torch.zeros((), device=engine.device)
     for number, micro_batch in enumerate(step.micro_batches, start=1):
         scale = factor / len(step.micro_batches) * engine.loss_scale()

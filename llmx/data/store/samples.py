@@ -303,6 +303,20 @@ class SampleStore:
         first, last = self._examples[self._samples[index]], self._examples[self._samples[index + 1]]
         return int(np.sum(self._sequences[last] - self._sequences[first]))
 
+    def row_shapes(
+        self, index: np.ndarray, *, packed: bool
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Of each sample: its lines in a micro batch, the tokens of the longest, and the sum of the
+        squared lengths of its sequences. ``packed``: one line a sample, else one a sequence."""
+        lines, lengths, squares = [], [], []
+        for one in np.asarray(index).tolist():
+            first, last = self._examples[self._samples[one]], self._examples[self._samples[one + 1]]
+            sizes = np.diff(self._sequences[first : last + 1])
+            lines.append(1 if packed else len(sizes))
+            lengths.append(int(sizes.sum() if packed else sizes.max()))
+            squares.append(int(np.dot(sizes, sizes)))
+        return lines, lengths, squares
+
     def num_examples(self, index: int | np.ndarray) -> int:
         """Examples of one sample or of several together."""
         index = np.asarray(index)

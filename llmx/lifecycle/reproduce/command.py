@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -157,6 +158,9 @@ def _start(
     if skipped:
         # What the run passed over when it diverged, it passes over again.
         write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
+    if run.balance.is_file():
+        # The split over ranks that was measured then. Ranks on other devices measure anew.
+        shutil.copyfile(run.balance, target.balance)
     launch = write_launch_files(new, plan, target)
     return supervise(new, plan, target, launch=launch).exit_code
 

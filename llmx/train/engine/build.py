@@ -139,6 +139,18 @@ class Engine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
+    def set_micro_steps(self, count: int) -> None:
+        """How many micro steps of this rank the next update takes. Ranks may differ at ZeRO stages
+        0 and 1, which communicate in the last one only."""
+        engine = self.engine
+        if engine.gradient_accumulation_steps() == count:
+            return
+        engine.set_train_batch_size(
+            engine.train_micro_batch_size_per_gpu() * count * engine.dp_world_size
+        )
+        if hasattr(engine.optimizer, "gradient_accumulation_steps"):  # its own copy
+            engine.optimizer.gradient_accumulation_steps = count
+
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of ``loss``, multiplied by the loss scale where the step divides by it.
 

@@ -1,0 +1,290 @@
+"""Unequal devices: who takes how many samples, so that nobody waits. Pure.
+
+``share_out`` plans the micro batches of every rank from what each of them takes for a micro batch
+(``RankSpeed``), ``fit_speed`` finds that from measured times. All in whole numbers: ranks on
+different machines compute the same. The method, and what it gains: docs/unequal.md.
+
+``python -m pytest tests/unit/test_plan_balance.py``
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import combinations
+
+from llmx.errors import ConfigError
+from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Samples of each micro step, by rank."""
+
+FS = 10**15
+"""Femtoseconds of a second."""
+MICRO_STEP_COST = 200
+"""A further micro step in which all ranks wait for each other must save more than this part of a
+full one: its communication is in no measurement."""
+EXACT_SAMPLES = 1 << 12
+"""Up to so many samples of a step, and of a micro step, every way to cut it is looked at."""
+LEAST_GAIN = 0.02
+"""What a measured split must save of the step time of the even one: less is noise."""
+
+
+def sample_fs(speed: RankSpeed, seq_len: int) -> int:
+    """What a whole sample of one row takes; at least 1."""
+    return max(1, speed.token_fs * seq_len + speed.square_fs * seq_len * seq_len)
+
+
+def share_out(
+    global_batch: int,
+    *,
+    speeds: Sequence[RankSpeed],
+    limits: Sequence[int],
+    seq_len: int,
+    same_steps: bool,
+    accumulation: int | None = None,
+    micro_step_fs: int | None = None,
+) -> Sizes:
+    """Micro batches of every rank with the least predicted step time, for whole samples.
+
+    Args:
+        limits: the most samples of a micro batch, one a rank.
+        same_steps: all ranks have as many micro steps, and wait for each other in each of them.
+        accumulation: so many micro steps, for all ranks.
+        micro_step_fs: what each of them costs beyond computing, where all ranks wait; None: a
+            little, so that there are no more of them than are of use.
+
+    Raises:
+        ConfigError: it cannot be cut so, with each rank at least one sample in a micro step.
+    """
+    costs = [(speed.fixed_fs, sample_fs(speed, seq_len)) for speed in speeds]
+    if not same_steps and accumulation is None:
+        return _by_rank(global_batch, costs, limits)
+    step = _MicroStep(costs, limits)
+    if accumulation is not None:
+        size, more = divmod(global_batch, accumulation)
+        parts = [size + 1] * more + [size] * (accumulation - more)
+        if not step.least <= parts[-1] <= parts[0] <= step.most:
+            raise ConfigError(
+                f"batch: global_batch={global_batch} in batch.accumulation={accumulation} micro "
+                f"steps is {size} samples a micro step; the {len(limits)} ranks take "
+                f"{step.least} to {step.most}. Leave accumulation out; it is computed."
+            )
+    else:
+        parts = _cut(global_batch, step, micro_step_fs)
+    return tuple(zip(*(step.shares(part) for part in parts), strict=True))
+
+
+class _MicroStep:
+    """A micro step in which all ranks wait for the slowest: the least time for each number of
+    samples, each rank taking one at least."""
+
+    def __init__(self, costs: Sequence[tuple[int, int]], limits: Sequence[int]) -> None:
+        self.least, self.most = len(costs), sum(limits)
+        self._first = max(fixed + each for fixed, each in costs)
+        # The next sample goes where the micro batch is then shortest.
+        self._next = sorted(
+            (fixed + count * each, rank)
+            for rank, ((fixed, each), limit) in enumerate(zip(costs, limits, strict=True))
+            for count in range(2, limit + 1)
+        )
+
+    def time(self, samples: int) -> int:
+        """Femtoseconds, of ``least`` to ``most`` samples."""
+        further = samples - self.least
+        return max(self._first, self._next[further - 1][0]) if further else self._first
+
+    def shares(self, samples: int) -> list[int]:
+        """Samples of each rank."""
+        found = [1] * self.least
+        for _, rank in self._next[: samples - self.least]:
+            found[rank] += 1
+        return found
+
+
+def _cut(global_batch: int, step: _MicroStep, cost: int | None) -> list[int]:
+    """Samples of each micro step, with the least time of all; largest first."""
+    least, most = step.least, min(step.most, global_batch)
+    if global_batch < least:
+        raise _impossible(global_batch, step)
+    if most > EXACT_SAMPLES:
+        count = -(-global_batch // most)
+        size, more = divmod(global_batch, count)
+        if size < least:
+            raise _impossible(global_batch, step)
+        return [size + 1] * more + [size] * (count - more)
+    times = [step.time(samples) for samples in range(least, most + 1)]
+    best = min(range(least, most + 1), key=lambda n: (times[n - least] / n, -n))
+    if cost is None:
+        cost = times[best - least] // MICRO_STEP_COST + 1
+    # Far from the end, the micro step with the most samples a second; then all ways are tried.
+    repeated = max(0, (global_batch - max(EXACT_SAMPLES, 8 * most)) // best)
+    rest = global_batch - repeated * best
+    return sorted([best] * repeated + _exact(rest, least, times, cost, step), reverse=True)
+
+
+def _exact(total: int, least: int, times: list[int], cost: int, step: _MicroStep) -> list[int]:
+    """The micro steps of ``total`` samples with the least sum of times."""
+    import numpy as np
+
+    span = len(times)
+    each = np.array(times, dtype=np.float64) + cost  # sums and least ones alike on all machines
+    found = np.full(total + 1, np.inf)
+    found[0] = 0.0
+    chosen = np.zeros(total + 1, dtype=np.int64)
+    for samples in range(least, total + 1):
+        # With the last micro step of least, least + 1, ... samples.
+        before = found[max(0, samples - least - span + 1) : samples - least + 1][::-1]
+        sums = before + each[: len(before)]
+        at = len(sums) - 1 - int(np.argmin(sums[::-1]))  # of equal ones, the largest micro step
+        found[samples], chosen[samples] = sums[at], least + at
+    if not np.isfinite(found[total]):
+        raise _impossible(total, step)
+    parts = []
+    while total:
+        parts.append(int(chosen[total]))
+        total -= parts[-1]
+    return parts
+
+
+def _impossible(total: int, step: _MicroStep) -> ConfigError:
+    if total < step.least:
+        return ConfigError(
+            f"batch.global_batch={total} is less than the {step.least} ranks: every rank takes at "
+            f"least one sample. Use batch.global_batch={step.least} or more, or fewer ranks."
+        )
+    below = total // step.most * step.most
+    near = [value for value in (below, below + step.most) if value > 0]
+    return ConfigError(
+        f"batch.global_batch={total} cannot be cut into micro steps of {step.least} to "
+        f"{step.most} samples, one at least for each rank. Use batch.global_batch="
+        f"{' or '.join(str(value) for value in near)}."
+    )
+
+
+def _by_rank(total: int, costs: Sequence[tuple[int, int]], limits: Sequence[int]) -> Sizes:
+    """Ranks that wait for each other once a step: each has as many micro steps as it needs."""
+    if total < len(costs):
+        raise _impossible(total, _MicroStep(costs, [1] * len(costs)))
+
+    def within(time: int, rank: int) -> int:
+        """Samples that a rank computes in this time."""
+        (fixed, each), limit = costs[rank], limits[rank]
+        full, rest = divmod(time, fixed + limit * each)
+        return int(full * limit + max(0, (rest - fixed) // each))
+
+    everyone = range(len(costs))
+    low = max(fixed + each for fixed, each in costs)
+    if sum(within(low, rank) for rank in everyone) < total:
+        high = 2 * low
+        while sum(within(high, rank) for rank in everyone) < total:
+            low, high = high, 2 * high
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if sum(within(middle, rank) for rank in everyone) < total:
+                low = middle
+            else:
+                high = middle
+        low = high
+    counts = [within(low, rank) for rank in everyone]
+
+    def time(rank: int) -> int:
+        fixed, each = costs[rank]
+        return -(-counts[rank] // limits[rank]) * fixed + counts[rank] * each
+
+    surplus = sum(counts) - total
+    latest = [(-time(rank), -rank) for rank in everyone if counts[rank] > 1] if surplus else []
+    heapq.heapify(latest)
+    for _ in range(surplus):
+        rank = -heapq.heappop(latest)[1]
+        counts[rank] -= 1
+        if counts[rank] > 1:
+            heapq.heappush(latest, (-time(rank), -rank))
+    found = []
+    for count, limit in zip(counts, limits, strict=True):
+        steps = -(-count // limit)
+        size, more = divmod(count, steps)
+        found.append((size + 1,) * more + (size,) * (steps - more))
+    return tuple(found)
+
+
+def busy_fs(sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int) -> list[int]:
+    """What each rank computes in a step."""
+    return [
+        sum(speed.fixed_fs + size * sample_fs(speed, seq_len) for size in own)
+        for own, speed in zip(sizes, speeds, strict=True)
+    ]
+
+
+def step_fs(sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int, *, same_steps: bool) -> int:
+    """Predicted time of a step, without communication."""
+    if not same_steps:
+        return max(busy_fs(sizes, speeds, seq_len))
+    return sum(
+        max(
+            speed.fixed_fs + size * sample_fs(speed, seq_len)
+            for size, speed in zip(together, speeds, strict=True)
+        )
+        for together in zip(*sizes, strict=True)
+    )
+
+
+def idle_shares(
+    sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int, *, same_steps: bool
+) -> list[float]:
+    """The part of a step in which each rank waits for others, without communication."""
+    whole = step_fs(sizes, speeds, seq_len, same_steps=same_steps)
+    return [1.0 - busy / whole for busy in busy_fs(sizes, speeds, seq_len)]
+
+
+def balanced_batch(global_batch: int, balance: BalancePlan, *, seq_len: int) -> BatchPlan:
+    """The batch plan of a balance."""
+    sizes = share_out(
+        global_batch,
+        speeds=balance.speeds,
+        limits=balance.limits,
+        seq_len=seq_len,
+        same_steps=balance.same_steps,
+        accumulation=balance.accumulation,
+    )
+    return batch_of(sizes, seq_len=seq_len)
+
+
+def batch_of(sizes: Sizes, *, seq_len: int) -> BatchPlan:
+    """The batch plan with these micro batches."""
+    steps = max(len(own) for own in sizes)
+    alike = all(len(own) == steps and len(set(own)) == 1 for own in sizes)
+    return BatchPlan(
+        global_batch=sum(map(sum, sizes)),
+        accumulation=steps,
+        micro_batches=tuple(max(own) for own in sizes),
+        seq_len=seq_len,
+        sizes=() if alike else tuple(tuple(own) for own in sizes),
+    )
+
+
+def fit_speed(points: Sequence[tuple[float, float, float]]) -> RankSpeed:
+    """The speed that fits measured (tokens, squared tokens, seconds) best, none of its parts
+    negative: least squares of the relative error, over all choices of parts that are zero."""
+    import numpy as np
+
+    if not points or min(seconds for *_, seconds in points) <= 0:
+        raise ValueError(f"{points}: seconds of at least one micro batch, all above 0, are needed")
+    seconds = np.array([point[2] for point in points])
+    columns = np.array([(1.0, tokens, squares) for tokens, squares, _ in points]) / seconds[:, None]
+    best, found = np.inf, np.zeros(3)
+    for count in (1, 2, 3):
+        for used in combinations((1, 0, 2), count):
+            if 1 not in used or len(points) < count:
+                continue
+            part = columns[:, used]
+            scale = np.linalg.norm(part, axis=0)
+            if not scale.all():
+                continue
+            values = np.linalg.lstsq(part / scale, np.ones(len(points)), rcond=1e-9)[0] / scale
+            error = float(np.sum((part @ values - 1.0) ** 2))
+            if (values >= 0).all() and error < best * 0.999 - 1e-15:
+                best, found = error, np.zeros(3)
+                found[list(used)] = values
+    fixed, token, square = (round(float(value) * FS) for value in found)
+    return RankSpeed(fixed, max(1, token), square)

@@ -1,0 +1,222 @@
+"""Who takes how many samples: exact, as fast as trying everything finds, and found at once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmx.config import BatchConfig
+from llmx.errors import ConfigError
+from llmx.plan.balance import (
+    balanced_batch,
+    fit_speed,
+    idle_shares,
+    sample_fs,
+    share_out,
+    step_fs,
+)
+from llmx.plan.batch import wanted_global_batch
+from llmx.plan.types import BalancePlan, RankSpeed
+
+SPEED = st.builds(
+    RankSpeed,
+    fixed_fs=st.integers(0, 4000),
+    token_fs=st.integers(1, 4000),
+    square_fs=st.integers(0, 20),
+)
+
+
+def parts(total: int, limits: list[int], least: int = 1):
+    """Every way to share ``total`` out."""
+    if len(limits) == 1:
+        if least <= total <= limits[0]:
+            yield (total,)
+        return
+    for first in range(least, min(limits[0], total) + 1):
+        for rest in parts(total - first, limits[1:], least):
+            yield (first, *rest)
+
+
+def test_slower_devices_get_smaller_micro_batches() -> None:
+    weights = [312.0, 312.0, 125.0, 125.0]
+    batch = BatchConfig(micro_batch=5, accumulation=2)
+    size = wanted_global_batch(batch, seq_len=8, weights=weights)
+    assert size == 28
+    speeds = tuple(RankSpeed(0, round(1e9 / weight)) for weight in weights)
+    balance = BalancePlan("spec", speeds, (5,) * 4, same_steps=True, accumulation=2)
+    plan = balanced_batch(size, balance, seq_len=8)
+    assert (plan.micro_batches, plan.accumulation, plan.sizes) == ((5, 5, 2, 2), 2, ())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    speeds=st.lists(SPEED, min_size=1, max_size=3),
+    limit=st.integers(1, 6),
+    total=st.integers(1, 10),
+    same_steps=st.booleans(),
+)
+def test_no_other_split_is_faster(speeds, limit, total, same_steps) -> None:
+    """Against all micro batches of all ranks; a further micro step costs half a per cent."""
+    limits = [limit] * len(speeds)
+    arguments = {"speeds": speeds, "limits": limits, "seq_len": 2, "same_steps": same_steps}
+    try:
+        sizes = share_out(total, **arguments)
+    except ConfigError:
+        assert total < len(speeds) or not any(
+            len(speeds) * steps <= total <= limit * len(speeds) * steps
+            for steps in range(1, total + 1)
+        )
+        return
+    assert sum(map(sum, sizes)) == total
+    assert all(1 <= size <= limit for own in sizes for size in own)
+    assert not same_steps or len(set(map(len, sizes))) == 1
+    found = step_fs(sizes, speeds, 2, same_steps=same_steps)
+    if same_steps:
+        step = {
+            size: min(
+                max(s.fixed_fs + n * sample_fs(s, 2) for s, n in zip(speeds, part, strict=True))
+                for part in parts(size, limits)
+            )
+            for size in range(len(speeds), min(total, limit * len(speeds)) + 1)
+        }
+        best = [0] + [2**62] * total
+        for size in range(1, total + 1):
+            for last, seconds in step.items():
+                if last <= size:
+                    best[size] = min(best[size], best[size - last] + seconds)
+        assert best[total] <= found <= best[total] * (1 + total / 200) + total
+    else:
+        best_time = min(
+            max(
+                -(-n // limit) * s.fixed_fs + n * sample_fs(s, 2)
+                for s, n in zip(speeds, part, strict=True)
+            )
+            for part in parts(total, [total] * len(speeds))
+        )
+        assert found == best_time
+
+
+def simulated(seed: int) -> tuple[list[RankSpeed], list[int]]:
+    """16 hosts of 8 ranks, of four device types that differ in every way."""
+    draw = random.Random(seed)
+    types = [
+        (
+            RankSpeed(
+                fixed_fs=draw.randrange(10**11, 10**13),
+                token_fs=int(10**10 * factor),
+                square_fs=draw.randrange(10**5, 10**6),
+            ),
+            draw.randrange(2, 17),
+        )
+        for factor in (0.14, 0.3, 0.8, 2.1)
+    ]
+    placed = [types[draw.randrange(4)] for _ in range(16)]
+    return [s for s, _ in placed for _ in range(8)], [m for _, m in placed for _ in range(8)]
+
+
+@pytest.mark.parametrize("same_steps", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_simulated_cluster_within_two_per_cent_of_brute_force(seed, same_steps) -> None:
+    """16 hosts, 4 device types. Brute force over a coarser grid: one micro batch for each device
+    type, every combination, and as many micro steps as the step then needs; where ranks may differ,
+    parts of micro steps, too, at their part of the cost, which no real split can have."""
+    speeds, limits = simulated(seed)
+    seq_len, total, each = 2048, 6000, 10**11
+    began = time.process_time()
+    sizes = share_out(
+        total,
+        speeds=speeds,
+        limits=limits,
+        seq_len=seq_len,
+        same_steps=same_steps,
+        micro_step_fs=each,
+    )
+    assert time.process_time() - began < 2.0
+    assert sum(map(sum, sizes)) == total
+    found = step_fs(sizes, speeds, seq_len, same_steps=same_steps)
+    found += each * len(sizes[0]) if same_steps else 0
+    kinds = sorted(set(zip(speeds, limits, strict=True)), key=lambda kind: kind[0].token_fs)
+    ranks = [sum(s == kind for s in zip(speeds, limits, strict=True)) for kind in kinds]
+    best = None
+    for chosen in itertools.product(*(range(1, limit + 1) for _, limit in kinds)):
+        times = [
+            speed.fixed_fs + size * sample_fs(speed, seq_len)
+            for (speed, _), size in zip(kinds, chosen, strict=True)
+        ]
+        together = sum(n * size for n, size in zip(ranks, chosen, strict=True))
+        if same_steps:
+            seconds = (max(times) + each) * -(-total // together)
+        else:
+            # At the same rate for ever: each type does as many micro steps as it has time for.
+            rate = sum(
+                n * size / taken for n, size, taken in zip(ranks, chosen, times, strict=True)
+            )
+            seconds = total / rate
+        best = seconds if best is None else min(best, seconds)
+    assert found <= 1.02 * best
+
+
+def test_fast_ranks_have_more_micro_steps_where_they_may() -> None:
+    fast, slow = RankSpeed(0, 10), RankSpeed(0, 40)
+    arguments = {"speeds": [fast, slow], "limits": [4, 4], "seq_len": 8}
+    sizes = share_out(20, same_steps=False, **arguments)
+    assert sizes == ((4, 4, 4, 4), (4,))
+    assert idle_shares(sizes, [fast, slow], 8, same_steps=False) == [0.0, 0.0]
+    together = share_out(20, same_steps=True, **arguments)
+    assert together == ((4, 4, 4, 4), (1, 1, 1, 1))
+    assert idle_shares(together, [fast, slow], 8, same_steps=True) == [0.0, 0.0]
+
+
+def test_equal_ranks_are_given_equal_parts() -> None:
+    speeds = [RankSpeed(100, 10)] * 4
+    for same_steps in (False, True):
+        sizes = share_out(32, speeds=speeds, limits=[8] * 4, seq_len=8, same_steps=same_steps)
+        assert sizes == ((8,),) * 4
+
+
+@pytest.mark.parametrize("size", [2**24, 2**24 - 3, 16_777_199])
+@pytest.mark.parametrize("same_steps", [False, True])
+def test_a_large_batch_is_shared_out_at_once(size, same_steps) -> None:
+    speeds = [RankSpeed(10**9, 10**7), RankSpeed(10**9, 3 * 10**7), RankSpeed(10**10, 10**8)]
+    began = time.process_time()
+    sizes = share_out(size, speeds=speeds, limits=[64] * 3, seq_len=8, same_steps=same_steps)
+    assert time.process_time() - began < 2.0
+    assert sum(map(sum, sizes)) == size
+
+
+def test_what_cannot_be_cut_names_what_can() -> None:
+    arguments = {"speeds": [RankSpeed(0, 1)] * 2, "seq_len": 8}
+    with pytest.raises(ConfigError, match="less than the 4 ranks"):
+        share_out(3, speeds=[RankSpeed(0, 1)] * 4, limits=[1] * 4, seq_len=8, same_steps=False)
+    with pytest.raises(ConfigError, match=r"Use batch.global_batch=12 or 14"):
+        share_out(13, limits=[1, 1], same_steps=True, **arguments)
+    with pytest.raises(ConfigError, match="Leave accumulation out"):
+        share_out(16, limits=[2, 2], same_steps=True, accumulation=3, **arguments)
+    assert share_out(13, limits=[1, 1], same_steps=False, **arguments) == ((1,) * 7, (1,) * 6)
+
+
+def test_speeds_are_found_again_from_times() -> None:
+    true = RankSpeed(fixed_fs=2 * 10**12, token_fs=3 * 10**9, square_fs=4 * 10**5)
+    shapes = [(256, 256**2), (1024, 4 * 256**2), (2048, 8 * 256**2), (1024, 8 * 128**2)]
+    points = [(t, q, true.time_fs(t, q) / 1e15) for t, q in shapes]
+    found = fit_speed(points)
+    assert found.fixed_fs == pytest.approx(true.fixed_fs, rel=1e-3)
+    assert found.token_fs == pytest.approx(true.token_fs, rel=1e-3)
+    assert found.square_fs == pytest.approx(true.square_fs, rel=1e-3)
+
+
+def test_a_fit_has_no_negative_part() -> None:
+    """Noise must not make a larger micro batch cheaper, nor time below zero."""
+    for points in ([(100, 10_000, 0.1)], [(100, 10_000, 0.1), (200, 20_000, 0.25)]):
+        found = fit_speed(points)
+        assert found.fixed_fs >= 0
+        assert found.square_fs >= 0
+        for tokens, squares, seconds in points:
+            assert found.time_fs(tokens, squares) / 1e15 == pytest.approx(seconds, rel=0.15)
+    with pytest.raises(ValueError, match="above 0"):
+        fit_speed([(1, 1, 0.0)])
