@@ -53,7 +53,8 @@ def test_every_option_composes_and_plans(group: str, name: str, tmp_path) -> Non
     done = composed([f"{group}={name}", *partners])
     assert done.plan.world_size >= 1
     batch = done.plan.batch
-    assert batch.global_batch == sum(batch.micro_batches) * batch.accumulation
+    ranks = range(len(batch.micro_batches))
+    assert batch.global_batch == sum(sum(batch.sizes_of(rank)) for rank in ranks)
     assert done.ds_config["train_batch_size"] == (
         done.ds_config["train_micro_batch_size_per_gpu"] * batch.accumulation * done.plan.world_size
     )
@@ -91,7 +92,9 @@ def test_the_second_copy_of_hpz_goes_before_an_offload() -> None:
 def test_recipes_are_what_they_say() -> None:
     llama = composed(["experiment=llama2_7b_fincorpus"])
     assert llama.plan.precision == "fp16"
-    assert llama.plan.batch.micro_batches == (4, 4, 4, 4)
+    assert (llama.plan.batch.global_batch, llama.plan.batch.micro_batches) == (16, (3, 3, 1, 1))
+    assert llama.plan.balance is not None
+    assert llama.plan.balance.pending
     assert llama.ds_config["zero_optimization"]["zero_hpz_partition_size"] == 2
     assert llama.experiment.data.seq_len == 4096
     assert llama.plan.num_parameters == 6_738_415_616

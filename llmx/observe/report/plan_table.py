@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
 from llmx.config import (
     AdapterConfig,
+    BatchConfig,
     DataConfig,
     Experiment,
     ModelConfig,
@@ -21,7 +22,10 @@ from llmx.config import (
 )
 from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.config.token_rules import added_tokens
+from llmx.errors import ConfigError
 from llmx.observe.report.screen import open_console
+from llmx.plan.balance import idle_shares, step_fs
+from llmx.plan.batch import solve_batch
 from llmx.plan.geometry import model_geometry
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural, printable
@@ -97,7 +101,7 @@ def hosts_table(plan: Plan) -> Table:
             _span([rank.rank for rank in ranks]),
             f"{len(ranks)}{human.TIMES}{host.device}",
             _micro_batches(ranks),
-            str(plan.batch.accumulation),
+            _micro_steps([len(plan.batch.sizes_of(rank.rank)) for rank in ranks]),
             plan.precision,
         )
     return table
@@ -114,6 +118,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
     rows = [
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
         ("batch", batch_line(plan)),
+        *([("balance", balance_line(plan))] if plan.balance is not None else []),
         ("steps", _steps_line(plan, exp.task)),
         ("model", _model_line(plan, exp.model, exp.adapter)),
         *([("tokens", line)] if (line := _tokens_line(exp.model, exp.adapter)) else []),
@@ -142,7 +147,10 @@ def warnings_table(warnings: tuple[str, ...]) -> Table:
 def batch_line(plan: Plan) -> str:
     """The batch algebra: ``(4 + 4 + 2 + 2) x 8 = 96 samples of 4,096 = ...``."""
     batch = plan.batch
+    # Where micro steps differ, all samples of a rank.
     sizes = batch.micro_batches
+    if batch.sizes:
+        sizes = tuple(sum(batch.sizes_of(rank.rank)) for rank in plan.ranks)
     if len(sizes) <= 8:
         total = " + ".join(map(str, sizes))
     else:
@@ -150,10 +158,55 @@ def batch_line(plan: Plan) -> str:
         total = " + ".join(f"{length} ranks{human.TIMES}{size}" for size, length in runs)
     if len(sizes) > 1:
         total = f"({total})"
+    steps = "" if batch.sizes else f"{human.TIMES}{batch.accumulation}"
     return (
-        f"{total}{human.TIMES}{batch.accumulation} = {batch.global_batch:,} samples "
+        f"{total}{steps} = {batch.global_batch:,} samples "
         f"of {batch.seq_len:,} = {batch.tokens_per_step:,} tokens a step"
     )
+
+
+def balance_line(plan: Plan) -> str:
+    """Predicted time of a step against that of the even split, and who waits how long."""
+    balance = plan.balance
+    assert balance is not None
+    how = {"spec": "by the data sheets", "weights": "by batch.weights", "measured": "as measured"}
+    said = how[balance.method]
+    if balance.pending:
+        said = "measured by the ranks at the start; until then by the data sheets"
+    ours, even, idle = predicted(plan)
+    waits: dict[str, float] = {}
+    for rank, share in zip(plan.ranks, idle, strict=True):
+        name = f"{plan.hosts[rank.host].name} ({rank.device})"
+        waits[name] = max(share, waits.get(name, 0.0))
+    shown = [f"{name} {human.percent(share)}" for name, share in waits.items()][:8]
+    more = ", ..." if len(waits) > 8 else ""
+    gain = f"a step takes {ours / even:.2f} of the time of the even split" if even else ""
+    return f"{said}; {gain}, without communication; idle: {', '.join(shown)}{more}"
+
+
+def predicted(plan: Plan) -> tuple[int, int, list[float]]:
+    """Femtoseconds of a step as planned and of the even split (0: there is none), and the idle
+    share of each rank as planned; without communication."""
+    balance, batch = plan.balance, plan.batch
+    assert balance is not None
+    sizes = tuple(batch.sizes_of(rank) for rank in range(plan.world_size))
+    known: dict[str, Any] = {"seq_len": batch.seq_len, "same_steps": balance.same_steps}
+    ours = step_fs(sizes, balance.speeds, **known)
+    least = BatchConfig(global_batch=batch.global_batch, micro_batch=max(balance.limits))
+    try:
+        even = solve_batch(least, seq_len=batch.seq_len, world=plan.world_size)
+    except ConfigError:
+        return ours, 0, idle_shares(sizes, balance.speeds, **known)
+    evenly = tuple(even.sizes_of(rank) for rank in range(plan.world_size))
+    return (
+        ours,
+        step_fs(evenly, balance.speeds, **known),
+        idle_shares(sizes, balance.speeds, **known),
+    )
+
+
+def _micro_steps(counts: list[int]) -> str:
+    return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
 
 
 def _steps_line(plan: Plan, task: TaskConfig) -> str:

@@ -140,14 +140,15 @@ class Engine:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
     def set_micro_steps(self, count: int) -> None:
-        """How many micro steps of this rank the next update takes. Ranks may differ at ZeRO stages
-        0 and 1, which communicate in the last one only."""
+        """How many micro steps of this rank the next update takes, said before its first. Ranks may
+        differ at ZeRO stages 0 and 1, which communicate in the last one only."""
         engine = self.engine
         if engine.gradient_accumulation_steps() == count:
             return
         engine.set_train_batch_size(
             engine.train_micro_batch_size_per_gpu() * count * engine.dp_world_size
         )
+        engine.micro_steps = engine.global_steps * count  # its remainder finds the last micro step
         if hasattr(engine.optimizer, "gradient_accumulation_steps"):  # its own copy
             engine.optimizer.gradient_accumulation_steps = count
 

@@ -1,0 +1,107 @@
+"""Ranks of unequal speed, for real: the gradient of the even split, other counts of micro steps,
+a resume that repeats the split bit for bit, and speeds that are measured at the start.
+
+``python -m pytest -m deepspeed tests/integration/test_train_balance.py``
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.plan import make_plan
+from llmx.run.rundir import RunDir, read_json, write_json
+from tests.forked_ranks import Server
+from tests.rundirs import experiment, write_run
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+STEPS = 4
+
+
+def run_of(place: Path, *, stage: int, balance: str, **task: Any) -> RunDir:
+    """Chats of all lengths, each in a row of its own."""
+    exp = experiment(
+        place,
+        data={"seq_len": 64, "max_rows": 60, "packing": "none"},
+        task={"steps": STEPS, **task},
+        zero={"stage": stage},
+        batch={"global_batch": 12, "micro_batch": 4, "accumulation": None, "balance": balance},
+        checkpoint={"at_end": True},
+    )
+    return write_run(exp, plan=make_plan(exp))
+
+
+def with_speeds(run: RunDir, *, same_steps: bool) -> RunDir:
+    """As if rank 1 had been measured four times as slow."""
+    speeds = [
+        {"fixed_fs": 10**12, "token_fs": factor * 10**10, "square_fs": factor * 10**6}
+        for factor in (1, 4)
+    ]
+    write_json(
+        run.balance,
+        {
+            "format": 1,
+            "devices": ["cpu", "cpu"],
+            "seq_len": 64,
+            "precision": "fp32",
+            "limits": [4, 4],
+            "same_steps": same_steps,
+            "speeds": speeds,
+        },
+    )
+    return run
+
+
+def trained(run: RunDir) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def numbers(run: RunDir) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in trained(run)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unequal_ranks_train_the_same_and_resume_bitwise(
+    stage: int, tmp_path: Path, ranks: Server
+) -> None:
+    even = ranks.start(run_of(tmp_path / "even", stage=stage, balance="even")).finish()
+    whole = with_speeds(
+        run_of(tmp_path / "whole", stage=stage, balance="measured"), same_steps=stage == 3
+    )
+    ranks.start(whole).finish()
+    for ours, theirs in zip(numbers(whole), numbers(even), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4)
+    plan = read_json(whole.plan)
+    assert plan["balance"]["pending"] is False
+    sizes = plan["batch"]["sizes"]
+    assert sum(map(sum, sizes)) == 12
+    assert sum(sizes[0]) > 2 * sum(sizes[1])
+    assert (len(sizes[0]) == len(sizes[1])) == (stage == 3)
+    stopped = run_of(tmp_path / "stopped", stage=stage, balance="measured", stop_at_step=2)
+    ranks.start(with_speeds(stopped, same_steps=stage == 3)).finish()
+    # What the control process writes on resume does not know the speeds.
+    again = run_of(tmp_path / "stopped", stage=stage, balance="measured")
+    ranks.start(again).finish()
+    assert numbers(again) == numbers(whole)
+    end = [json.loads(run.metrics.read_text().splitlines()[-1]) for run in (again, whole)]
+    assert end[0]["weights_hash"] == end[1]["weights_hash"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_measure_themselves_once(stage: int, tmp_path: Path, ranks: Server) -> None:
+    first = ranks.start(run_of(tmp_path / "first", stage=stage, balance="measured")).finish()
+    log = first.rank_log(0).read_text()
+    assert "balance: measured in" in log
+    assert "not measured" not in log
+    speeds = read_json(first.balance)["speeds"]
+    # Alike, on one host; a millisecond to a minute for a row of 64 tokens.
+    assert speeds[0] == speeds[1]
+    assert 10**12 < speeds[0]["token_fs"] * 64 + speeds[0]["fixed_fs"] < 6 * 10**16
+    second = ranks.start(run_of(tmp_path / "second", stage=stage, balance="measured")).finish()
+    assert "balance: measured in" not in second.rank_log(0).read_text()
+    assert read_json(second.balance)["speeds"] == speeds
+    assert numbers(second) == numbers(first)
