@@ -233,7 +233,7 @@ def _same_key(planned: Composed) -> str:
     zero = exp.zero
     if zero.stage == 0 or plan.world_size == 1:  # nothing is put into them
         zero = dataclasses.replace(zero, reduce_bucket_size=None, allgather_bucket_size=None)
-    shares = f"{plan.batch.micro_batches} {plan.batch.accumulation}"
+    shares = f"{plan.batch.micro_batches} {plan.batch.accumulation} {plan.batch.sizes}"
     return f"{key_of(dataclasses.replace(exp, batch=batch, zero=zero))} {shares}"
 
 
