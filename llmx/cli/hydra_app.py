@@ -120,7 +120,8 @@ def _compose(
                 if sweep is None:
                     code = run_composed(compose(values), overrides=words)
                 elif (trial := sweep.next(values)) is None:
-                    _remove_if_empty(made)
+                    if sweep.now.process is None:
+                        _remove_if_empty(made)
                     return 0
                 else:
                     code = run_composed(trial, overrides=words, instead=sweep.launch)

@@ -41,6 +41,14 @@ class End:
     """Where the run was not started, or its supervisor failed."""
 
 
+class Ended(RunFailed):
+    """A trial that left no result, and what is known of its end."""
+
+    def __init__(self, outcome: str, cause: str) -> None:
+        super().__init__(cause)
+        self.outcome = outcome
+
+
 class TrialProcess:
     """One trial that runs."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from llmx.config import Experiment, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
+from llmx.launch.spec import share_of_cores, slurm_cores
 from llmx.text import plural
 
 THREADS = "OMP_NUM_THREADS"
@@ -69,7 +70,7 @@ class Slots:
     def give_back(self, placed: Placed) -> None:
         """The trial is over."""
         for host, slots in placed.shares:
-            self._taken[_place(host)].difference_update(slots)
+            self._taken.get(_place(host), set()).difference_update(slots)
 
     def _free(self, host: HostConfig) -> list[int]:
         taken = self._taken.get(_place(host), set())
@@ -124,11 +125,19 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
     if exp.launch.transport in ("slurm", "openmpi"):
         hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
     kept = hardware.hosts[0].name == hosts[0].name
-    env = dict(hardware.env)
-    if not (THREADS in os.environ or THREADS in env or THREADS in exp.launch.env):
+    env, launch = dict(hardware.env), exp.launch
+    if launch.transport == "slurm":
+        if launch.slurm.cpus_per_task is None:
+            most = max(host.slots for host, _ in placed.shares)
+            names = [host.name for host in hosts]
+            share = share_of_cores(slurm_cores(os.environ, names), most)
+            slurm = dataclasses.replace(launch.slurm, cpus_per_task=share)
+            launch = dataclasses.replace(launch, slurm=slurm)
+    elif not (THREADS in os.environ or THREADS in env or THREADS in exp.launch.env):
         env[THREADS] = str(_threads(hardware, placed))
     return dataclasses.replace(
         exp,
+        launch=launch,
         hardware=dataclasses.replace(
             hardware,
             hosts=hosts,

@@ -10,6 +10,7 @@ found by ``current()``.
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import threading
 import time
@@ -34,9 +35,11 @@ from llmx.run.metrics import Metric
 from llmx.run.rundir import RunDir
 from llmx.sweep import journal as journals
 from llmx.sweep.journal import ENDED, RUNNING, Entry, Journal
-from llmx.sweep.process import End, TrialProcess, end_earlier
+from llmx.sweep.process import End, Ended, TrialProcess, end_earlier
 from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
 from llmx.sweep.slots import Placed, Slots, first_of, placed_on
+from llmx.sweep.slurm import SlurmJob, applies
+from llmx.sweep.tracked import Replays
 
 FAILED = (*FAILURES, "refused", "failed")
 MAX_TAG = 64
@@ -49,10 +52,6 @@ _CURRENT: ContextVar[Sweep | None] = ContextVar("llmx_sweep", default=None)
 def current() -> Sweep | None:
     """The sweep whose trial runs; None of a single run."""
     return _CURRENT.get()
-
-
-class Stopped(RunFailed):
-    """A trial that the end of the sweep has ended before its run began."""
 
 
 class Process(Protocol):
@@ -105,6 +104,7 @@ class Sweep:
         self._runs: list[Taken] = []
         """Trials whose processes run."""
         self._slots = Slots()
+        self._replays = Replays()
         self._seen: dict[str, int] = {}
         """Key -> the first trial that has it."""
         self._out_of_memory: list[tuple[OutOfMemory, tuple[str, float | None] | None]] = []
@@ -131,6 +131,11 @@ class Sweep:
             _CURRENT.reset(token)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        jobs = [taken for taken in self._runs if isinstance(taken.process, SlurmJob)]
+        if number == signal.SIGHUP and jobs:
+            # The terminal is gone; the jobs go on, and the sweep can be continued.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.stopped_by = self.stopped_by or number
         self.stop(number)
 
@@ -193,7 +198,7 @@ class Sweep:
         composed = taken.composed = plan_experiment(self._first(whole, typed), problems)
         exp = composed.experiment
         self._settle(exp.sweep, exp.checkpoint.metric)
-        entry.key = key_of(exp)
+        entry.key = _key(exp, whole)
         entry.run_dir = journals.relative(Path(exp.run_dir), self.journal.directory)
         first = self._seen.setdefault(entry.key, entry.index)
         if self.settings.prune and first != entry.index:
@@ -208,6 +213,8 @@ class Sweep:
         if not self._wait_for_room(taken, whole):
             taken.put_off = True
             return None
+        if before.state == RUNNING and before.job and self._adopt(taken):
+            return None
         if taken.placed is not None:
             placed = _placed(whole, typed, taken.placed)
             composed = plan_experiment(placed)
@@ -215,6 +222,10 @@ class Sweep:
         if self.settings.prune and (why := self._too_much(taken, composed.experiment)):
             self._free(taken)
             self._leave_out(taken, "pruned", why, fix="sweep.prune=false runs it all the same")
+            self._replays.left_out(
+                composed, "pruned", why, entry.fix,
+                directory=self.journal.directory, overrides=entry.overrides,
+            )  # fmt: skip
             return None
         run = RunDir(Path(exp.run_dir))
         end_earlier(run, grace_s=exp.launch.stop_grace_s + 30, notify=self.say)
@@ -228,9 +239,14 @@ class Sweep:
     def launch(self, exp: Experiment, plan: Plan, run: RunDir, launch: LaunchSpec) -> int:
         """Run the trial that began in a process of its own; returns at once, 0."""
         taken = self.now
-        taken.process = TrialProcess(
-            run, lambda: supervise(exp, plan, run, launch=launch, is_trial=True).exit_code
-        )
+        if applies(exp):
+            taken.process = job = SlurmJob.submit(launch)
+            taken.entry.job = job.number
+            self.journal.put(taken.entry)
+        else:
+            taken.process = TrialProcess(
+                run, lambda: supervise(exp, plan, run, launch=launch, is_trial=True).exit_code
+            )
         self._runs.append(taken)
         if self.ending:  # a signal arrived meanwhile
             taken.process.signal(signal.SIGINT)
@@ -264,6 +280,8 @@ class Sweep:
             entry.state, entry.outcome, entry.cause, entry.fix = ENDED, outcome, cause, fix
             entry.run_dir = journals.relative(run_dir, self.journal.directory)
             entry.ended = time.time()
+            if composed is not None and entry.outcome not in journals.GOOD:
+                self._replays.failed(composed, RunDir(run_dir))
         # Each time: a first trial that was refused has told neither objective nor metrics.
         self._declared.update(declared)
         self.journal.mode = mode_of(self.journal.objective, self._declared)
@@ -278,6 +296,7 @@ class Sweep:
 
     def finish(self) -> None:
         """Every trial was reached."""
+        self._replays.finish()
         self.journal.complete = all(entry.state == ENDED for entry in self.journal.trials)
         self.journal.write()
 
@@ -291,6 +310,21 @@ class Sweep:
             raise ConfigError("\n".join(problems))
         return _placed(whole, typed, first_of(whole.hardware, count))
 
+    def _adopt(self, taken: Taken) -> bool:
+        """Go on with the Slurm job of an earlier attempt; one of another config is ended."""
+        before = taken.before
+        job = SlurmJob(RunDir(self.journal.directory / before.run_dir), before.job)
+        if before.key == taken.entry.key:
+            taken.entry = before
+            taken.process = job
+            self._runs.append(taken)
+            return True
+        self.say(f"[{before.index}] ending its Slurm job {before.job}, which is of another config")
+        job.signal(signal.SIGTERM)
+        while job.poll() is None:
+            time.sleep(POLL_S)
+        return False
+
     def _wait_for_room(self, taken: Taken, whole: Experiment) -> bool:
         """Wait for the slots of a trial; False where the sweep ends before."""
         count = self.settings.slots_per_trial
@@ -298,10 +332,16 @@ class Sweep:
         def room() -> bool:
             if self.ending or whole.dry_run:
                 return True
+            queued = applies(whole)
+            if queued and len(self._runs) >= self.settings.max_jobs:
+                return False
             if count is None:
-                return not self._runs
-            hosts = whole.hardware.hosts
-            taken.placed = self._slots.take(hosts, count, first_of(whole.hardware, count))
+                return queued or not self._runs
+            hosts, first = whole.hardware.hosts, first_of(whole.hardware, count)
+            taken.placed = self._slots.take(hosts, count, first)
+            if queued and taken.placed is None:  # Slurm has the job wait
+                self._slots = Slots()
+                taken.placed = self._slots.take(hosts, count, first)
             return taken.placed is not None
 
         self._collect()
@@ -327,10 +367,11 @@ class Sweep:
                 ended.append((taken, end))
         for taken, end in ended:
             self._runs.remove(taken)
-            if taken.composed is not None:  # while the next trial runs
-                start_report(RunDir(Path(taken.composed.experiment.run_dir)))
+            if isinstance(taken.process, TrialProcess):  # while the next trial runs
+                start_report(taken.process.run)
             if self.ending and end.code in (-signal.SIGINT, -signal.SIGTERM, INTERRUPTED):
-                error: LlmxError | None = Stopped("stopped before its ranks were started")
+                why = "stopped before its ranks were started"
+                error: LlmxError | None = Ended("interrupted", why)
             else:
                 error = end.error or _failed(end.code)
             self.on_end(taken, error)
@@ -377,6 +418,12 @@ def _placed(whole: Experiment, typed: Experiment, placed: Placed) -> Experiment:
         zero = dataclasses.replace(exp.zero, hpz_partition_size=exp.hardware.hosts[0].slots)
         exp = dataclasses.replace(exp, zero=zero)
     return exp
+
+
+def _key(exp: Experiment, whole: Experiment) -> str:
+    """Without what a part of the cluster adds of this machine: threads and cores."""
+    hardware = dataclasses.replace(exp.hardware, env=whole.hardware.env)
+    return key_of(dataclasses.replace(exp, hardware=hardware, launch=whole.launch))
 
 
 def _kind(placed: Placed | None) -> tuple[str, float | None] | None:

@@ -13,7 +13,7 @@ from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.run.metrics.summary import Summary
 from llmx.tracking.base import RunMeta, Tracker, flat, replay_command, why_not_online
 
-STATUS = {"ok": "FINISHED", "interrupted": "KILLED"}
+STATUS = {"ok": "FINISHED", "interrupted": "KILLED", "pruned": "KILLED"}
 
 
 class MlflowTracker(Tracker):

@@ -12,7 +12,7 @@ from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.run.metrics.summary import Summary
 from llmx.tracking.base import RunMeta, Tracker, why_not_online
 
-STATES = {"ok": "success", "interrupted": "aborted"}
+STATES = {"ok": "success", "interrupted": "aborted", "pruned": "aborted"}
 PROBES = ("hardware", "runtime", "requirements", "git", "swanlab", "monitor")
 
 

@@ -125,7 +125,7 @@ class WandbTracker(Tracker):
         self._run.summary.update(self._summary.values(result))
         outcome = (result or {}).get("outcome", "supervisor lost")
         try:
-            self._run.finish(exit_code=0 if outcome == "ok" else 1)
+            self._run.finish(exit_code=0 if outcome in ("ok", "pruned") else 1)
         except TimeoutError:
             self._online = False
             self._notify_mode("the server did not take everything before the time was up")

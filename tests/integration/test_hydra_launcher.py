@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +13,11 @@ from pathlib import Path
 import pytest
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
-from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
+from hydra.test_utils.launcher_common_tests import (
+    BatchedSweeperTestSuite,
+    IntegrationTestSuite,
+    LauncherTestSuite,
+)
 from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
 
 from llmx.run.rundir import read_json
@@ -32,6 +38,13 @@ class TestConformance(LauncherTestSuite):
 
 
 @pytest.mark.parametrize(
+    ("launcher_name", "overrides"), [("deepspeed", ["hydra.sweeper.max_batch_size=2"])]
+)
+class TestConformanceBatched(BatchedSweeperTestSuite):
+    """The same, with a sweeper that hands over its jobs in parts."""
+
+
+@pytest.mark.parametrize(
     ("task_launcher_cfg", "extra_flags"),
     [({}, ["-m", "hydra/launcher=deepspeed"])],
 )
@@ -45,61 +58,86 @@ def test_plugin_is_our_class() -> None:
 
 SMALL = """
     hardware=cpu2 model.config.num_hidden_layers=1 model.config.hidden_size=64 data.max_rows=64
-    sweep.trial_steps=3 task.eval_generate=0
+    sweep.trial_steps=3 task.eval_generate=0 task.log_every_steps=1
 """.split()
-GRID = [sys.executable, "-m", "llmx", "-m", "optim.lr=1e-3,-1,2e-3,1e-3", *SMALL]
+LLMX = [sys.executable, "-m", "llmx"]
+GRID = [*LLMX, "-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *SMALL, "sweep.slots_per_trial=1"]
 
 
-def running_trial(root: Path, index: int, *, limit_s: float) -> journals.Journal:
-    """The journal of the sweep below ``root`` when that trial writes metrics."""
+def training(root: Path, *indices: int, limit_s: float) -> journals.Journal:
+    """The journal of the sweep below ``root`` when all those trials write metrics."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for path in root.glob("outputs/sweeps/*/sweep.json"):
             journal = journals.load(path.parent)
-            entry = journal.trials[index] if journal else None
-            if not journal or not entry or entry.state != journals.RUNNING:
-                continue
-            if (path.parent / entry.run_dir / "metrics.jsonl").is_file():
+            entries = [journal.trials[index] for index in indices] if journal else []
+            files = [path.parent / entry.run_dir / "metrics.jsonl" for entry in entries]
+            begun = all(entry.run_dir for entry in entries)
+            if journal and begun and all(file.is_file() for file in files):
                 return journal
         time.sleep(0.05)
-    raise AssertionError(f"trial {index} did not run within {limit_s:.0f} s")
+    raise AssertionError(f"trials {indices} did not run within {limit_s:.0f} s")
+
+
+def losses(run: Path) -> list[tuple[float, float]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
 
 
 @pytest.mark.deepspeed
-def test_a_killed_sweep_goes_on_where_it_was_and_ends_with_its_table(tmp_path: Path) -> None:
-    """Trials that train, one that is refused, and one that is the same as another."""
+def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -> None:
+    """Two at a time, and two that are refused; the sweep is killed while both train, and goes on.
+    What they trained, each trains alone, bit for bit."""
     first = subprocess.Popen(
         GRID, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        journal = running_trial(tmp_path, 2, limit_s=240)
+        journal = training(tmp_path, 0, 2, limit_s=240)
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
-    assert [entry.outcome for entry in journal.trials] == ["ok", "refused", "", ""]
-    kept = read_json(journal.directory / journal.trials[0].run_dir / "result.json")
+    assert {entry.slots for entry in journal.trials} == {"localhost:0", "", "localhost:1"}
 
     done = subprocess.run(
         GRID, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2, done.stderr
-    assert f"Continuing the sweep of {journal.directory}: 1 of 4 trials done" in done.stdout
+    assert f"Continuing the sweep of {journal.directory}: " in done.stdout
     again = journals.load(journal.directory)
     assert again is not None
     assert again.complete
-    assert [entry.outcome for entry in again.trials] == ["ok", "refused", "ok", "same"]
-    directory = again.directory / again.trials[0].run_dir
-    assert read_json(directory / "result.json") == kept, "what ended well is not run again"
-    assert not (directory / "model").exists()
-    assert not list(directory.glob("checkpoints/*"))
-    assert [path.name for path in again.directory.glob("*.attempt-1")] == [
-        f"{again.trials[2].run_dir}.attempt-1"
-    ]
+    assert [entry.outcome for entry in again.trials] == ["ok", "refused", "ok", "refused"]
+    one, other = (again.trials[0], again.trials[2])
+    assert one.started is not None
+    assert other.started is not None
+    assert one.ended is not None
+    assert one.started < other.started < one.ended, "at the same time"
+    runs = [again.directory / entry.run_dir for entry in (one, other)]
+    ports = [re.search(r"MASTER_PORT=(\d+)", (run / "ds_env").read_text()) for run in runs]
+    assert ports[0] is not None
+    assert ports[1] is not None
+    assert ports[0][1] != ports[1][1]
+    for run in runs:
+        assert not (run / "model").exists()
+        assert not list(run.glob("checkpoints/*"))
+        # It was killed in the first attempt, perhaps after its last step.
+        aside = run.with_name(f"{run.name}.attempt-1")
+        assert aside.is_dir() or read_json(run / "result.json")["outcome"] == "ok"
     table = done.stdout[done.stdout.rindex("Sweep: ") :]
-    line = next(line for line in table.splitlines() if "optim.lr=0.002" in line)
-    assert line.split()[2:4] == ["ok", "3"]
-    assert "[1] refused: optim.lr=-1" in table
-    markdown = (again.directory / "sweep.md").read_text()
-    assert "| 0 | optim.lr=0.001 | ok | 3 |" in markdown
+    assert "2 of 4 trials ended well; 2 refused" in table
+    assert "[1, 3] refused: optim.lr=-1" in table
+    assert (
+        "| 0 | zero=stage1 optim.lr=0.001 | ok | 3 |" in (again.directory / "sweep.md").read_text()
+    )
+    assert (again.directory / "sweep.html").is_file()
     best = (again.directory / "experiment" / "best.yaml").read_text()
     assert "best of 2 by tokens_per_s" in best
+
+    alone = subprocess.run(
+        [*LLMX, "reproduce", str(runs[1])],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    same = "bitwise identical: 3 logged lines up to step 3, and the hash of the weights at step 3."
+    assert same in " ".join(alone.stdout.split())
+    assert losses(runs[0]) == losses(runs[1]), "of one rank, ZeRO changes nothing"

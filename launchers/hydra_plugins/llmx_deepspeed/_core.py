@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,9 @@ from llmx.observe.report.sweep_table import (
 )
 from llmx.sweep.best import write_best
 from llmx.sweep.journal import OWN_WORDS, held, open_journal
+from llmx.sweep.process import Ended
 from llmx.sweep.screen import Screen
-from llmx.sweep.sweep import Stopped, Sweep, Taken
+from llmx.sweep.sweep import Sweep, Taken
 
 if TYPE_CHECKING:
     from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
@@ -134,7 +135,8 @@ class Batch:
             self._over(taken, error)
         else:
             where = f" on {taken.entry.slots}" if taken.entry.slots else ""
-            self.screen.began(f"{self._label(taken)}: started{where}")
+            did = f"Slurm job {taken.entry.job}" if taken.entry.job else "started"
+            self.screen.began(f"{self._label(taken)}: {did}{where}")
 
     def _over(self, taken: Taken, error: BaseException | None) -> None:
         """A trial has ended, or was not run at all."""
@@ -267,8 +269,8 @@ def _ended(sweep: Sweep, taken: Taken, outcome: JobReturn) -> Trial:
     if isinstance(named, str) and named and "${" not in named:
         run_dir = Path(named).absolute()
     trial = read_trial(index, overrides, run_dir, error=error)
-    if isinstance(error, Stopped):
-        trial = Trial(index, tuple(overrides), run_dir, "interrupted", f"{error}")
+    if isinstance(error, Ended):
+        trial = replace(trial, outcome=error.outcome, cause=f"{error}", fix="")
     entry = sweep.end(
         taken, trial.outcome, trial.cause, trial.fix, run_dir, declared=trial.declared
     )

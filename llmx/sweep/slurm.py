@@ -1,0 +1,178 @@
+"""A trial as a Slurm job of its own (``launch.transport=slurm``, outside an allocation).
+
+``sbatch`` gets the hosts of the trial's plan, and ``RUN_DIR/job.sh``, which supervises the run from
+its snapshot inside the allocation (``job.py``). So a job waits in the queue and runs without the
+sweep's process; the journal has its number, by which a sweep that is continued finds it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from llmx.config import Experiment
+from llmx.errors import LaunchError
+from llmx.launch.spec import LaunchSpec
+from llmx.run.rundir import RunDir, read_mapping, write_text
+from llmx.run.snapshot import run_id
+from llmx.sweep.process import End, Ended
+
+POLL_S = 2.0
+"""Between two questions to the controller on one job."""
+COMMAND_S = 30.0
+FINISH_S = 180.0
+"""For a job to leave the queue once its ``result.json`` is there."""
+SCRIPT = "job.sh"
+ENDS = {
+    "CANCELLED": ("interrupted", "was cancelled"),
+    "TIMEOUT": ("interrupted", "reached its time limit (launch.slurm.time_limit)"),
+    "PREEMPTED": ("interrupted", "was preempted"),
+    "DEADLINE": ("interrupted", "reached its deadline"),
+    "NODE_FAIL": ("host_lost", "lost a node"),
+    "BOOT_FAIL": ("host_lost", "had a node that did not boot"),
+    "OUT_OF_MEMORY": ("oom", "took more memory than Slurm gave it"),
+}
+"""States of a job that left no result: the outcome of its trial, and the cause in words."""
+
+
+def applies(exp: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether trials are jobs of their own: with Slurm, outside an allocation."""
+    return exp.launch.transport == "slurm" and "SLURM_JOB_ID" not in environ
+
+
+class SlurmJob:
+    """One job of a trial."""
+
+    def __init__(self, run: RunDir, number: str) -> None:
+        self.run, self.number = run, number
+        self._asked_at = 0.0
+        self._result_at: float | None = None
+        self._end: End | None = None
+
+    @classmethod
+    def submit(cls, spec: LaunchSpec) -> SlurmJob:
+        """Put a trial into the queue; LaunchError where Slurm refuses it."""
+        run = spec.run_dir
+        run.logs.mkdir(parents=True, exist_ok=True)
+        write_text(run.root / SCRIPT, script(spec), mode=0o755)
+        done = _asked(["sbatch", *arguments(spec), str(run.root / SCRIPT)])
+        number = done.stdout.strip().partition(";")[0]
+        if done.returncode != 0 or not number.isdecimal():
+            said = done.stderr.strip() or done.stdout.strip() or "it said nothing"
+            raise LaunchError(f"sbatch refused the job of this trial: {said}")
+        return cls(run, number)
+
+    def poll(self) -> End | None:
+        """How it ended; None while it waits or runs."""
+        now = time.monotonic()
+        if self._end is None and now - self._asked_at >= POLL_S:
+            self._asked_at = now
+            if not self._is_over(now):
+                return None
+            self._end = self._how_it_ended()
+        return self._end
+
+    def signal(self, number: int) -> None:
+        """A job that waits is cancelled; the supervisor of one that runs gets the signal."""
+        name = signal.Signals(number).name.removeprefix("SIG")
+        _asked(["scancel", "--quiet", "--state=PENDING", self.number])
+        _asked(["scancel", "--quiet", "--batch", f"--signal={name}", self.number])
+
+    def _is_over(self, now: float) -> bool:
+        done = _asked(["squeue", "--noheader", "--format=%T", f"--jobs={self.number}"])
+        if done.returncode != 0:
+            # Else the controller does not answer: asked again.
+            return "Invalid job id" in done.stderr
+        if self._result():
+            self._result_at = self._result_at or now
+            if now - self._result_at > FINISH_S:
+                return True
+        return done.stdout.strip() in ("", *ENDS, "COMPLETED", "FAILED")
+
+    def _result(self) -> dict[str, object]:
+        result = read_mapping(self.run.result)
+        return result if result.get("run_token") == run_id(self.run) else {}
+
+    def _how_it_ended(self) -> End:
+        deadline = time.monotonic() + 5
+        while not (result := self._result()) and time.monotonic() < deadline:
+            state = self._facts().get("JobState", "")
+            if state in ENDS:
+                break
+            time.sleep(0.2)  # a shared disk shows it later
+        if result:
+            code = result.get("exit_code")
+            return End(code if isinstance(code, int) else 1)
+        facts = self._facts()
+        state = facts.get("JobState", "")
+        outcome, what = ENDS.get(state, ("crash", "ended without a result"))
+        waited = facts.get("RunTime", "").strip("0:") == "" and bool(facts)
+        when = " before it started" if waited else ""
+        log = "" if waited else f" (log: {self.run.console_log})"
+        cause = f"its Slurm job {self.number} {what}{when}{log}"
+        return End(1, Ended(outcome, cause))
+
+    def _facts(self) -> dict[str, str]:
+        """What Slurm still knows of the job."""
+        done = _asked(["scontrol", "show", "job", self.number, "--oneliner"])
+        pairs = (word.partition("=") for word in done.stdout.split() if "=" in word)
+        return {key: value for key, _, value in pairs}
+
+
+def arguments(spec: LaunchSpec) -> list[str]:
+    """What the job asks for: the hosts of the plan, with a task for each rank."""
+    hosts, slurm = spec.plan.hosts, spec.exp.launch.slurm
+    args = [
+        "--parsable",
+        # Not that of its ranks, which are cancelled by theirs.
+        f"--job-name=llmx-trial-{spec.exp.name}",
+        f"--nodes={len(hosts)}",
+        f"--nodelist={','.join(host.name for host in hosts)}",
+        f"--ntasks-per-node={hosts[0].slots}",
+        f"--chdir={spec.run_dir.root}",
+        f"--output={spec.run_dir.console_log}",
+        "--open-mode=append",
+        "--no-requeue",
+    ]
+    if spec.cpus_per_task:
+        args.append(f"--cpus-per-task={spec.cpus_per_task}")
+    if spec.plan.accelerator == "cuda":
+        args.append(f"--gpus-per-node={hosts[0].slots}")
+    if slurm.partition:
+        args.append(f"--partition={slurm.partition}")
+    if slurm.account:
+        args.append(f"--account={slurm.account}")
+    if slurm.time_limit:
+        args.append(f"--time={slurm.time_limit}")
+    return [*args, *slurm.extra_args]
+
+
+def script(spec: LaunchSpec) -> str:
+    """``job.sh``. Slurm gives the job the environment of ``sbatch``, that of the sweep."""
+    words = [spec.python, "-m", "llmx.sweep.job", str(spec.run_dir.root)]
+    path = ""
+    if spec.code_root is not None:
+        path = f"export PYTHONPATH={shlex.quote(spec.code_root)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
+    return f"#!/bin/sh\n# The Slurm job of this trial.\n{path}exec {shlex.join(words)}\n"
+
+
+def _asked(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A command of Slurm; one that cannot be run, or takes too long, has failed."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            return subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_S,
+                check=False,
+            )
+        except OSError as error:
+            return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: {error.strerror}")
+    return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: no answer in {COMMAND_S:.0f} s")
