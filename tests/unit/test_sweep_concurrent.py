@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any) -> SimpleNamespace:
+def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any, is_trial: bool) -> SimpleNamespace:
     """In the place of the ranks, in the process of the trial."""
     begun = time.time()
     stopped: list[int] = []
