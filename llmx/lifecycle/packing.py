@@ -125,13 +125,13 @@ def _key(model: ModelConfig, data: DataConfig, task: TaskConfig, accelerator: st
         "commit": model.path and hub_commit(model.path, kind="models", revision=model.revision),
         "trust_remote_code": model.trust_remote_code,
         "config": model.config,
-        "files": _config_file(model.path),
+        "files": config_file(model.path),
         "attention": model.attention,
         "task": [task.kind, task.options, _code_of(task)],
         "layout": data.layout,
         "seq_len": data.seq_len,
         "accelerator": accelerator,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "code": code.hexdigest(),
     }
     text = json.dumps(parts, sort_keys=True, default=str)
@@ -144,7 +144,7 @@ def _code_of(task: TaskConfig) -> dict[str, str]:
     return {} if found is None else code_hashes(found)
 
 
-def _config_file(path: str | None) -> str | None:
+def config_file(path: str | None) -> str | None:
     """Of a local model: another one may be written to the same directory."""
     try:
         return (Path(path or "").expanduser() / "config.json").read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ def _config_file(path: str | None) -> str | None:
         return None
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from llmx.compose.complete import Composed, check_paths, compose
 from llmx.config import Experiment
 from llmx.errors import RunFailed
+from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.packing import resolve_layout
 from llmx.plan import Plan
 from llmx.run import snapshot
@@ -51,7 +52,7 @@ def run_composed(
     )
     if not composed.experiment.dry_run:
         check_packages(composed.experiment.tracking)
-    composed = resolve_layout(composed, stream=out)
+    composed, traces = with_traced_memory(resolve_layout(composed, stream=out))
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = write_launch_files(exp, plan, run)
@@ -59,7 +60,8 @@ def run_composed(
         from llmx.launch.render.files import render_command
         from llmx.observe.report.plan_table import print_plan
 
-        print_plan(plan, exp, command=render_command(launch), run_dir=run.root, stream=out)
+        command = render_command(launch)
+        print_plan(plan, exp, command=command, run_dir=run.root, stream=out, traces=traces)
         return 0
     if instead is not None:
         return instead(exp, plan, run, launch)

@@ -149,6 +149,7 @@ def build_model(
     ds_config: dict[str, Any],
     head: str = CAUSAL_LM,
     new_tokens: Sequence[int] = (),
+    weights: bool = True,
 ) -> nn.Module:
     """A network with its weights in place, in the training dtype; by default a causal LM.
 
@@ -156,6 +157,7 @@ def build_model(
     every ZeRO stage and number of ranks. Needs ``torch.distributed`` under ZeRO-3.
 
     ``new_tokens``: ids that pretrained weights know nothing of (``new_token_ids``).
+    ``weights``: else parameters stay as they were made, for a network that is only looked at.
     """
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
@@ -166,7 +168,9 @@ def build_model(
     if head == CLASSIFICATION and has_score(model):
         give_pooled_forward(model)
     accept_masks(model)
-    if source.init == "scratch":
+    if not weights:
+        pass
+    elif source.init == "scratch":
         initialise(model, seed=seed)
     else:
         _load(model, config, source, seed, head=head, new_tokens=new_tokens)

@@ -85,13 +85,14 @@ def _checkpointed_block(
     return checkpoint(partial(block._call_impl, **keywords), *args)
 
 
-def recompute(model: nn.Module, kind: str) -> None:
+def recompute(model: nn.Module, kind: str, **options: Any) -> None:
     """Switch on activation checkpointing of a Transformers model's blocks.
 
     Args:
         kind: ``full`` keeps a block's input only, ``selective`` also what ``KEPT`` names.
+        options: further ones of ``torch.utils.checkpoint.checkpoint``.
     """
-    arguments: dict[str, Any] = {"use_reentrant": False}
+    arguments: dict[str, Any] = {"use_reentrant": False, **options}
     if kind == "selective":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # Transformers 5.23 renamed it; the older name warns there.

@@ -23,7 +23,12 @@ from llmx.plan.balance import FS, balanced_batch
 from llmx.plan.batch import solve_batch, wanted_global_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
-from llmx.plan.memory import before_training_gib, cheapest_fit, predict_memory
+from llmx.plan.memory import (
+    before_training_gib,
+    cheapest_fit,
+    does_not_fit,
+    predict_memory,
+)
 from llmx.plan.precision import choose_grad_accum, choose_precision
 from llmx.plan.types import (
     SUMMED,
@@ -256,11 +261,8 @@ def _warnings(
     found = []
     for part in memory:
         if not part.fits:
-            found.append(
-                f"{part.device}: {part.total_gib:.1f} GiB predicted, {part.capacity_gib:.0f} GiB "
-                "available: expect it to run out of memory. Cheapest remedy: "
-                f"{cheapest_fit(exp.model, exp.zero, exp.batch)}."
-            )
+            remedy = cheapest_fit(exp.model, exp.zero, exp.batch)
+            found.append(f"{does_not_fit(part)} Cheapest remedy: {remedy}.")
     trained = exp.model.trained_dtype
     if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":
         found.append(

@@ -401,6 +401,14 @@ def _dense_mask_bytes(
     return squares * (1 + width * layers)
 
 
+def does_not_fit(memory: MemoryPlan) -> str:
+    """The sentence of a plan that does not."""
+    return (
+        f"{memory.device}: {memory.total_gib:.1f} GiB predicted, {memory.capacity_gib:.0f} GiB "
+        "available: expect it to run out of memory."
+    )
+
+
 def cheapest_fit(model: ModelConfig, zero: ZeroConfig, batch: BatchConfig) -> str:
     """What to try next when the plan does not fit: the ladder, cheapest step first."""
     if batch.micro_batch > 1:

@@ -141,6 +141,8 @@ class MemoryPlan:
     """What the update needs beyond what the last backward pass has held."""
     saves_host_gib: float = 0.0
     """RAM of one host for the copies that are written in the background."""
+    traced: bool = False
+    """From the real micro step on fake tensors, logits with the activations; else by formula."""
 
     @property
     def total_gib(self) -> float:
@@ -239,6 +241,9 @@ class Plan:
         values["world_size"] = self.world_size
         if not self.frozen:
             del values["frozen"]
+        for memory in values["memory"]:
+            if not memory["traced"]:
+                del memory["traced"]
         if self.logits == SUMMED:
             del values["logits"]
         if self.balance is None:

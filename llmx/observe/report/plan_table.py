@@ -27,12 +27,14 @@ from llmx.observe.report.screen import open_console
 from llmx.plan.balance import idle_shares, step_fs
 from llmx.plan.batch import solve_batch
 from llmx.plan.geometry import model_geometry
+from llmx.plan.predict import CHECKPOINTING, OPTIONS, Choice, Traces, choices
 from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 MEMORY_PARTS = (
     ("parameters", "parameters_gib"),
@@ -54,25 +56,31 @@ def print_plan(
     run_dir: Path,
     stream: TextIO,
     width: int | None = None,
+    traces: Traces | None = None,
 ) -> None:
-    """Print the whole plan to ``stream``, and where the run directory lies."""
+    """Print the whole plan to ``stream``, and where the run directory lies; with ``traces`` also
+    what else would fit."""
     from rich.text import Text
 
     console = open_console(stream, width=width)
-    for part in render_plan(plan, exp, command):
+    for part in render_plan(plan, exp, command, traces=traces):
         # Text is never wrapped by us: the command is there to be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
     console.print(f"Nothing was started (dry_run=true). Rendered in {run_dir}", soft_wrap=True)
 
 
-def render_plan(plan: Plan, exp: Experiment, command: str | None) -> list[RenderableType]:
-    """Hosts, batch algebra, memory by part, warnings and the exact command, in this order."""
+def render_plan(
+    plan: Plan, exp: Experiment, command: str | None, *, traces: Traces | None = None
+) -> list[RenderableType]:
+    """Hosts, batch algebra, memory by part, other choices, warnings and the exact command, in this
+    order."""
     from rich.text import Text
 
     title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
     parts: list[RenderableType] = [title, hosts_table(plan), facts_table(plan, exp)]
     if plan.memory:
-        parts += [Text("\nPredicted peak memory of one rank, GiB", style="bold"), _memory(plan)]
+        parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), _memory(plan)]
+        parts += choice_tables(plan, exp, traces) if traces else []
     if plan.warnings:
         # A table ends with an empty line of its own.
         parts += [] if plan.memory else [Text("")]
@@ -305,7 +313,11 @@ def _memory(plan: Plan) -> Table:
     table.add_column("")
     for memory in plan.memory:
         table.add_column(memory.device, justify="right", overflow="fold")
+    traced = all(memory.traced for memory in plan.memory)
     for name, attribute in MEMORY_PARTS:
+        if traced and attribute == "logits_gib":
+            continue
+        name = "activations, logits" if traced and name == "activations" else name
         table.add_row(name, *(human.gib(getattr(memory, attribute)) for memory in plan.memory))
     table.add_section()
     table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
@@ -317,6 +329,65 @@ def _memory(plan: Plan) -> Table:
         copies = (human.gib(memory.saves_host_gib) for memory in plan.memory)
         table.add_row("host RAM of saves", *copies)
     return table
+
+
+def memory_title(plan: Plan, traces: Traces | None) -> str:
+    """What the table of memory is, and where its numbers are from."""
+    title = "Predicted peak memory of one rank, GiB"
+    if all(memory.traced for memory in plan.memory):
+        return f"{title}: the real micro step on fake tensors, by DeepSpeed's rules"
+    if traces is not None and traces.problem:
+        return f"{title}: by formula ({traces.problem})"
+    return title
+
+
+def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[RenderableType]:
+    """For each type of device: ZeRO option and activation checkpointing by rows, micro batches by
+    columns; ``*`` is the plan."""
+    from rich.text import Text
+
+    found = choices(exp, plan, traces) if all(memory.traced for memory in plan.memory) else []
+    parts: list[RenderableType] = []
+    sizes = sorted({one.micro_batch for one in found})
+    ways = dict.fromkeys((one.zero, one.checkpointing) for one in sorted(found, key=_choice_order))
+    for memory in plan.memory if found else ():
+        if not memory.capacity_gib:
+            continue
+        table = _table()
+        for name in ("zero", "checkpointing"):
+            table.add_column(name)
+        for size in sizes:
+            table.add_column(str(size), justify="right")
+        cells = {
+            (one.zero, one.checkpointing, one.micro_batch): _cell(one, memory.device)
+            for one in found
+        }
+        for option, how in ways:
+            table.add_row(option, how, *(cells[option, how, size] for size in sizes))
+        title = (
+            f"Peak on {memory.device} ({human.gib(memory.capacity_gib)} GiB) by micro batch; "
+            "! does not fit, * is this plan"
+        )
+        parts += [Text(f"\n{title}", style="bold"), table]
+    return parts
+
+
+def _choice_order(choice: Choice) -> tuple[int, int]:
+    names = [*OPTIONS]
+    place = names.index(choice.zero) if choice.zero in names else len(names)
+    return place, CHECKPOINTING.index(choice.checkpointing)
+
+
+def _cell(choice: Choice, device: str) -> Text:
+    from rich.text import Text
+
+    memory = choice.memory[device]
+    words = (
+        "* " if choice.chosen else "",
+        human.gib(memory.total_gib),
+        "" if memory.fits else " !",
+    )
+    return Text("".join(words), style="green" if memory.fits else "red")
 
 
 def _capacity(memory: MemoryPlan) -> str:

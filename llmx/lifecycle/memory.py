@@ -1,0 +1,160 @@
+"""Traces of the micro step for a plan: made in a process of its own, kept in the cache.
+
+This process loads neither torch nor transformers. A trace depends on the network, the task, its
+micro batch and what runs it; the same is never traced twice. Where none can be had (a model that
+only the hosts have, code of the Hub, a task that cannot be run on fake tensors) the plan keeps its
+formula, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import llmx
+from llmx.compose.complete import Composed
+from llmx.config import Experiment
+from llmx.config.build import to_dict
+from llmx.config.user_code import user_task
+from llmx.lifecycle.packing import PACKAGES, config_file, package_version
+from llmx.plan.predict import TraceKey, Traces, wanted_traces, with_traces
+from llmx.plan.trace import StepTrace
+from llmx.plan.types import Plan
+from llmx.run.provenance.content import hub_commit
+from llmx.run.rundir import write_json
+
+PROGRAM = "llmx.train.memory_trace"
+TIME_LIMIT_S = 180.0
+CODE = (
+    "models/adapter.py", "models/factory.py", "models/loss.py", "models/model.py",
+    "models/recompute.py", "models/varlen.py", "plan/trace.py", "train/memory_trace.py",
+)  # fmt: skip
+"""Files of llmx that a trace depends on, beside that of the task."""
+
+
+def with_traced_memory(composed: Composed) -> tuple[Composed, Traces]:
+    """With the memory of the traced micro step in its plan, where a device's memory is known.
+
+    A plan (``dry_run``) has missing traces made; a launch takes what the cache knows, and does not
+    wait.
+    """
+    exp, plan = composed.experiment, composed.plan
+    known = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
+    if not known:
+        return composed, Traces({}, "no device of the run has a known memory")
+    if getattr(exp.adapter, "quantize", "none") != "none":
+        return composed, Traces({}, "weights in 4 bits are not traced")
+    traces = find_traces(exp, plan, others=exp.dry_run, make=exp.dry_run)
+    return replace(composed, plan=with_traces(plan, exp, traces)), traces
+
+
+def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Traces:
+    """From the cache; what it lacks is made where ``make``."""
+    keys = wanted_traces(plan, exp.model, others=others)
+    found: dict[TraceKey, StepTrace] = {}
+    problem = ""
+    answers: dict[TraceKey, dict[str, Any]] = {}
+    places = {key: _cached(exp, plan, key) for key in keys}
+    missing = []
+    for key, path in places.items():
+        try:
+            answers[key] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            missing.append(key)
+    if missing and make:
+        made = _trace(exp, plan, missing)
+        if made is None:
+            problem = "the process that traces it gave no answer"
+        for key, answer in zip(missing, made or (), strict=False):
+            answers[key] = answer
+            with contextlib.suppress(OSError):  # the next plan asks again
+                places[key].parent.mkdir(parents=True, exist_ok=True)
+                write_json(places[key], answer)
+    for key, answer in answers.items():
+        try:
+            found[key] = StepTrace.from_dict(answer["trace"])
+        except (KeyError, TypeError, ValueError):
+            problem = problem or str(answer.get("problem", "the answer in the cache is damaged"))
+    return Traces(found, problem)
+
+
+def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[str, Any]] | None:
+    if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
+        return None
+    job = {
+        "experiment": to_dict(exp),
+        "traces": [
+            {
+                "precision": plan.precision,
+                "accelerator": plan.accelerator,
+                "attention": key.attention,
+                "micro_batch": key.micro_batch,
+                "activation_checkpointing": key.checkpointing,
+            }
+            for key in keys
+        ],
+    }
+    with tempfile.TemporaryDirectory(prefix="llmx-trace-") as name:
+        config, out = Path(name) / "job.json", Path(name) / "out.json"
+        write_json(config, job)
+        # No GPU is touched before the launch, and nothing is downloaded.
+        environment = {
+            **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        if (task := user_task(exp.task)) is not None:
+            paths = [str(task.root), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        try:
+            subprocess.run(
+                [sys.executable, "-m", PROGRAM, str(config), str(out)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TIME_LIMIT_S,
+                check=True,
+            )
+            answers: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+    return answers
+
+
+def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
+    """Named after all that the trace depends on."""
+    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
+    package = Path(llmx.__file__).parent
+    code = hashlib.sha256()
+    for name in (*CODE, f"tasks/{exp.task.kind}.py"):
+        with contextlib.suppress(OSError):  # a task of the user's own
+            code.update((package / name).read_bytes())
+    model = replace(exp.model, activation_checkpointing="none", license=None, name="")
+    parts = {
+        "model": asdict(model),
+        "files": config_file(exp.model.path),
+        "commit": exp.model.path
+        and hub_commit(exp.model.path, kind="models", revision=exp.model.revision),
+        "tokenizer": exp.model.tokenizer,
+        "adapter": asdict(exp.adapter),
+        "groups": [exp.optim.kind, exp.optim.weight_decay, exp.optim.layer_decay,
+                   exp.optim.lr_scale, exp.optim.muon_lr, exp.optim.lr],
+        "data": [exp.data.seq_len, exp.data.layout, exp.data.packing],
+        "task": [exp.task.kind, exp.task.options],
+        "run": [plan.precision, plan.accelerator],
+        "key": asdict(key),
+        "packages": {name: package_version(name) for name in (*PACKAGES, "peft")},
+        "code": code.hexdigest(),
+    }  # fmt: skip
+    text = json.dumps(parts, sort_keys=True, default=str)
+    name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return root / "traces" / f"{name}.json"

@@ -1,0 +1,644 @@
+"""Peak memory of one rank: a traced micro step, played with DeepSpeed's own rules. Pure.
+
+What DeepSpeed 0.19.8 allocates and frees while it builds an engine, while gradients come in and
+while it updates is done here on numbers, event by event: partitions with their padding by group of
+the optimizer, the bucket for reductions, what stage 3 gathers, fetches ahead and keeps. Places in
+DeepSpeed stand beside the rules (``deepspeed/runtime/zero``). Held against what ranks really
+allocate by ``benchmarks/plan_validation.py`` (docs/planner.md) and
+``tests/unit/test_plan_step_memory.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from llmx.plan.trace import (
+    FETCH,
+    FETCH_BACKWARD,
+    GRADIENT,
+    RELEASE,
+    RELEASE_BACKWARD,
+    StepTrace,
+)
+
+ALIGNMENT = 2
+"""Elements by rank that a partition of stages 1 and 2 is padded to (nccl_start_alignment_factor).
+"""
+NORM_WIDTH = 8
+"""Bytes of an element whose norm is computed: gradients are copied to fp64 for it."""
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, UPDATE = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buffers",
+    "update",
+)
+PARTS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, UPDATE)
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What a peak depends on beside the network and its micro batch."""
+
+    stage: int
+    world: int
+    width: int
+    """Bytes of a parameter."""
+    sums: int
+    """Bytes of a gradient that is summed over micro steps."""
+    accumulation: int
+    reduce_bucket: int
+    overlap: bool
+    prefetch_bucket: int
+    persistence: int
+    max_live: int
+    max_reuse_distance: int
+    sub_group: int
+    state_width: int
+    """Bytes an element of the optimizer's state has, beside the master weights."""
+    temporary_width: int
+    """Bytes an element takes while it is updated."""
+    by_tensor: bool = True
+    """The update takes one tensor after the other, and so its temporaries."""
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    hpz: int = 1
+    bf16: bool = False
+
+
+@dataclass
+class Peaks:
+    """The highest that was seen, by part; and what lies in host memory."""
+
+    parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    """Now."""
+    now: int = 0
+    """Their sum."""
+    total: int = 0
+    at: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    """By part, when the total was highest."""
+    host: int = 0
+    moment: str = ""
+
+    def add(self, part: str, size: float) -> None:
+        """From now on."""
+        whole = int(size)
+        self.parts[part] += whole
+        self.now += whole
+        if self.now > self.total:
+            self._note({}, self.moment)
+
+    def drop(self, part: str, size: float) -> None:
+        """From now on."""
+        self.parts[part] -= int(size)
+        self.now -= int(size)
+
+    def look(self, moment: str, part: str, size: float) -> None:
+        """Now, with so much more of a part for a moment."""
+        if self.now + int(size) > self.total:
+            self._note({part: int(size)}, moment)
+
+    def _note(self, extra: dict[str, int], moment: str) -> None:
+        self.total, self.moment = self.now + sum(extra.values()), moment
+        self.at = {name: size + extra.get(name, 0) for name, size in self.parts.items()}
+
+
+def peak_of(trace: StepTrace, rules: StepRules) -> Peaks:
+    """Of the rank that needs most: the first, the last and one between them are played."""
+    ranks = sorted({0, rules.world // 2, rules.world - 1})
+    if rules.stage in (0, 3):
+        ranks = ranks[:1]
+    found = [_play(trace, rules, rank) for rank in ranks]
+    return max(found, key=lambda peaks: peaks.total)
+
+
+def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
+    if rules.stage == 0:
+        return _Unsharded(trace, rules).play()
+    if rules.stage == 3:
+        return _Sharded(trace, rules).play()
+    return _Partitioned(trace, rules, rank).play()
+
+
+class _Engine:
+    """What all stages have in common: the micro step's events."""
+
+    def __init__(self, trace: StepTrace, rules: StepRules) -> None:
+        self.trace, self.rules, self.peaks = trace, rules, Peaks()
+        self.trained = [i for i, one in enumerate(trace.parameters) if one.trained]
+        self.groups: dict[int, list[int]] = {}
+        for index in self.trained:
+            self.groups.setdefault(trace.parameters[index].group, []).append(index)
+
+    def numel(self, index: int) -> int:
+        return self.trace.parameters[index].numel
+
+    def total(self, indices: Iterable[int]) -> int:
+        return sum(self.numel(index) for index in indices)
+
+    def run_micro_step(self) -> None:
+        """The last one of a step."""
+        peaks, activations = self.peaks, 0
+        for event in self.trace.events:
+            peaks.look("activations", ACTIVATIONS, event.peak - activations)
+            peaks.drop(ACTIVATIONS, activations - event.live)
+            activations = event.live
+            if event.kind == GRADIENT:
+                self.gradient(event.index)
+            else:
+                self.module(event.kind, event.index)
+        peaks.look("activations", ACTIVATIONS, self.trace.last_peak - activations)
+        peaks.drop(ACTIVATIONS, activations)
+
+    def gradient(self, index: int) -> None:
+        raise NotImplementedError
+
+    def module(self, kind: int, index: int) -> None:
+        """A module begins or ends."""
+
+
+class _Unsharded(_Engine):
+    """Stage 0."""
+
+    def play(self) -> Peaks:
+        rules, peaks = self.rules, self.peaks
+        every = self.total(range(len(self.trace.parameters)))
+        trained = self.total(self.trained)
+        master = 4 if rules.width < 4 else 0
+        peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
+        peaks.add(OPTIMIZER, (master + rules.state_width) * trained)
+        self.summed = rules.accumulation > 1
+        if self.summed:
+            peaks.add(GRADIENTS, rules.width * trained)
+        self.run_micro_step()
+        if rules.world > 1:
+            # engine.buffered_allreduce_fallback: a flat copy of 500 million elements at a time.
+            peaks.look("all-reduce", BUFFERS, rules.width * min(trained, 500_000_000))
+        if master:  # whole fp32 gradients beside the others
+            peaks.look("update", UPDATE, 4 * trained + rules.temporary_width * trained)
+        largest = max((self.numel(index) for index in self.trained), default=0)
+        peaks.look(
+            "update", UPDATE, rules.temporary_width * (largest if rules.by_tensor else trained)
+        )
+        return peaks
+
+    def gradient(self, index: int) -> None:
+        if not self.summed:
+            self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
+
+
+class _Partitioned(_Engine):
+    """Stages 1 and 2 (stage_1_and_2.py)."""
+
+    def __init__(self, trace: StepTrace, rules: StepRules, rank: int) -> None:
+        super().__init__(trace, rules)
+        self.rank = rank
+        self.partition: dict[int, int] = {}
+        """Group -> elements of a partition."""
+        self.slices: dict[int, list[tuple[int, int]]] = {}
+        """Parameter -> (partition, elements), in order."""
+        step = ALIGNMENT * rules.world
+        for group, indices in self.groups.items():
+            size = -(-self.total(indices) // step) * step // rules.world
+            self.partition[group] = size
+            start = 0
+            for index in indices:
+                self.slices[index] = list(_cut(start, self.numel(index), size))
+                start += self.numel(index)
+        self.mine = {
+            index
+            for index, parts in self.slices.items()
+            if any(partition == rank for partition, _ in parts)
+        }
+        self.whole_mine = self.total(self.mine)
+        self.compact = rules.width < 4 and rules.sums == 4
+        """Sums of half-precision gradients in fp32."""
+        self.bucket: list[int] = []
+        self.bucket_elements = 0
+        self.held: dict[int, int] = {}
+        """Parameter -> bytes of its gradient where it is not in the bucket."""
+        self.taken = False
+        """There is a buffer for the gradients of this partition."""
+
+    def play(self) -> Peaks:
+        rules, peaks = self.rules, self.peaks
+        self._initialise()
+        boundary_only = rules.stage == 1
+        buffer_width = 4 if self.compact and rules.stage == 1 else rules.width
+        bucket = buffer_width * rules.reduce_bucket * (2 if rules.overlap else 1)
+        if rules.accumulation > 1:
+            if boundary_only:  # all gradients, whole
+                width = 4 if self.compact else rules.width
+                for index in self.trained:
+                    self._hold(index, width)
+            elif self.compact:
+                self._take_buffer()
+            elif not rules.offload_optimizer:
+                # Sums of the micro steps before; this one's are gathered beside them.
+                peaks.add(GRADIENTS, rules.width * self.whole_mine)
+        # setup_buckets: at the first gradient.
+        first = next((i for i, e in enumerate(self.trace.events) if e.kind == GRADIENT), None)
+        self._bucket_bytes = bucket if first is not None else 0
+        self._bucket_there = False
+        self.run_micro_step()
+        if boundary_only:
+            for group in sorted(self.groups):
+                for index in self.groups[group]:
+                    self._put(index)
+        self._reduce()
+        peaks.drop(GRADIENTS, sum(self.held.values()))
+        self.held.clear()
+        if self._bucket_there:
+            peaks.drop(BUFFERS, self._bucket_bytes)
+        self._update()
+        return peaks
+
+    def _initialise(self) -> None:
+        rules, peaks = self.rules, self.peaks
+        every = self.total(range(len(self.trace.parameters)))
+        peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
+        for group, indices in sorted(self.groups.items()):
+            padded = self.partition[group] * rules.world
+            # Flattened beside the parameters, which then are views of it.
+            peaks.look("initialisation", PARAMETERS, rules.width * padded)
+            peaks.add(PARAMETERS, rules.width * (padded - self.total(indices)))
+            size = self.partition[group]
+            if rules.width < 4:  # clone().to(fp32)
+                peaks.look("initialisation", OPTIMIZER, (rules.width + 4) * size)
+            if rules.offload_optimizer:
+                # Master weights and their gradient, and what goes back to the device.
+                peaks.host += (4 + 4 + rules.width) * size
+            else:
+                peaks.add(OPTIMIZER, 4 * size)
+        whole = sum(self.partition.values())
+        if rules.offload_optimizer:
+            largest = max((self.numel(index) for index in self.trained), default=0)
+            peaks.host += rules.state_width * whole + rules.width * largest
+            peaks.add(BUFFERS, rules.width * largest)  # temp_grad_buffer_for_gpu_offload
+            if rules.accumulation > 1 and not self.compact:
+                peaks.host += 4 * whole  # accumulated_grads_in_cpu
+        else:
+            peaks.add(OPTIMIZER, rules.state_width * whole)
+
+    def gradient(self, index: int) -> None:
+        rules, peaks = self.rules, self.peaks
+        if not self._bucket_there:
+            self._bucket_there = True
+            peaks.add(BUFFERS, self._bucket_bytes)
+        width = rules.width
+        if rules.stage == 1:
+            if rules.accumulation > 1:
+                return
+            if self.compact:  # _fill_param_grad_accum_attribute
+                peaks.look("gradients", GRADIENTS, (width + 4) * self.numel(index))
+                width = 4
+            self._hold(index, width)
+            return
+        self._hold(index, width)
+        self._put(index)
+
+    def _hold(self, index: int, width: int) -> None:
+        size = width * self.numel(index)
+        self.held[index] = size
+        self.peaks.add(GRADIENTS, size)
+
+    def _put(self, index: int) -> None:
+        """reduce_independent_p_g_buckets_and_remove_grads."""
+        numel = self.numel(index)
+        if self.bucket_elements + numel > self.rules.reduce_bucket:
+            self._reduce()
+        if numel <= self.rules.reduce_bucket and index in self.held:
+            # Copied into the bucket, and now a view of it.
+            self.peaks.drop(GRADIENTS, self.held.pop(index))
+        self.bucket.append(index)
+        self.bucket_elements += numel
+
+    def _reduce(self) -> None:
+        """reduce_ipg_grads, average_tensor, copy_grads_in_partition."""
+        rules, peaks = self.rules, self.peaks
+        if not self.bucket:
+            return
+        width = 4 if self.compact and rules.stage == 1 else rules.width
+        copied = _largest_copy(
+            (self.slices[index] for index in self.bucket),
+            rules.reduce_bucket,
+            merge=not self.compact or rules.stage == 1,
+        )
+        if self.compact and rules.stage == 2 and any(index in self.mine for index in self.bucket):
+            self._take_buffer()
+        peaks.look("reduction", BUFFERS, width * copied)
+        for index in self.bucket:
+            if index in self.mine:
+                self._take_buffer()
+            if index in self.held and (index in self.mine or rules.stage == 2):
+                peaks.drop(GRADIENTS, self.held.pop(index))
+        self.bucket, self.bucket_elements = [], 0
+
+    def _take_buffer(self) -> None:
+        if self.taken or self.rules.offload_optimizer:
+            return
+        self.taken = True
+        self.peaks.add(GRADIENTS, self._gradient_bytes())
+
+    def _gradient_bytes(self) -> int:
+        if self.compact and self.rules.stage == 2:
+            return 4 * sum(self.partition.values())
+        # grads_in_partition has the dtype of the parameters, and those at its ends whole.
+        return self.rules.width * self.whole_mine
+
+    def _update(self) -> None:
+        """step: norms in fp64, gradients flattened group by group, the optimizer."""
+        rules, peaks = self.rules, self.peaks
+        pieces = [
+            size for parts in self.slices.values() for partition, size in parts
+            if partition == self.rank
+        ]  # fmt: skip
+        offloaded = rules.offload_optimizer
+        if not offloaded:
+            peaks.look("norm", UPDATE, NORM_WIDTH * max(pieces, default=0))
+        flat_already = self.compact and rules.stage == 2
+        groups = sorted(self.groups)
+        for group in groups:
+            size = self.partition[group]
+            if offloaded:
+                continue
+            if flat_already:
+                peaks.look("update", UPDATE, rules.temporary_width * size)
+                peaks.drop(GRADIENTS, 4 * size)
+                continue
+            flat = rules.width * size
+            peaks.look("update", UPDATE, flat + (4 * size if rules.width < 4 else 0))
+            if group == groups[-1]:
+                # What was gathered is freed with the last view of it.
+                peaks.drop(GRADIENTS, peaks.parts[GRADIENTS])
+            peaks.look("update", UPDATE, (4 + rules.temporary_width) * size)
+
+
+class _Sharded(_Engine):
+    """Stage 3 (stage3.py, partitioned_param_coordinator.py)."""
+
+    def __init__(self, trace: StepTrace, rules: StepRules) -> None:
+        super().__init__(trace, rules)
+        self.part = [-(-one.numel // rules.world) for one in trace.parameters]
+        self.persistent = {
+            index for index, one in enumerate(trace.parameters) if one.numel <= rules.persistence
+        }
+        self.coordinator = _Coordinator(self)
+        self.bucket: list[int] = []
+        self.bucket_elements = 0
+        self.held: dict[int, int] = {}
+
+    def play(self) -> Peaks:
+        rules, peaks = self.rules, self.peaks
+        shard = sum(self.part[index] for index in self.trained)
+        every = sum(self.part)
+        if rules.offload_param:
+            peaks.host += rules.width * every
+        else:
+            peaks.add(PARAMETERS, rules.width * every)
+        if rules.hpz > 1:
+            peaks.add(
+                PARAMETERS,
+                rules.width * sum(one.numel for one in self.trace.parameters) / rules.hpz,
+            )
+        peaks.add(PARAMETERS, self.trace.buffers)
+        # Whole on every rank, beside their parts.
+        if rules.world > 1:
+            peaks.add(PARAMETERS, rules.width * self.total(self.persistent))
+        # In fp32 too: _create_fp32_partitions compares a device with its name.
+        own = rules.state_width + 4
+        if rules.offload_optimizer:
+            # And a gradient for the optimizer, and the sums over micro steps.
+            peaks.host += (own + 4 + rules.sums) * shard
+        else:
+            peaks.add(OPTIMIZER, own * shard)
+            peaks.add(GRADIENTS, rules.sums * shard)
+        peaks.add(BUFFERS, rules.width * rules.reduce_bucket)
+        self.run_micro_step()
+        self._reduce()
+        self.coordinator.release_all()
+        if not rules.offload_optimizer:
+            # has_overflow: |gradients|, and what is infinite.
+            peaks.look("overflow", UPDATE, (rules.sums + 1) * shard)
+            for group in self._sub_groups():
+                flat = rules.sums * group if len(self.trained) > 1 else 0
+                if rules.sums < 4:
+                    peaks.look("update", UPDATE, (rules.sums + 4) * group)
+                    flat = 4 * group
+                peaks.look("update", UPDATE, flat + rules.temporary_width * group)
+        return peaks
+
+    def _sub_groups(self) -> list[int]:
+        """_create_fp16_sub_groups: elements of each."""
+        found = []
+        for indices in self.groups.values():
+            size = 0
+            for index in indices:
+                size += self.part[index]
+                if size >= self.rules.sub_group:
+                    found.append(size)
+                    size = 0
+            found.append(size)
+        return found
+
+    def module(self, kind: int, index: int) -> None:
+        if self.rules.world == 1:
+            return
+        if kind in (FETCH, FETCH_BACKWARD):
+            self.coordinator.fetch(index)
+        elif kind in (RELEASE, RELEASE_BACKWARD):
+            self.coordinator.release(index)
+
+    def gradient(self, index: int) -> None:
+        rules, numel = self.rules, self.numel(index)
+        if self.bucket and self.bucket_elements + numel > rules.reduce_bucket:
+            self._reduce()
+        if self.bucket_elements + numel > rules.reduce_bucket:
+            self.held[index] = rules.width * numel
+            self.peaks.add(GRADIENTS, self.held[index])
+        self.bucket.append(index)
+        self.bucket_elements += numel
+
+    def _reduce(self) -> None:
+        """__avg_scatter_grads: reduce_scatter_coalesced, partition_grads."""
+        rules, peaks = self.rules, self.peaks
+        if not self.bucket:
+            return
+        alone = len(self.bucket) == 1 and self.numel(self.bucket[0]) % rules.world == 0
+        padded = sum(self.part[index] for index in self.bucket) * rules.world
+        copied = 0 if alone else padded * rules.width
+        parts = padded // rules.world * rules.sums if rules.sums != rules.width else 0
+        peaks.look("reduction", BUFFERS, copied + parts)
+        for index in self.bucket:
+            peaks.drop(GRADIENTS, self.held.pop(index, 0))
+        self.bucket, self.bucket_elements = [], 0
+
+
+class _Coordinator:
+    """What stage 3 has gathered: fetched for a module, ahead of it, or kept for its next use; from
+    the third micro step on, when it knows the order of modules."""
+
+    def __init__(self, engine: _Sharded) -> None:
+        self.engine, trace = engine, engine.trace
+        self.modules = trace.modules
+        self.order = [
+            event.index for event in trace.events if event.kind in (FETCH, FETCH_BACKWARD)
+        ]
+        self.queue = deque(
+            (index, step)
+            for step, module in enumerate(self.order)
+            for index in sorted(set(self.modules[module]))
+        )
+        self.step = 0
+        self.available: set[int] = set(engine.persistent)
+        self.elements = 0
+        self.fetched_for: dict[int, int] = {}
+        self.active: dict[int, int] = {}
+        self.in_flight: dict[int, _Gathering] = {}
+        self.next_use = _NextUse(self.order, self.modules, engine.numel)
+
+    def fetch(self, module: int) -> None:
+        rules, needed = self.engine.rules, set(self.modules[module])
+        self._gather(index for index in sorted(needed) if not self._there(index))
+        for index in needed:
+            self.active[index] = self.active.get(index, 0) + 1
+            if index in self.in_flight:
+                self._wait(self.in_flight[index])
+        fresh = {index for index in needed if self.fetched_for.get(index, -1) < self.step}
+        seen: set[int] = set()
+        while self.queue and len(seen) < len(fresh):
+            index, step = self.queue.popleft()
+            self.fetched_for[index] = step
+            seen.add(index)
+        room = min(rules.max_live - self.elements, rules.prefetch_bucket)
+        ahead: list[int] = []
+        elements = 0
+        while self.queue and elements < room:
+            index, step = self.queue.popleft()
+            if not self._there(index) and index not in ahead:
+                ahead.append(index)
+                elements += self.engine.numel(index)
+            self.fetched_for[index] = max(self.fetched_for.get(index, -1), step)
+        self._gather(sorted(ahead))
+        self.step += 1
+
+    def release(self, module: int) -> None:
+        rules = self.engine.rules
+        for index in set(self.modules[module]):
+            self.active[index] = max(0, self.active.get(index, 0) - 1)
+            if index in self.engine.persistent or index not in self.available:
+                continue
+            if self.fetched_for.get(index, -1) > self.step or self.active[index]:
+                continue
+            if self.next_use.within(index, self.step, rules.max_reuse_distance):
+                continue
+            self._free(index)
+
+    def release_all(self) -> None:
+        for gathering in set(self.in_flight.values()):
+            self._wait(gathering)
+        for index in sorted(self.available - self.engine.persistent):
+            self._free(index)
+
+    def _there(self, index: int) -> bool:
+        return index in self.available or index in self.in_flight
+
+    def _gather(self, indices: Iterable[int]) -> None:
+        wanted = list(indices)
+        if not wanted:
+            return
+        engine = self.engine
+        self.elements += engine.total(wanted)
+        size = sum(engine.part[index] for index in wanted) * engine.rules.world
+        gathering = _Gathering(tuple(wanted), size * engine.rules.width)
+        engine.peaks.add(PARAMETERS, gathering.size)
+        self.in_flight |= dict.fromkeys(wanted, gathering)
+
+    def _wait(self, gathering: _Gathering) -> None:
+        """Several are gathered in one buffer, and then copied out of it; one is a view of it."""
+        engine = self.engine
+        whole = engine.rules.width * engine.total(gathering.parameters)
+        if len(gathering.parameters) > 1:
+            engine.peaks.add(PARAMETERS, whole)
+            engine.peaks.drop(PARAMETERS, gathering.size)
+        else:
+            engine.peaks.add(PARAMETERS, whole - gathering.size)
+        for index in gathering.parameters:
+            self.in_flight.pop(index, None)
+            self.available.add(index)
+
+    def _free(self, index: int) -> None:
+        self.available.discard(index)
+        self.elements -= self.engine.numel(index)
+        self.engine.peaks.drop(PARAMETERS, self.engine.rules.width * self.engine.numel(index))
+
+
+@dataclass(frozen=True, eq=False)
+class _Gathering:
+    parameters: tuple[int, ...]
+    size: int
+
+
+class _NextUse:
+    """When a parameter is needed again, and how many elements of modules lie between."""
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        modules: Sequence[Sequence[int]],
+        numel: Callable[[int], int],
+    ) -> None:
+        self.before = [0]
+        """Elements of the modules before each step."""
+        self.uses: dict[int, list[int]] = {}
+        for step, module in enumerate(order):
+            for index in set(modules[module]):
+                self.uses.setdefault(index, []).append(step)
+            self.before.append(self.before[-1] + sum(numel(i) for i in set(modules[module])))
+
+    def within(self, index: int, step: int, distance: int) -> bool:
+        """Whether it is used from ``step`` on within so many elements."""
+        later = next((use for use in self.uses.get(index, ()) if use >= step), None)
+        start = self.before[min(step, len(self.before) - 1)]
+        return later is not None and self.before[later] - start < distance
+
+
+def _cut(start: int, numel: int, size: int) -> Iterable[tuple[int, int]]:
+    """(partition, elements) of a parameter that lies at ``start``."""
+    stop = start + numel
+    while start < stop:
+        partition = start // size
+        end = min(stop, (partition + 1) * size)
+        yield partition, end - start
+        start = end
+
+
+def _largest_copy(
+    parameters: Iterable[Sequence[tuple[int, int]]], bucket: int, *, merge: bool
+) -> int:
+    """Elements that allreduce_and_scatter copies at a time: slices of the bucket, those of one
+    partition that lie side by side as one (``merge``); a single one is reduced where it lies."""
+    pieces: list[tuple[int, int]] = []
+    for slices in parameters:
+        for partition, size in slices:
+            if merge and pieces and pieces[-1][0] == partition:
+                pieces[-1] = partition, pieces[-1][1] + size
+            else:
+                pieces.append((partition, size))
+    largest = count = elements = 0
+    for _, size in pieces:
+        count, elements = count + 1, elements + size
+        if elements > bucket:
+            largest = max(largest, elements if count > 1 else 0)
+            count = elements = 0
+    return max(largest, elements if count > 1 else 0)
+
+
+def padding(numel: int, world: int) -> int:
+    """Elements that stages 1 and 2 pad a group with."""
+    step = ALIGNMENT * world
+    return math.ceil(numel / step) * step - numel

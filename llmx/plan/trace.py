@@ -1,0 +1,115 @@
+"""What one micro step allocates, as it was traced on fake tensors: plain values. Pure.
+
+A trace is made once (``llmx.models.trace``, in a process of its own) for a network, a micro batch
+and a way of activation checkpointing. It says nothing of ZeRO: ``llmx.plan.step_memory`` plays it
+with DeepSpeed's rules for any stage, number of ranks and bucket size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+FETCH, RELEASE, FETCH_BACKWARD, RELEASE_BACKWARD, GRADIENT = range(5)
+"""Kinds of events: a module that has parameters of its own begins and ends its forward pass, and
+its backward pass; the gradient of a parameter is there."""
+
+
+@dataclass(frozen=True)
+class TracedParameter:
+    """A parameter of the network."""
+
+    numel: int
+    trained: bool
+    group: int = 0
+    """The group of the optimizer that it is in."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ZeRO acts on, and the bytes of activations and temporaries around it."""
+
+    kind: int
+    index: int
+    """Of the module, or of the parameter (``GRADIENT``)."""
+    peak: int
+    """At most since the event before."""
+    live: int
+    """Left after it. A gradient that is there is not counted from its event on."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One forward and backward pass."""
+
+    parameters: tuple[TracedParameter, ...]
+    """In the order of the network, tied ones once."""
+    modules: tuple[tuple[int, ...], ...]
+    """The parameters that each module has itself."""
+    events: tuple[Event, ...]
+    last_peak: int = 0
+    """At most after the last event."""
+    buffers: int = 0
+    """Bytes of the network's buffers."""
+    flops: float = 0.0
+    """Of matrix products and attention, forward and backward, as they were run: recomputed ones,
+    too."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(one.numel for one in self.parameters)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(one.numel for one in self.parameters if one.trained)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of activations and temporaries, alone."""
+        return max([self.last_peak, *(event.peak for event in self.events)])
+
+    def at(self, other: StepTrace, part: float) -> StepTrace | None:
+        """Between this trace (0) and one with another micro batch (1), or beyond: bytes are linear
+        in the micro batch. None where they are not of the same steps."""
+        if [(one.kind, one.index) for one in self.events] != [
+            (one.kind, one.index) for one in other.events
+        ]:
+            return None
+
+        def mixed(mine: float, theirs: float) -> int:
+            return max(0, round(mine + part * (theirs - mine)))
+
+        return StepTrace(
+            self.parameters,
+            self.modules,
+            tuple(
+                Event(a.kind, a.index, mixed(a.peak, b.peak), mixed(a.live, b.live))
+                for a, b in zip(self.events, other.events, strict=True)
+            ),
+            mixed(self.last_peak, other.last_peak),
+            self.buffers,
+            mixed(self.flops, other.flops),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, short ones."""
+        return {
+            "parameters": [[one.numel, int(one.trained), one.group] for one in self.parameters],
+            "modules": [list(one) for one in self.modules],
+            "events": [[one.kind, one.index, one.peak, one.live] for one in self.events],
+            "last_peak": self.last_peak,
+            "buffers": self.buffers,
+            "flops": self.flops,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> StepTrace:
+        """The inverse of ``to_dict``."""
+        return cls(
+            tuple(TracedParameter(n, bool(t), g) for n, t, g in values["parameters"]),
+            tuple(tuple(one) for one in values["modules"]),
+            tuple(Event(*one) for one in values["events"]),
+            values["last_peak"],
+            values["buffers"],
+            values["flops"],
+        )

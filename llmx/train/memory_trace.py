@@ -1,0 +1,481 @@
+"""What a micro step allocates, on fake tensors: ``python -m llmx.train.memory_trace JOB.json OUT``.
+
+The real network of the experiment, its adapter, activation checkpointing, attention and the loss of
+its task are run forward and backward on tensors that have a shape and no memory; each storage is
+counted from its making to its end. ``llmx.lifecycle.memory`` starts it, in a process of its own.
+Shown by ``python -m pytest tests/unit/test_plan_trace.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from llmx.config import Experiment, ModelConfig, experiment_from_dict
+from llmx.data import collate
+from llmx.data.store.samples import Sample
+from llmx.models.adapter import add_adapter, freeze
+from llmx.models.attention import AttentionMethod, methods
+from llmx.models.experts import Routing
+from llmx.models.factory import DTYPES, build_model, padded_vocab, plain_config, true_vocab
+from llmx.models.model import CAUSAL_LM, LANGUAGE_MODELS, Model, Models, ModelSpec
+from llmx.models.recompute import recompute
+from llmx.models.varlen import IMPLEMENTATIONS, register
+from llmx.plan.memory import fused_loss
+from llmx.plan.trace import (
+    FETCH,
+    FETCH_BACKWARD,
+    GRADIENT,
+    RELEASE,
+    RELEASE_BACKWARD,
+    Event,
+    StepTrace,
+    TracedParameter,
+)
+from llmx.train.engine.learning_rates import lr_scales
+from llmx.train.engine.muon import hidden_matrices
+from llmx.train.engine.optimizer import parameter_groups
+
+WHOLE = {"zero_optimization": {"stage": 0}}
+"""The part of DeepSpeed's configuration that a network is built by, without sharding."""
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, every storage that an operator returns is counted until it is freed.
+
+    Operators on real tensors (the micro batch, on the CPU) run for real, so that what looks at them
+    finds values; all else is fake.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.flops = 0.0
+        self.events: list[Event] = []
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def mark(self, kind: int, index: int) -> None:
+        """An event now."""
+        self.events.append(Event(kind, index, self.peak, self.live))
+        self.peak = self.live
+
+    def leave_out(self, values: Iterable[torch.Tensor]) -> None:
+        """Do not count these."""
+        for value in values:
+            storage = value.untyped_storage()
+            self._known[storage._cdata] = weakref.ref(storage)
+
+    def take(self, values: Any) -> None:
+        """Count these, and what they are views of."""
+        for value in tree_leaves(values):
+            if isinstance(value, torch.Tensor):
+                self._count(value)
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        counts = function.overloadpacket is torch.ops.aten.arange
+        if (given or counts) and not any(isinstance(x, FakeTensor) for x in given):
+            with unset_fake_temporarily():
+                result = function(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+            count = flop_registry.get(getattr(function, "overloadpacket", None))
+            if count is not None:
+                # One of rows of any length looks at where they begin.
+                with contextlib.suppress(RuntimeError):
+                    self.flops += float(count(*args, **kwargs, out_val=result))
+        self.take(result)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or not size:
+            return
+
+        def gone(_: Any) -> None:
+            if self._known.pop(key, None) is not None:
+                self.live -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class _Mark(torch.autograd.Function):
+    """The identity; calls something when the gradient comes through it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, called: Any) -> torch.Tensor:
+        ctx.called = called
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.called()
+        return gradients[0], None
+
+
+def _marked(values: Any, called: Any) -> Any:
+    """With a mark on each tensor that has a gradient, as DeepSpeed wraps what modules take and
+    give."""
+    if isinstance(values, torch.Tensor):
+        mark: Any = _Mark.apply
+        return mark(values, called) if values.requires_grad else values
+    if isinstance(values, (tuple, list)):
+        return type(values)(_marked(value, called) for value in values)
+    return values
+
+
+def watch(network: nn.Module, recorder: Recorder) -> StepTrace:
+    """Let ``recorder`` see modules and gradients; returns the trace without events."""
+    numbers: dict[int, int] = {}
+    for parameter in network.parameters():
+        numbers[id(parameter)] = len(numbers)
+        if parameter.requires_grad:
+
+            def there(parameter: torch.Tensor) -> None:
+                parameter.grad = None
+                recorder.mark(GRADIENT, numbers[id(parameter)])
+
+            parameter.register_post_accumulate_grad_hook(there)
+    modules: list[tuple[int, ...]] = []
+    for module in network.modules():
+        own = tuple(numbers[id(parameter)] for parameter in module.parameters(recurse=False))
+        if own:
+            _watch_module(module, len(modules), recorder)
+            modules.append(own)
+    return StepTrace((), tuple(modules), ())
+
+
+def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
+    waiting: list[list[int]] = []
+
+    def before(_module: Any, args: Any) -> Any:
+        recorder.mark(FETCH, index)
+        left = [sum(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(args))]
+        waiting.append(left)
+
+        def called() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                recorder.mark(RELEASE_BACKWARD, index)
+
+        return _marked(args, called)
+
+    def after(_module: Any, _args: Any, output: Any) -> Any:
+        recorder.mark(RELEASE, index)
+        seen: list[bool] = []
+
+        def called() -> None:
+            if not seen:
+                recorder.mark(FETCH_BACKWARD, index)
+                seen.append(True)
+
+        return _marked(output, called)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def trace_step(
+    exp: Experiment, *, precision: str, accelerator: str, attention: str, micro_batch: int
+) -> StepTrace:
+    """One forward and backward pass of the experiment's task, on fake tensors.
+
+    Raises whatever the network or the task raises where it cannot be run so.
+    """
+    from llmx.tasks import task_class
+
+    register()
+    task = task_class(exp.task.kind)(exp, None)
+    specs = task.models()
+    trained = {name: spec for name, spec in specs.items() if spec.trained}
+    if len(specs) > len(trained) or len(trained) != 1:
+        raise NotImplementedError("a task with several networks is not traced")
+    (name, spec), *_ = trained.items()
+    if spec.source is not None:
+        raise NotImplementedError("a network with a source of its own is not traced")
+    config = _config(exp, spec)
+    method = _method(exp, attention)
+    with _fake(), _pretended(accelerator):
+        network = _network(exp, config, spec, precision=precision, method=method)
+        recorder = Recorder()
+        recorder.leave_out([*network.parameters(), *network.buffers()])
+        found = watch(network, recorder)
+        model = _TracedModel(
+            name=name,
+            spec=spec,
+            module=network,
+            forward=network,
+            config=config,
+            vocab_size=_true_rows(exp, config),
+            attention=method,
+            dtype=DTYPES[precision],
+            device=torch.device("cpu"),
+            routing=Routing(network),
+            fused_loss=spec.head in LANGUAGE_MODELS and fused_loss(exp.model, accelerator),
+        )
+        groups = _groups(exp, network)
+        parameters = tuple(
+            TracedParameter(one.numel(), one.requires_grad, groups.get(id(one), 0))
+            for one in network.parameters()
+        )
+        buffers = sum(one.numel() * one.element_size() for one in network.buffers())
+        batch = _batch(exp, task, micro_batch, layout=method.layout)
+        network.train()
+        with recorder:
+            loss = task.loss(Models({name: model}), batch)
+            total = loss.sum * 1.0
+            total = model.routing.objective(total, factor=1.0)
+            del loss
+            total.backward()
+            del total
+    return replace(
+        found,
+        parameters=parameters,
+        events=tuple(recorder.events),
+        last_peak=recorder.peak,
+        buffers=buffers,
+        flops=recorder.flops,
+    )
+
+
+class _TracedModel(Model):
+    """Its inputs are made for real: whoever makes them looks at the micro batch."""
+
+    def inputs(self, batch: Any) -> Any:
+        with unset_fake_temporarily():
+            return super().inputs(batch)
+
+
+@contextlib.contextmanager
+def _fake() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def _pretended(accelerator: str) -> Iterator[None]:
+    """Inside, fake tensors of the CPU are computed with as those of a GPU would be: a build of
+    torch without CUDA has no fake ones of it."""
+    if accelerator == "cpu":
+        yield
+        return
+    from llmx.models import loss
+
+    chunks = {"cpu": loss.CHUNK_ELEMENTS["cuda"]}
+    with (
+        mock.patch.object(loss, "CHUNK_ELEMENTS", loss.CHUNK_ELEMENTS | chunks),
+        mock.patch.object(nn.functional, "scaled_dot_product_attention", _attention_on_cuda),
+        mock.patch.object(nn.functional, "dropout", _dropout_on_cuda),
+    ):
+        yield
+
+
+def _attention_on_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The memory-efficient kernel, which keeps no scores, as every GPU has it."""
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros(
+                attn_mask.shape, dtype=query.dtype, device=query.device
+            ).masked_fill_(attn_mask.logical_not(), float("-inf"))
+        shape = (*query.shape[:2], query.shape[2], key.shape[2])
+        attn_mask = attn_mask.expand(shape)
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _dropout_on_cuda(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """With a mask of a byte an element, as the kernel of CUDA keeps it."""
+    if not training or p == 0.0:
+        return input
+    result: torch.Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
+    return result
+
+
+def _method(exp: Experiment, attention: str) -> AttentionMethod:
+    """How the ranks will most likely give a micro batch to the network."""
+    layout = "padded" if exp.data.layout == "padded" else "packed"
+    implementation = IMPLEMENTATIONS.get(attention, attention)
+    return methods(implementation, layout, causal=True)[0]
+
+
+def _config(exp: Experiment, spec: ModelSpec) -> Any:
+    config = _plain_config(exp.model)
+    if exp.model.init == "scratch":
+        rows = _true_rows(exp, config)
+        config.vocab_size = padded_vocab(rows, multiple_of=exp.model.pad_vocab_to_multiple_of)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        number = getattr(config, token, None)
+        if isinstance(number, int) and number >= config.vocab_size:
+            setattr(config, token, None)
+    if spec.head != CAUSAL_LM and spec.num_labels:
+        config.num_labels = spec.num_labels
+    config.use_cache = False
+    return config
+
+
+def _plain_config(model: ModelConfig) -> Any:
+    """Of the weights where they are on this machine, else of the values of ``model.config``."""
+    kind = str(model.config.get("model_type", "")) if model.kind == "hf" else model.kind
+    values = {key: value for key, value in model.config.items() if key != "model_type"}
+    try:
+        return plain_config(model)
+    except (OSError, ValueError):
+        if not (kind and values):
+            raise
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **values)
+
+
+def _true_rows(exp: Experiment, config: Any) -> int:
+    """Rows of the vocabulary that count: of the tokenizer where it is on this machine."""
+    if exp.model.init == "scratch":
+        from llmx.tasks import tokenizer_of
+
+        with contextlib.suppress(Exception), unset_fake_temporarily():
+            return true_vocab(tokenizer_of(exp))
+    rows: int = config.vocab_size
+    return rows
+
+
+def _network(
+    exp: Experiment, config: Any, spec: ModelSpec, *, precision: str, method: AttentionMethod
+) -> nn.Module:
+    how = exp.model.activation_checkpointing
+    plain = replace(exp.model, activation_checkpointing="none", compile=False)
+    network = build_model(
+        plain,
+        exp.seed,
+        config,
+        precision=precision,
+        device=torch.device("cpu"),
+        implementation=method.implementation,
+        ds_config=WHOLE,
+        head=spec.head,
+        weights=False,
+    )
+    if exp.adapter.kind != "none":
+        with mock.patch.object(nn.Module, "_apply", _apply):
+            add_adapter(
+                network,
+                plain,
+                exp.adapter,
+                exp.seed,
+                ds_config=WHOLE,
+                dtype=DTYPES[precision],
+                head=spec.head,
+            )
+    else:
+        freeze(network, exp.model.freeze)
+    if how != "none":
+        # A generator's state is no fake tensor.
+        recompute(network, how, preserve_rng_state=False)
+    return network
+
+
+def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """``Module._apply``, which swaps fake tensors in place, with new parameters: those that
+    something refers to weakly cannot be swapped."""
+    for each in module.modules() if recurse else [module]:
+        for name, one in each._parameters.items():
+            if one is not None:
+                each._parameters[name] = nn.Parameter(function(one.detach()), one.requires_grad)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = function(buffer)
+    return module
+
+
+def _groups(exp: Experiment, network: nn.Module) -> dict[int, int]:
+    """The optimizer's group of each trained parameter, by its id."""
+    matrices = hidden_matrices(network) if exp.optim.kind == "muon" else set()
+    groups = parameter_groups(
+        network,
+        weight_decay=exp.optim.weight_decay,
+        apart=lr_scales(exp.optim, exp.adapter, [network]),
+        matrices=matrices,
+    )
+    return {id(one): number for number, group in enumerate(groups) for one in group["params"]}
+
+
+def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict[str, torch.Tensor]:
+    """Full rows of two sequences each where they are packed, every token a target."""
+    length = exp.data.seq_len
+    several = layout == "packed" and exp.data.packing != "none" and length > 1
+    starts = np.array([0, length // 2] if several else [0], dtype=np.int64)
+    targets = np.ones(length, dtype=bool)
+    targets[starts] = False
+    columns = {
+        one.name: np.zeros(
+            ({"token": length, "sequence": len(starts)}.get(one.per, len(starts)), *one.shape),
+            dtype=one.dtype,
+        )
+        for one in task.columns
+        if one.name != "weight"
+    }
+    sample = Sample(np.zeros(length, dtype=np.uint32), targets, starts, columns=columns)
+    with unset_fake_temporarily():
+        return collate(
+            [sample] * micro_batch,
+            seq_len=length,
+            pad_id=0,
+            layout=layout,
+            columns=task.columns or None,
+        )
+
+
+def main(words: list[str]) -> int:
+    job = json.loads(Path(words[0]).read_text(encoding="utf-8"))
+    exp = experiment_from_dict(job["experiment"])
+    answers: list[dict[str, Any]] = []
+    for one in job["traces"]:
+        model = replace(exp.model, activation_checkpointing=one.pop("activation_checkpointing"))
+        try:
+            found = trace_step(replace(exp, model=model), **one)
+            answers.append({"trace": found.to_dict()})
+        except Exception as error:  # whatever a network may raise on fake tensors
+            text = str(error).strip().splitlines()
+            answers.append({"problem": f"{type(error).__name__}: {text[0] if text else ''}"})
+    Path(words[1]).write_text(json.dumps(answers), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

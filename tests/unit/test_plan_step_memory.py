@@ -1,0 +1,151 @@
+"""DeepSpeed's rules on numbers, each case worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmx.plan.step_memory import StepRules, peak_of
+from llmx.plan.trace import (
+    FETCH,
+    FETCH_BACKWARD,
+    GRADIENT,
+    RELEASE,
+    RELEASE_BACKWARD,
+    Event,
+    StepTrace,
+    TracedParameter,
+)
+
+LAYERS = 4
+NUMEL = 1000
+
+
+def trace(numel: int = NUMEL, *, activations: int = 10) -> StepTrace:
+    """Layers with a parameter each, which leave ``activations`` bytes each."""
+    forward, backward = [], []
+    for number in range(LAYERS):
+        before, after = number * activations, (number + 1) * activations
+        forward += [Event(FETCH, number, before, before), Event(RELEASE, number, after, after)]
+        backward += [
+            Event(RELEASE_BACKWARD, number, before, before),
+            Event(GRADIENT, number, after + 4 * numel, before),
+            Event(FETCH_BACKWARD, number, after, after),
+        ]
+    return StepTrace(
+        tuple(TracedParameter(numel, True) for _ in range(LAYERS)),
+        tuple((number,) for number in range(LAYERS)),
+        (*forward, *reversed(backward)),
+    )
+
+
+RULES = StepRules(
+    stage=2,
+    world=2,
+    width=4,
+    sums=4,
+    accumulation=1,
+    reduce_bucket=1500,
+    overlap=False,
+    prefetch_bucket=0,
+    persistence=0,
+    max_live=10**9,
+    max_reuse_distance=10**9,
+    sub_group=10**9,
+    state_width=8,
+    temporary_width=8,
+)
+N = LAYERS * NUMEL
+
+
+def test_stage_0_has_all_and_a_copy_of_the_gradients() -> None:
+    found = peak_of(trace(), replace(RULES, stage=0))
+    # Parameters, gradients, two moments; the copy that is reduced.
+    assert found.total == 4 * N + 4 * N + 8 * N + 4 * N
+    assert found.moment == "all-reduce"
+    alone = peak_of(trace(), replace(RULES, stage=0, world=1))
+    # The update makes two temporaries of one tensor at a time.
+    assert alone.total == 16 * N + 8 * NUMEL
+
+
+def test_stage_2_updates_a_partition() -> None:
+    found = peak_of(trace(), RULES)
+    half = N // 2
+    # Parameters; master weights and moments; the gradients, copied flat; temporaries.
+    assert found.parts["parameters"] == 4 * N
+    assert found.parts["optimizer"] == 12 * half
+    assert found.total == 4 * N + 12 * half + (4 + 8) * half
+    assert found.moment == "update"
+
+
+def test_groups_are_padded_to_two_elements_a_rank() -> None:
+    odd = trace()
+    parameters = (TracedParameter(1001, True, 1), *odd.parameters[1:])
+    found = peak_of(replace(odd, parameters=parameters), replace(RULES, world=4))
+    # 1001 elements of a group of their own become 1008, and the other 3000 stay.
+    assert found.parts["parameters"] == 4 * (1008 + 3000)
+    assert found.parts["optimizer"] == 12 * (252 + 750)
+
+
+def test_large_activations_are_beside_what_waits_for_its_reduction() -> None:
+    big = trace(activations=100_000)
+    found = peak_of(big, RULES)
+    # At the first gradient: no bucket yet.
+    assert found.moment == "activations"
+    assert found.total == 4 * N + 12 * N // 2 + 4 * 100_000 + 4 * NUMEL
+
+
+def test_sums_over_micro_steps_take_more() -> None:
+    big = trace(activations=100_000)
+    once, twice = peak_of(big, RULES), peak_of(big, replace(RULES, accumulation=2))
+    assert twice.total == once.total + 4 * N // 2
+    stage_1 = replace(RULES, stage=1, accumulation=2)
+    assert peak_of(big, stage_1).total == once.total + 4 * N
+
+
+def test_stage_3_keeps_what_it_needs_again_soon() -> None:
+    big = trace(activations=100_000)
+    near = peak_of(big, replace(RULES, stage=3))
+    far = peak_of(big, replace(RULES, stage=3, max_reuse_distance=0))
+    half = N // 2
+    # Parts, master weights and moments, gradients, the bucket; all layers, or the last one.
+    kept = 4 * half + 12 * half + 4 * half + 4 * 1500
+    assert near.total == kept + 4 * N + 4 * 100_000 + 4 * NUMEL
+    assert far.total == kept + 4 * NUMEL + 4 * 100_000 + 4 * NUMEL
+
+
+def test_small_parameters_stay_whole_at_stage_3() -> None:
+    small = replace(RULES, stage=3, persistence=NUMEL)
+    found = peak_of(trace(), small)
+    assert found.parts["parameters"] == 4 * N // 2 + 4 * N
+
+
+def test_offloaded_states_are_in_host_memory() -> None:
+    for stage in (2, 3):
+        on = peak_of(trace(), replace(RULES, stage=stage))
+        off = peak_of(trace(), replace(RULES, stage=stage, offload_optimizer=True))
+        assert off.parts["optimizer"] == 0
+        assert off.host >= 12 * N // 2
+        assert off.total < on.total
+    params = replace(RULES, stage=3, offload_optimizer=True, offload_param=True)
+    assert peak_of(trace(), params).parts["parameters"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_ranks_need_no_more_each(stage: int) -> None:
+    totals = [peak_of(trace(), replace(RULES, stage=stage, world=w)).total for w in (2, 4, 8, 16)]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_frozen_weights_have_neither_gradient_nor_state() -> None:
+    every = trace()
+    parameters = tuple(
+        replace(one, trained=index == 0) for index, one in enumerate(every.parameters)
+    )
+    events = tuple(e for e in every.events if e.kind != GRADIENT or e.index == 0)
+    for stage in range(4):
+        lora = replace(every, parameters=parameters, events=events)
+        found = peak_of(lora, replace(RULES, stage=stage))
+        share = NUMEL if stage == 0 else NUMEL // 2
+        assert found.parts["optimizer"] == (8 if stage == 0 else 12) * share

@@ -1,0 +1,224 @@
+"""The micro step on fake tensors against the same one on real ones, byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.lifecycle.memory import find_traces
+from llmx.plan import make_plan
+from llmx.plan.predict import TraceKey, choices, with_traces
+from llmx.plan.trace import GRADIENT, StepTrace
+from llmx.train import memory_trace
+from llmx.train.memory_trace import trace_step
+from tests.live_memory import LiveMemory
+from tests.rundirs import PARITY_MODELS, experiment
+
+LLAMA = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {"n_embd": 128, "n_layer": 3, "n_head": 4}
+OPT = {
+    "hidden_size": 128,
+    "word_embed_proj_dim": 128,
+    "ffn_dim": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "dropout": 0.1}
+
+
+def small(root: Path, *, kind: str = "llama", config: dict[str, Any] = LLAMA, **groups: Any) -> Any:
+    model = {"kind": kind, "config": {**PARITY_MODELS[kind], **config}, **groups.pop("model", {})}
+    return experiment(
+        root / "run", model=model, data={"seq_len": 64}, task={"kind": "pretrain"}, **groups
+    )
+
+
+def traced(exp: Any, *, micro_batch: int = 2, **run: Any) -> StepTrace:
+    run = {"precision": "fp32", "accelerator": "cpu", "attention": "sdpa", **run}
+    return trace_step(exp, micro_batch=micro_batch, **run)
+
+
+class Counted(LiveMemory):
+    """Knows what ``Recorder`` is asked for; counts what is really allocated."""
+
+    flops = 0.0
+
+    def leave_out(self, values: Any) -> None:
+        self.take([*values])
+        self.before = self.live
+        self.restart()
+
+    def mark(self, kind: int, index: int) -> None:
+        """Nothing is noted."""
+
+    @property
+    def events(self) -> list[Any]:
+        return []
+
+
+def really(exp: Any, monkeypatch: pytest.MonkeyPatch, **run: Any) -> int:
+    """Peak bytes of activations and temporaries of the same micro step on real tensors."""
+    made: list[Counted] = []
+
+    def recorder() -> Counted:
+        made.append(Counted())
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_trace, "Recorder", recorder)
+        patch.setattr(memory_trace, "_fake", contextlib.nullcontext)
+        traced(exp, **run)
+    return made[0].peak - made[0].before
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize(("kind", "config"), [("llama", LLAMA), ("gpt2", GPT2), ("opt", OPT)])
+def test_fake_bytes_are_the_real_ones(
+    kind: str,
+    config: dict[str, Any],
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exp = small(tmp_path, kind=kind, config=config, model={"activation_checkpointing": how})
+    found = traced(exp)
+    assert found.peak == pytest.approx(really(exp, monkeypatch), rel=0.01)
+    assert found.num_trained == found.num_parameters
+    gradients = [one.index for one in found.events if one.kind == GRADIENT]
+    assert sorted(gradients) == list(range(len(found.parameters)))
+    # All that was made for the step is gone at its end.
+    assert found.events[-1].live < 10_000
+
+
+def test_adapters_and_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exp = small(tmp_path, adapter=LORA)
+    found = traced(exp, precision="bf16")
+    assert found.peak == pytest.approx(really(exp, monkeypatch, precision="bf16"), rel=0.01)
+    assert 0 < found.num_trained < found.num_parameters / 10
+    gradients = {one.index for one in found.events if one.kind == GRADIENT}
+    assert gradients == {i for i, one in enumerate(found.parameters) if one.trained}
+
+
+@pytest.mark.parametrize("attention", ["varlen", "segments", "sdpa"])
+def test_a_gpu_needs_no_gpu(attention: str, tmp_path: Path) -> None:
+    """Its kernels keep no scores, and its fused loss no logits."""
+    exp = small(tmp_path, kind="gpt2", config={**GPT2, "attn_pdrop": 0.1, "resid_pdrop": 0.1})
+    on_cuda = traced(exp, accelerator="cuda", attention="sdpa")
+    assert on_cuda.peak < traced(exp).peak
+    llama = traced(small(tmp_path), accelerator="cuda", precision="bf16", attention=attention)
+    assert llama.peak < traced(small(tmp_path)).peak / 1.5
+
+
+def test_bytes_between_two_micro_batches(tmp_path: Path) -> None:
+    exp = small(tmp_path)
+    one, two, four = (traced(exp, micro_batch=size) for size in (1, 2, 4))
+    between = one.at(four, 1 / 3)
+    assert between is not None
+    assert between.peak == pytest.approx(two.peak, rel=0.02)
+    assert StepTrace.from_dict(two.to_dict()) == two
+    other = traced(small(tmp_path, config={**LLAMA, "num_hidden_layers": 2}))
+    assert one.at(other, 0.5) is None
+
+
+def test_flops_are_counted_with_what_is_computed_again(tmp_path: Path) -> None:
+    plain = traced(small(tmp_path))
+    tokens = 2 * 64
+    embedding = plain.parameters[0].numel
+    assert plain.flops == pytest.approx(6 * (plain.num_parameters - embedding) * tokens, rel=0.1)
+    again = traced(small(tmp_path, model={"activation_checkpointing": "full"}))
+    assert 1.15 < again.flops / plain.flops < 1.35
+
+
+def test_experts_are_traced_as_they_run(tmp_path: Path) -> None:
+    import json
+
+    config = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mixtral"}))
+    exp = experiment(
+        tmp_path / "run",
+        model={"kind": "hf", "path": str(tmp_path), "config": {}},
+        data={"seq_len": 64},
+        task={"kind": "pretrain"},
+    )
+    found = traced(exp)
+    experts = 3 * 4 * 3 * LLAMA["hidden_size"] * LLAMA["intermediate_size"]
+    assert found.num_parameters > experts
+
+
+def test_seventy_billion_parameters(tmp_path: Path) -> None:
+    """Without their memory; four of the eighty layers, so that this is quick."""
+    layers = 4
+    config = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+    exp = small(tmp_path, config=config, model={"init": "pretrained", "path": None})
+    found = traced(exp, precision="bf16", accelerator="cuda", attention="varlen", micro_batch=1)
+    layer = (found.num_parameters - 2 * 128256 * 8192) / layers
+    assert 80 * layer + 2 * 128256 * 8192 == pytest.approx(70.55e9, rel=0.001)
+
+
+def on_gpus(root: Path, **groups: Any) -> Any:
+    """Four GPUs of 1 GiB."""
+    device = {"accelerator": "cuda", "memory_gib": 1.05, "precisions": ["fp32", "bf16"]}
+    return small(
+        root,
+        hardware={
+            "name": "small",
+            "hosts": [{"name": "localhost", "slots": 4, "device": "small"}],
+            "devices": {"small": device},
+        },
+        precision="bf16",
+        **groups,
+    )
+
+
+def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+    wide = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8000}
+    exp = on_gpus(tmp_path, config=wide, batch={"micro_batch": 8}, model={"init": "pretrained"})
+    plan = make_plan(exp)
+    assert not plan.memory[0].traced
+    traces = find_traces(exp, plan, others=True, make=True)  # in a process of its own
+    assert not traces.problem
+    assert TraceKey(plan.attention_on("small"), "full", 1) in traces.found
+    found = with_traces(plan, exp, traces)
+    assert found.memory[0].traced
+    assert not found.memory[0].fits
+    assert "What fits, each planned, the cheapest first: " in found.warnings[1]
+    every = choices(exp, plan, traces)
+    assert [one.chosen for one in every].count(True) == 1
+    assert [one.cost for one in every] == sorted(one.cost for one in every)
+    named = next(one for one in every if one.fits and one.micro_batch <= 8)
+    assert " ".join(named.overrides(exp)) in found.warnings[1]
+    # The second plan of the same starts no process.
+    again = find_traces(exp, plan, others=True, make=False)
+    assert again.found == traces.found
+
+
+def test_what_cannot_be_traced_keeps_the_formula_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+    exp = on_gpus(tmp_path)
+    plan = make_plan(exp)
+    traces = find_traces(exp, plan, others=False, make=False)
+    assert with_traces(plan, exp, traces) == plan
+    with pytest.raises(NotImplementedError, match="several networks"):
+        traced(experiment(tmp_path / "run", task={"kind": "dpo"}))
