@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
             with unset_fake_temporarily():
                 result = function(*args, **kwargs)
         else:
-            result = function(*args, **kwargs)
+            result = _on_fakes(function, args, kwargs)
             count = flop_registry.get(getattr(function, "overloadpacket", None))
             if count is not None:
                 # One of rows of any length looks at where they begin.
@@ -118,6 +118,14 @@ class Recorder(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+def _on_fakes(function: Any, args: Any, kwargs: Any) -> Any:
+    """Products by expert have a shape for bf16 alone; the CPU computes them in fp32, too."""
+    if "_grouped_mm" not in str(function) or args[0].dtype == torch.bfloat16:
+        return function(*args, **kwargs)
+    halves = (x.to(torch.bfloat16) for x in args[:2])
+    return function(*halves, *args[2:], **kwargs).to(args[0].dtype)
 
 
 class _Mark(torch.autograd.Function):
