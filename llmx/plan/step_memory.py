@@ -228,6 +228,8 @@ class _Partitioned(_Engine):
         rules, peaks = self.rules, self.peaks
         self._initialise()
         boundary_only = rules.stage == 1
+        summed_apart = rules.stage == 2 and not self.compact and not rules.offload_optimizer
+        summed_apart = summed_apart and rules.accumulation > 1
         buffer_width = 4 if self.compact and rules.stage == 1 else rules.width
         bucket = buffer_width * rules.reduce_bucket * (2 if rules.overlap else 1)
         if rules.accumulation > 1:
@@ -237,7 +239,7 @@ class _Partitioned(_Engine):
                     self._hold(index, width)
             elif self.compact:
                 self._take_buffer()
-            elif not rules.offload_optimizer:
+            elif summed_apart:
                 # Sums of the micro steps before; this one's are gathered beside them.
                 peaks.add(GRADIENTS, rules.width * self.whole_mine)
         # setup_buckets: at the first gradient.
@@ -254,6 +256,8 @@ class _Partitioned(_Engine):
         self.held.clear()
         if self._bucket_there:
             peaks.drop(BUFFERS, self._bucket_bytes)
+        if summed_apart and self.taken:  # this micro step's are in the sums
+            peaks.drop(GRADIENTS, rules.width * self.whole_mine)
         self._update()
         return peaks
 
