@@ -9,7 +9,10 @@ from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir
 from tests.rundirs import experiment, write_run
 
-MEASURED = {"time", "step_time_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s"}
+MEASURED = {
+    *("time", "step_time_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s"),
+    *("forward_s", "idle_share"),
+}
 """What depends on the machine, not on the training."""
 OF_THE_INTERVAL = {"loss_mean"}
 """Over the steps since the last line, or since a resume between two lines."""

@@ -117,6 +117,7 @@ def train(session: Session) -> None:
                     loss_of=loss_of_step(session.task, engine.models, step),
                     metrics=step_log.metrics,
                     before_update=saver.post_flags,
+                    timed=step_log.timed,
                 )
                 step_log.add(step, loss_sum)
                 due = done % exp.task.log_every_steps == 0 or done in (1, total)

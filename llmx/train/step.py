@@ -8,6 +8,7 @@ tests/integration/test_train_engines.py``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from llmx.models.model import Models
 from llmx.tasks import Loss, SampleKey, Task, next_token_loss
 from llmx.train.batches import Step, Transform
 from llmx.train.engine.build import Engine
+from llmx.train.forward_time import ForwardTime
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -76,11 +78,12 @@ def train_step(
     loss_of: LossOf = of_next_tokens,
     metrics: StepMetrics | None = None,
     before_update: Callable[[], None] = lambda: None,
+    timed: ForwardTime | None = None,
 ) -> torch.Tensor:
     """Forward, backward and one update. Returns this rank's summed loss, fp32 scalar.
 
     ``metrics`` gets what the loss measures. ``before_update`` is called between the last backward
-    pass and the update.
+    pass and the update. ``timed`` takes the time of the forward passes.
 
     DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
     reduction): the factor undoes both, so that the gradient is that of the mean over the
@@ -97,7 +100,8 @@ def train_step(
         scale = factor / len(step.micro_batches) * engine.loss_scale()
         for model in models.values():
             model.gradient_scale = scale
-        loss = loss_of(models, micro_batch)
+        with timed.forward() if timed is not None else contextlib.nullcontext():
+            loss = loss_of(models, micro_batch)
         objective = loss.sum * factor
         for model in models.values():
             objective = model.routing.objective(objective, factor=auxiliary_factor)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from llmx.models.flops import model_flops
+from llmx.plan.balance import busy_fs
+from llmx.plan.types import Plan
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
+from llmx.train.forward_time import ForwardTime, StragglerWatch, idle_share
 from llmx.train.metrics import memory_gib
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
@@ -41,6 +45,12 @@ class StepLog:
             )
             for model in session.engine.models.values()
         ]
+        plan = session.plan
+        # Before the first restart, which empties it.
+        self.timed = ForwardTime(
+            session.engine.device, active=plan.world_size > 1 and _times(session)
+        )
+        self.stragglers = StragglerWatch(expected_work(plan)) if self.timed.active else None
         self.restart()
 
     def restart(self) -> None:
@@ -53,6 +63,7 @@ class StepLog:
         self.interval_loss = torch.zeros((), device=self.session.engine.device)
         self.interval_weight = 0.0
         self.metrics = StepMetrics(self.session.engine.device)
+        self.timed.take()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -105,6 +116,7 @@ class StepLog:
                 self.data_wait_s,
                 *self.watch.first(),
                 float(self.interval_loss),
+                self.timed.take() / max(self.steps, 1),
                 *(float(value) for value in self.metrics.values()),
             ],
             dtype=torch.float64,
@@ -125,7 +137,14 @@ class StepLog:
         done = step.step + 1
         samples = self.length.samples_at(done)
         loss = loss_sum / (step.weight or 1)
-        totals = table[:, 7:].sum(dim=0).tolist()
+        totals = table[:, 8:].sum(dim=0).tolist()
+        forward_s = table[:, 7].tolist()
+        waits: dict[str, Any] = {}
+        if self.timed.active:
+            waits = {
+                "forward_s": [round(value, 6) for value in forward_s],
+                "idle_share": round(idle_share(forward_s), 4),
+            }
         measured = {
             name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else None
             for at, name in enumerate(self.metrics.names)
@@ -152,14 +171,44 @@ class StepLog:
             mfu=flops / elapsed / peak if peak else None,
             memory_gib=[round(value, 3) for value in table[:, 2].tolist()],
             data_wait_s=float(table[:, 3].max()),
+            **waits,
             **engine.main.routing.measure(tokens=step.tokens),
             **measured,
             **({"extra": True} if extra else {}),
         )
         session.log(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
+        if self.stragglers is not None:
+            for rank, factor in self.stragglers.see(forward_s, now=time.perf_counter()):
+                report_straggler(session, rank, factor, step=done)
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
         raise_if_not_finite(
             loss_step, gradient_step, lr=optim_of(session.exp.optim, session.exp.adapter).lr
         )
         self.spikes.check(done, loss)
         self.restart()
+
+
+def _times(session: Session) -> bool:
+    """Whether forward passes of a rank wait for no other rank, and are to be timed."""
+    engine, task = session.engine, session.task
+    return engine.stage < 3 and not task.joint and session.exp.batch.balance != "off"
+
+
+def expected_work(plan: Plan) -> list[float]:
+    """What each rank should compute in a step, in any unit."""
+    ranks = range(plan.world_size)
+    if plan.balance is None:
+        return [float(sum(plan.batch.sizes_of(rank))) for rank in ranks]
+    sizes = tuple(plan.batch.sizes_of(rank) for rank in ranks)
+    return [float(busy) for busy in busy_fs(sizes, plan.balance.speeds, plan.batch.seq_len)]
+
+
+def report_straggler(session: Session, rank: int, factor: float, *, step: int) -> None:
+    """An event and a line in the log that name the rank and its host."""
+    host = session.plan.hosts[session.plan.ranks[rank].host].name
+    session.metrics.event("straggler", step=step, rank=rank, host=host, factor=round(factor, 2))
+    session.log(
+        f"WARNING: rank {rank} ({host}) computes {factor:.1f} times as long as the others for its "
+        "part of a step, and all wait for it. Is its device throttled, or used by another program? "
+        "To share out by today's speeds: remove balance.json, resume with batch.balance=measured."
+    )

@@ -129,12 +129,16 @@ def start_llmx(
     env: dict[str, str] | None = None,
     reverse: bool = False,
     rank_env: dict[str, str] | None = None,
+    devices: Sequence[tuple[str, dict[str, Any]]] = (),
 ) -> LlmxRun:
-    """Start a run on the first host, its run directory under ``directory``."""
+    """Start a run on the first host, its run directory under ``directory``. ``devices``: name and
+    description of each used host's device type, where they are not all ``cpu``."""
     conf = directory / "conf" / "hardware"
     conf.mkdir(parents=True, exist_ok=True)
     hardware = hardware_of(cluster, slots, interface=interface, reverse=reverse)
     hardware["env"] = rank_env or {}
+    for host, (device, about) in zip(hardware["hosts"], devices, strict=False):
+        host["device"], hardware["devices"][device] = device, about
     (conf / f"{name}.yaml").write_text(yaml.safe_dump(hardware))
     run_dir = directory / name
     out = directory / f"{name}.out"

@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
 STEPS = 8
 
 
-TIMES = {"time", "step_time_s", "tokens_per_s", "data_wait_s", "memory_gib", "mfu"}
+TIMES = {
+    *("time", "step_time_s", "tokens_per_s", "data_wait_s", "memory_gib", "mfu"),
+    *("forward_s", "idle_share"),
+}
 
 
 def measured(run: RunDir) -> list[dict[str, Any]]:

@@ -87,6 +87,9 @@ def test_unequal_ranks_train_the_same_and_resume_bitwise(
     again = run_of(tmp_path / "stopped", stage=stage, balance="measured")
     ranks.start(again).finish()
     assert numbers(again) == numbers(whole)
+    for line in trained(whole):
+        assert ("idle_share" in line) == (stage < 3)
+        assert stage == 3 or (0 <= line["idle_share"] < 1 and len(line["forward_s"]) == 2)
     end = [json.loads(run.metrics.read_text().splitlines()[-1]) for run in (again, whole)]
     assert end[0]["weights_hash"] == end[1]["weights_hash"]
 

@@ -21,10 +21,12 @@ beside it where the two differ. ``loss_mean`` is the mean over all target tokens
 line, or since a resume between two lines: it alone is not the same in a resumed run as in an
 undisturbed one. Times and tokens a second are those of the same steps, evaluations left out.
 ``tokens`` counts non-padding tokens; ``mfu`` is null where the peak is unknown. A NaN is written as
-null with ``"nonfinite": true``. An ``eval`` line with ``"step": 0`` is the evaluation before
-training. A mixture of experts also has ``expert_load_max`` and ``experts_idle``, and ``aux_loss``
-where the auxiliary loss is trained (docs/models.md). A task whose loss is not weighted by target
-tokens has ``weight`` in the place of ``target_tokens``.
+null with ``"nonfinite": true``. ``forward_s`` are the seconds of forward passes in a step, one a
+rank, and ``idle_share`` the mean part of the slowest rank's that the others wait for it; both are
+there with several ranks up to ZeRO stage 2 (docs/unequal.md). An ``eval`` line with ``"step": 0``
+is the evaluation before training. A mixture of experts also has ``expert_load_max`` and
+``experts_idle``, and ``aux_loss`` where the auxiliary loss is trained (docs/models.md). A task
+whose loss is not weighted by target tokens has ``weight`` in the place of ``target_tokens``.
 
 ``metrics`` of the ``start`` line declares what the task measures besides the loss
 (``declared.Metric``); a ``resumed`` event declares it again, and the newest declaration counts.
@@ -37,8 +39,9 @@ a title and a plain number format. Runs of earlier versions declared nothing and
 Events are not metrics: trackers may ignore those they do not know. Each has its ``step``: ``saved``
 (``reason``, ``stall_s``, ``background_s``, ``bytes``), ``save_failed`` (``reason``),
 ``passed_over`` (a checkpoint was due while the one before was still being written), ``skipped``
-(``samples``: first, and first no more), ``damaged`` (``checkpoint``, ``reason``; ``step`` is where
-the run goes on). What a resume does with the file: docs/contracts.md, "Resuming".
+(``samples``: first, and first no more), ``straggler`` (``rank``, ``host``, ``factor``: how many
+times longer than the others it computes), ``damaged`` (``checkpoint``, ``reason``; ``step`` is
+where the run goes on). What a resume does with the file: docs/contracts.md, "Resuming".
 
 Standard library only; every room may import it.
 """

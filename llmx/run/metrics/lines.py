@@ -20,6 +20,8 @@ GROUPS = {
     "step_time_s": "perf",
     "data_wait_s": "perf",
     "memory_gib": "perf",
+    "forward_s": "perf",
+    "idle_share": "perf",
 }
 """The trackers' group of a key of a ``train`` line; every other one is ``train``."""
 

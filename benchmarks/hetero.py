@@ -1,0 +1,238 @@
+"""Two hosts of unequal speed: tokens/s of the splits even, spec and measured, and the ideal.
+
+    python benchmarks/hetero.py --task pretrain --stages 0,1 --cpu 0.5 --link 1000
+
+The hosts are network namespaces of this machine (``tests/cluster``; it needs root), with one rank
+of one thread each. The second host has a CPU quota of ``--cpu`` cores (1: equal hosts), the link
+between them ``--link`` Mbit/s. ``spec`` knows the quota as if it stood in a data sheet;
+``measured`` does not. The ideal is the sum of what each rank trains alone, on a run of its own: no
+split can reach more. All runs of an invocation stand in one result; rows of earlier ones are kept.
+
+It wants two cores to itself; anything else that runs is in the numbers. An invocation with two
+stages takes five to eight minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from machine import RESULTS, write_result  # noqa: E402
+
+ROWS = RESULTS / "hetero.json"
+SPLITS = ("even", "spec", "measured")
+SEQ_LEN, GLOBAL_BATCH = 128, 48
+SKIPPED = 3
+"""Steps of warming up, not counted."""
+GOALS = {0: 0.92, 1: 0.92, 2: 0.92, 3: 0.85}
+"""Least part of the ideal that ``measured`` reaches on the fast link, by ZeRO stage."""
+FAST_LINK = 1000.0
+
+
+def main() -> int:
+    """Measure, print, write benchmarks/results/hetero.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=("pretrain", "sft"), default="pretrain")
+    parser.add_argument("--stages", default="0", help="ZeRO stages, e.g. 0,1 (default 0)")
+    parser.add_argument("--cpu", type=float, default=0.5, help="cores of the second host")
+    parser.add_argument("--link", type=float, default=FAST_LINK, help="Mbit/s")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--table", action="store_true", help="write the table of known rows only")
+    options = parser.parse_args()
+    if options.steps <= SKIPPED + 1:
+        parser.error(f"--steps {options.steps}: more than {SKIPPED + 1} are needed")
+    if not 0.05 <= options.cpu <= 1:
+        parser.error(f"--cpu {options.cpu}: 0.05 to 1 cores")
+    stages = [int(word) for word in options.stages.split(",")]
+    if options.table:
+        return write(read())
+    from tests.cluster.netns import Cluster
+    from tests.cluster.requirements import missing
+
+    if reason := missing("pdsh"):
+        print(f"not possible here: {reason}", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="llmx-hetero-") as name:
+        place = Path(name)
+        words = data_words(options.task, place)
+        with Cluster(hosts=2) as cluster:
+            for host in cluster.hosts:
+                host.limit_bandwidth(options.link)
+            cell = Cell(cluster, place, words, options)
+            own = [cell.alone(0), cell.alone(1)]
+            rows = []
+            for stage in stages:
+                found = {split: cell.together(split, stage) for split in SPLITS}
+                rows.append(
+                    {
+                        "task": options.task,
+                        "stage": stage,
+                        "cpu": options.cpu,
+                        "link": options.link,
+                        "own": own,
+                        **found,
+                        "when": time.strftime("%Y-%m-%d %H:%M"),
+                    }
+                )
+                print(line_of(rows[-1]), flush=True)
+    keys = [key_of(row) for row in rows]
+    return write([row for row in read() if key_of(row) not in keys] + rows)
+
+
+def data_words(task: str, place: Path) -> list[str]:
+    """Overrides for the data: running text in rows of one length, or packed chats of the demo."""
+    if task == "sft":
+        return ["data.packing=best_fit", "data.max_rows=null"]
+    text = place / "text.txt"
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    text.write_text("\n\n".join(page.read_text(encoding="utf-8") for page in pages))
+    return ["task=pretrain", "data=text", f"data.path={text}", "data.max_rows=null"]
+
+
+class Cell:
+    """One pair of hosts, as slow as asked for, and the runs on it."""
+
+    def __init__(
+        self, cluster: Any, place: Path, words: list[str], options: argparse.Namespace
+    ) -> None:
+        self.cluster, self.place, self.options = cluster, place, options
+        self.words = [
+            *words,
+            "model.config.hidden_size=128",
+            "model.config.intermediate_size=384",
+            "model.config.num_hidden_layers=4",
+            f"data.seq_len={SEQ_LEN}",
+            f"batch.micro_batch={GLOBAL_BATCH}",
+            "task.epochs=null",
+            f"task.steps={options.steps}",
+            "task.log_every_steps=1",
+            "task.save_model=false",
+            "task.evaluate=false",
+            "checkpoint.every_minutes=null",
+            "checkpoint.at_end=false",
+            "launch.transport=pdsh",
+        ]
+
+    def alone(self, index: int) -> float:
+        """Tokens/s of one host that trains as many samples as the second one would get."""
+        slots = [0, 0]
+        slots[index] = 1
+        share = self.options.cpu / (1 + self.options.cpu) if index else 1 / (1 + self.options.cpu)
+        batch = max(1, round(GLOBAL_BATCH * share))
+        return self._run(
+            f"alone-{index}",
+            slots,
+            [f"batch.global_batch={batch}", "batch.balance=even", "zero=stage0"],
+        )
+
+    def together(self, split: str, stage: int) -> float:
+        """Tokens/s of both hosts with this split."""
+        return self._run(
+            f"{split}-{stage}",
+            [1, 1],
+            [f"batch.global_batch={GLOBAL_BATCH}", f"batch.balance={split}", f"zero=stage{stage}"],
+        )
+
+    def _run(self, name: str, slots: list[int], words: list[str]) -> float:
+        from tests.cluster.launching import start_llmx
+
+        slow = self.cluster.hosts[1]
+        slow.limit_cpu(4.0)  # imports are not what is measured
+        # A data sheet that has the quota, for ``spec``.
+        sheets = [
+            (
+                f"cpu{index}",
+                {"accelerator": "cpu", "precisions": ["fp32"], "peak_tflops": {"fp32": peak}},
+            )
+            for index, peak in enumerate((1.0, self.options.cpu))
+            if slots[index]
+        ]
+        run = start_llmx(
+            self.cluster,
+            self.place,
+            slots=slots,
+            name=name,
+            overrides=[*self.words, *words],
+            devices=sheets,
+        )
+        self._throttle_once_loading(run, rank=sum(slots) - 1, throttled=bool(slots[1]))
+        code = run.wait(timeout_s=500)
+        if code:
+            raise SystemExit(f"{name} failed:\n{run.output()[-3000:]}")
+        lines = [r for r in run.records() if r["kind"] == "train"][SKIPPED:]
+        tokens = sum(r["tokens_per_s"] * r["step_time_s"] for r in lines)
+        speed = tokens / sum(r["step_time_s"] for r in lines)
+        print(f"  {name}: {speed:,.0f} tokens/s", flush=True)
+        return float(speed)
+
+    def _throttle_once_loading(self, run: Any, *, rank: int, throttled: bool) -> None:
+        """Before the ranks measure themselves, and after they have imported what they need."""
+        status = run.dir.rank_status(rank)
+        while run.process.poll() is None:
+            path = run.path(status)
+            if path.exists() and json.loads(path.read_text())["state"] != "starting":
+                break
+            time.sleep(0.05)
+        if throttled:
+            self.cluster.hosts[1].limit_cpu(self.options.cpu)
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is of."""
+    return (row["task"], row["stage"], row["cpu"], row["link"])
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    ideal = sum(row["own"])
+    parts = " | ".join(f"{row[split]:,.0f} ({row[split] / ideal:.0%})" for split in SPLITS)
+    return (
+        f"| {row['task']} | {row['stage']} | {row['cpu']:g} | {row['link']:g} | {ideal:,.0f} "
+        f"| {parts} | {goal_of(row)} |"
+    )
+
+
+def goal_of(row: dict[str, Any]) -> str:
+    """Whether ``measured`` is what it should be; empty where nothing was promised."""
+    if row["cpu"] == 1:
+        return "met" if row["measured"] >= 0.98 * row["even"] else "MISSED"
+    if row["link"] < FAST_LINK:
+        return ""
+    return "met" if row["measured"] >= GOALS[row["stage"]] * sum(row["own"]) else "MISSED"
+
+
+def read() -> list[dict[str, Any]]:
+    """Rows of earlier invocations."""
+    return list(json.loads(ROWS.read_text())) if ROWS.is_file() else []
+
+
+def write(rows: list[dict[str, Any]]) -> int:
+    """The rows and their table."""
+    rows = sorted(rows, key=key_of)
+    ROWS.parent.mkdir(exist_ok=True)
+    ROWS.write_text(json.dumps(rows, indent=1) + "\n")
+    lines = [
+        "Two hosts, one rank of one thread each; a Llama of 4 layers and width 128, "
+        f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens a step. Tokens/s, and the part of the ideal.",
+        "",
+        "| task | ZeRO | cores of host 2 | Mbit/s | ideal | even | spec | measured | goal |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *map(line_of, rows),
+        "",
+        "Goal of measured: 92 % of the ideal on the fast link (85 % at stage 3); on equal hosts at "
+        "most 2 % slower than even.",
+    ]
+    write_result("hetero", "Hosts of unequal speed", lines)
+    return 1 if any(goal_of(row) == "MISSED" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Which rank the others wait for: idle shares, and stragglers that are named once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from llmx.train.forward_time import LINES, ForwardTime, StragglerWatch, idle_share
+
+
+def test_only_forward_passes_count() -> None:
+    timed = ForwardTime(torch.device("cpu"), active=True)
+    for _ in range(2):
+        with timed.forward():
+            time.sleep(0.02)
+        time.sleep(0.05)
+    assert 0.04 <= timed.take() < 0.08
+    assert timed.take() == 0.0
+    off = ForwardTime(torch.device("cpu"), active=False)
+    with off.forward():
+        time.sleep(0.01)
+    assert off.take() == 0.0
+
+
+def test_the_idle_share() -> None:
+    assert idle_share([2.0, 2.0]) == 0.0
+    assert idle_share([1.0, 2.0]) == pytest.approx(0.25)
+    assert idle_share([1.0, 4.0, 4.0, 4.0]) == pytest.approx(0.75 / 4)
+    assert idle_share([0.0, 0.0]) == 0.0
+
+
+def seen(watch: StragglerWatch, seconds: list[float], *, times: int, every: float = 20.0):
+    """What each of some lines says."""
+    clock = seen.__dict__.setdefault("clock", [0.0])
+    found = []
+    for _ in range(times):
+        clock[0] += every
+        found.append(watch.see(seconds, now=clock[0]))
+    return found
+
+
+def test_a_straggler_is_named_once_and_again_after_it_recovered() -> None:
+    watch = StragglerWatch([1.0, 1.0, 1.0, 1.0])
+    slow, well = [1.0, 1.1, 2.0, 0.9], [1.0, 1.1, 1.2, 0.9]
+    *before, ((rank, factor),) = seen(watch, slow, times=LINES)
+    assert before == [[]] * (LINES - 1)
+    assert (rank, round(factor, 1)) == (2, 2.0)
+    assert seen(watch, slow, times=3) == [[]] * 3
+    assert seen(watch, well, times=1) == [[]]
+    assert seen(watch, slow, times=LINES)[-1]
+
+
+def test_a_moment_makes_no_straggler() -> None:
+    watch = StragglerWatch([1.0, 1.0])
+    assert seen(watch, [1.0, 9.0], times=2 * LINES, every=0.1) == [[]] * (2 * LINES)
+
+
+def test_what_a_rank_should_take_counts() -> None:
+    """A slow device that was given as many samples as it can compute is no straggler; one of two
+    ranks is measured by the faster."""
+    watch = StragglerWatch([1.0, 3.0])
+    assert seen(watch, [1.0, 3.1], times=2 * LINES) == [[]] * (2 * LINES)
+    assert seen(watch, [1.0, 6.0], times=LINES)[-1] == [(1, 2.0)]
