@@ -1,11 +1,13 @@
-/* Bytes that PyTorch's CPU allocator holds: preloaded, it counts what posix_memalign gives (c10 asks
-   it for every tensor, 64 bytes aligned) until it is freed, by any thread. */
+/* Bytes that PyTorch's CPU allocator holds: preloaded, it counts what posix_memalign gives to libc10
+   (which asks it for every tensor) until it is freed, by any thread. Scratch memory of oneDNN, which
+   asks it, too, is not counted. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define PLACES (1u << 22)
 #define GONE ((void *)1)
@@ -19,11 +21,20 @@ static uint32_t place_of(void *pointer) {
     return (uint32_t)(((uintptr_t)pointer >> 6) * 2654435761u) & (PLACES - 1);
 }
 
+static int is_c10(void *caller) {
+    static void *known;
+    Dl_info found;
+    if (caller == known) return 1;
+    if (!dladdr(caller, &found) || !found.dli_fname || !strstr(found.dli_fname, "libc10")) return 0;
+    known = caller;
+    return 1;
+}
+
 int posix_memalign(void **result, size_t alignment, size_t size) {
     static int (*real)(void **, size_t, size_t);
     if (!real) *(void **)&real = dlsym(RTLD_NEXT, "posix_memalign");
     int code = real(result, alignment, size);
-    if (code || !*result || alignment != 64) return code;
+    if (code || !*result || !is_c10(__builtin_return_address(0))) return code;
     pthread_mutex_lock(&lock);
     uint32_t place = place_of(*result);
     while (pointers[place] && pointers[place] != GONE) place = (place + 1) & (PLACES - 1);
@@ -38,7 +49,7 @@ int posix_memalign(void **result, size_t alignment, size_t size) {
 void free(void *pointer) {
     static void (*real)(void *);
     if (!real) *(void **)&real = dlsym(RTLD_NEXT, "free");
-    if (pointer && ((uintptr_t)pointer & 63) == 0) {
+    if (pointer && ((uintptr_t)pointer & 15) == 0) {
         pthread_mutex_lock(&lock);
         for (uint32_t place = place_of(pointer); pointers[place];
              place = (place + 1) & (PLACES - 1))

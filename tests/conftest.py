@@ -30,6 +30,8 @@ def pytest_configure() -> None:
     background (`make test &`), which ignores it, and all that is started there with it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Many tests plan; those of traces (test_plan_trace) ask for them.
+    os.environ["LLMX_TRACES"] = "off"
 
 
 @pytest.fixture(autouse=True)

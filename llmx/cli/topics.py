@@ -56,6 +56,8 @@ ENVIRONMENT = {
         "LLMX_OUTPUTS": "Where run directories go, and where status and watch look; default: "
         "outputs, in the directory where the command is typed. run_dir=DIR names one exactly.",
         "LLMX_CACHE": "Where prepared data lies; default: ~/.cache/llmx. data.cache_dir wins.",
+        "LLMX_TRACES": "off: the plan's memory by formula alone, without tracing the network "
+        "(docs/planner.md); default: on.",
         "LLMX_TOKENIZER": "The tokenizer of experiment=llama_1_7b_pretrain; default: "
         "/data/tokenizer-64k. model.tokenizer wins.",
         "LLMX_BERT_TOKENIZER": "The tokenizer of experiment=megatron_bert_3_9b; default: "

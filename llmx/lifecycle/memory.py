@@ -34,7 +34,8 @@ from llmx.run.provenance.content import hub_commit
 from llmx.run.rundir import write_json
 
 PROGRAM = "llmx.train.memory_trace"
-TIME_LIMIT_S = 180.0
+TIME_LIMIT_S = 60.0
+"""What is not traced by then is left out: first of all other ways to run it."""
 CODE = (
     "models/adapter.py", "models/factory.py", "models/loss.py", "models/model.py",
     "models/recompute.py", "models/varlen.py", "plan/trace.py", "train/memory_trace.py",
@@ -42,19 +43,21 @@ CODE = (
 """Files of llmx that a trace depends on, beside that of the task."""
 
 
-def with_traced_memory(composed: Composed) -> tuple[Composed, Traces]:
+def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Traces]:
     """With the memory of the traced micro step in its plan, where a device's memory is known.
 
-    A plan (``dry_run``) has missing traces made; a launch takes what the cache knows, and does not
-    wait.
+    ``make``: have missing traces made, also of other ways to run it, for a plan that someone reads.
+    A launch takes what the cache knows, and does not wait.
     """
     exp, plan = composed.experiment, composed.plan
+    if os.environ.get("LLMX_TRACES", "").lower() == "off":
+        return composed, Traces({})
     known = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
     if not known:
         return composed, Traces({}, "no device of the run has a known memory")
     if getattr(exp.adapter, "quantize", "none") != "none":
         return composed, Traces({}, "weights in 4 bits are not traced")
-    traces = find_traces(exp, plan, others=exp.dry_run, make=exp.dry_run)
+    traces = find_traces(exp, plan, others=make, make=make)
     return replace(composed, plan=with_traces(plan, exp, traces)), traces
 
 
@@ -114,7 +117,7 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
         if (task := user_task(exp.task)) is not None:
             paths = [str(task.root), os.environ.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        try:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
                 [sys.executable, "-m", PROGRAM, str(config), str(out)],
                 env=environment,
@@ -124,8 +127,9 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
                 timeout=TIME_LIMIT_S,
                 check=True,
             )
+        try:  # also of one that was ended: it writes after each trace
             answers: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
-        except (OSError, ValueError, subprocess.SubprocessError):
+        except (OSError, ValueError):
             return None
     return answers
 

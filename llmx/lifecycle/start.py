@@ -52,7 +52,10 @@ def run_composed(
     )
     if not composed.experiment.dry_run:
         check_packages(composed.experiment.tracking)
-    composed, traces = with_traced_memory(resolve_layout(composed, stream=out))
+    composed = resolve_layout(composed, stream=out)
+    # A trial of a sweep is one of many, and read by nobody.
+    make = composed.experiment.dry_run and instead is None
+    composed, traces = with_traced_memory(composed, make=make)
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = write_launch_files(exp, plan, run)

@@ -198,7 +198,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 def choices(exp: Experiment, plan: Plan, traces: Traces) -> list[Choice]:
     """ZeRO stages and offloads x activation checkpointing x micro batches, each planned; the
-    cheapest first. Empty where not all of them were traced."""
+    cheapest first; those of them that were traced."""
     own = option_of(exp.zero)
     options = OPTIONS if own in OPTIONS else {**OPTIONS, own: {}}
     devices = devices_of(plan)
@@ -208,7 +208,7 @@ def choices(exp: Experiment, plan: Plan, traces: Traces) -> list[Choice]:
             each = {name: traces.get(plan.attention_on(name), how, size) for name in devices}
             known = {name: trace for name, trace in each.items() if trace is not None}
             if len(known) < len(devices):
-                return []
+                continue
             flops = max(trace.flops for trace in known.values()) / size
             for option, values in options.items():
                 zero = exp.zero if option == own else _zero(exp.zero, values)

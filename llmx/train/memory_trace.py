@@ -47,6 +47,7 @@ from llmx.plan.trace import (
     StepTrace,
     TracedParameter,
 )
+from llmx.run.rundir import write_json
 from llmx.train.engine.learning_rates import lr_scales
 from llmx.train.engine.muon import hidden_matrices
 from llmx.train.engine.optimizer import parameter_groups
@@ -481,7 +482,7 @@ def main(words: list[str]) -> int:
         except Exception as error:  # whatever a network may raise on fake tensors
             text = str(error).strip().splitlines()
             answers.append({"problem": f"{type(error).__name__}: {text[0] if text else ''}"})
-    Path(words[1]).write_text(json.dumps(answers), encoding="utf-8")
+        write_json(Path(words[1]), answers)  # whoever waits may not wait for all
     return 0
 
 

@@ -363,7 +363,7 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
             for one in found
         }
         for option, how in ways:
-            table.add_row(option, how, *(cells[option, how, size] for size in sizes))
+            table.add_row(option, how, *(cells.get((option, how, size), "") for size in sizes))
         title = (
             f"Peak on {memory.device} ({human.gib(memory.capacity_gib)} GiB) by micro batch; "
             "! does not fit, * is this plan"
