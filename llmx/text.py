@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from hashlib import blake2b
 
 CONTROL = "\x00-\x1f\x7f-\x9f\u2028\u2029"
 """Of a regular expression's class: C0, DEL and C1, which move the cursor, set titles or clear
@@ -105,3 +106,13 @@ def one_line(text: str, *, limit: int) -> str:
     cannot steer the terminal."""
     flat = printable(re.sub(r"\s+", " ", text).strip(), keep="")
     return flat if len(flat) <= limit else flat[: limit - 1].rstrip() + "…"
+
+
+def file_name(text: str, *, limit_bytes: int = 200) -> str:
+    """``text``, or where it is longer its beginning and a hash of all of it: a file name has at
+    most 255 bytes, and others put something before or behind it."""
+    raw = text.encode("utf-8", "surrogateescape")
+    if len(raw) <= limit_bytes:
+        return text
+    kept = raw[: limit_bytes - 9].decode("utf-8", "ignore")
+    return f"{kept}-{blake2b(raw, digest_size=4).hexdigest()}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
 from llmx.errors import ConfigError, LlmxError, did_you_mean
-from llmx.text import plural
+from llmx.text import one_line, plural
 
 
 def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
@@ -169,9 +169,13 @@ def _compose(
     except OSError as error:
         if inside:
             raise
+        parent = Path(str(error.filename)).absolute().parent
+        if _outputs() in (parent, *parent.parents):  # Hydra made it on the way
+            _remove_if_empty(parent)
+        where = one_line(str(error.filename), limit=200)
         raise ConfigError(
-            f"{error.filename}: the run directory cannot be made ({error.strerror}). Set "
-            "run_dir=DIR, or LLMX_OUTPUTS=DIR for all runs."
+            f"{where}: the run directory cannot be made ({error.strerror}). Set run_dir=DIR, or "
+            "LLMX_OUTPUTS=DIR for all runs."
         ) from error
     finally:
         sys.argv = saved
@@ -238,13 +242,18 @@ def _of_hydra(error: BaseException) -> bool:
     return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
+def _outputs() -> Path:
+    """Where runs lie by default."""
+    return Path.cwd() / (os.environ.get("LLMX_OUTPUTS") or "outputs")
+
+
 def _remove_if_empty(directory: Path) -> None:
     """Remove a directory that was made for nothing, and ``outputs`` if it held only that; never
     the directory where the command was typed, or one that holds it."""
     from llmx.run.rundir import RunDir
 
     here = Path.cwd()
-    outputs = here / (os.environ.get("LLMX_OUTPUTS") or "outputs")
+    outputs = _outputs()
     # A name with a slash in it has made more than one directory below outputs.
     above = [path for path in directory.parents if path == outputs or outputs in path.parents]
     with contextlib.suppress(OSError):

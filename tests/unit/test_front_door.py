@@ -93,6 +93,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["batch.global_batch=1e9"], "batch.global_batch=1000000000: must be a whole number from"),
         (["schema_version=4"], "schema_version=4: is set by llmx"),
         (["run_dir=/dev/null/x"], "run_dir=/dev/null/x: cannot be written (Not a directory)."),
+        (["+model.name=" + "9" * 400], "…: the run directory cannot be made (File name too long)"),
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: the run directory cannot be made (Not a d"),
         (["-m", "seed=range(0,1e9)"], "must give 1 to 10000 values"),
         (["-m", "seed=range(0,5,0)"], "must give 1 to 10000 values"),

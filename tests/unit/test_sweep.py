@@ -116,6 +116,23 @@ def test_trials_of_the_same_config_are_planned_once(
     assert second["tracking"]["tags"] == ["batch.micro_batch=5"]
 
 
+def test_a_trial_with_long_words_has_a_directory(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["-m", f"data.cache_dir={'c' * 190},{'d' * 190}", f"name={'n' * 90},m", *PLAN_ONLY])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "eval loss ," not in out
+    assert [entry.outcome for entry in only_sweep(here).trials] == [
+        "planned",
+        "same",
+        "planned",
+        "same",
+    ]
+
+
 def test_a_swept_tag_is_refused_as_any_value_is(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

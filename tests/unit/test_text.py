@@ -37,3 +37,13 @@ def test_answers_in_a_table_steer_nothing() -> None:
     from llmx.text import one_line
 
     assert one_line("a\x1b[2J\n b\u202e", limit=40) == r"a\x1b[2J b\u202e"
+
+
+def test_a_long_name_is_that_of_a_file_and_still_tells_two_apart() -> None:
+    from llmx.text import file_name
+
+    assert file_name("zero-stage1") == "zero-stage1"
+    one, two = file_name("中" * 100 + "1"), file_name("中" * 100 + "2")
+    assert one != two
+    assert one.startswith("中" * 63)
+    assert len(one.encode()) <= 200

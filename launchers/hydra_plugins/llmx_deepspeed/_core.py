@@ -215,6 +215,7 @@ def _run(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobRe
     with open_dict(cell):
         cell.hydra.job.id = f"job_id_for_{index}"
         cell.hydra.job.num = index
+        cell.hydra.job.override_dirname = human.file_name(str(cell.hydra.job.override_dirname))
     # run_job sets the globals of the job; the sweep's own come back afterwards.
     state = Singleton.get_state()
     returned = run_job(

@@ -144,17 +144,15 @@ def best_lines(
 
 def known_of(trial: Trial, objective: str, trials: Sequence[Trial]) -> str:
     """The trial's value of the objective, and its memory: ``1,941 tokens/s, 4.60 GiB``."""
-    value = objective_of(trial, objective)
-    shown = "" if value is None else shown_value(objective, value, trial)
-    unit = {"tokens_per_s": "tokens/s", "memory_gib": "GiB", "seconds": ""}.get(objective)
-    text = (
-        f"{shown} {unit}".strip()
-        if unit is not None
-        else (f"{title_of(objective, trials)} {shown}")
-    )
+    value, known = objective_of(trial, objective), []
+    if value is not None:
+        shown = shown_value(objective, value, trial)
+        unit = {"tokens_per_s": "tokens/s", "memory_gib": "GiB", "seconds": ""}.get(objective)
+        title = title_of(objective, trials) if unit is None else ""
+        known.append(f"{title} {shown} {unit or ''}".strip())
     if trial.memory_gib is not None and objective != "memory_gib":
-        text += f", {human.gib(trial.memory_gib)} GiB"
-    return text
+        known.append(f"{human.gib(trial.memory_gib)} GiB")
+    return ", ".join(known)
 
 
 def best_command(best: Trial, *, directory: Path | None) -> str:
