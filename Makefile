@@ -96,6 +96,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@# Aside: DeepSpeed imports mlflow where it is installed, which doubles the time of its import.
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/trackers $(CONSTRAIN) \
 		alembic mlflow-skinny sqlalchemy
+	@# Aside as well: peft imports bitsandbytes where it is installed, at twice the time.
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/quantized \
+		$(CONSTRAIN) bitsandbytes || echo "no bitsandbytes for this machine: its tests are skipped"
 	touch $@
 
 system:

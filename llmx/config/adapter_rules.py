@@ -7,10 +7,10 @@ architectures that are planned, ``llmx.models.adapter`` for every other one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from llmx.config.build import shown
-from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig
+from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig, ZeroConfig
 from llmx.errors import did_you_mean
 
 
@@ -80,6 +80,42 @@ def adapter_problems(adapter: AdapterConfig, model: ModelConfig) -> Iterator[str
         yield (
             f"model.freeze={shown(model.freeze)} beside adapter.kind={adapter.kind}, which "
             "freezes the whole model. Leave model.freeze out."
+        )
+
+
+def quantize_problems(
+    adapter: AdapterConfig, model: ModelConfig, zero: ZeroConfig, accelerators: Collection[str]
+) -> Iterator[str]:
+    """One message for each reason why frozen weights cannot be kept in 4 bits."""
+    if adapter.kind == "none":
+        return
+    if adapter.quantize == "none":
+        if not adapter.double_quant:
+            yield (
+                "adapter.double_quant=false has no effect without adapter.quantize. Set "
+                "adapter.quantize=nf4, or leave it out."
+            )
+        return
+    key = f"adapter.quantize={adapter.quantize}"
+    if "cpu" in accelerators:
+        yield (
+            f"{key} trains on CUDA only: the kernels of bitsandbytes that unpack 4-bit weights "
+            "fast are those for GPUs. Use adapter=lora on CPUs."
+        )
+    if zero.stage == 3:
+        yield (
+            f"{key} with zero.stage=3: ZeRO-3 shards parameters of the dtype of the run, and "
+            "packed 4-bit weights are none; every rank would hold them whole all the same. Set "
+            "zero=stage2, which shards the optimizer; or adapter=lora, whose 16-bit base "
+            "zero=stage3 shards."
+        )
+    if model.compile:
+        yield f"{key} with model.compile=true has not been tried. Set model.compile=false."
+    kind = model.config.get("model_type", model.kind) if model.kind == "hf" else model.kind
+    if kind == "gpt2":
+        yield (
+            f"{key}: the layers of a GPT-2 are stored transposed, and are not quantized. Use "
+            "adapter=lora."
         )
 
 

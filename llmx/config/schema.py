@@ -154,6 +154,13 @@ class AdapterConfig:
     each forward pass computes the norms of all adapted weights."""
     lr: float | None = number(None, above=0, maximum=1000, example=2e-4)
     """The adapter's own peak learning rate, with the schedule of ``optim``; null: ``optim.lr``."""
+    quantize: str = choice("none", "nf4", "fp4")
+    """Keep the frozen weights of linear layers in 4 bits (QLoRA, ``bitsandbytes``): a quarter of
+    the memory of bf16, at the cost of unpacking them in each pass. CUDA, ZeRO stages 0 to 2.
+    ``nf4`` suits weights that are normally distributed, as pretrained ones are."""
+    double_quant: bool = True
+    """With ``quantize``: the scales (one for 64 weights) in 8 bits, too, which saves 0.4 bits a
+    weight."""
     modules_to_save: list[str] = items(maximum=1000, example="[embed_tokens, lm_head]")
     """Modules that are trained whole beside the adapter and saved with it, by their whole names or
     the ends of these; with the learning rate ``optim.lr``."""
@@ -494,12 +501,16 @@ class HardwareConfig:
 class OptimConfig:
     """Optimizer, learning rate and its schedule: pure functions of the step."""
 
-    kind: str = choice("adamw", "cpu_adam", "fused_adam", "lion", "sgd", "muon", "adafactor")
+    kind: str = choice(
+        "adamw", "cpu_adam", "fused_adam", "lion", "sgd", "muon", "adafactor", "adam8bit"
+    )
     """``adamw`` is PyTorch's, as one fused kernel on CUDA and for an offloaded optimizer; it needs
     no compiler. ``cpu_adam`` and ``fused_adam`` are DeepSpeed's extensions. ``lion`` keeps one
     number a parameter instead of two, and wants a learning rate 3 to 10 times smaller. ``muon``
     makes the updates of the matrices inside the layers orthogonal, one number a parameter; AdamW
-    does the rest. ``adafactor`` keeps a row and a column of each matrix; stage 0 only."""
+    does the rest. ``adafactor`` keeps a row and a column of each matrix; stage 0 only.
+    ``adam8bit`` is AdamW with moments in 8 bits (``bitsandbytes``): 2 bytes a parameter instead of
+    8; CUDA, stage 0 only."""
     lr: float = number(2e-5, above=0, maximum=1000)
     """The peak learning rate: reached at the end of the warm-up."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)

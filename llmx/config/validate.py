@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from llmx.config.adapter_rules import adapter_problems
+from llmx.config.adapter_rules import adapter_problems, quantize_problems
 from llmx.config.build import experiment_from_dict, shown, to_dict
 from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
@@ -50,6 +50,7 @@ def validate(
         *model_config_problems(exp.model),
         *added_token_problems(exp.model),
         *adapter_problems(exp.adapter, exp.model),
+        *quantize_problems(exp.adapter, exp.model, exp.zero, _accelerators(exp.hardware)),
         *data_problems(exp.data),
         *_length(exp.task),
         *_early_stopping(exp.task, exp.data, exp.checkpoint),
@@ -177,6 +178,11 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
     yield from _whole_matrices(optim, exp.zero)
     if optim.kind == "fused_adam" and "cpu" in _accelerators(exp.hardware):
         yield "optim.kind=fused_adam needs CUDA. Use optim.kind=adamw."
+    if optim.kind == "adam8bit" and "cpu" in _accelerators(exp.hardware):
+        yield (
+            "optim.kind=adam8bit needs CUDA: the fast kernels of bitsandbytes are those for GPUs. "
+            "Use optim.kind=adamw."
+        )
     if optim.kind == "fused_adam" and exp.zero.offload_optimizer != "none":
         yield (
             "optim.kind=fused_adam runs on the GPU, but the optimizer is offloaded. Use "
@@ -191,6 +197,12 @@ def _whole_matrices(optim: OptimConfig, zero: ZeroConfig) -> Iterator[str]:
             f"optim.kind=adafactor keeps a row and a column of each matrix, and zero.stage="
             f"{zero.stage} gives a rank parts of matrices. Use zero=stage0; or optim=muon or "
             "optim=lion, which keep 4 bytes a parameter at every stage."
+        )
+    if optim.kind == "adam8bit" and zero.stage != 0:
+        yield (
+            f"optim.kind=adam8bit keeps a scale for each 256 values of a parameter, and zero.stage="
+            f"{zero.stage} gives a rank parts of parameters. Use zero=stage0, which is as good on "
+            "one GPU; on several, ZeRO shards the moments of optim.kind=adamw."
         )
     if optim.kind == "muon" and "nvme" in (zero.offload_optimizer, zero.offload_param):
         yield (

@@ -29,10 +29,11 @@ from llmx.config.adapter_rules import (
 )
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError, did_you_mean
-from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name
+from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name, read_quantization
 from llmx.models.classification import head_names
 from llmx.models.initialise import module_seed
 from llmx.models.parameters import vocabulary_parameters
+from llmx.models.quantized import Quantization, QuantizedLinear, round_layers
 
 CLASSIFICATION = "sequence_classification"
 TASK_TYPES = {
@@ -51,6 +52,8 @@ class Adapter:
     """``adapter_config.json``, as peft writes it."""
     trained: frozenset[str]
     """Names of the network's parameters that are trained, tied ones under all of their names."""
+    quantization: dict[str, Any] | None = None
+    """How the weights of its base are kept in 4 bits, as transformers' ``BitsAndBytesConfig``."""
 
 
 def add_adapter(
@@ -93,7 +96,12 @@ def add_adapter(
         name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad
     }
     description = _description(config, network, whole)
-    return Adapter(description, frozenset(trained))
+    quantization = Quantization.of(adapter)
+    return Adapter(
+        description,
+        frozenset(trained),
+        None if quantization is None else quantization.describe(network, dtype=dtype),
+    )
 
 
 def lora_config(
@@ -148,7 +156,8 @@ def _own_head(network: Any, head: str) -> list[str]:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it can be adapted: a linear layer, or that of GPT-2, which is stored transposed."""
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    kind = type(module)
+    return kind in (nn.Linear, QuantizedLinear) or kind.__name__ == "Conv1D"
 
 
 def _output_head(network: Any) -> nn.Module | None:
@@ -302,6 +311,8 @@ def load_adapted(directory: Path, source: ModelConfig) -> Any:
         dtype=_dtype_of(directory),
         trust_remote_code=source.trust_remote_code,
     )
+    if (quantized := read_quantization(directory)) is not None:
+        round_layers(base, quantized)
     _grow(base, directory)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name

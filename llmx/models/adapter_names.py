@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 NAME = "default"
 """What peft calls an adapter that nobody has named."""
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+QUANTIZATION_FILE = "base_quantization.json"
+"""Beside them, where the base was kept in 4 bits: the values of ``BitsAndBytesConfig``."""
 
 PREFIX = "base_model.model."
 """Of names in ``adapter_model.safetensors``."""
@@ -26,6 +30,15 @@ def exported_name(name: str) -> str:
     """A trained parameter's name in ``adapter_model.safetensors``."""
     plain = name.replace(f"{MAGNITUDE}.{NAME}.weight", MAGNITUDE)
     return PREFIX + plain.replace(f".{NAME}.", ".") if is_added(name) else PREFIX + name
+
+
+def read_quantization(directory: Path) -> dict[str, Any] | None:
+    """How the base of the adapter of ``directory`` was quantized; None where it was not."""
+    path = directory / QUANTIZATION_FILE
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def holds_adapter(directory: Path) -> bool:

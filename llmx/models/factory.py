@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from llmx.config import DataConfig, ModelConfig
+from llmx.config import AdapterConfig, DataConfig, ModelConfig
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
 from llmx.models.classification import (
@@ -30,8 +30,16 @@ from llmx.models.experts import accept_masks
 from llmx.models.generation_config import keep_generation_config
 from llmx.models.heads import auto_class
 from llmx.models.initialise import initialise
-from llmx.models.load import load_weights
+from llmx.models.load import OnArrival, load_weights
 from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, ModelSpec
+from llmx.models.quantized import (
+    Quantization,
+    QuantizeOnArrival,
+    linear_layers_on_meta,
+    materialise,
+    quantized_layers,
+    to_quantize,
+)
 from llmx.models.recompute import compile_blocks, recompute
 from llmx.models.varlen import name_of_attention
 
@@ -150,6 +158,7 @@ def build_model(
     head: str = CAUSAL_LM,
     new_tokens: Sequence[int] = (),
     weights: bool = True,
+    adapter: AdapterConfig | None = None,
 ) -> nn.Module:
     """A network with its weights in place, in the training dtype; by default a causal LM.
 
@@ -158,12 +167,26 @@ def build_model(
 
     ``new_tokens``: ids that pretrained weights know nothing of (``new_token_ids``).
     ``weights``: else parameters stay as they were made, for a network that is only looked at.
+    ``adapter``: the one that will be put into it, where it may want the weights in 4 bits.
     """
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
-    with _empty_model(stage=stage, device=device, ds_config=ds_config, dtype=dtype):
+    quantization = Quantization.of(adapter) if adapter is not None else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            _empty_model(stage=stage, device=device, ds_config=ds_config, dtype=dtype)
+        )
+        if quantization is not None:
+            stack.enter_context(linear_layers_on_meta())
         model = _construct(source, config, dtype=dtype, implementation=implementation, head=head)
     model.tie_weights()
+    on_arrival: OnArrival | None = None
+    if quantization is not None and adapter is not None:
+        own = head_names(model) if head == CLASSIFICATION else set()
+        layers = to_quantize(model, adapter, without=own | pooler_names(model))
+        materialise(model, layers, device=device)
+        model.tie_weights()
+        on_arrival = QuantizeOnArrival(model, quantization, device=device, dtype=dtype)
     config.architectures = model.config.architectures = [type(model).__name__]
     if head == CLASSIFICATION and has_score(model):
         give_pooled_forward(model)
@@ -173,7 +196,7 @@ def build_model(
     elif source.init == "scratch":
         initialise(model, seed=seed)
     else:
-        _load(model, config, source, seed, head=head, new_tokens=new_tokens)
+        _load(model, config, source, seed, head=head, new_tokens=new_tokens, on_arrival=on_arrival)
         keep_generation_config(model, source)
     if head == BACKBONE:
         for name in pooler_names(model):  # it is behind the hidden states: nothing trains it
@@ -218,6 +241,7 @@ def _load(
     *,
     head: str,
     new_tokens: Sequence[int],
+    on_arrival: OnArrival | None,
 ) -> None:
     """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
     other labels, is drawn anew, and so it is said."""
@@ -229,10 +253,11 @@ def _load(
             may_draw=pooler_names(model),
             backbone=True,
             new_tokens=new_tokens,
+            on_arrival=on_arrival,
         )
         return
     if head != CLASSIFICATION:
-        load_weights(model, source, new_tokens=new_tokens)
+        load_weights(model, source, new_tokens=new_tokens, on_arrival=on_arrival)
         return
     names = head_names(model)
     other = has_other_labels(plain_config(source), config)
@@ -244,6 +269,7 @@ def _load(
         replaced=other,
         other_heads=True,
         new_tokens=new_tokens,
+        on_arrival=on_arrival,
     )
     if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         print(
@@ -316,8 +342,9 @@ def _arange_keeps_its_dtype() -> Iterator[None]:
 
 def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
     """Elements of all parameters, or of the ``trained`` ones; tied ones once, whole also under
-    ZeRO-3."""
-    return sum(
+    ZeRO-3. Weights that are kept in 4 bits are counted."""
+    packed = 0 if trained else sum(one.num_weights for one in quantized_layers(model).values())
+    return packed + sum(
         getattr(p, "ds_numel", p.numel())
         for p in model.parameters()
         if p.requires_grad or not trained

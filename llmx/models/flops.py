@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from llmx.models.parameters import output_embedding, whole_shape
+from llmx.models.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,6 +74,8 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
     active = _active_part(model, config)
     matrices, frozen, counted = 0.0, 0.0, set(looked_up) | head_parameters
     for module in modules:
+        if isinstance(module, QuantizedLinear):  # its weight is no parameter, and frozen
+            matrices, frozen = matrices + module.num_weights, frozen + module.num_weights
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in counted and len(whole_shape(parameter)) > 1:
                 elements = math.prod(whole_shape(parameter)) * active.get(id(parameter), 1.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,6 +129,10 @@ class Checkpoint:
             return found
 
 
+OnArrival = Callable[[str, torch.Tensor], None]
+"""Takes a weight that the model has no memory for (on the meta device), by name."""
+
+
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
@@ -140,6 +144,7 @@ def load_weights(
     other_heads: bool = False,
     new_tokens: Sequence[int] = (),
     backbone: bool = False,
+    on_arrival: OnArrival | None = None,
 ) -> set[str]:
     """Fill every parameter and persistent buffer of ``model``; the names of those that were drawn
     since the checkpoint lacks them. Collective under ZeRO-3.
@@ -156,6 +161,7 @@ def load_weights(
             become the mean of those of the tokens before them, whether the checkpoint has
             fewer rows than the model or spare ones.
         backbone: the model is a base model; the head of a checkpoint that has one is left out.
+        on_arrival: gets the weights of layers on the meta device (``llmx.models.quantized``).
 
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
     (but for tied weights, and what the architecture says may be ignored).
@@ -192,7 +198,8 @@ def load_weights(
         wanted = {name: targets[name] for name in group.targets}
         if not {id(target) for target in wanted.values()} <= filled:
             grown = tables & {id(target) for target in wanted.values()}
-            _fill(wanted, group, checkpoint, stand_in, new_tokens=new_tokens if grown else ())
+            rows = new_tokens if grown else ()
+            _fill(wanted, group, checkpoint, stand_in, new_tokens=rows, on_arrival=on_arrival)
         filled.update(id(target) for target in wanted.values())
     cast(Any, model)._weight_conversions = plan.conversions
     return drawn
@@ -273,6 +280,7 @@ def _fill(
     stand_in: WholeShapes,
     *,
     new_tokens: Sequence[int] = (),
+    on_arrival: OnArrival | None = None,
 ) -> None:
     parameters = [target for target in targets.values() if isinstance(target, nn.Parameter)]
     sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
@@ -281,7 +289,9 @@ def _fill(
     with whole(parameters, modified=True):
         if reads:
             for name, value in group.convert(checkpoint.tensor, stand_in).items():
-                if new_tokens:
+                if on_arrival is not None and targets[name].is_meta:
+                    on_arrival(name, value)
+                elif new_tokens:
                     fill_rows(targets[name], value, new_tokens)
                 else:
                     targets[name].copy_(value)

@@ -41,6 +41,10 @@ class AdapterSize:
     activations: int
     """Elements that all layers together keep for a token, beside those of the plain model."""
     trains_head: bool
+    quantized: int = 0
+    """Frozen weights that are kept in 4 bits."""
+    unpacked: int = 0
+    """Of the largest of these layers, which is in 16 bits while it is used."""
 
 
 def network_modules(model: ModelConfig) -> Modules | None:
@@ -85,7 +89,12 @@ def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | No
         for name in saved
     )
     head = any(is_named(name, "lm_head") for name in saved)
-    return AdapterSize(added, added + whole, kept, head)
+    packed = [
+        _product(widths)
+        for name, widths in modules.linear.items()
+        if adapter.quantize != "none" and name not in saved
+    ]
+    return AdapterSize(added, added + whole, kept, head, sum(packed), max(packed, default=0))
 
 
 def trained_parameters(model: ModelConfig, adapter: AdapterConfig) -> int | None:

@@ -259,9 +259,10 @@ def _warnings(
     memory: tuple[MemoryPlan, ...],
 ) -> tuple[str, ...]:
     found = []
+    quantized = exp.adapter.kind != "none" and exp.adapter.quantize != "none"
     for part in memory:
         if not part.fits:
-            remedy = cheapest_fit(exp.model, exp.zero, exp.batch)
+            remedy = cheapest_fit(exp.model, exp.zero, exp.batch, quantized=quantized)
             found.append(f"{does_not_fit(part)} Cheapest remedy: {remedy}.")
     trained = exp.model.trained_dtype
     if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":

@@ -79,7 +79,9 @@ def predict_memory(
         outside = geometry.vocab_size * geometry.hidden_size
         outside = max(outside, geometry.num_looked_up + outside * (geometry.num_looked_up > 0))
         optimizer += 4 * min(outside, trained) * shard / trained
-    parameters = width * n / (world_size if zero.stage >= 3 else 1)
+    quantized = adapter.quantized if adapter else 0
+    parameters = width * (n - quantized) / (world_size if zero.stage >= 3 else 1)
+    parameters += packed_bytes(quantized, double=exp.adapter.double_quant)
     parameters += sum(frozen_bytes(one, exp.zero, width, world_size) for one in frozen)
     step = step_bytes(
         exp.zero,
@@ -132,6 +134,7 @@ def predict_memory(
         # With activation checkpointing one layer at a time.
         layers = 1 if exp.model.activation_checkpointing == "none" else geometry.num_layers
         activations += width * tokens * adapter.activations / max(1, layers)
+        activations += width * adapter.unpacked
     of_logits = 0.0
     if logits != NO_LOGITS:
         fused = logits == SUMMED and fused_loss(exp.model, device.accelerator)
@@ -184,6 +187,12 @@ def frozen_network(
     )
 
 
+def packed_bytes(weights: int, *, double: bool) -> float:
+    """Of weights in 4 bits: a scale for each 64 of them, fp32; or in 8 bits, and one for each 256
+    of these."""
+    return weights * (0.5 + ((1 + 4 / 256) if double else 4) / 64)
+
+
 def frozen_width(network: FrozenNetwork, width: int) -> int:
     """Bytes of an element; ``width``: of the run's."""
     return BYTES[network.precision] if network.precision else width
@@ -214,7 +223,7 @@ def before_training_gib(
 
 def _optimizer_bytes(kind: str, precision: str) -> int:
     # A row and a column of a matrix are next to nothing.
-    moments = {"sgd": 0, "lion": 4, "muon": 4, "adafactor": 0}.get(kind, 8)
+    moments = {"sgd": 0, "lion": 4, "muon": 4, "adafactor": 0, "adam8bit": 2}.get(kind, 8)
     return moments + (0 if precision == "fp32" else 4)
 
 
@@ -409,8 +418,11 @@ def does_not_fit(memory: MemoryPlan) -> str:
     )
 
 
-def cheapest_fit(model: ModelConfig, zero: ZeroConfig, batch: BatchConfig) -> str:
-    """What to try next when the plan does not fit: the ladder, cheapest step first."""
+def cheapest_fit(
+    model: ModelConfig, zero: ZeroConfig, batch: BatchConfig, *, quantized: bool = False
+) -> str:
+    """What to try next when the plan does not fit: the ladder, cheapest step first. ``quantized``:
+    weights are kept in 4 bits, which ZeRO-3 does not shard."""
     if batch.micro_batch > 1:
         return "batch.micro_batch=1 (accumulation then rises by itself)"
     if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
@@ -423,6 +435,8 @@ def cheapest_fit(model: ModelConfig, zero: ZeroConfig, batch: BatchConfig) -> st
         return "zero=stage2"
     if zero.stage == 2 and zero.offload_optimizer == "none":
         return "zero=stage2_offload"
+    if quantized:
+        return "devices with more memory, or a shorter data.seq_len"
     if zero.stage < 3:
         return "zero=stage3"
     if zero.hpz_partition_size > 1:

@@ -24,6 +24,7 @@ from llmx.data.examples import Schema
 from llmx.data.store.precomputed import Precomputed, Values, check_values, place
 from llmx.data.store.spec import fingerprint_of
 from llmx.errors import ConfigError
+from llmx.models.quantized import Quantization
 from llmx.models.spec import ModelSpec, are_bases
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import fingerprint
@@ -105,6 +106,9 @@ def with_precomputed(
         "models": {name: dataclasses.asdict(spec) for name, spec in specs.items()},
         "precision": plan.precision,
     }
+    quantization = Quantization.of(exp.adapter) if engine is not None else None
+    if quantization is not None:  # the base of the trained network, as it is kept
+        identity["quantization"] = dataclasses.asdict(quantization)
     wanted = {
         split: Precomputed(store, task.precomputed, identity)
         for split, store in stores.items()

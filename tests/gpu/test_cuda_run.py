@@ -103,3 +103,64 @@ def test_copies_of_a_state_are_page_locked_whole_and_used_again() -> None:
         places.append([each.tensor.data_ptr() for each in copied])
     assert places[0] == places[1]
     assert copies.held_bytes == 2 * BLOCK_BYTES
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model: the demo's, after a few steps."""
+    target, _ = run(tmp_path_factory.mktemp("base"), "task.steps=60", "task.eval_generate=0")
+    return target / "model"
+
+
+@pytest.mark.parametrize("zero", ["stage0", "stage1", "stage2"])
+def test_a_base_in_4_bits_trains_resumes_and_is_merged(zero, base, tmp_path) -> None:
+    pytest.importorskip("bitsandbytes", reason="pip install llmx[qlora]")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from llmx.config import ModelConfig
+    from llmx.models.adapter import load_adapted
+
+    words = ["adapter=qlora", "model=hf", f"model.path={base}", f"zero={zero}", "optim.lr=1e-3"]
+    words += ["deterministic=true", "task.steps=20", "task.log_every_steps=1"]
+    words += ["task.eval_generate=0", "checkpoint.at_end=true"]
+    (tmp_path / "whole").mkdir()
+    whole, records = run(tmp_path / "whole", *words)
+    assert records[-1]["loss"] < records[0]["loss"]
+    target, _ = run(tmp_path, *words, "task.stop_at_step=10")
+    for more in (["resume", str(target), "task.stop_at_step=null"],
+                 ["export", str(whole), "--to", "merged"]):  # fmt: skip
+        command = [sys.executable, "-m", "llmx", *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    again = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in again if line["kind"] == "train"]
+    assert losses == [record["loss"] for record in records]
+
+    (merged,) = (whole / "export").glob("*-merged")
+    ids = torch.arange(3, 51, device="cuda")[None]
+    read = load_adapted(whole / "model", ModelConfig(kind="hf", path=str(base)))
+    with torch.no_grad():
+        wanted, found = (
+            model.to("cuda", torch.float32).eval()(ids).logits
+            for model in (read, AutoModelForCausalLM.from_pretrained(merged))
+        )
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adam_in_8_bits_trains_and_resumes(precision, tmp_path) -> None:
+    pytest.importorskip("bitsandbytes", reason="pip install llmx[qlora]")
+    words = ["optim=adam8bit", "zero=stage0", "optim.lr=1e-3", f"precision={precision}"]
+    words += ["deterministic=true", "task.steps=20", "task.log_every_steps=1"]
+    words += ["task.eval_generate=0", "task.save_model=false", "checkpoint.at_end=true"]
+    (tmp_path / "whole").mkdir()
+    _, records = run(tmp_path / "whole", *words)
+    assert records[-1]["loss"] < 0.7 * records[0]["loss"]
+    target, _ = run(tmp_path, *words, "task.stop_at_step=10")
+    command = [sys.executable, "-m", "llmx", "resume", str(target), "task.stop_at_step=null"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in again if line["kind"] == "train"]
+    assert losses == [record["loss"] for record in records]

@@ -8,12 +8,15 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from llmx.config import ModelConfig
+from llmx.models.adapter import load_adapted
 from llmx.run.rundir import RunDir, read_json
 from tests.command_runs import llmx
 from tests.forked_ranks import Server
@@ -171,3 +174,46 @@ def test_added_tokens_from_zero_3_to_the_exported_model(
     new, other = tokenizer.convert_tokens_to_ids([COMMON, "<new>"])
     rows = network.get_input_embeddings().weight
     assert not torch.equal(rows[new], rows[other])
+
+
+def test_a_base_in_4_bits_resumes_bit_for_bit_and_is_merged(
+    ranks: Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the refusal of CPUs: bitsandbytes computes there what it does on a GPU."""
+    aside = Path(sys.prefix) / "quantized"
+    if not (aside / "bitsandbytes").is_dir():
+        pytest.skip("bitsandbytes is not installed; make venv puts it aside")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    lora = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "lr": 0.01}
+    groups: dict[str, Any] = {
+        "adapter": {**lora, "quantize": "nf4"},
+        "zero": {"stage": 2},
+        "checkpoint": {"every_steps": 2, "at_end": True},
+    }
+    env = {"PYTHONPATH": str(aside)}
+    whole = ranks.start(adapted(tmp_path / "whole", base, **groups), **env).finish()
+    lines = measurements(whole)
+    train = [line for line in lines if line["kind"] == "train"]
+    assert train[-1]["loss"] < train[0]["loss"] - 0.1
+    assert lines[0]["num_trained"] < lines[0]["num_parameters"] / 4
+    state = read_json(whole.checkpoint(STEPS) / "state.json")
+    assert all(".lora_" in name for name in state["parameters"])
+
+    ranks.start(adapted(tmp_path / "half", base, stop=2, **groups), **env).finish()
+    half = ranks.start(adapted(tmp_path / "half", base, **groups), **env).finish()
+    assert measurements(half)[-1]["weights_hash"] == measurements(whole)[-1]["weights_hash"]
+
+    # Its files say how the base was kept.
+    done = llmx(tmp_path, "export", str(whole.root), "--to", "merged", **env)
+    assert done.returncode == 0, done.stdout
+    merged = whole.root / "export" / f"step-{STEPS:08d}-merged"
+    monkeypatch.setattr(sys, "path", [*sys.path, str(aside)])
+    read = load_adapted(whole.final_model, ModelConfig(kind="hf", path=str(base)))
+    found = logits(AutoModelForCausalLM.from_pretrained(merged))
+    torch.testing.assert_close(found, logits(read), rtol=1e-4, atol=1e-4)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert (
+        found - logits(PeftModel.from_pretrained(plain, str(whole.final_model)))
+    ).abs().max() > 0.01

@@ -7,6 +7,7 @@ they do not.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ CPU = {"offload_optimizer": "cpu"}
 LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
 WHOLE = {"modules_to_save": ["embed_tokens"], "lr": 0.05}
 MUON = {"optim": "muon", "clip_norm": 0.5, "optim_keys": {"muon_lr": 0.01}}
+EIGHT_BIT = {"optim": "adam8bit", "config": {"intermediate_size": 192}}
+"""bitsandbytes keeps 32 bits of parameters with fewer than 4096 elements."""
+ASIDE = Path(sys.prefix) / "quantized"
+"""Where ``make venv`` puts bitsandbytes."""
 RATES = {"layer_decay": 0.5, "lr_scale": {"*.mlp.*": 2.0, "*norm*": 0.25}}
 """``optim``: nine groups of the optimizer."""
 ALL_CPU = {**CPU, "offload_param": "cpu", "param_persistence_threshold": 0}
@@ -81,6 +86,8 @@ SAME_RANKS: list[dict[str, Any]] = [
     {"name": "muon-offload", "stage": 3, "zero": ALL_CPU, **MUON},
     {"name": "adafactor", "stage": 0, "optim": "adafactor"},
     {"name": "adafactor-bf16", "stage": 0, "precision": "bf16", "optim": "adafactor"},
+    {"name": "adam8bit", "stage": 0, **EIGHT_BIT},
+    {"name": "adam8bit-bf16", "stage": 0, "precision": "bf16", **EIGHT_BIT},
     *({"name": f"rates-{stage}", "stage": stage, "optim_keys": RATES} for stage in range(4)),
     # A task that uses all of the seam; equal weights generate the same samples again.
     *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in range(4)),
@@ -149,6 +156,7 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
             "until": 6,
             "optim": "adafactor",
         },
+        {"name": "one-8bit", "load": "adam8bit", "stage": 0, "until": 6, **EIGHT_BIT},
         {"name": "one-rates", "load": "rates-2", "stage": 3, "until": 6, "optim_keys": RATES},
         {"name": "one-d", "load": "bf16-1", "stage": 3, "precision": "bf16", "until": 5},
     ],
@@ -165,6 +173,7 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
             "until": 7,
             "optim": "adafactor",
         },
+        {"name": "three-8bit", "load": "one-8bit", "stage": 0, "until": 7, **EIGHT_BIT},
         {"name": "three-rates", "load": "one-rates", "stage": 1, "until": 7, "optim_keys": RATES},
         {"name": "three-b", "load": "one-b", "stage": 3, "until": 7},
         {"name": "three-c", "load": "one-c", "stage": 0, "until": 7},
@@ -181,6 +190,12 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
         },
     ],
 }
+if not (ASIDE / "bitsandbytes").is_dir():
+    SAME_RANKS = [job for job in SAME_RANKS if job.get("optim") != "adam8bit"]
+    ELSEWHERE = {
+        world: [job for job in jobs if job.get("optim") != "adam8bit"]
+        for world, jobs in ELSEWHERE.items()
+    }
 SPLITS: dict[int, list[tuple[int, list[int], int]]] = {
     # Of the first step of a task that uses all of the seam: (stage, micro batches, accumulation).
     1: [(3, [8], 1), (0, [2], 4)],
@@ -230,7 +245,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = out / f"jobs-{world}.json"
         jobs = [*jobs, *split_jobs(world)]
         file.write_text(json.dumps([filled(job, world=world) for job in jobs]))
-        done = launch("tests.programs.state", str(file), str(out), ranks=world, timeout_s=900)
+        words = ("tests.programs.state", str(file), str(out))
+        done = launch(*words, ranks=world, timeout_s=900, PYTHONPATH=str(ASIDE))
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return out
 

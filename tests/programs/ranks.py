@@ -47,6 +47,7 @@ def start(run_dirs: list[str], *, port: int, env: dict[str, str]) -> list[int]:
         if pid == 0:
             place = rank_place(rank, len(run_dirs), address="127.0.0.1", port=port)
             os.environ.update(place, **env)
+            sys.path += filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
             os.setsid()
             code = 1
             try:

@@ -40,7 +40,7 @@ SWEEPS = [
     ["experiment=demo,null"], ["zero=stage1,stage9"],
 ]  # fmt: skip
 RULES = [
-    ["precision=bf16", "hardware=a100x2_v100x2"], ["zero.offload_param=cpu"], ["zero=stage3", "zero.hpz_partition_size=3", "hardware=a100x8"],
+    ["precision=bf16", "hardware=a100x2_v100x2"], ["adapter=qlora", "model=llama2_7b", "hardware=a100x8", "zero=stage3"], ["zero.offload_param=cpu"], ["zero=stage3", "zero.hpz_partition_size=3", "hardware=a100x8"],
     ["zero=stage2", "zero.hpz_partition_size=2", "hardware=a100x8"], ["data.seq_len=2048"], ["hardware=a100x8", "hardware.slots=9"],
     ["zero=stage3_zeropp", "hardware=cpu2"], ["task.epochs=null"], ["batch.global_batch=13", "batch.micro_batch=4"],
     ["batch.global_batch=1", "hardware=a100x8"], ["batch.global_batch=16", "batch.accumulation=3"],

@@ -14,6 +14,8 @@ from llmx.errors import ConfigError
 from llmx.models.adapter import add_adapter
 from llmx.plan import make_plan
 from llmx.plan.adapter import adapter_size, network_modules, target_problems
+from llmx.plan.memory import GIB
+from tests.composing import composed
 from tests.small_models import small_model
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -118,9 +120,6 @@ def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> 
 
 
 def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
-    from llmx.plan.memory import GIB
-    from tests.composing import composed
-
     words = ["model=llama2_7b", "hardware=a100x8", "batch.micro_batch=1", "zero=stage2"]
     whole = composed(words).plan
     lora = composed([*words, "adapter=lora"]).plan
@@ -144,6 +143,8 @@ def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
         ({"targets": ["all-linear", "q_proj"]}, ["all-linear stands beside other names"]),
         ({"modules_to_save": ["q_proj"], "targets": ["q_proj"]}, ["q_proj is one of adapter.tar"]),
         ({"kind": "none", "rank": 8, "targets": []}, ["adapter.rank=8 has no effect", "=lora"]),
+        ({"quantize": "nf4"}, ["adapter.quantize=nf4 trains on CUDA only", "Use adapter=lora"]),
+        ({"double_quant": False}, ["adapter.double_quant=false has no effect without"]),
     ],
 )
 def test_what_is_wrong_is_said(adapter: dict[str, Any], words: list[str]) -> None:
@@ -218,3 +219,46 @@ def test_a_bert_has_names_of_its_own() -> None:
         assert size.added == sum(p.numel() for p in network.parameters()) - before
     # A classifier has other names behind the encoder: nothing is refused before it is built.
     assert not list(target_problems(model, dataclasses.replace(exp.adapter, targets=["pooler"])))
+
+
+QLORA = ["model=llama2_7b", "hardware=a100x8", "adapter=qlora", "batch.micro_batch=1"]
+
+
+def test_weights_in_4_bits_are_counted() -> None:
+    words = [word for word in QLORA if word != "adapter=qlora"]
+    lora = composed([*words, "adapter=lora", "zero=stage2"]).plan
+    qlora = composed([*QLORA, "zero=stage2"]).plan
+    plain = composed([*QLORA, "zero=stage2", "adapter.double_quant=false"]).plan
+    assert qlora.num_parameters == lora.num_parameters
+    assert qlora.num_trained == lora.num_trained
+    quantized = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    others = lora.num_parameters - quantized
+    found = [plan.memory[0].parameters_gib * GIB for plan in (lora, qlora, plain)]
+    assert found[0] == pytest.approx(2 * lora.num_parameters)
+    assert found[1] == pytest.approx(2 * others + quantized * (0.5 + 1 / 64 + 4 / 64 / 256))
+    assert found[2] == pytest.approx(2 * others + quantized * (0.5 + 4 / 64))
+    # One layer is unpacked at a time.
+    more = qlora.memory[0].activations_gib - lora.memory[0].activations_gib
+    assert more == pytest.approx(2 * 4096 * 11008 / GIB)
+    for part in ("gradients_gib", "optimizer_gib", "logits_gib"):
+        assert getattr(qlora.memory[0], part) == getattr(lora.memory[0], part)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["zero=stage3"], r"adapter.quantize=nf4 with zero.stage=3: .* Set zero=stage2"),
+        (["zero=stage2", "model.compile=true"], r"model.compile=true has not been tried"),
+    ],
+)
+def test_where_4_bits_do_not_work(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed([*QLORA, *words])
+
+
+def test_zero_3_is_not_advised_for_4_bits() -> None:
+    words = ["zero=stage2_offload", "data.seq_len=4096", "batch.micro_batch=1"]
+    more = ["model.activation_checkpointing=full", "model.config.num_hidden_layers=900"]
+    plan = composed([*QLORA, *words, *more]).plan
+    (said,) = [line for line in plan.warnings if "Cheapest remedy" in line]
+    assert "zero=stage3" not in said

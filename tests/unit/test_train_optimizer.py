@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from llmx.config import OptimConfig
+from llmx.errors import ConfigError
 from llmx.train.engine.lion import Lion
 from llmx.train.engine.optimizer import build_optimizer
 
@@ -82,3 +87,37 @@ def test_lion_updates_parts_as_it_updates_the_whole() -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(torch.cat([part.detach() for part in parts]), whole.detach().view(-1))
+
+
+def test_eight_bits_follow_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within what 8 bits leave; small parameters keep 32. On the CPU, where it is refused as the
+    experiment is composed."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(sys.prefix) / "quantized")])
+    pytest.importorskip("bitsandbytes", reason="not installed; make venv puts it aside")
+    values = {}
+    for kind in ("adamw", "adam8bit"):
+        torch.manual_seed(3)
+        model = nn.Linear(96, 64)
+        first = [p.detach().clone() for p in model.parameters()]
+        optimizer = build_optimizer(model, dataclasses.replace(OPTIM, kind=kind), accelerator="cpu")
+        for _ in range(10):
+            model.zero_grad()
+            model(torch.randn(8, 96)).square().mean().backward()
+            optimizer.step()
+        values[kind] = [p.detach() - at for p, at in zip(model.parameters(), first, strict=True)]
+        states, small = optimizer.state[model.weight], optimizer.state[model.bias]
+    assert states["state1"].dtype == states["state2"].dtype == torch.uint8
+    assert states["absmax1"].numel() == 96 * 64 // 256
+    assert small["state1"].dtype == torch.float32
+    (matrix, bias), (wanted, wanted_bias) = values["adam8bit"], values["adamw"]
+    assert (matrix - wanted).norm() < 0.05 * wanted.norm()
+    assert (bias - wanted_bias).norm() < 0.05 * wanted_bias.norm()
+
+
+def test_the_package_of_eight_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bitsandbytes", "bitsandbytes.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install llmx\[qlora\]"):
+        build_optimizer(
+            nn.Linear(4, 4), dataclasses.replace(OPTIM, kind="adam8bit"), accelerator="cuda"
+        )

@@ -27,13 +27,19 @@ from llmx.models.adapter_names import (
     MATRIX_A,
     MATRIX_B,
     PREFIX,
+    QUANTIZATION_FILE,
     WEIGHTS_FILE,
+    read_quantization,
 )
 from llmx.models.conversion import Group, plan_load
 from llmx.models.factory import plain_config
 from llmx.models.heads import auto_class, head_of
 from llmx.models.load import Checkpoint, checkpoint_files
 from llmx.models.parameters import persistent_buffers
+from llmx.models.quantized import Quantization, is_quantized, rounded, trained_dtype
+
+NOT_OF_A_MODEL = (CONFIG_FILE, WEIGHTS_FILE, QUANTIZATION_FILE, "config.json")
+"""Files beside an adapter that are not copied."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,13 @@ class AdapterFiles:
 
     config: dict[str, Any]
     tensors: Checkpoint
+    quantization: dict[str, Any] | None = None
+    """How training kept the weights of its base in 4 bits."""
 
     @classmethod
     def read(cls, directory: Path) -> AdapterFiles:
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        return cls(config, Checkpoint([directory / WEIGHTS_FILE]))
+        return cls(config, Checkpoint([directory / WEIGHTS_FILE]), read_quantization(directory))
 
     @property
     def layers(self) -> set[str]:
@@ -128,7 +136,7 @@ def write_merged(
         shutil.copy2(path, directory / path.name)  # the code of a model that brought its own
     for path in sorted(each for each in adapter.rglob("*") if each.is_file()):
         place = path.relative_to(adapter)
-        if place.as_posix() not in (CONFIG_FILE, WEIGHTS_FILE, "config.json"):
+        if place.as_posix() not in NOT_OF_A_MODEL:
             (directory / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, directory / place)
     return elements
@@ -174,6 +182,8 @@ def _merged_tensors(
         (name,), (_, on_disk) = group.targets, group.sources[0]
         value = base.tensor(on_disk)
         layer = name.removesuffix(".weight")
+        if files.quantization is not None and name.endswith(".weight"):
+            value = _as_trained(network.get_submodule(layer), layer, value, files.quantization)
         if id(targets[name]) in trained:
             value = files.tensors.tensor(trained[id(targets[name])])
         elif name.endswith(".weight") and layer in layers:
@@ -184,6 +194,15 @@ def _merged_tensors(
         if id(parameters[name]) not in written:  # a new head
             written.add(id(parameters[name]))
             yield name, files.tensors.tensor(exported)
+
+
+def _as_trained(
+    module: Any, layer: str, value: torch.Tensor, quantization: dict[str, Any]
+) -> torch.Tensor:
+    """The weight of a layer as training has multiplied with it."""
+    if not is_quantized(layer, module, quantization):
+        return value
+    return rounded(value.to(trained_dtype(quantization)), Quantization.read(quantization))
 
 
 def _changed(

@@ -24,7 +24,12 @@ from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
 from llmx.checkpoint.state.buffers import whole_tensor
 from llmx.checkpoint.tensors import write_tensors
 from llmx.models.adapter import Adapter
-from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, exported_name
+from llmx.models.adapter_names import (
+    CONFIG_FILE,
+    QUANTIZATION_FILE,
+    WEIGHTS_FILE,
+    exported_name,
+)
 from llmx.models.conversion import (
     WholeShapes,
     conversions_to_revert,
@@ -147,9 +152,12 @@ def export_adapter(
 
 
 def write_adapter_config(directory: Path, adapter: Adapter) -> None:
-    """``adapter_config.json``, as peft writes it."""
-    text = json.dumps(adapter.description, indent=2, sort_keys=True) + "\n"
-    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    """``adapter_config.json``, as peft writes it; and how the base was quantized."""
+    files = {CONFIG_FILE: adapter.description, QUANTIZATION_FILE: adapter.quantization}
+    for name, values in files.items():
+        if values is not None:
+            text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+            (directory / name).write_text(text, encoding="utf-8")
 
 
 def write_description(

@@ -45,6 +45,7 @@ from llmx.checkpoint.state.values import (
 from llmx.errors import ConfigError
 from llmx.models.conversion import effective_conversions
 from llmx.models.model import Model
+from llmx.models.quantized import quantized_layers
 
 STAGING_BYTES = 32 * 2**20
 """What is read at a time on the way to a device, or to another dtype."""
@@ -267,7 +268,13 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
         ]
         wanted = set(of_model)
         own = [(p.name, p.start, p.values) for p in parts if p.name in wanted]
-        found[name] = hash_parts(own, names=of_model, device=engine.device)
+        # Weights in 4 bits are no parameters, and every rank holds them whole.
+        packed = {
+            f"{prefix}{layer}.packed": each.packed.flatten()
+            for layer, each in quantized_layers(engine.networks[name].module).items()
+        }
+        own += [(layer, 0, packed[layer]) for layer in list(packed)[rank::world]]
+        found[name] = hash_parts(own, names=[*of_model, *packed], device=engine.device)
     return found
 
 
@@ -364,9 +371,11 @@ def _fill_owner(
             if state not in kept:
                 # DeepSpeedCPUAdam keeps fp32 moments of a half-precision master.
                 wide = getattr(owner.optimizer, "fp32_optimizer_states", False)
-                kept[state] = torch.zeros_like(
-                    owner.tensor.data, dtype=torch.float32 if wide else owner.tensor.dtype
-                )
+                dtype = torch.float32 if wide else owner.tensor.dtype
+                stored = TORCH_DTYPES[index.dtype(state, pieces[0].name)] if pieces else dtype
+                if not stored.is_floating_point:  # moments in 8 bits
+                    dtype = stored
+                kept[state] = torch.zeros_like(owner.tensor.data, dtype=dtype)
         for state, shape in whole.items():
             dtype = TORCH_DTYPES[index.dtype(state, pieces[0].name)]
             kept[state] = torch.zeros(shape, dtype=dtype, device=owner.tensor.device)

@@ -18,6 +18,7 @@ from llmx.models.parameters import persistent_buffers, whole_shape
 KINDS = {
     "Adafactor": "adafactor",
     "AdamW": "adamw",
+    "AdamW8bit": "adam8bit",
     "DeepSpeedCPUAdam": "cpu_adam",
     "FusedAdam": "fused_adam",
     "Lion": "lion",
@@ -99,7 +100,7 @@ def check_states(optimizer: torch.optim.Optimizer, *, partitioned: bool) -> None
     on a matrix and a vector of its own, since factored states (Adafactor) are those of matrices
     only.
     """
-    if not partitioned or type(optimizer).__name__ in {*KINDS} - {"Adafactor"}:
+    if not partitioned or type(optimizer).__name__ in {*KINDS} - {"Adafactor", "AdamW8bit"}:
         return
     tried = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
     trial = type(optimizer)(tried, **optimizer.defaults)

@@ -19,6 +19,7 @@ MEANING = {
 
 PACKAGE_SEVERITY = {
     "torch": BREAKS, "deepspeed": MAY, "transformers": MAY, "tokenizers": MAY, "tiktoken": MAY,
+    "peft": MAY, "bitsandbytes": MAY,
     "sentencepiece": MAY, "accelerate": MAY, "safetensors": MAY, "numpy": MAY, "datasets": MAY,
 }  # fmt: skip
 """What is not named here does not compute: hydra-core, omegaconf, wandb."""

@@ -17,7 +17,8 @@ from llmx.run.rundir import RunDir
 
 PACKAGES = (
     "torch", "deepspeed", "transformers", "datasets", "tokenizers", "tiktoken", "sentencepiece",
-    "accelerate", "safetensors", "hydra-core", "omegaconf", "numpy", "wandb",
+    "accelerate", "safetensors", "peft", "bitsandbytes", "hydra-core", "omegaconf", "numpy",
+    "wandb",
 )  # fmt: skip
 NCCL_PACKAGES = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 NUMERIC_PREFIXES = (

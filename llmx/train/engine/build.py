@@ -492,6 +492,7 @@ def _build_one(
         ds_config=ds_config,
         head=spec.head,
         new_tokens=new_token_ids(exp.model, tokenizer),
+        adapter=exp.adapter if spec.trained and spec.source is None else None,
     )
     adapter = None
     if not spec.trained:

@@ -109,6 +109,11 @@ def build_optimizer(
     groups = parameter_groups(model, weight_decay=optim.weight_decay, apart=apart)
     if optim.kind == "adafactor":
         return torch.optim.Adafactor(groups, lr=optim.lr)
+    if optim.kind == "adam8bit":
+        eight_bit: torch.optim.Optimizer = _adam8bit()(
+            groups, lr=optim.lr, betas=betas, eps=optim.eps
+        )
+        return eight_bit
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     if optim.kind == "lion":
@@ -135,6 +140,17 @@ def build_optimizer(
             f"DeepSpeed could not build its extension for optim.kind={optim.kind}: {error} "
             "Set optim.kind=adamw, which is PyTorch's own and needs no build."
         ) from error
+
+
+def _adam8bit() -> Any:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"optim.kind=adam8bit needs the package bitsandbytes, which cannot be imported here "
+            f"({error}). Run `pip install llmx[qlora]` in the Python of every host."
+        ) from error
+    return AdamW8bit
 
 
 def _need_compiler(kind: str) -> None:

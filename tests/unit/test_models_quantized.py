@@ -1,0 +1,225 @@
+"""A base in 4 bits: what is packed, what it computes, its files, and the merged model.
+
+Runs where bitsandbytes lies (``make venv`` puts it aside: it doubles the time that peft takes to
+be imported). Its kernels for CPUs compute what those for GPUs do; training on CPUs is refused where
+a run is composed, and these tests begin below that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmx.checkpoint.export.merged import write_merged
+from llmx.checkpoint.export.model import export_adapter
+from llmx.checkpoint.export.shards import SHARD_BYTES
+from llmx.config import AdapterConfig, Experiment, experiment_from_dict
+from llmx.errors import ConfigError
+from llmx.models.adapter import Adapter, add_adapter, load_adapted, without_adapter
+from llmx.models.adapter_names import QUANTIZATION_FILE
+from llmx.models.factory import build_model, num_parameters, plain_config
+from llmx.models.quantized import Quantization, quantized_layers, rounded
+from llmx.plan.memory import packed_bytes
+from tests.reference import word_tokenizer
+from tests.small_models import small_model
+
+IDS = torch.arange(24).view(2, 12) % 90 + 3
+STAGE_2 = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(autouse=True)
+def _bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(sys.prefix) / "quantized")])
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed; make venv puts it aside"
+    )
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "group"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Layers of more than one block."""
+    directory = tmp_path / "base"
+    small_model("llama", hidden_size=128, intermediate_size=192).save_pretrained(directory)
+    return directory
+
+
+def experiment(base: Path, **adapter: Any) -> Experiment:
+    values = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "quantize": "nf4", **adapter}
+    model = {"kind": "hf", "path": str(base), "init": "pretrained"}
+    return experiment_from_dict({"model": model, "adapter": values, "seed": 7})
+
+
+def built(exp: Experiment, *, precision: str = "fp32") -> tuple[Any, Adapter]:
+    """A network as a rank builds it."""
+    network: Any = build_model(
+        exp.model,
+        exp.seed,
+        plain_config(exp.model),
+        precision=precision,
+        device=torch.device("cpu"),
+        implementation="sdpa",
+        ds_config=STAGE_2,
+        adapter=exp.adapter,
+    )
+    dtype = next(network.parameters()).dtype
+    adapter = add_adapter(
+        network, exp.model, exp.adapter, exp.seed, ds_config=STAGE_2, dtype=dtype, head="causal_lm"
+    )
+    return network, adapter
+
+
+def rounded_base(base: Path, exp: Experiment, *, without: tuple[str, ...] = ("lm_head",)) -> Any:
+    """The plain model with the weights that 4 bits leave of it."""
+    from transformers import AutoModelForCausalLM
+
+    network: Any = AutoModelForCausalLM.from_pretrained(base)
+    quantization = Quantization.of(exp.adapter)
+    assert quantization is not None
+    for name, module in network.named_modules():
+        if isinstance(module, torch.nn.Linear) and name not in without:
+            module.weight.data = rounded(module.weight.data, quantization)
+    return network
+
+
+@torch.no_grad()
+def logits(network: Any) -> torch.Tensor:
+    found: torch.Tensor = network.eval()(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def train_a_little(network: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {},
+        {"quantize": "fp4", "double_quant": False},
+        {"dora": True},
+        {"targets": ["q_proj"], "modules_to_save": ["model.layers.0.mlp.up_proj"]},
+    ],
+)
+def test_it_computes_what_its_rounded_base_does(adapter: dict[str, Any], base: Path) -> None:
+    exp = experiment(base, **adapter)
+    network, made = built(exp)
+    saved = tuple(exp.adapter.modules_to_save)
+    plain = rounded_base(base, exp, without=("lm_head", *saved))
+    torch.testing.assert_close(logits(network), logits(plain), rtol=1e-4, atol=1e-4)
+    layers = quantized_layers(network)
+    assert len(layers) == 2 * 7 - len(saved)
+    assert not any(p.is_meta for p in network.parameters())
+    assert num_parameters(network) == num_parameters(plain) + sum(
+        p.numel() for name, p in network.named_parameters() if ".lora_" in name
+    )
+    packed = sum(layer.packed_bytes for layer in layers.values())
+    weights = sum(layer.num_weights for layer in layers.values())
+    # A weight of a small layer shares the scale of scales with fewer.
+    assert packed == pytest.approx(packed_bytes(weights, double=exp.adapter.double_quant), rel=0.01)
+    train_a_little(network)
+    with without_adapter(network):
+        if not saved:
+            torch.testing.assert_close(logits(network), logits(plain), rtol=1e-4, atol=1e-4)
+    assert set(made.trained) == {n for n, p in network.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_gradients_are_those_of_the_rounded_base(checkpointing: str, base: Path) -> None:
+    exp = experiment(base)
+    exp = replace(exp, model=replace(exp.model, activation_checkpointing=checkpointing))
+    network, _ = built(exp)
+    plain = rounded_base(base, exp)
+    add_adapter(
+        plain, exp.model, exp.adapter, exp.seed, ds_config=STAGE_2, dtype=torch.float32,
+        head="causal_lm",
+    )  # fmt: skip
+    found = []
+    for each in (network, plain):
+        train_a_little(each)
+        each.train()
+        each(input_ids=IDS, use_cache=False).logits.square().mean().backward()
+        found.append({n: p.grad for n, p in each.named_parameters() if p.requires_grad})
+    ours, wanted = found
+    assert ours.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_its_files_and_the_merged_model_are_equal(
+    adapter: dict[str, Any], precision: str, base: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    exp = experiment(base, **adapter)
+    network, made = built(exp, precision=precision)
+    train_a_little(network)
+    wanted = logits(network.float())
+    directory = tmp_path / "adapter"
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    export_adapter(
+        network,
+        made,
+        network.config,
+        tokenizer=word_tokenizer(),
+        vocab_size=90,
+        directory=directory,
+        dtype=dtype,
+    )
+    said = json.loads((directory / QUANTIZATION_FILE).read_text())
+    assert said["llm_int8_skip_modules"] == ["lm_head"]
+    config = BitsAndBytesConfig(**{k: v for k, v in said.items() if k != "quant_method"})
+    assert config.quantization_method() == "nf4"
+    assert config.bnb_4bit_compute_dtype == dtype
+    close = {"rtol": 1e-4, "atol": 1e-4} if precision == "fp32" else {"rtol": 0.05, "atol": 0.1}
+    read = load_adapted(directory, exp.model)
+    assert next(read.parameters()).dtype == dtype
+    torch.testing.assert_close(logits(read.float()), wanted, **close)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    write_merged(merged, directory, exp.model, dtype="F32", shard_bytes=SHARD_BYTES)
+    assert not (merged / QUANTIZATION_FILE).exists()
+    whole = AutoModelForCausalLM.from_pretrained(merged)
+    torch.testing.assert_close(logits(whole), wanted, **close)
+    plain = logits(AutoModelForCausalLM.from_pretrained(base))
+    assert (wanted - plain).abs().max() > 0.1
+
+
+def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
+    small_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ConfigError, match=r"quantize=nf4: GPT2LMHeadModel has no linear layer"):
+        built(experiment(tmp_path / "gpt2"))
+
+
+def test_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith("bitsandbytes")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install llmx\[qlora\]"):
+        rounded(torch.ones(64, 64), Quantization("nf4", True))
+
+
+def test_without_it_nothing_is_packed() -> None:
+    assert Quantization.of(AdapterConfig(kind="lora")) is None
+    assert Quantization.of(AdapterConfig(kind="none", quantize="nf4")) is None
