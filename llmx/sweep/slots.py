@@ -77,6 +77,18 @@ class Slots:
         return [slot for slot in range(host.slots) if slot not in taken]
 
 
+def placed_at(hosts: Sequence[HostConfig], text: str) -> Placed | None:
+    """The slots that a journal names (``node-a:0,1 node-b:0``); None where a host is gone."""
+    named = {host.name: host for host in hosts}
+    shares = []
+    for word in text.split():
+        name, _, slots = word.rpartition(":")
+        if name not in named:
+            return None
+        shares.append((named[name], tuple(int(slot) for slot in slots.split(","))))
+    return Placed(tuple(shares)) if shares else None
+
+
 def first_of(hardware: HardwareConfig, count: int) -> Placed:
     """The slots of a trial on a free cluster; ConfigError where it has too few of any type."""
     hosts = hardware.hosts

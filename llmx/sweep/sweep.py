@@ -37,7 +37,7 @@ from llmx.sweep import journal as journals
 from llmx.sweep.journal import ENDED, RUNNING, Entry, Journal
 from llmx.sweep.process import End, Ended, TrialProcess, end_earlier
 from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
-from llmx.sweep.slots import Placed, Slots, first_of, placed_on
+from llmx.sweep.slots import Placed, Slots, first_of, placed_at, placed_on
 from llmx.sweep.slurm import SlurmJob, applies
 from llmx.sweep.tracked import Replays
 
@@ -78,6 +78,8 @@ class Taken:
     plan: Plan | None = None
     """On its own slots."""
     placed: Placed | None = None
+    ran_on: Placed | None = None
+    """The slots that it had in an earlier attempt."""
     process: Process | None = None
     put_off: bool = False
     """The sweep ends before it could start."""
@@ -206,6 +208,7 @@ class Sweep:
             return None
         if before.state == ENDED and before.key == entry.key and self._stands(before.outcome):
             taken.entry, taken.skipped = before, True
+            self._where_it_ran(taken, whole, typed)
             if not before.good:
                 retry = ",".join(self.settings.retry)
                 raise RunFailed(f"{before.cause} (not run again: sweep.retry=[{retry}])")
@@ -273,7 +276,7 @@ class Sweep:
 
         ``declared``: what its task measures.
         """
-        kind = _kind(taken.placed)
+        kind = _kind(taken.placed or taken.ran_on)
         self._free(taken)
         entry, composed = taken.entry, taken.composed
         if not taken.skipped:
@@ -351,6 +354,13 @@ class Sweep:
                 time.sleep(POLL_S)
         taken.entry.slots = str(taken.placed or "")
         return not self.ending
+
+    def _where_it_ran(self, taken: Taken, whole: Experiment, typed: Experiment) -> None:
+        """Of a trial that is not run again: what did not fit there spares the larger ones there."""
+        if whole.sweep.slots_per_trial is not None and taken.before.outcome == "oom":
+            taken.ran_on = placed_at(whole.hardware.hosts, taken.before.slots)
+            if taken.ran_on is not None:
+                taken.plan = plan_experiment(_placed(whole, typed, taken.ran_on)).plan
 
     def _free(self, taken: Taken) -> None:
         if taken.placed is not None:

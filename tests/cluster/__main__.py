@@ -39,6 +39,7 @@ restore HOST            ... and arrive again
 bandwidth HOST MBIT     limit the link, both ways; 0 lifts it
 latency HOST MS         delay what the host sends; 0 lifts it
 cpu HOST CORES          a CPU quota for all that runs there
+memory HOST MIB         a limit of its RAM
 disk HOST PATH MIB      an empty disk of that size over PATH
 sshd HOST stop|start    connection refused, and back
 kill HOST               as a power loss
@@ -170,6 +171,7 @@ def _order(cluster: Cluster, verb: str, name: str = "", *values: str) -> None:
         "bandwidth": lambda mbit: host.limit_bandwidth(float(mbit) or None),
         "latency": lambda ms: host.add_latency(float(ms) or None),
         "cpu": lambda cores: host.limit_cpu(float(cores)),
+        "memory": lambda mib: host.limit_memory(float(mib)),
         "disk": lambda path, mib: host.add_disk(path, size_mib=float(mib)),
         "sshd": lambda what: {"stop": host.stop_sshd, "start": host.start_sshd}[what](),
     }

@@ -1,6 +1,6 @@
 """Runs one program inside a pretend host, as if it had been started there.
 
-``python -I -S enter.py PID [--cgroup DIR] [--cwd DIR] [--terminal 1] -- PROGRAM ARGS`` joins the
+``python -I -S enter.py PID [--cgroups A:B] [--cwd DIR] [--terminal 1] -- PROGRAM ARGS`` joins the
 namespaces of process PID. Signals sent to this process reach the program, its death by a signal
 becomes ours, and a SIGKILL of this process kills the program: for the caller the two are one.
 With ``--terminal`` the program keeps the terminal, whose signals it then gets by itself.
@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
     split = argv.index("--")
     pid, options, program = int(argv[0]), argv[1:split], argv[split + 1 :]
     values = dict(zip(options[::2], options[1::2], strict=True))
-    if "--cgroup" in values:
-        Path(values["--cgroup"], "cgroup.procs").write_text(str(os.getpid()))
+    for group in filter(None, values.get("--cgroups", "").split(":")):
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
     # Blocked until the handlers stand: a signal that comes early is delivered, not lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:

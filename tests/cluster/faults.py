@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.cluster.leftovers import CPU_GROUPS
+from tests.cluster.leftovers import CPU_GROUPS, MEMORY_GROUPS
 from tests.cluster.requirements import Unsupported
 
 if TYPE_CHECKING:
@@ -53,17 +53,29 @@ class Faults:
 
     def limit_cpu(self: Host, cores: float) -> None:
         """A quota of so many cores for all that runs on the host, now and later."""
-        group = CPU_GROUPS / f"{self.cluster.directory.name}-{self.name}"
         period_us = 100_000
+        limits = {
+            "cpu.cfs_period_us": str(period_us),
+            "cpu.cfs_quota_us": str(int(cores * period_us)),
+        }
+        self._limit(CPU_GROUPS, limits, what="a CPU quota")
+
+    def limit_memory(self: Host, mib: float) -> None:
+        """So much RAM for all that runs on the host, now and later: the kernel's OOM killer ends
+        the largest process of it when there is no more."""
+        size = str(int(mib * 2**20))
+        limits = {"memory.limit_in_bytes": size, "memory.memsw.limit_in_bytes": size}
+        self._limit(MEMORY_GROUPS, limits, what="a memory limit")
+
+    def _limit(self: Host, groups: Path, limits: dict[str, str], *, what: str) -> None:
+        group = groups / f"{self.cluster.directory.name}-{self.name}"
         try:
             group.mkdir(exist_ok=True)
-            (group / "cpu.cfs_period_us").write_text(str(period_us))
-            (group / "cpu.cfs_quota_us").write_text(str(int(cores * period_us)))
+            for name, value in limits.items():
+                (group / name).write_text(value)
         except OSError as error:
-            raise Unsupported(
-                f"a CPU quota needs control groups v1 at {CPU_GROUPS}: {error}"
-            ) from None
-        self.cgroup = group
+            raise Unsupported(f"{what} needs control groups v1 at {groups}: {error}") from None
+        self.cgroups.add(group)
         for pid in self._outer_pids():
             (group / "cgroup.procs").write_text(str(pid))
 

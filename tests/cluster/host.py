@@ -46,7 +46,7 @@ class Host(Faults):
         """The host's socket on the switch."""
         self.hidden = tuple(hidden)
         self.directory = cluster.directory / name
-        self.cgroup: Path | None = None
+        self.cgroups: set[Path] = set()
         self.pid = 0
         """Process 1 of the host, as seen from here; 0 while it is down."""
         self._init: subprocess.Popen[str] | None = None
@@ -122,7 +122,7 @@ class Host(Faults):
         """Start a program on this host; ``env`` adds to this process's environment."""
         if not self.is_up:
             raise RuntimeError(f"{self.name} is down")
-        group = ["--cgroup", str(self.cgroup)] if self.cgroup else []
+        group = ["--cgroups", ":".join(map(str, self.cgroups))] if self.cgroups else []
         return subprocess.Popen(
             [*self.cluster.script("enter.py"), str(self.pid), *group, "--cwd", str(cwd), "--"]
             + [os.fspath(part) for part in argv],

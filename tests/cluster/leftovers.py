@@ -15,6 +15,7 @@ from pathlib import Path
 
 PREFIX = "llmx-cluster-"
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 HOSTS = "hosts.json"
 """Host name -> pid of its process 1."""
 _OWNER = "owner.json"
@@ -43,9 +44,10 @@ def sweep() -> list[Path]:
 
 def remove_cgroups(directory: Path) -> None:
     """Remove the control groups of the cluster in ``directory``."""
-    for group in CPU_GROUPS.glob(f"{directory.name}-*"):
-        with contextlib.suppress(OSError):  # a process is still ending: the next sweep has it
-            group.rmdir()
+    for groups in (CPU_GROUPS, MEMORY_GROUPS):
+        for group in groups.glob(f"{directory.name}-*"):
+            with contextlib.suppress(OSError):  # a process is still ending: the next sweep has it
+                group.rmdir()
 
 
 def _start_of(pid: int) -> str | None:

@@ -62,7 +62,7 @@ def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any, is_trial: bool)
             if len(list(run.root.parent.glob("*/logs/console.log"))) > 1:
                 break
             time.sleep(0.02)
-        failed = "crash" if lr == 7e-3 else ""
+        failed = "crash" if lr == 7e-3 else "oom" if exp.batch.micro_batch == 4 else ""
         outcome = "interrupted" if stopped else failed or "ok"
         write_json(
             run.result,
@@ -131,6 +131,25 @@ def test_trials_run_beside_each_other_on_slots_of_their_own(
     assert [entry.ended for entry in kept.trials] == [entry.ended for entry in journal.trials], (
         "whatever slots they had, they are the same trials"
     )
+
+
+def test_a_sweep_that_goes_on_knows_what_did_not_fit(trials: Path) -> None:
+    """What ran out of memory on slots of its own spares the larger trials also in the attempt that
+    does not run it again."""
+    words = [
+        "batch.micro_batch=1,4,8",
+        "optim.lr=1e-3",
+        "zero=stage2",
+        *SMALL,
+        "sweep.slots_per_trial=2",
+    ]
+    for more in ([], ["sweep.retry=[crash]"]):
+        where = [f"hydra.sweep.dir={sweep_of(trials).directory}"] if more else []
+        assert main(["-m", *words, *more, *where]) != 0
+        journal = sweep_of(trials)
+        assert [entry.outcome for entry in journal.trials] == ["ok", "oom", "pruned"]
+        assert journal.trials[2].cause.startswith("trial 1 ran out of memory and needs no more")
+    assert journal.trials[1].slots == "localhost:0,1"
 
 
 def test_without_slots_of_their_own_they_run_in_turn(trials: Path) -> None:
