@@ -32,6 +32,7 @@ from llmx.plan.balance import FS, LEAST_GAIN, balanced_batch, fit_speed, sample_
 from llmx.plan.types import BalancePlan, Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.tasks import Task
+from llmx.text import plural
 from llmx.train.batches import Layout, micro_batch
 from llmx.train.engine.build import Engine, whole_weights
 from llmx.train.step import random_state, seed_step, set_random_state, transform_of
@@ -115,7 +116,7 @@ def described(plan: Plan) -> str:
         tokens_per_s = plan.batch.seq_len * FS / sample_fs(speed, plan.batch.seq_len)
         found[
             f"{plan.hosts[rank.host].name} ({rank.device}) {tokens_per_s:,.0f} tokens/s, "
-            f"{sum(sizes)} samples in {len(sizes)} micro batches of {min(sizes)} to {max(sizes)}"
+            f"{plural(sum(sizes), 'sample')} in {plural(len(sizes), 'micro step')}"
         ] = None
     shown = list(found)
     return "; ".join(shown[:8]) + ("; ..." if len(shown) > 8 else "")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmx.config import BatchConfig
 from llmx.errors import ConfigError
+from llmx.observe.report.plan_table import balance_line
 from llmx.plan.balance import (
     balanced_batch,
     fit_speed,
@@ -22,6 +23,7 @@ from llmx.plan.balance import (
 )
 from llmx.plan.batch import wanted_global_batch
 from llmx.plan.types import BalancePlan, RankSpeed
+from tests.composing import composed
 
 SPEED = st.builds(
     RankSpeed,
@@ -220,3 +222,16 @@ def test_a_fit_has_no_negative_part() -> None:
             assert found.time_fs(tokens, squares) / 1e15 == pytest.approx(seconds, rel=0.15)
     with pytest.raises(ValueError, match="above 0"):
         fit_speed([(1, 1, 0.0)])
+
+
+def test_the_plan_says_what_it_gains_and_who_waits() -> None:
+    mixed = ["hardware=a100x2_v100x2", "batch.global_batch=28", "batch.micro_batch=10"]
+    line = balance_line(composed([*mixed, "batch.balance=spec"]).plan)
+    assert line.startswith("by the data sheets; a step takes 0.57 of the time of the even split")
+    assert line.endswith("(a100_40g) 0 %, node-b (v100_32g) 0.16 % (without communication)")
+    line = balance_line(composed(mixed).plan)
+    assert line.startswith("measured by the ranks at the start; until then by the data sheets;")
+    weights = "batch.weights={node-a: 1.0, v100_32g: 3.0}"
+    assert balance_line(composed([*mixed, weights]).plan).startswith("by batch.weights;")
+    odd = ["batch.global_batch=13", "batch.micro_batch=2", "batch.accumulation=3", "zero=stage2"]
+    assert "there is no even split" in balance_line(composed([*mixed[:1], *odd]).plan)

@@ -188,8 +188,10 @@ def balance_line(plan: Plan) -> str:
         waits[name] = max(share, waits.get(name, 0.0))
     shown = [f"{name} {human.percent(share)}" for name, share in waits.items()][:8]
     more = ", ..." if len(waits) > 8 else ""
-    gain = f"a step takes {ours / even:.2f} of the time of the even split" if even else ""
-    return f"{said}; {gain}, without communication; idle: {', '.join(shown)}{more}"
+    gain = "there is no even split of this batch"
+    if even:
+        gain = f"a step takes {ours / even:.2f} of the time of the even split"
+    return f"{said}; {gain}; idle: {', '.join(shown)}{more} (without communication)"
 
 
 def predicted(plan: Plan) -> tuple[int, int, list[float]]:
