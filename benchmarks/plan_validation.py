@@ -397,7 +397,7 @@ def with_hook(command: list[str], directory: Path) -> int:
     source = Path(__file__).with_name("allocations.c")
     words = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lpthread"]
     subprocess.run(words, check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "LLMX_ALLOCATIONS": "1"}
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
     return subprocess.run(command, env=environment, check=False).returncode
 
 
@@ -412,7 +412,7 @@ def main() -> None:
     if words.table:
         write_table([json.loads(line) for line in words.table.read_text().splitlines()])
         return
-    if "LLMX_ALLOCATIONS" not in os.environ:
+    if "allocations.so" not in os.environ.get("LD_PRELOAD", ""):
         with tempfile.TemporaryDirectory(prefix="llmx-hook-") as name:
             sys.exit(with_hook([sys.executable, *sys.argv], Path(name)))
     warnings.simplefilter("ignore")
