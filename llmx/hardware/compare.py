@@ -5,7 +5,7 @@ Errors stop the launch with the fix; warnings are shown and the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,7 @@ def compare_hosts(
         errors += _devices(exp.hardware, plan, surveys)
     for name, facts in surveys.items():
         more_errors, more_warnings = _host(exp.model, exp.zero, exp.optim, plan, name, facts)
+        errors += _indices(exp.hardware, plan, name, facts)
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():
@@ -157,6 +158,20 @@ def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
             for name, facts in surveys.items()
         }
     )
+
+
+def _indices(
+    hardware: HardwareConfig, plan: Plan, name: str, facts: Mapping[str, Any]
+) -> Iterator[str]:
+    """GPUs that were chosen and are not there."""
+    gpus = facts["gpus"] or 0
+    for host in hardware.hosts:
+        over = [index for index in host.device_indices if index >= gpus]
+        if host.name == name and over and plan.accelerator == "cuda" and gpus >= host.slots:
+            yield (
+                f"{name}: device_indices has {over[0]}, but its NVIDIA driver has {gpus} GPUs, "
+                f"numbered from 0 on. Use indices below {gpus}."
+            )
 
 
 def _host(

@@ -40,6 +40,7 @@ from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
 from llmx.sweep.slots import Placed, Slots, first_of, placed_at, placed_on
 from llmx.sweep.slurm import SlurmJob, applies
 from llmx.sweep.tracked import Replays
+from llmx.text import plural
 
 FAILED = (*FAILURES, "refused", "failed")
 MAX_TAG = 64
@@ -56,6 +57,8 @@ def current() -> Sweep | None:
 
 class Process(Protocol):
     """What a trial runs in."""
+
+    run: RunDir
 
     def poll(self) -> End | None:
         """How it ended; None while it runs."""
@@ -113,7 +116,7 @@ class Sweep:
         """With the devices and the RAM that it had, of a part of the cluster."""
         self._declared: dict[str, Metric] = {}
         """What the tasks of the trials measure."""
-        self._told = False
+        self._told = self._announced = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -311,7 +314,16 @@ class Sweep:
         problems = list(hardware_problems(whole.hardware, whole.zero))
         if problems:
             raise ConfigError("\n".join(problems))
-        return _placed(whole, typed, first_of(whole.hardware, count))
+        first = first_of(whole.hardware, count)
+        part = any(len(slots) < host.slots for host, slots in first.shares)
+        gpus = whole.hardware.devices[first.device].accelerator == "cuda"
+        if whole.launch.transport == "openmpi" and part and gpus:
+            raise ConfigError(
+                f"sweep.slots_per_trial={count} with launch.transport=openmpi: mpirun cannot "
+                "choose GPUs of a host, so trials would share them. Use launch.transport=pdsh, or "
+                "whole hosts."
+            )
+        return _placed(whole, typed, first)
 
     def _adopt(self, taken: Taken) -> bool:
         """Go on with the Slurm job of an earlier attempt; one of another config is ended."""
@@ -369,6 +381,10 @@ class Sweep:
 
     def _collect(self) -> bool:
         """Report the trials whose processes have ended; whether there were any."""
+        if self.stopped_by and self._runs and not self._announced:
+            self._announced = True
+            many = plural(len(self._runs), "trial")
+            self.say(f"Stopping {many}; a second Ctrl-C ends them at once")
         ended = []
         for taken in self._runs:
             assert taken.process is not None
@@ -379,7 +395,10 @@ class Sweep:
             self._runs.remove(taken)
             if isinstance(taken.process, TrialProcess):  # while the next trial runs
                 start_report(taken.process.run)
-            if self.ending and end.code in (-signal.SIGINT, -signal.SIGTERM, INTERRUPTED):
+            assert taken.process is not None
+            left_nothing = not taken.process.run.result.is_file()
+            stopped = end.code in (-signal.SIGINT, -signal.SIGTERM, INTERRUPTED)
+            if self.ending and stopped and left_nothing:
                 why = "stopped before its ranks were started"
                 error: LlmxError | None = Ended("interrupted", why)
             else:

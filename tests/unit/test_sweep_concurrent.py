@@ -69,7 +69,7 @@ def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any, is_trial: bool)
             {"outcome": outcome, "cause": outcome if outcome != "ok" else "", "started": begun,
              "ended": time.time(), "run_token": launch.token},
         )  # fmt: skip
-    return SimpleNamespace(exit_code=0 if outcome == "ok" else 1)
+    return SimpleNamespace(exit_code={"ok": 0, "interrupted": 130}.get(outcome, 1))
 
 
 def sweep_of(root: Path) -> journals.Journal:
@@ -187,6 +187,9 @@ def test_a_part_that_the_cluster_does_not_have(
 ) -> None:
     assert main(["-m", "optim.lr=1e-3", *SMALL, "sweep.slots_per_trial=3"]) == 2
     assert "sweep.slots_per_trial=3, but hardware has 2 slots of cpu" in capsys.readouterr().err
+    words = ["hardware=a100x2_v100x2", "launch.transport=openmpi", "sweep.slots_per_trial=1"]
+    assert main(["-m", "optim.lr=1e-3", *words, "dry_run=true"]) == 2
+    assert "mpirun cannot choose GPUs of a host" in capsys.readouterr().err
 
 
 RUN = """
@@ -245,10 +248,13 @@ def test_one_signal_stops_every_trial_and_the_sweep(here: Path, number: int) -> 
     process = start(here, *LONG)
     os.kill(process.pid, number)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, said
+    assert process.returncode == 130, said
     journal = sweep_of(here)
     assert [entry.outcome for entry in journal.trials] == ["interrupted", "interrupted", ""]
-    assert "trials not started: 1" in said
+    assert {entry.cause for entry in journal.trials[:2]} == {"interrupted"}
+    place = journal.directory.relative_to(here)
+    assert "Stopping 2 trials; a second Ctrl-C ends them at once" in said
+    assert f"trials not started: 1. To go on: python -m llmx sweep resume {place}" in said
     assert not any(map(alive, holders(here)))
 
 

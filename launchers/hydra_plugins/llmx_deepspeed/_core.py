@@ -36,6 +36,7 @@ from llmx.observe.report.sweep_table import (
     MARKDOWN,
     Trial,
     known_of,
+    near,
     print_sweep,
     read_trial,
     write_sweep,
@@ -113,12 +114,16 @@ class Batch:
             self.screen.close()
         left = len(self.jobs) - len(self.returns)
         if sweep.ending and left:
-            print(f"The sweep ends here; trials not started: {left}", file=sys.stderr)
+            print(
+                f"The sweep ends here; trials not started: {left}. To go on: python -m llmx sweep "
+                f"resume {near(self.directory)}",
+                file=sys.stderr,
+            )
         sys.stderr.flush()
         if not self.launcher.searches:
             finish(self.launcher)
         returned = [self.returns[index] for index in sorted(self.returns)]
-        if sweep.stopped_by and not any(r.status is JobStatus.FAILED for r in returned):
+        if sweep.stopped_by:
             raise KeyboardInterrupt
         return returned
 
