@@ -1,0 +1,163 @@
+"""The peer: TRL's SFTTrainer (with peft) or DPOTrainer with DeepSpeed, on rows of an llmx store.
+
+Started by ``benchmarks/trl_throughput.py`` on every rank:
+
+    deepspeed --num_gpus 2 benchmarks/peers/trl_trainer.py JOB.json
+
+As TRL's documentation shows it; the rows are tokenized already, by the same code as llmx's, so that
+only training is measured. Rank 0 writes the time, the count of non-padding tokens and the loss of
+every step to ``out`` of JOB.json, and how long the reference took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from llmx.data import SampleStore
+
+
+def chats(store: SampleStore) -> Dataset:
+    """Ids and the mask of the answer."""
+    rows = [store[number] for number in range(len(store))]
+    return Dataset.from_list(
+        [
+            {"input_ids": row.tokens.tolist(), "completion_mask": row.targets.astype(int).tolist()}
+            for row in rows
+        ]
+    )
+
+
+def pairs(store: SampleStore, place: Path) -> Dataset:
+    """Prompt and both answers; what follows an answer's last target is of no loss. In files of all
+    ranks: the reference's log-probabilities are written beside them."""
+    rows = []
+    for number in range(len(store)):
+        row: dict[str, list[int]] = {}
+        for name, (ids, targets) in zip(
+            ("chosen", "rejected"), store[number].sequences(), strict=True
+        ):
+            where = targets.nonzero()[0]
+            first, last = int(where[0]), int(where[-1])
+            assert targets[first : last + 1].all()
+            row["prompt_ids"] = ids[:first].tolist()
+            row[f"{name}_ids"] = ids[first : last + 1].tolist()
+        rows.append(row)
+    if os.environ["RANK"] == "0":
+        partial = place.with_suffix(".partial")
+        Dataset.from_list(rows).save_to_disk(partial)
+        partial.rename(place)
+    while not place.exists():
+        time.sleep(0.1)
+    return Dataset.load_from_disk(place)
+
+
+class Pairs(DPOTrainer):
+    """DPOTrainer for rows that are tokenized."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
+        return dataset
+
+
+class Clock(TrainerCallback):
+    """Notes (step, time, tokens of this rank) after every optimizer step."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.points: list[tuple[int, float, int]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.points.append((state.global_step, time.time(), self.tokens))
+
+
+def count(trainer: Any, clock: Clock) -> None:
+    """Count the tokens that are not padding in every batch."""
+    training_step = trainer.training_step
+
+    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = inputs.get("attention_mask")
+        clock.tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+        return training_step(model, inputs, *args, **kwargs)
+
+    trainer.training_step = counted
+
+
+def main() -> None:
+    """Train for the job's steps and write what was measured."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    set_seed(0)
+    common = {
+        "output_dir": tempfile.mkdtemp(prefix="trl-"),
+        "per_device_train_batch_size": job["rows_per_rank"],
+        "gradient_accumulation_steps": 1,
+        "max_steps": job["steps"],
+        "learning_rate": job["lr"],
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "max_length": job["seq_len"],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "deepspeed": job["ds_config"],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        **job["settings"],
+    }
+    store = SampleStore.open(Path(job["store"]))
+    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    clock, began = Clock(), time.time()
+    if job["kind"] == "lora":
+        from peft import LoraConfig
+
+        trainer: Any = SFTTrainer(
+            model=model,
+            args=SFTConfig(**common, completion_only_loss=True),
+            train_dataset=chats(store),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(task_type="CAUSAL_LM", **job["lora"]),
+            callbacks=[clock],
+        )
+    else:
+        trainer = Pairs(
+            model=model,
+            args=DPOConfig(**common, beta=job["beta"]),
+            train_dataset=pairs(store, Path(job["out"]).with_suffix(".rows")),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+    made_s = time.time() - began
+    count(trainer, clock)
+    trainer.train()
+
+    counts = torch.tensor([point[2] for point in clock.points])
+    torch.distributed.all_reduce(counts)
+    if torch.distributed.get_rank() == 0:
+        unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+        trained = sum(p.numel() for p in unwrapped.parameters() if p.requires_grad)
+        points = [
+            {"step": step, "time": at, "tokens": int(total)}
+            for (step, at, _), total in zip(clock.points, counts, strict=True)
+        ]
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        out = {"points": points, "trained": trained, "losses": losses, "made_s": made_s}
+        Path(job["out"]).write_text(json.dumps(out))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Throughput of llmx against TRL, both with DeepSpeed ZeRO-2: LoRA SFT, and DPO of all weights.
+
+    LLMX_REAL_DATA=... python benchmarks/trl_throughput.py lora|dpo [--pairs 3] [--only ...]
+
+The same rows (``alpaca_zh_demo.json`` or ``dpo_en_demo.json``, 50k BPE), tokenized once by the same
+code; the same weights to begin with (a Llama of 4 layers, width 256, 50,304 rows of vocabulary),
+the same precision (fp32), learning rate and ZeRO section; two CPU ranks, one thread each. All sides
+are run in turn, so that a busy machine burdens all. Counted are useful tokens: those that are not
+padding; the steps of the beginning, and what is computed once before them, are not counted. Matched
+are the rows (or pairs) of an optimizer step.
+
+llmx packs rows, isolated from each other, and computes logits where there is a target. TRL is run
+as it is set by default (for SFT, its loss by chunks of targets), and for DPO also with the
+reference's log-probabilities computed once. Its padding-free batches and its
+packing of whole rows need FlashAttention, which no CPU has; its other packing cuts rows at any
+place and lets them see each other, so that another loss is learned: it is run (``wrapped``) beside
+the others, and not what the ratio is taken of. Exits with 1 below the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from machine import write_result
+from sft_throughput import LLAMA, RANKS, SEQ_LEN, free_port, run, write_tokenizer
+
+TARGET = 2.0
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+BETA = 0.1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained, and how TRL is set."""
+
+    title: str
+    file: str
+    ours: tuple[str, ...]
+    lr: float
+    rows_per_rank: int
+    """8 is TRL's own default. A pair has two long answers, and TRL's DPO makes the logits of all
+    positions."""
+    peers: dict[str, dict[str, Any]]
+    """The last one that is no ``wrapped`` is what the ratio is taken of."""
+
+
+KINDS = {
+    "lora": Kind(
+        "LoRA SFT",
+        "alpaca_zh_demo.json",
+        ("task=sft", "data=alpaca", "adapter=lora", "adapter.lr=null"),
+        1e-3,
+        8,
+        {
+            "wrapped": {"packing": True, "packing_strategy": "wrapped"},
+            "defaults": {},
+        },
+    ),
+    "dpo": Kind(
+        "DPO",
+        "dpo_en_demo.json",
+        ("task=dpo", "data=file", f"task.options.beta={BETA}", "data.over_long=drop"),
+        1e-4,
+        2,
+        {"defaults": {}, "reference once": {"precompute_ref_log_probs": True}},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one run measured."""
+
+    tokens_per_s: float
+    rows_per_step: float
+    trained: int
+    losses: list[float]
+    others: float
+    """Part of the machine's processor time that other processes took meanwhile."""
+
+
+def main() -> int:
+    """Measure all sides in turn, print, write benchmarks/results/KIND_throughput.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=list(KINDS))
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
+    parser.add_argument("--skip", type=int, default=3, help="steps of warming up, not counted")
+    parser.add_argument("--rows-per-rank", type=int, help="TRL's batch size (8; dpo: 2)")
+    parser.add_argument("--only", help="settings of TRL, separated by commas (all by default)")
+    options = parser.parse_args()
+    source = os.environ.get("LLMX_REAL_DATA")
+    if not source:
+        print("LLMX_REAL_DATA does not name the folder of real data sets", file=sys.stderr)
+        return 2
+    kind = KINDS[options.kind]
+    options.rows_per_rank = options.rows_per_rank or kind.rows_per_rank
+    names = options.only.split(",") if options.only else list(kind.peers)
+    with tempfile.TemporaryDirectory(prefix="llmx-bench-") as directory:
+        bench = Bench(Path(directory), data=Path(source), options=options)
+        bench.prepare()
+        rounds: list[dict[str, Side]] = []
+        for index in range(options.pairs):
+            sides = {name: bench.trl(index, name) for name in names}
+            sides["llmx"] = bench.llmx(index)
+            rounds.append(sides)
+            words = [
+                f"{name} {side.tokens_per_s:,.0f} ({side.others:.0%} others)"
+                for name, side in sides.items()
+            ]
+            print(f"round {index + 1}, useful tokens/s: {'; '.join(words)}", flush=True)
+    return report(rounds, bench)
+
+
+class Bench:
+    """The runs, in one temporary directory."""
+
+    def __init__(self, root: Path, *, data: Path, options: argparse.Namespace) -> None:
+        self.root, self.data, self.options = root, data, options
+        self.kind = KINDS[options.kind]
+        self.rows = data / self.kind.file
+        self.tokenizer, self.model = root / "tokenizer", root / "model"
+        self.env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        self.env["LLMX_CACHE"] = str(root / "cache")
+        self.micro_batch, self.rows_per_sample = 1, 1.0
+        self.store = root
+
+    def words(self) -> list[str]:
+        """What every run of llmx is called with."""
+        return [
+            *self.kind.ours,
+            f"data.path={self.rows}",
+            # What is computed once is computed of what is trained, and no more.
+            f"data.max_rows={RANKS * self.options.rows_per_rank * self.options.steps}",
+            f"data.seq_len={SEQ_LEN}",
+            "model=hf",
+            f"model.path={self.model}",
+            "model.init=pretrained",
+            f"model.tokenizer={self.tokenizer}",
+            "hardware=cpu2",
+            "zero=stage2",
+            "precision=fp32",
+            f"optim.lr={self.kind.lr}",
+            "optim.schedule=constant",
+            "optim.warmup_steps=0",
+            "optim.weight_decay=0",
+            "optim.betas=[0.9,0.999]",
+        ]
+
+    def prepare(self) -> None:
+        """Weights, tokenizer; tokenize once for all sides; match the rows of a step."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        write_tokenizer(self.data / "gpt2_bpe", self.tokenizer)
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(self.model)
+        stores = {}
+        for packing in ("none", "best_fit"):
+            plan = self.root / f"plan-{packing}"
+            words = [*self.words(), f"data.packing={packing}", f"run_dir={plan}", "dry_run=true"]
+            command = [sys.executable, "-m", "llmx", *words]
+            run(command, env=self.env, log=self.root / f"{packing}.log")
+            stores[packing] = self.prepared(plan)
+        self.store = stores["none"].path
+        packed = stores["best_fit"]
+        self.rows_per_sample = len(stores["none"]) / len(packed)
+        self.micro_batch = max(1, round(self.options.rows_per_rank / self.rows_per_sample))
+
+    def prepared(self, plan: Path) -> Any:
+        """The data of a planned run."""
+        os.environ["LLMX_CACHE"] = self.env["LLMX_CACHE"]
+        from llmx.run import snapshot
+        from llmx.run.rundir import RunDir
+        from llmx.tasks import prepare, tokenizer_of
+
+        exp = snapshot.load(RunDir(plan))
+        return prepare(exp, tokenizer_of(exp))
+
+    def llmx(self, index: int) -> Side:
+        """One run of ``python -m llmx``; its own ``metrics.jsonl`` is the measurement."""
+        run_dir = self.root / f"llmx-{index}"
+        words = [
+            *self.words(),
+            f"batch.global_batch={RANKS * self.micro_batch}",
+            f"batch.micro_batch={self.micro_batch}",
+            f"task.steps={self.options.steps}",
+            "task.epochs=null",
+            "task.log_every_steps=1",
+            "task.save_model=false",
+            "checkpoint=none",
+            "tracking=none",
+            f"run_dir={run_dir}",
+        ]
+        command = [sys.executable, "-m", "llmx", *words]
+        others = run(command, env=self.env, log=run_dir.with_suffix(".log"))
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        start = next(line for line in lines if line["kind"] == "start")
+        points = [line for line in lines if line["kind"] == "train"]
+        rows = RANKS * self.micro_batch * self.rows_per_sample
+        trained = start.get("num_trained", start["num_parameters"])
+        losses = [point["loss"] for point in points]
+        return Side(self.steady(points), rows, trained, losses, others)
+
+    def trl(self, index: int, name: str) -> Side:
+        """One run of the peer, with the ZeRO section that llmx writes for the same run."""
+        section = yaml.safe_load((self.root / "plan-none" / "ds_config.json").read_text())
+        out = self.root / f"trl-{name.replace(' ', '-')}-{index}.json"
+        job = {
+            "kind": self.options.kind,
+            "store": str(self.store),
+            "tokenizer": str(self.tokenizer),
+            "model": str(self.model),
+            "seq_len": SEQ_LEN,
+            "rows_per_rank": self.options.rows_per_rank,
+            "steps": self.options.steps,
+            "lr": self.kind.lr,
+            "lora": LORA,
+            "beta": BETA,
+            "settings": self.kind.peers[name],
+            "ds_config": {
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "train_batch_size": "auto",
+                "gradient_clipping": "auto",
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_optimization": section["zero_optimization"],
+            },
+            "out": str(out),
+        }
+        if name == "wrapped":  # as many tokens as in the rows of the others
+            tokens = self.options.rows_per_rank / self.rows_per_sample
+            job["rows_per_rank"] = max(1, round(tokens))
+        path = out.with_suffix(".job.json")
+        path.write_text(json.dumps(job))
+        program = Path(__file__).parent / "peers" / "trl_trainer.py"
+        deepspeed = Path(sys.executable).with_name("deepspeed")
+        words = [str(deepspeed), "--num_gpus", str(RANKS), "--no_local_rank"]
+        words += ["--master_port", str(free_port())]
+        env = {**self.env, "LOCAL_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
+        env["PATH"] = f"{deepspeed.parent}:{env['PATH']}"
+        command = [*words, str(program), str(path)]
+        others = run(command, env=env, log=path.with_suffix(".log"), proof=out)
+        found = json.loads(out.read_text())
+        rows = float(RANKS * self.options.rows_per_rank)
+        return Side(self.steady(found["points"]), rows, found["trained"], found["losses"], others)
+
+    def steady(self, points: list[dict[str, Any]]) -> float:
+        """Useful tokens a second between the end of warming up and the last step."""
+        first = next(point for point in points if point["step"] >= self.options.skip)
+        last = points[-1]
+        return (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
+
+
+def report(rounds: list[dict[str, Side]], bench: Bench) -> int:
+    """Print and write the table; 0 where the median ratio reaches the target."""
+    trained = {side.trained for sides in rounds for side in sides.values()}
+    assert len(trained) == 1, f"the same trained weights: {trained}"
+    names = list(rounds[0])
+    best = [name for name in names if name not in ("llmx", "wrapped")][-1]
+    ratios = [sides["llmx"].tokens_per_s / sides[best].tokens_per_s for sides in rounds]
+    median = statistics.median(ratios)
+    ours = rounds[0]["llmx"]
+    lines = [
+        f"{bench.kind.title}: Llama 4 x 256, {ours.trained:,} trained parameters; "
+        f"`{bench.kind.file}`, sequences of up to {SEQ_LEN} tokens; ZeRO-2, fp32, {RANKS} CPU "
+        "ranks with one thread each.",
+        f"Rows of an optimizer step: TRL {rounds[0][best].rows_per_step:.1f}, llmx "
+        f"{ours.rows_per_step:.1f} (packed, on average). Steps {bench.options.skip} to "
+        f"{bench.options.steps} counted, without what is computed once before them.",
+        "",
+        "| round | side | useful tokens/s | llmx over it | loss of the first and the last step | "
+        "other processes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for index, sides in enumerate(rounds):
+        for name, side in sides.items():
+            ratio = sides["llmx"].tokens_per_s / side.tokens_per_s
+            title = name if name == "llmx" else f"TRL, {name}"
+            lines.append(
+                f"| {index + 1} | {title} | {side.tokens_per_s:,.0f} | {ratio:.2f} | "
+                f"{side.losses[0]:.4f}, {side.losses[-1]:.4f} | {100 * side.others:.0f} % |"
+            )
+    verdict = "reached" if median >= TARGET else "MISSED"
+    if len(rounds) < 3:
+        verdict += f" (of {len(rounds)}: too few to count; take --pairs 3)"
+    verdict = f"Median ratio to TRL, {best}: {median:.2f}; target {TARGET:g}: {verdict}."
+    lines += ["", verdict]
+    print(verdict)
+    name = f"{bench.options.kind}_throughput"
+    write_result(name, f"{bench.kind.title} throughput against TRL", lines)
+    return 0 if median >= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
