@@ -89,6 +89,7 @@ def _compose(
     from llmx.config import known_keys
     from llmx.config.build import shown
     from llmx.config.groups import conf_dir
+    from llmx.lifecycle.resume.continued import continue_run
     from llmx.lifecycle.start import require_success, run_composed
     from llmx.run.rundir import claim
     from llmx.sweep.sweep import current
@@ -123,6 +124,8 @@ def _compose(
                     if sweep.now.process is None:
                         _remove_if_empty(made)
                     return 0
+                elif sweep.now.continues:
+                    code = continue_run(trial.experiment, instead=sweep.launch)
                 else:
                     code = run_composed(trial, overrides=words, instead=sweep.launch)
             if hydra_config.mode == RunMode.MULTIRUN:

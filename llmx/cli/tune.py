@@ -38,10 +38,13 @@ def tune_words(words: Sequence[str]) -> list[str]:
     typed = {word.partition("=")[0]: word.partition("=")[2] for word in found}
     objective = typed.get("sweep.objective", SPEED)
     if objective != SPEED:
-        raise ConfigError(
-            f"objective={objective}: tune searches for speed (tokens_per_s). The best loss is that "
-            f"of a sweep: python -m llmx -m optim.lr=1e-4,3e-4 sweep.objective={objective}"
-        )
+        if "sweep.halving" not in typed:
+            raise ConfigError(
+                f"objective={objective}: a loss or a metric is tuned by successive halving, and "
+                "needs sweep.halving=N, the steps after which half of the trials are stopped: a "
+                "tenth of the run or so, past the warm-up."
+            )
+        return found
     again = ",".join(each for each in (*FAILURES, "refused") if each != "oom")
     own = {
         "sweep.objective": SPEED,

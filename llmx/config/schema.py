@@ -791,6 +791,12 @@ class SweepConfig:
     )
     """What the best trial is best at. Null: ``tokens_per_s`` of short trials, else
     ``checkpoint.metric``."""
+    halving: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=200)
+    """Successive halving for a loss or a metric: all trials train so many steps, the better half
+    goes on from its checkpoints to twice as many, and so on; the last one trains in full. Null:
+    every trial trains in full."""
+    halving_factor: int = number(2, minimum=2, maximum=100)
+    """One of so many trials goes on, and to so many times the steps."""
     prune: bool = True
     """Leave out trials that cannot fit by the memory plan, that need more than one that ran out of
     memory, and that are the same as another one."""

@@ -23,6 +23,7 @@ from llmx.config.schema import (
     HardwareConfig,
     ModelConfig,
     OptimConfig,
+    SweepConfig,
     TaskConfig,
     TrackingConfig,
     ZeroConfig,
@@ -58,6 +59,7 @@ def validate(
         *_zero(exp.zero, exp.model, exp.hardware),
         *launch_problems(exp.launch, exp.hardware),
         *_tracking(exp.tracking),
+        *_sweep(exp.sweep),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -68,6 +70,21 @@ def _version(given: int) -> Iterator[str]:
         yield (
             f"schema_version={given}: is set by llmx ({SCHEMA_VERSION} now), not by "
             "you. Leave it out."
+        )
+
+
+def _sweep(sweep: SweepConfig) -> Iterator[str]:
+    if sweep.halving is None:
+        return
+    if sweep.trial_steps is not None:
+        yield (
+            f"sweep.halving={sweep.halving}, sweep.trial_steps={sweep.trial_steps}: short trials "
+            "are all trained alike, and keep no checkpoint to go on from. Set one of them."
+        )
+    if sweep.objective == "tokens_per_s":
+        yield (
+            f"sweep.halving={sweep.halving}: compares losses and metrics, and "
+            "sweep.objective=tokens_per_s needs no long training. Set sweep.objective=eval/loss."
         )
 
 

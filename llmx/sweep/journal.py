@@ -34,9 +34,9 @@ LOCK = ".lock"
 VERSION = 1
 
 WAITING, RUNNING, ENDED = "waiting", "running", "ended"
-GOOD = ("ok", "planned", "pruned", "same")
+GOOD = ("ok", "planned", "pruned", "same", "stopped")
 """Outcomes of trials that need not run again: it ended well, it was only planned, it cannot fit, it
-is the same as another one."""
+is the same as another one, others were better at a rung of ``sweep.halving``."""
 
 NOT_OF_A_SWEEP = ("sweep.", "launch.", "launch=", "tracking.", "tracking=")
 """Beginnings of words that may differ when a sweep is continued."""
@@ -64,6 +64,8 @@ class Entry:
     """Of the pool (``sweep.slots_per_trial``): ``node-a:0,1``."""
     job: str = ""
     """The number of its Slurm job."""
+    rungs: list[list[float | None]] = field(default_factory=list)
+    """Of ``sweep.halving``: steps and the objective at each rung that it has reached."""
     started: float | None = None
     """Seconds since the epoch, as ``ended``."""
     ended: float | None = None

@@ -10,7 +10,9 @@ found by ``current()``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -34,6 +36,7 @@ from llmx.plan.types import Plan
 from llmx.run.metrics import Metric
 from llmx.run.rundir import RunDir
 from llmx.sweep import journal as journals
+from llmx.sweep.halving import Rungs, at_rung, better
 from llmx.sweep.journal import ENDED, RUNNING, Entry, Journal
 from llmx.sweep.process import End, Ended, TrialProcess, end_earlier
 from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
@@ -42,6 +45,7 @@ from llmx.sweep.slurm import SlurmJob, applies
 from llmx.sweep.tracked import Replays
 from llmx.text import plural
 
+STOPPED = "stopped"
 FAILED = (*FAILURES, "refused", "failed")
 MAX_TAG = 64
 """Characters of a tag of Weights & Biases."""
@@ -84,6 +88,8 @@ class Taken:
     ran_on: Placed | None = None
     """The slots that it had in an earlier attempt."""
     process: Process | None = None
+    continues: bool = False
+    """It goes on from its checkpoint, to the next rung of ``sweep.halving``."""
     put_off: bool = False
     """The sweep ends before it could start."""
 
@@ -97,6 +103,8 @@ class Sweep:
         """``sweep.*`` of the trials, which all have the same."""
         self.on_end: Callable[[Taken, LlmxError | None], None] = lambda taken, error: None
         """Called for each trial whose process has ended."""
+        self.on_stop: Callable[[Entry], None] = lambda entry: None
+        """Called for each trial that is stopped at a rung."""
         self.on_wait: Callable[[], None] = lambda: None
         """Called often while trials run."""
         self.say: Callable[[str], None] = print
@@ -106,6 +114,12 @@ class Sweep:
         """No further trial is started."""
         self.now = Taken(Entry(0, []), Entry(0, []))
         """The trial that began last."""
+        self.rung = 0
+        """Of ``sweep.halving``; the first is 0."""
+        self._whole = False
+        """Whether the trials of now train to the end of their runs."""
+        self._totals: dict[int, int] = {}
+        """Steps of the whole runs of trials, as far as they are known."""
         self._runs: list[Taken] = []
         """Trials whose processes run."""
         self._slots = Slots()
@@ -209,7 +223,13 @@ class Sweep:
         if self.settings.prune and first != entry.index:
             self._leave_out(taken, "same", f"the same config as trial {first}", same_as=first)
             return None
-        if before.state == ENDED and before.key == entry.key and self._stands(before.outcome):
+        known = before.key == entry.key
+        if known and self._has_passed(before):
+            taken.entry, taken.skipped = before, True
+            return None
+        goes_on = known and self._halves(exp) and bool(before.rungs)
+        stands = self._stands(before.outcome) and not (goes_on and before.outcome == "ok")
+        if before.state == ENDED and known and stands:
             taken.entry, taken.skipped = before, True
             self._where_it_ran(taken, whole, typed)
             if not before.good:
@@ -233,9 +253,12 @@ class Sweep:
                 directory=self.journal.directory, overrides=entry.overrides,
             )  # fmt: skip
             return None
+        composed = self._at_rung(composed)
         run = RunDir(Path(exp.run_dir))
         end_earlier(run, grace_s=exp.launch.stop_grace_s + 30, notify=self.say)
-        if aside := journals.put_aside(run.root):
+        entry.rungs = list(before.rungs) if known else []
+        taken.continues = goes_on and run.config.is_file()
+        if not taken.continues and (aside := journals.put_aside(run.root)):
             self.say(f"[{entry.index}] the earlier attempt is now {aside.name}")
             run.root.mkdir(parents=True, exist_ok=True)
         entry.state, entry.started = RUNNING, time.time()
@@ -274,10 +297,14 @@ class Sweep:
         run_dir: Path,
         *,
         declared: Mapping[str, Metric],
+        steps: int | None = None,
+        total: int | None = None,
+        value: float | None = None,
     ) -> Entry:
         """The trial is over. What was not run keeps what is known of it.
 
-        ``declared``: what its task measures.
+        ``declared``: what its task measures. ``value``: its objective, after so many
+        ``steps`` of ``total``.
         """
         kind = _kind(taken.placed or taken.ran_on)
         self._free(taken)
@@ -288,6 +315,10 @@ class Sweep:
             entry.ended = time.time()
             if composed is not None and entry.outcome not in journals.GOOD:
                 self._replays.failed(composed, RunDir(run_dir))
+            if outcome == "ok" and self.settings.halving is not None:
+                entry.rungs = [*entry.rungs[: self.rung], [steps, value]]
+        if total is not None:
+            self._totals[entry.index] = total
         # Each time: a first trial that was refused has told neither objective nor metrics.
         self._declared.update(declared)
         self.journal.mode = mode_of(self.journal.objective, self._declared)
@@ -296,9 +327,135 @@ class Sweep:
             known = OutOfMemory(entry.index, composed.experiment, plan)
             self._out_of_memory.append((known, kind))
         self.journal.put(entry)
+        if not taken.skipped and entry.outcome == "ok":
+            self._stop_early(entry.index)
         if self.settings.fail_fast and entry.outcome not in (*journals.GOOD, "interrupted"):
             self.stop()
         return entry
+
+    # --- Successive halving ------------------------------------------------------------------
+
+    def halve(self) -> list[int]:
+        """The trials that go on to the next rung, which begins; those that do not are stopped.
+        Empty where all is trained, or the sweep ends."""
+        rungs = self._rungs()
+        if rungs is None or self._whole or self.ending:
+            return []
+        reached = self._reached()
+        if not reached or self._is_whole(rungs.stop(self.rung)):
+            return []
+        left = better(reached, self.journal.mode)[: rungs.keep(len(reached))]
+        for index in reached.keys() - set(left):
+            self._stop_at_rung(index)
+        self.rung += 1
+        self._whole = len(left) <= 1 or self._is_whole(rungs.stop(self.rung))
+        self._seen.clear()
+        going = ", ".join(f"[{index}]" for index in sorted(left))
+        steps = "their whole run" if self._whole else f"step {rungs.stop(self.rung)}"
+        if left:
+            self.say(f"rung {self.rung + 1} of {self._count()}, to {steps}: {going}")
+        return sorted(left)
+
+    def _halves(self, exp: Experiment) -> bool:
+        return exp.sweep.halving is not None and not exp.dry_run
+
+    def _rungs(self) -> Rungs | None:
+        first = self.settings.halving
+        return None if first is None else Rungs(first, self.settings.halving_factor)
+
+    def _at_rung(self, composed: Composed) -> Composed:
+        """The trial up to the rung of now."""
+        exp, rungs = composed.experiment, self._rungs()
+        if rungs is None or exp.dry_run:
+            return composed
+        stop = rungs.stop(self.rung)
+        total = exp.task.steps
+        if self._whole or (total is not None and stop >= total):
+            return composed
+        measures = self.journal.objective.startswith("eval/")
+        return dataclasses.replace(composed, experiment=at_rung(exp, stop, measures=measures))
+
+    def _has_passed(self, before: Entry) -> bool:
+        """Whether a trial has reached this rung, in an earlier attempt at the sweep.
+
+        Raises:
+            ConfigError: it was compared at other steps.
+        """
+        rungs = self._rungs()
+        if rungs is None or not before.rungs:
+            return False
+        if before.outcome == STOPPED:
+            return True
+        if len(before.rungs) <= self.rung:
+            return False
+        steps = before.rungs[self.rung][0]
+        if len(before.rungs) > self.rung + 1 and steps != rungs.stop(self.rung):
+            raise ConfigError(
+                f"sweep.halving={rungs.first}, sweep.halving_factor={rungs.factor}: this sweep has "
+                f"compared its trials at step {steps:g}. Leave them as they were, or start a new "
+                "sweep (sweep.resume=false)."
+            )
+        return True
+
+    def _reached(self) -> dict[int, float | None]:
+        """What was measured at this rung."""
+        return {
+            entry.index: entry.rungs[self.rung][1]
+            for entry in self.journal.trials
+            if len(entry.rungs) > self.rung
+        }
+
+    def _is_whole(self, stop: int) -> bool:
+        """Whether no trial is longer than that."""
+        totals = [
+            total
+            for entry in self.journal.trials
+            if len(entry.rungs) >= self.rung and entry.outcome != STOPPED
+            if (total := self._totals.get(entry.index)) is not None
+        ]
+        return bool(totals) and max(totals) <= stop
+
+    def _count(self) -> int:
+        """How many rungs there are."""
+        rungs = self._rungs()
+        assert rungs is not None
+        started = sum(bool(entry.rungs) for entry in self.journal.trials)
+        return rungs.count(started, max(self._totals.values(), default=None))
+
+    def _stop_early(self, now: int) -> None:
+        """Stop what cannot be among the better half any more: its checkpoint is not kept until the
+        last trial has reached the rung."""
+        rungs = self._rungs()
+        if rungs is None or self._whole or self._is_whole(rungs.stop(self.rung)):
+            return
+        if self.rung == 0:
+            going = len(self.journal.trials)
+        else:
+            going = sum(
+                len(entry.rungs) >= self.rung and not self._stopped_before(entry)
+                for entry in self.journal.trials
+            )
+        for index in better(self._reached(), self.journal.mode)[rungs.keep(going) :]:
+            self._stop_at_rung(index, say=index != now)
+
+    def _stopped_before(self, entry: Entry) -> bool:
+        return entry.outcome == STOPPED and len(entry.rungs) <= self.rung
+
+    def _stop_at_rung(self, index: int, *, say: bool = True) -> None:
+        """A trial does not go on; its checkpoints are removed."""
+        entry = next(each for each in self.journal.trials if each.index == index)
+        if entry.outcome == STOPPED or len(entry.rungs) != self.rung + 1:
+            return
+        steps, value = entry.rungs[self.rung]
+        entry.outcome = STOPPED
+        entry.cause = f"at rung {self.rung + 1} of {self._count()}, after {steps or 0:g} steps"
+        if value is None or not math.isfinite(value):
+            entry.cause += f", without a value of {self.journal.objective}"
+        self.journal.put(entry)
+        run = RunDir(self.journal.directory / entry.run_dir)
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+        if say:
+            self.on_stop(entry)
 
     def finish(self) -> None:
         """Every trial was reached."""

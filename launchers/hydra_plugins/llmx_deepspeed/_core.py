@@ -30,7 +30,7 @@ from llmx import text as human
 from llmx.compose.overrides import resolve_alias
 from llmx.errors import LlmxError
 from llmx.observe.report.__main__ import best_lines_of, write_report
-from llmx.observe.report.sweep_data import CSV, load_sweep, objective_of
+from llmx.observe.report.sweep_data import CSV, STOPPED, load_sweep, objective_of
 from llmx.observe.report.sweep_page import PAGE
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
@@ -42,7 +42,7 @@ from llmx.observe.report.sweep_table import (
     write_sweep,
 )
 from llmx.sweep.best import write_best
-from llmx.sweep.journal import OWN_WORDS, held, open_journal
+from llmx.sweep.journal import OWN_WORDS, Entry, held, open_journal
 from llmx.sweep.process import Ended
 from llmx.sweep.screen import Screen
 from llmx.sweep.sweep import Sweep, Taken
@@ -102,14 +102,13 @@ class Batch:
         """All of them, unless the sweep ends early; what they returned, in order."""
         sweep = self.sweep
         sweep.on_end, sweep.on_wait, sweep.say = self._over, self.screen.tick, self.screen.line
+        sweep.on_stop = self._stopped
         sweep.expect([(index, filter_overrides(overrides)) for index, overrides in self.jobs])
         try:
             with sweep.running():
-                for index, overrides in self.jobs:
-                    if sweep.ending:
-                        break
-                    self._begin(index, overrides)
-                sweep.wait()
+                self._train(self.jobs)
+                while going := sweep.halve():
+                    self._train([job for job in self.jobs if job[0] in going])
         finally:
             self.screen.close()
         left = len(self.jobs) - len(self.returns)
@@ -126,6 +125,14 @@ class Batch:
         if sweep.stopped_by:
             raise KeyboardInterrupt
         return returned
+
+    def _train(self, jobs: Sequence[tuple[int, list[str]]]) -> None:
+        """Trials to their end, or to their next rung."""
+        for index, overrides in jobs:
+            if self.sweep.ending:
+                break
+            self._begin(index, overrides)
+        self.sweep.wait()
 
     def _begin(self, index: int, overrides: list[str]) -> None:
         """Compose a trial, and have it run where it must."""
@@ -162,6 +169,17 @@ class Batch:
             self.screen.ended(line, failed=returned.status is JobStatus.FAILED)
         else:
             self.screen.line(line, failed=returned.status is JobStatus.FAILED)
+
+    def _stopped(self, entry: Entry) -> None:
+        """A trial does not go on to its next rung."""
+        trials = self.launcher.trials
+        trials[:] = [
+            replace(each, outcome=entry.outcome, cause=entry.cause)
+            if each.index == entry.index
+            else each
+            for each in trials
+        ]
+        self.screen.line(f"[{entry.index}] stopped {entry.cause}")
 
     def _label(self, taken: Taken) -> str:
         """``[3] zero=stage1 batch.micro_batch=4``."""
@@ -278,8 +296,18 @@ def _ended(sweep: Sweep, taken: Taken, outcome: JobReturn) -> Trial:
     if isinstance(error, Ended):
         trial = replace(trial, outcome=error.outcome, cause=f"{error}", fix="")
     entry = sweep.end(
-        taken, trial.outcome, trial.cause, trial.fix, run_dir, declared=trial.declared
+        taken,
+        trial.outcome,
+        trial.cause,
+        trial.fix,
+        run_dir,
+        declared=trial.declared,
+        steps=trial.steps,
+        total=trial.total_steps,
+        value=objective_of(trial, sweep.journal.objective),
     )
+    if entry.outcome == STOPPED:
+        return replace(trial, outcome=entry.outcome, cause=entry.cause)
     if entry.outcome in ("pruned", "same"):
         return Trial(index, tuple(overrides), run_dir, entry.outcome, entry.cause, entry.fix)
     return trial

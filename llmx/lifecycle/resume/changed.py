@@ -36,8 +36,18 @@ class Next:
         return self.total if stop is None or self.total is None else min(stop, self.total)
 
 
-def next_run(run: RunDir, exp: Experiment, words: RunCommand, state: RunState) -> Next:
-    """Apply, check, complete, plan; ConfigError for all that may not be."""
+def next_run(
+    run: RunDir,
+    exp: Experiment,
+    words: RunCommand,
+    state: RunState,
+    *,
+    asked: Experiment | None = None,
+) -> Next:
+    """Apply, check, complete, plan; ConfigError for all that may not be.
+
+    ``asked``: the experiment to go on with, where it is known whole; else the words are applied.
+    """
     for word in words.overrides:
         if group_of(word) in ("experiment", "model", "data"):
             raise ConfigError(
@@ -45,7 +55,8 @@ def next_run(run: RunDir, exp: Experiment, words: RunCommand, state: RunState) -
                 "`python -m llmx resume --help` lists what may change."
             )
     exp = dataclasses.replace(exp, dry_run=False)
-    asked = apply(exp, words.overrides, config_dirs=words.config_dirs)
+    if asked is None:
+        asked = apply(exp, words.overrides, config_dirs=words.config_dirs)
     asked = dataclasses.replace(asked, name=exp.name or run.root.name)
     old_plan = plan_of(run, exp)
     found = changes(to_dict(exp), to_dict(asked))

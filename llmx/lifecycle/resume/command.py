@@ -11,6 +11,7 @@ import yaml
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.compose.apply_overrides import RunCommand, parse_run_command
 from llmx.compose.complete import check_paths
+from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.lifecycle.resume.changed import Next, next_run, schedule_note
 from llmx.lifecycle.resume.choose import is_hashed, newest_usable, problems_of
@@ -18,6 +19,7 @@ from llmx.lifecycle.resume.edited import edited_config
 from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
 from llmx.lifecycle.resume.rules import SAME, refuse_other_content, table
 from llmx.lifecycle.resume.run_state import RunState, read_state
+from llmx.lifecycle.start import Launch
 from llmx.run import snapshot
 from llmx.run.provenance import record
 from llmx.run.provenance.differences import (
@@ -54,8 +56,18 @@ def main(words: Sequence[str]) -> int:
     return resume(found, typed=words)
 
 
-def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
-    """Check everything, say it, rewrite what changes, launch."""
+def resume(
+    words: RunCommand,
+    *,
+    typed: Sequence[str] = (),
+    asked: Experiment | None = None,
+    instead: Launch | None = None,
+) -> int:
+    """Check everything, say it, rewrite what changes, launch.
+
+    ``asked``: the experiment to go on with, where it is known whole. ``instead``: called instead of
+    launching here.
+    """
     from llmx.launch import check_launch, supervise, write_launch_files
 
     run = RunDir(words.run)
@@ -63,7 +75,7 @@ def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
     refuse_alive(run)
     state = read_state(run)
     step = words.step("step", least=0)
-    upcoming = next_run(run, exp, words, state)
+    upcoming = next_run(run, exp, words, state, asked=asked)
     if nothing_left(run, upcoming, state, step):
         return 0
     origin = first_step(run, state, step)
@@ -89,6 +101,8 @@ def resume(words: RunCommand, *, typed: Sequence[str] = ()) -> int:
         origin=origin, step=step, then=then, now=now, typed=typed,
     )  # fmt: skip
     launch = write_launch_files(new.experiment, new.plan, run)
+    if instead is not None:
+        return instead(new.experiment, new.plan, run, launch)
     return supervise(new.experiment, new.plan, run, launch=launch).exit_code
 
 

@@ -31,6 +31,8 @@ WELL = ("ok", "planned")
 """Outcomes of trials that ended as they should."""
 NOT_RUN = ("pruned", "same")
 """Outcomes of trials that were not run, with no failure."""
+STOPPED = "stopped"
+"""The outcome of a trial that ended well at a rung of ``sweep.halving`` and was not of the best."""
 SWEEP = "sweep"
 """The axis of several sweeps: the name of a trial's sweep."""
 
@@ -89,7 +91,7 @@ class Trial:
     @property
     def failed(self) -> bool:
         """Whether it ended, and not as it should."""
-        return self.state == ENDED and self.outcome not in (*WELL, *NOT_RUN)
+        return self.state == ENDED and self.outcome not in (*WELL, *NOT_RUN, STOPPED)
 
     @property
     def label(self) -> str:

@@ -18,6 +18,7 @@ from llmx.observe.report.sweep_data import (
     ENDED,
     NOT_RUN,
     RUNNING,
+    STOPPED,
     WAITING,
     WELL,
     Trial,
@@ -48,6 +49,8 @@ class Progress:
     """The last that ended, last."""
     pruned: int
     same: int
+    stopped: int
+    """At a rung of ``sweep.halving``."""
     running: list[Trial]
     waiting: int
     at_once: int
@@ -74,6 +77,7 @@ def progress_of(trials: Sequence[Trial], *, now: float, objective: str, mode: st
         failed=sorted(failed, key=lambda trial: trial.ended or 0.0),
         pruned=sum(trial.outcome == "pruned" for trial in trials),
         same=sum(trial.outcome == "same" for trial in trials),
+        stopped=sum(trial.outcome == STOPPED for trial in trials),
         running=running,
         waiting=waiting,
         at_once=at_once,
@@ -195,7 +199,8 @@ def _counts(seen: Progress, *, now: float) -> list[tuple[str, str]]:
     found = [
         (seen.ok, "done", "green"), (len(seen.running), "running", "cyan"),
         (len(seen.failed), "failed", "bold red"), (seen.pruned, "pruned", "yellow"),
-        (seen.same, "the same as another", "dim"), (seen.waiting, "left", ""),
+        (seen.same, "the same as another", "dim"), (seen.stopped, "stopped", "dim"),
+        (seen.waiting, "left", ""),
     ]  # fmt: skip
     counts = [(f"{count} {word}", style) for count, word, style in found if count]
     if seen.left_s is not None and (seen.running or seen.waiting):

@@ -21,6 +21,7 @@ from llmx.observe.report.screen import open_console
 from llmx.observe.report.sweep_data import (
     CSV,
     NOT_RUN,
+    STOPPED,
     WELL,
     Trial,
     axes,
@@ -248,7 +249,7 @@ def failures(trials: Sequence[Trial]) -> list[str]:
     which the same is to be said."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
-        apart = trial.failed or trial.outcome in NOT_RUN
+        apart = trial.failed or trial.outcome in (*NOT_RUN, STOPPED)
         text = "; ".join(part for part in (trial.cause, trial.fix) if part)
         if apart and text and not (trial.outcome == "same" and trial.same_as is not None):
             groups.setdefault((trial.word, text), []).append(trial)

@@ -1,0 +1,207 @@
+"""Successive halving with trials whose losses are made up: who goes on, what is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.__main__ import main
+from llmx.compose.complete import Composed
+from llmx.config import Experiment
+from llmx.errors import RunFailed
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir, write_json, write_text
+from llmx.sweep import journal as journals
+from llmx.sweep.halving import Rungs, at_rung, better, continued
+from llmx.sweep.journal import Journal
+from tests.composing import composed
+
+RATES = ["1e-4", "2e-4", "3e-4", "4e-4", "5e-4", "6e-4", "7e-4"]
+LOSSES = dict(zip(RATES, [5.0, 3.0, 1.0, 2.0, 4.0, 6.0, 7.0], strict=True))
+SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "task.steps=100", "batch=demo"]
+WORDS = ["objective=eval/loss", "sweep.halving=10", f"optim.lr={','.join(RATES)}", *SMALL]
+
+
+class Killed(BaseException):
+    """The sweep's process dies here."""
+
+
+class Trials:
+    """Stand for launched runs, which leave a checkpoint and a loss that is LOSSES of the rate."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, int]] = []
+        """Learning rate and last step, as trained."""
+        self.most = 0
+        """Checkpoints that were there at a time."""
+        self.dies_at = -1
+        self.fails = ""
+
+    def begin(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
+        run = snapshot.write(trial.experiment, trial.plan, trial.ds_config, overrides=overrides)
+        return self._train(run, trial.experiment)
+
+    def go_on(self, now: Experiment, **_: Any) -> int:
+        run = RunDir(Path(now.run_dir))
+        former = snapshot.load(run)
+        assert (run.checkpoints / "state").is_file()
+        assert former.optim == now.optim
+        exp = continued(former, now)
+        values = snapshot.config_values(run.config)
+        assert values is not None
+        text = run.config.read_text()
+        assert f"stop_at_step: {json.dumps(former.task.stop_at_step)}\n" in text
+        run.config.write_text(
+            text.replace(
+                f"stop_at_step: {json.dumps(former.task.stop_at_step)}\n",
+                f"stop_at_step: {json.dumps(exp.task.stop_at_step)}\n",
+            )
+        )
+        return self._train(run, exp)
+
+    def _train(self, run: RunDir, exp: Experiment) -> int:
+        if len(self.ran) == self.dies_at:
+            self.dies_at = -1
+            raise Killed
+        rate = f"{exp.optim.lr:.0e}".replace("e-0", "e-")
+        step = exp.task.stop_at_step or 100
+        self.ran.append((rate, step))
+        if rate == self.fails:
+            write_json(run.result, {"outcome": "crash", "cause": "broken"})
+            raise RunFailed("broken")
+        run.checkpoints.mkdir(exist_ok=True)
+        (run.checkpoints / "state").touch()
+        self.most = max(self.most, len(list(run.root.parent.glob("*/checkpoints"))))
+        lines = [
+            {"kind": "start", "step": 0, "total_steps": 100},
+            {"kind": "train", "step": step, "loss": 1.0},
+            {"kind": "eval", "step": step, "loss": LOSSES[rate]},
+            {"kind": "end", "step": step},
+        ]
+        write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        write_json(run.result, {"outcome": "ok", "started": 1.0, "ended": 2.0})
+        return 0
+
+
+@pytest.fixture
+def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
+    found = Trials()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    monkeypatch.setattr("llmx.lifecycle.start.run_composed", found.begin)
+    monkeypatch.setattr("llmx.lifecycle.resume.continued.continue_run", found.go_on)
+    return found
+
+
+def only_sweep() -> Journal:
+    (directory,) = (Path.cwd() / "outputs" / "sweeps").iterdir()
+    found = journals.load(directory)
+    assert found is not None
+    return found
+
+
+FIRST = [(rate, 10) for rate in RATES]
+LATER = [(rate, 20) for rate in ("2e-4", "3e-4", "4e-4", "5e-4")]
+THEN = [("3e-4", 40), ("4e-4", 40)]
+LAST = [("3e-4", 100)]
+
+
+def test_the_better_half_goes_on(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", *WORDS]) == 0
+    assert trials.ran == [*FIRST, *LATER, *THEN, *LAST]
+    assert trials.most <= 5  # half of them, and the one that has just ended
+    journal = only_sweep()
+    outcomes = [entry.outcome for entry in journal.trials]
+    assert outcomes == [*["stopped"] * 2, "ok", *["stopped"] * 4]
+    causes = [entry.cause for entry in journal.trials]
+    assert causes[0] == "at rung 1 of 4, after 10 steps"
+    assert causes[1] == "at rung 2 of 4, after 20 steps"
+    assert causes[3] == "at rung 3 of 4, after 40 steps"
+    assert journal.trials[2].rungs == [[10, 1.0], [20, 1.0], [40, 1.0], [100, 1.0]]
+    assert journal.finished
+    assert len(list(journal.directory.glob("*/checkpoints"))) == 1
+    best = (journal.directory / "experiment" / "best.yaml").read_text()
+    assert "lr: 0.0003" in best
+    said = capsys.readouterr().out
+    assert "rung 2 of 4, to step 20: [1], [2], [3], [4]" in said
+    assert "rung 4 of 4, to their whole run: [2]" in said
+    assert "[0, 5, 6] stopped: at rung 1 of 4, after 10 steps" in said
+    assert "1 of 7 trials ended well; 6 stopped" in said
+
+
+@pytest.mark.parametrize("dies_at", [3, 9, 13])
+def test_a_halving_that_was_killed_goes_on(dies_at: int, trials: Trials) -> None:
+    trials.dies_at = dies_at
+    with pytest.raises(Killed):
+        main(["tune", *WORDS])
+    before = list(trials.ran)
+    assert main(["tune", *WORDS]) == 0
+    assert before == trials.ran[:dies_at]
+    assert trials.ran == [*FIRST, *LATER, *THEN, *LAST]
+    assert [entry.outcome for entry in only_sweep().trials].count("stopped") == 6
+
+
+def test_one_that_fails_is_no_rival(trials: Trials) -> None:
+    trials.fails = "3e-4"
+    assert main(["-m", *(w.replace("objective", "sweep.objective", 1) for w in WORDS[:1]),
+                 *WORDS[1:]]) == 1  # fmt: skip
+    assert trials.ran[-1] == ("4e-4", 100)
+    assert [rate for rate, step in trials.ran if step == 20] == ["2e-4", "4e-4", "5e-4"]
+    outcomes = [entry.outcome for entry in only_sweep().trials]
+    assert outcomes[2:4] == ["crash", "ok"]
+
+
+def test_a_run_that_is_shorter_than_the_first_rung_is_trained_whole(trials: Trials) -> None:
+    words = [word for word in WORDS if not word.startswith(("sweep.halving", "optim.lr"))]
+    assert main(["tune", *words, "sweep.halving=100", "optim.lr=1e-4,3e-4"]) == 0
+    assert trials.ran == [("1e-4", 100), ("3e-4", 100)]
+    assert [entry.outcome for entry in only_sweep().trials] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective=eval/loss", "optim.lr=1e-4,3e-4"], "needs sweep.halving=N"),
+        (["sweep.halving=10", "optim.lr=1e-4,3e-4"], "sweep.trial_steps=10: short trials"),
+        ([*WORDS, "sweep.trial_steps=5"], "Set one of them"),
+        ([*WORDS, "sweep.halving_factor=1"], "sweep.halving_factor=1"),
+    ],
+)
+def test_mistakes_are_said(
+    words: list[str], message: str, trials: Trials, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *SMALL, *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not trials.ran
+
+
+def test_rungs() -> None:
+    rungs = Rungs(10, 2)
+    assert [rungs.stop(rung) for rung in range(4)] == [10, 20, 40, 80]
+    assert [rungs.keep(count) for count in (8, 7, 3, 2, 1)] == [4, 4, 2, 1, 1]
+    assert rungs.count(8, None) == 4
+    assert rungs.count(8, 40) == 3  # the third would be the whole run
+    assert rungs.count(1, 100) == 1
+    assert Rungs(10, 3).count(9, 1000) == 3
+
+
+def test_values_that_are_no_number_come_last() -> None:
+    assert better({0: 2.0, 1: None, 2: float("nan"), 3: 1.0, 4: float("inf")}, "min") == [3, 0]
+    assert better({0: 2.0, 1: 2.0, 2: 3.0}, "max") == [2, 0, 1]
+
+
+def test_what_a_rung_changes_is_taken_back_for_the_whole_run() -> None:
+    exp = composed(["hardware=cpu2", "task.steps=100", "task.eval_every_steps=30"]).experiment
+    first = at_rung(exp, 20, measures=True)
+    assert (first.task.stop_at_step, first.task.eval_every_steps) == (20, 20)
+    assert not first.task.save_model
+    assert first.checkpoint.at_end
+    assert at_rung(exp, 60, measures=True).task.eval_every_steps == 30
+    assert at_rung(exp, None, measures=True) == exp
+    assert continued(first, at_rung(exp, None, measures=True)) == exp
+    found_out = dataclasses.replace(first, data=dataclasses.replace(first.data, layout="padded"))
+    assert continued(found_out, exp).data.layout == "padded"
