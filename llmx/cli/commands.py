@@ -176,9 +176,11 @@ COMMANDS = {
         "  python -m llmx experiment=SWEEP_DIR/best\n\n"
         "A key that is set stays as it is, one with several values is an axis of its own; so\n"
         "zero=stage1,stage2 batch.micro_batch=8 searches those two stages with a micro batch of\n"
-        "8. The same command again continues a search that was ended. More: docs/tuning.md.",
+        "8. The same command again continues a search that was ended. More: docs/tuning.md.\n\n"
+        "For a loss (objective=eval/loss) the values are yours: all train sweep.halving=N steps,\n"
+        "the better half goes on from its checkpoints, and so on; the last one trains in full.",
         words=(
-            Word("objective=", "what is searched for", "NAME", ("tokens_per_s",)),
+            Word("objective=", "what is searched for", "NAME", ("tokens_per_s", "eval/loss")),
             Word("max_trials=", "the same as sweep.max_trials=", "N"),
             Word("max_minutes=", "the same as sweep.max_minutes=", "N"),
             Word("--dry-run", "plan and show the candidates, start nothing"),
@@ -187,6 +189,7 @@ COMMANDS = {
         examples=(
             "python -m llmx tune experiment=mine --dry-run",
             "python -m llmx tune experiment=mine zero=stage1,stage2,stage3 max_trials=12",
+            "python -m llmx tune objective=eval/loss sweep.halving=200 optim.lr=1e-4,3e-4,1e-3",
         ),
     ),
     "resume": Command(

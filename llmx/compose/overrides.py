@@ -324,8 +324,9 @@ def _plain(value: Any) -> Any:
 
 def _check_sweep(overrides: Sequence[Any]) -> None:
     jobs = 1
+    searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in overrides)
     for override in overrides:
-        if override.is_sweep_override():
+        if override.is_sweep_override() and not searches:
             jobs *= max(1, len(_sweep_values(override)))
         elif override.key_or_group == "run_dir":
             raise ConfigError(
