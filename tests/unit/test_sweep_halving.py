@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,3 +206,39 @@ def test_what_a_rung_changes_is_taken_back_for_the_whole_run() -> None:
     assert continued(first, at_rung(exp, None, measures=True)) == exp
     found_out = dataclasses.replace(first, data=dataclasses.replace(first.data, layout="padded"))
     assert continued(found_out, exp).data.layout == "padded"
+
+
+def test_a_trial_goes_on_as_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through all of it but the ranks: snapshot, resume, a process of its own for each rung."""
+
+    def supervise(exp: Experiment, plan: Any, run: RunDir, **_: Any) -> Any:
+        step = exp.task.stop_at_step or 100
+        loss = LOSSES[f"{exp.optim.lr:.0e}".replace("e-0", "e-")]
+        with run.metrics.open("a") as stream:
+            if not run.result.exists():
+                print(json.dumps({"kind": "start", "step": 0, "total_steps": 100}), file=stream)
+            for kind in ("train", "eval", "end"):
+                print(json.dumps({"kind": kind, "step": step, "loss": loss}), file=stream)
+        write_json(run.result, {"outcome": "ok", "started": 1.0, "ended": 2.0})
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    monkeypatch.setattr("llmx.sweep.sweep.supervise", supervise)
+    monkeypatch.setattr("llmx.sweep.sweep.start_report", lambda run: None)
+    words = [word for word in WORDS if not word.startswith("optim.lr")]
+    assert main(["tune", *words, "optim.lr=2e-4,3e-4,4e-4"]) == 0, capsys.readouterr().err
+    journal = only_sweep()
+    assert [entry.outcome for entry in journal.trials] == ["stopped", "ok", "stopped"]
+    run = RunDir(journal.directory / journal.trials[1].run_dir)
+    exp = snapshot.load(run)
+    assert exp.task.stop_at_step is None
+    assert exp.task.save_model
+    assert len(list((run.root / "history").iterdir())) == 2
+    changes = json.loads((run.root / "history" / "001" / "changes.json").read_text())["changes"]
+    assert changes == {"task.stop_at_step": [10, 20], "task.eval_every_steps": [10, 20]}
+    whole = json.loads((run.root / "history" / "002" / "changes.json").read_text())["changes"]
+    assert whole["task.stop_at_step"] == [20, None]
+    assert "changed   task.stop_at_step" in run.console_log.read_text()
