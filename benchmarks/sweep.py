@@ -250,7 +250,7 @@ def concurrent(options: argparse.Namespace) -> Result:
         bench = Bench(root, options.words or MEDIUM, steps=options.steps, ranks=1)
         (root / "conf/hardware").mkdir(parents=True)
         (root / "conf/hardware/pair.yaml").write_text(yaml.safe_dump(hardware_of(cluster, (2, 2))))
-        slot = {"LLMX_SLOT_CORES": str(options.cores), "PYTHONPATH": str(HERE / "peers" / "slot")}
+        slot = {"SLOT_CORES": str(options.cores), "PYTHONPATH": str(HERE / "peers" / "slot")}
         bench.env, bench.peer_env = {**bench.env, **slot}, {**bench.peer_env, **slot}
 
         def start(words: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
@@ -459,8 +459,8 @@ def memory_group(mib: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory of this benchmark; kept where LLMX_BENCH_KEEP is set."""
-    if kept := os.environ.get("LLMX_BENCH_KEEP"):
+    """A directory of this benchmark; kept where BENCH_KEEP is set."""
+    if kept := os.environ.get("BENCH_KEEP"):
         path = Path(kept).absolute()
         path.mkdir(parents=True)
         yield path

@@ -173,7 +173,10 @@ def test_what_the_plan_rules_out_is_never_started(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["objective=eval/loss"], "objective=eval/loss: tune searches for speed"),
+        (
+            ["objective=eval/loss"],
+            "objective=eval/loss: a loss or a metric is tuned by successive halving",
+        ),
         (["objectiv=tokens_per_s"], "objectiv"),
         (["zero=stage9"], "zero"),
         (["batch.micro_batch=0"], "batch.micro_batch=0: must be a whole number"),
