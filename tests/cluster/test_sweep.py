@@ -1,0 +1,154 @@
+"""A sweep in which everything goes wrong that can: no memory, a hang, a crash, a power loss.
+
+``pytest -m cluster tests/cluster/test_sweep.py``
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmx.run.rundir import RunDir, read_mapping
+from tests.cluster.launching import SMALL, LlmxRun, hardware_of, nothing_left
+from tests.cluster.netns import Cluster, wait_until
+from tests.programs import faulty
+
+RAM_MIB = 1400
+"""Of each host: DeepSpeed's launchers and a rank take about two thirds."""
+HUGE = {"config": {"intermediate_size": 131072}}
+"""A micro batch of six such samples takes 1.6 GiB."""
+TRIALS: dict[str, dict[str, Any]] = {
+    "large": {"model": HUGE, "batch": {"micro_batch": 6}},
+    "stuck": {"task": {"options": {"fault": "hang"}}, "launch": {"hang_timeout_s": 6}},
+    "larger": {"model": HUGE, "batch": {"micro_batch": 12}},
+    "good": {"optim": {"lr": 1e-3}},
+    "broken": {"task": {"options": {"fault": "crash"}}, "optim": {"lr": 1e-4}},
+    "better": {"optim": {"lr": 5e-3}},
+}
+"""In this order, two at a time: the first two have a host each; the third waits for the first."""
+
+
+def test_a_sweep_on_two_hosts_ends_as_it_must(
+    make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
+) -> None:
+    need("pdsh")
+    cluster = make_cluster(hosts=2)
+    for host in cluster.hosts:
+        host.limit_memory(RAM_MIB)
+    directory = tmp_path / "sweep"
+    write_trials(tmp_path / "conf", cluster)
+    shutil.copy(faulty.__file__, tmp_path / "faulty.py")
+    own = ("experiment=", "model.config.intermediate_size=", "batch.micro_batch=")
+    words = [word for word in SMALL if not word.startswith(own)]
+    run = start(
+        cluster,
+        tmp_path,
+        [
+            "-m", f"experiment={','.join(TRIALS)}", *words, "hardware=pair", "sweep.trial_steps=3",
+            "sweep.slots_per_trial=1", "sweep.objective=train/loss", f"hydra.sweep.dir={directory}",
+            f"data.cache_dir={tmp_path}/cache", f"--config-dir={tmp_path}/conf",
+        ],
+    )  # fmt: skip
+
+    def until(name: str, state: str) -> None:
+        def reached() -> bool:
+            assert run.process.poll() is None, run.output()
+            return entries(directory).get(name, {}).get("state") == state
+
+        wait_until(reached, timeout_s=240, what=f"{name} is {state}")
+
+    for name in ("large", "stuck", "larger", "good", "broken"):
+        until(name, "ended")
+    until("better", "running")
+    run.kill()
+    run.process.wait()
+    first = entries(directory)
+    outcomes = {name: entry["outcome"] for name, entry in first.items()}
+    assert outcomes == {
+        "large": "oom", "stuck": "hang", "larger": "pruned", "good": "ok", "broken": "crash",
+        "better": "",
+    }, run.output()  # fmt: skip
+    causes = {name: entry["cause"] for name, entry in first.items()}
+    assert "OOM killer" in causes["large"]
+    assert "no rank made progress" in causes["stuck"]
+    assert causes["larger"].startswith("trial 0 ran out of memory and needs no more")
+    assert "the wheel came off" in causes["broken"]
+    used = {entry["slots"].partition(":")[0] for entry in first.values() if entry["slots"]}
+    assert used == {host.name for host in cluster.hosts}
+    assert not (directory / "2_experiment-larger" / "result.json").exists()
+
+    # What is missing or is asked for runs again; the rest stays as it is.
+    Path(tmp_path / "healed").touch()
+    again = start(cluster, tmp_path, ["sweep", "resume", str(directory), "sweep.retry=[crash]"])
+    assert again.wait(timeout_s=240) != 0, "two trials have failed"
+    last, said = entries(directory), again.output()
+    assert {name: entry["outcome"] for name, entry in last.items()} == outcomes | {
+        "broken": "ok", "better": "ok",
+    }, said  # fmt: skip
+    for name in ("large", "stuck", "good"):
+        assert last[name] == {**first[name], "overrides": last[name]["overrides"]}
+    run_of = {name: RunDir(directory / entry["run_dir"]) for name, entry in last.items()}
+    before = [path.name for path in directory.glob("*.attempt-1")]
+    assert sorted(before) == sorted(
+        f"{run_of[n].root.name}.attempt-1" for n in ("broken", "better")
+    )
+    losses = {
+        name: read_mapping(run_of[name].result)["final_loss"]
+        for name in ("good", "broken", "better")
+    }
+    assert min(losses, key=lambda name: losses[name]) == "better"
+    assert (
+        "Trial 5, the best of 3 by train/loss" in (directory / "experiment/best.yaml").read_text()
+    )
+    table = (directory / "sweep.md").read_text()
+    for word in ("oom", "hang", "pruned", "OOM killer", "ran out of memory and needs no more"):
+        assert word in table
+    # Once for all trials.
+    assert len(list((tmp_path / "cache/data").glob("demo-train-*/meta.json"))) == 1
+    nothing_left(cluster)
+
+
+def write_trials(conf: Path, cluster: Cluster) -> None:
+    """The hosts as ``hardware=pair``, and each trial as an experiment."""
+    for group in ("hardware", "experiment"):
+        (conf / group).mkdir(parents=True)
+    hardware = hardware_of(cluster, (1, 1))
+    (conf / "hardware/pair.yaml").write_text(yaml.safe_dump(hardware))
+    for name, own in TRIALS.items():
+        task = {"kind": "faulty:Faulty", **own.get("task", {})}
+        batch = own.get("batch", {"micro_batch": 2})
+        values = {"defaults": ["demo", "_self_"], **own, "batch": batch, "task": task}
+        text = f"# @package _global_\n{yaml.safe_dump(values, sort_keys=False)}"
+        (conf / f"experiment/{name}.yaml").write_text(text)
+
+
+def entries(directory: Path) -> dict[str, dict[str, Any]]:
+    """The trials of the journal, by what is their own."""
+    trials = read_mapping(directory / "sweep.json").get("trials", [])
+    found = {}
+    for trial in trials:
+        (word,) = [word for word in trial["overrides"] if word.startswith("experiment=")]
+        found[word.removeprefix("experiment=")] = trial
+    return found
+
+
+def start(cluster: Cluster, directory: Path, words: Sequence[str]) -> LlmxRun:
+    """``python -m llmx WORDS`` on the first host."""
+    out = directory / f"{words[0].lstrip('-')}.out"
+    with out.open("wb") as stream:
+        process = cluster.first.popen(
+            [sys.executable, "-m", "llmx", *words],
+            cwd=str(directory),
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    return LlmxRun(cluster.first, process, directory / "none", out)
