@@ -324,7 +324,9 @@ def _plain(value: Any) -> Any:
 
 def _check_sweep(overrides: Sequence[Any]) -> None:
     jobs = 1
-    searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in overrides)
+    searches = any(
+        o.key_or_group == "hydra/sweeper" and o.value() not in ("grid", "basic") for o in overrides
+    )
     for override in overrides:
         if override.is_sweep_override() and not searches:
             jobs *= max(1, len(_sweep_values(override)))

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from llmx.config import Experiment
 from llmx.errors import LaunchError
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.transports.slurm import chosen_options
 from llmx.run.rundir import RunDir, read_mapping, write_text
 from llmx.run.snapshot import run_id
 from llmx.sweep.process import End, Ended
@@ -126,7 +127,7 @@ class SlurmJob:
 
 def arguments(spec: LaunchSpec) -> list[str]:
     """What the job asks for: the hosts of the plan, with a task for each rank."""
-    hosts, slurm = spec.plan.hosts, spec.exp.launch.slurm
+    hosts = spec.plan.hosts
     args = [
         "--parsable",
         # Not that of its ranks, which are cancelled by theirs.
@@ -143,13 +144,7 @@ def arguments(spec: LaunchSpec) -> list[str]:
         args.append(f"--cpus-per-task={spec.cpus_per_task}")
     if spec.plan.accelerator == "cuda":
         args.append(f"--gpus-per-node={hosts[0].slots}")
-    if slurm.partition:
-        args.append(f"--partition={slurm.partition}")
-    if slurm.account:
-        args.append(f"--account={slurm.account}")
-    if slurm.time_limit:
-        args.append(f"--time={slurm.time_limit}")
-    return [*args, *slurm.extra_args]
+    return [*args, *chosen_options(spec.exp.launch.slurm)]
 
 
 def script(spec: LaunchSpec) -> str:

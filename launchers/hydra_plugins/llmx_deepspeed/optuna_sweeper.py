@@ -7,18 +7,13 @@ has to be told what is better. Thin, as ``launcher.py``; the work is in ``_optun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.plugins.sweeper import Sweeper
-
-if TYPE_CHECKING:
-    from hydra.plugins.launcher import Launcher
-    from hydra.types import HydraContext, TaskFunction
-    from omegaconf import DictConfig
+from hydra_plugins.llmx_deepspeed._sweeper import SearchSweeper
 
 
-class OptunaSweeper(Sweeper):
+class OptunaSweeper(SearchSweeper):
     """Asks Optuna for trials, and tells it what they measured."""
 
     def __init__(
@@ -35,20 +30,6 @@ class OptunaSweeper(Sweeper):
         self.sampler, self.seed = sampler, seed
         self.storage, self.study_name = storage, study_name
         self.params = params
-        self.config: DictConfig | None = None
-        self.launcher: Launcher | None = None
-        self.hydra_context: HydraContext | None = None
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        from hydra.core.plugins import Plugins
-
-        self.hydra_context = hydra_context
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
 
     def sweep(self, arguments: list[str]) -> Any:
         from hydra_plugins.llmx_deepspeed import _optuna

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 
+from llmx.config.schema import SlurmConfig
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports.base import Transport, deepspeed_argv
 
@@ -51,13 +52,7 @@ class SlurmTransport(Transport):
         if spec.plan.accelerator == "cuda":
             # Each rank sees all GPUs of its host, and takes the one of its local rank.
             args += [f"--gpus-per-node={hosts[0].slots}", "--gpu-bind=none"]
-        if slurm.partition:
-            args.append(f"--partition={slurm.partition}")
-        if slurm.account:
-            args.append(f"--account={slurm.account}")
-        if slurm.time_limit:
-            args.append(f"--time={slurm.time_limit}")
-        return [*args, *slurm.extra_args]
+        return [*args, *chosen_options(slurm)]
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:
         return {
@@ -92,3 +87,13 @@ def _to_steps(spec: LaunchSpec, *words: str) -> list[str]:
     own = f"awk '$2 == \"{spec.job_name}\" {{print $1}}'"
     end = shlex.join(["xargs", "-r", "scancel", "--quiet", *words])
     return ["sh", "-c", f"{find} | {own} | {end}"]
+
+
+def chosen_options(slurm: SlurmConfig) -> list[str]:
+    """What ``launch.slurm`` says, as options of ``srun`` and ``sbatch`` alike."""
+    named = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time_limit,
+    }
+    return [*(f"--{name}={value}" for name, value in named.items() if value), *slurm.extra_args]
