@@ -40,6 +40,13 @@ def hardware_problems(hardware: HardwareConfig, zero: ZeroConfig) -> Iterator[st
             yield from _device(name, hardware.devices[name])
     if len({device.accelerator for device in used_devices(hardware).values()}) > 1:
         yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
+    for name in hardware.price_per_hour:
+        if name not in hardware.devices:
+            yield (
+                f"hardware.price_per_hour: {shown(name)} is no device type."
+                f"{did_you_mean(name[:100], hardware.devices)} A price is of one device an hour, "
+                "by its type: hardware.price_per_hour.a100_80g=1.9."
+            )
     yield from _zeropp(zero, hardware.hosts)
 
 

@@ -436,6 +436,12 @@ class DeviceConfig:
     """Dense peak by precision, TFLOP/s; the denominator of MFU."""
     memory_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=2000)
     """Memory bandwidth, GB/s."""
+    link_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=300)
+    """To the other devices of its host (NVLink, PCIe), GB/s in one direction, for predicted times.
+    0: as over PCIe 4."""
+    host_link_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=32)
+    """To its host's memory (PCIe), GB/s in one direction, for the predicted time of offloading. 0:
+    as over PCIe 4."""
 
 
 @dataclass
@@ -493,6 +499,14 @@ class HardwareConfig:
     """Device types by name, from the makers' data sheets; add yours beside the known ones."""
     master_addr: str | None = None
     """Where rank 0 is reached; default: the address of the first host."""
+    network_gbit_per_s: float | None = number(None, above=0, maximum=10**6, example=100)
+    """Network of each host towards the others, Gbit/s in one direction, for predicted times: of
+    all its interfaces that NCCL uses. Null: 10 is assumed, and said."""
+    price_per_hour: dict[str, float] = mapping(
+        maximum=100, example="{a100_80g: 1.9}", values=Range(minimum=0, maximum=10**6)
+    )
+    """What one device costs an hour, by device type, in any currency; ``plan`` then says what the
+    run costs."""
     env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
     """Variables of this cluster's ranks, e.g. ``NCCL_IB_DISABLE: "1"``. Allow-listed."""
 

@@ -30,6 +30,7 @@ from llmx.plan.memory import (
     predict_memory,
 )
 from llmx.plan.precision import choose_grad_accum, choose_precision
+from llmx.plan.step_time import with_time
 from llmx.plan.types import (
     SUMMED,
     BalancePlan,
@@ -112,7 +113,7 @@ def make_plan(
     )
     memory = memory_with(grad_accum)
     peaks = [hardware.devices[rank.device].peak_tflops.get(precision, 0.0) for rank in ranks]
-    return Plan(
+    plan = Plan(
         hosts=hosts,
         ranks=ranks,
         accelerator=accelerator,
@@ -141,6 +142,7 @@ def make_plan(
             for name in used
         ),
     )
+    return with_time(plan, exp)
 
 
 def attention_for(

@@ -73,7 +73,7 @@ def predict_memory(
     trained = trained_parameters(exp.model, exp.adapter) or n
     width = BYTES[precision]
     shard = trained / world_size if zero.stage >= 1 else trained
-    optimizer = _optimizer_bytes(exp.optim.kind, precision) * shard
+    optimizer = optimizer_bytes(exp.optim.kind, precision) * shard
     if exp.optim.kind == "muon" and not adapter:
         # What is outside the layers is AdamW's.
         outside = geometry.vocab_size * geometry.hidden_size
@@ -221,7 +221,8 @@ def before_training_gib(
     return found / GIB + 1.0
 
 
-def _optimizer_bytes(kind: str, precision: str) -> int:
+def optimizer_bytes(kind: str, precision: str) -> int:
+    """Of an element that is trained: states and master weight."""
     # A row and a column of a matrix are next to nothing.
     moments = {"sgd": 0, "lion": 4, "muon": 4, "adafactor": 0, "adam8bit": 2}.get(kind, 8)
     return moments + (0 if precision == "fp32" else 4)
@@ -297,7 +298,7 @@ def _save_bytes(
     """Copies in host memory of what a checkpoint saved in the background holds."""
     if checkpoint.background == "never" or not (checkpoint.every_steps or checkpoint.every_minutes):
         return 0.0
-    return (_optimizer_bytes(optim.kind, precision) + (4 if precision == "fp32" else 0)) * shard
+    return (optimizer_bytes(optim.kind, precision) + (4 if precision == "fp32" else 0)) * shard
 
 
 def _logits_bytes(

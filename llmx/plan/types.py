@@ -163,6 +163,54 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """One kind of communication of a step."""
+
+    name: str
+    gb: float
+    """10^9 bytes that a rank sends."""
+    seconds: float
+    """Whether computing hides it or not."""
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """Predicted time of one optimizer step (``llmx.plan.step_time``), and what follows from it."""
+
+    step_s: float = 0.0
+    """0: it is not known."""
+    unknown: str = ""
+    """Why it is not known, with the key to set."""
+    computing_s: float = 0.0
+    """Forward and backward, of the slowest ranks."""
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    """Of the communication, what computing does not hide."""
+    update_s: float = 0.0
+    host_s: float = 0.0
+    """Copies to and from host memory or NVMe, and the update there (offload)."""
+    flops: float = 0.0
+    """Of the model in a step; what is computed again is not counted."""
+    tokens_per_s: float = 0.0
+    """Padding included."""
+    mfu: tuple[tuple[str, float], ...] = ()
+    """(device type, its part of its peak), one each whose peak is known."""
+    idle: tuple[float, ...] = ()
+    """Part of a step in which a rank waits for slower ones, one each."""
+    even_step_s: float = 0.0
+    """Of the even split, where the plan's is not even; 0: there is none."""
+    bottleneck: str = ""
+    exchanges: tuple[Exchange, ...] = ()
+    hours: float = 0.0
+    """Of all steps, without evaluation and saves; 0 where the number of steps is not known."""
+    device_hours: float = 0.0
+    cost: float | None = None
+    """By ``hardware.price_per_hour``; None where a price or the hours are not known."""
+    sources: tuple[str, ...] = ()
+    """What was assumed or learned, for a person."""
+
+
+@dataclass(frozen=True)
 class FrozenNetwork:
     """A network that a task has beside the one that it trains: neither gradients nor optimizer."""
 
@@ -226,6 +274,8 @@ class Plan:
 
     balance: BalancePlan | None = None
     """None: evenly. Left out of the file then."""
+    time: TimePlan | None = None
+    """None in a plan of an older llmx."""
 
     def attention_on(self, device: str) -> str:
         """For packed rows on this type of device; empty in a plan of an older llmx."""
@@ -248,6 +298,8 @@ class Plan:
             del values["logits"]
         if self.balance is None:
             del values["balance"]
+        if self.time is None:
+            del values["time"]
         if not self.batch.sizes:
             del values["batch"]["sizes"]
         return values
@@ -260,6 +312,7 @@ class Plan:
         batch["micro_batches"] = tuple(batch["micro_batches"])
         batch["sizes"] = tuple(tuple(sizes) for sizes in batch.get("sizes", ()))
         balance = values.pop("balance", None)
+        time = values.pop("time", None)
         return cls(
             hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
             ranks=tuple(_rank_plan(rank) for rank in values.pop("ranks")),
@@ -269,6 +322,7 @@ class Plan:
             frozen=tuple(FrozenNetwork(**one) for one in values.pop("frozen", ())),
             attention=tuple((name, way) for name, way in values.pop("attention", ())),
             balance=None if balance is None else balance_from_dict(balance),
+            time=None if time is None else _time_plan(time),
             **values,
         )
 
@@ -277,6 +331,16 @@ def balance_from_dict(values: dict[str, Any]) -> BalancePlan:
     """The inverse of ``dataclasses.asdict``, also after a trip through JSON."""
     speeds = tuple(RankSpeed(**speed) for speed in values["speeds"])
     return BalancePlan(**{**values, "speeds": speeds, "limits": tuple(values["limits"])})
+
+
+def _time_plan(values: dict[str, Any]) -> TimePlan:
+    lists = {
+        "mfu": tuple((name, part) for name, part in values["mfu"]),
+        "idle": tuple(values["idle"]),
+        "exchanges": tuple(Exchange(**one) for one in values["exchanges"]),
+        "sources": tuple(values["sources"]),
+    }
+    return TimePlan(**{**values, **lists})
 
 
 def _rank_plan(values: dict[str, Any]) -> RankPlan:

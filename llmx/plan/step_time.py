@@ -1,0 +1,498 @@
+"""Predicted time of one optimizer step of a plan. Pure arithmetic, milliseconds; nothing is run.
+
+``step_time(exp, plan)`` is computing on the slowest rank, what of the communication it does not
+hide, the update, and copies to host memory. What each part takes is its work over a peak of the
+data sheet times the part of it that is reached: ``assumed_efficiency`` and ``*_REACHED`` are
+assumptions, which finished runs replace (``Known``). docs/planner.md says what is not verified.
+
+What is sent, M bytes of gradients or of parameters, P ranks, ring collectives (an all-gather or a
+reduce-scatter sends M (P-1)/P by rank, an all-reduce twice that):
+
+- stages as in "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+  (arXiv:1910.02054, section 7), but as DeepSpeed 0.19.8 runs them: stages 1 and 2 *all-reduce*
+  their buckets (``use_multi_rank_bucket_allreduce``, ``stage_1_and_2.py: average_tensor``), so
+  that they send 3 M where the paper has 2 M; stage 1 once a step (``engine.py:
+  allreduce_gradients``), stage 2 in every micro step; both gather the parameters after the update.
+  Stage 3 gathers them in every forward and backward pass, but for those that it keeps between the
+  two (``max_reuse_distance``).
+- ZeRO++ (arXiv:2306.10209): qwZ gathers 8 bits; with hpZ a step's first forward pass gathers over
+  all ranks, and everything after it within a group of ``hpz_partition_size`` (the second copy is
+  given up after the update alone, ``stage3.py: invalidate_secondary_tensor``); qgZ sends 4 bits in
+  two all-to-alls, within a host and then between hosts.
+
+``python -m pytest tests/unit/test_plan_step_time.py``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from llmx.config.schema import BatchConfig, DeviceConfig, Experiment
+from llmx.errors import ConfigError
+from llmx.plan.batch import solve_batch
+from llmx.plan.ds_config import bucket_sizes
+from llmx.plan.geometry import Geometry, model_geometry
+from llmx.plan.memory import BYTES, optimizer_bytes
+from llmx.plan.types import BatchPlan, Exchange, Plan, TimePlan
+
+DEFAULT_EFFICIENCY = 0.4
+BY_DEVICE = {"h20_96g": 0.65}
+"""Where the peak is low beside the memory's speed."""
+BY_CAPABILITY = {7.0: 0.3, 7.5: 0.3, 8.0: 0.5, 8.6: 0.45, 8.9: 0.45, 9.0: 0.4}
+"""Part of the 16-bit peak that training reaches, by generation: a V100 30 %
+(arXiv:1909.08053), an A100 44 to 52 % (arXiv:2104.04473, table 1), an H100 38 to 43 %
+(arXiv:2407.21783, table 4). The others are guesses between them."""
+FP32_EFFICIENCY = 0.6
+"""Of the peak without tensor cores, which is easier to reach."""
+MEMORY_REACHED = 0.7
+LINK_REACHED = 0.75
+"""Parts of a data sheet's GB/s that are reached."""
+LAYER_S = 0.5e-3
+"""Launching the kernels of a layer, forward and backward, takes a CPU so long: a GPU cannot be
+faster, however small the micro batch."""
+SELECTIVE = 0.1
+"""Of a forward pass: what selective checkpointing computes again moves memory only."""
+NOT_HIDDEN = 0.1
+"""Of communication that overlaps with computing: the first and the last bucket do not."""
+LINK_GB_PER_S = {"cuda": 25.0, "cpu": 5.0}
+HOST_LINK_GB_PER_S = {"cuda": 25.0, "cpu": 10.0}
+DEVICE_MEMORY_GB_PER_S = {"cuda": 500.0, "cpu": 20.0}
+NETWORK_GBIT_PER_S = 10.0
+"""Where the config does not say."""
+HOST_MEMORY_GB_PER_S = 100.0
+"""Of a host's RAM, for an update there, which all ranks of a host share. A guess."""
+NVME_GB_PER_S = 3.0
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Known:
+    """What finished runs have shown, instead of assumptions."""
+
+    tflops: Mapping[str, float] = field(default_factory=dict)
+    """TFLOP/s that a device reaches, by type; recomputed activations are counted."""
+    link_gb_per_s: float | None = None
+    """What collectives of all ranks reach, by rank."""
+    source: str = ""
+    """For a person: ``learned from 3 runs``."""
+
+
+NOTHING = Known()
+
+
+def assumed_efficiency(name: str, device: DeviceConfig, precision: str) -> float:
+    """The part of its peak that a device is assumed to reach in training."""
+    if precision == "fp32":
+        return FP32_EFFICIENCY
+    by_generation = BY_CAPABILITY.get(device.compute_capability, DEFAULT_EFFICIENCY)
+    return BY_DEVICE.get(name, by_generation)
+
+
+def step_time(
+    exp: Experiment, plan: Plan, *, known: Known = NOTHING, flops: TokenFlops | None = None
+) -> TimePlan:
+    """The predicted time of an optimizer step, and what follows from it; ``step_s`` is 0, and
+    ``unknown`` says why, where it cannot be told.
+
+    ``flops``: of a token, where it is not to be computed from the geometry of the model.
+    """
+    return _Prediction(exp, plan, known, flops).predict()
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Floating point operations of one token."""
+
+    forward: float
+    backward: float
+    """Without what is computed again."""
+    again: float = 0.0
+    """By activation checkpointing."""
+
+    @property
+    def model(self) -> float:
+        """What MFU counts."""
+        return self.forward + self.backward
+
+    @property
+    def run(self) -> float:
+        """What is computed."""
+        return self.model + self.again
+
+
+def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
+    """Of the model as it is trained, and of frozen networks beside it."""
+    seq_len = plan.batch.seq_len
+    whole = shape.flops_per_token(seq_len, trained=plan.num_trained)
+    # A forward pass is a third of training all weights.
+    forward = shape.flops_per_token(seq_len) / 3
+    head = 2.0 * shape.vocab_size * shape.hidden_size  # is not checkpointed
+    again = {"full": max(0.0, forward - head), "selective": SELECTIVE * forward}.get(
+        exp.model.activation_checkpointing, 0.0
+    )
+    frozen = sum(2.0 * one.num_parameters for one in plan.frozen if not one.before_training)
+    return TokenFlops(forward + frozen, whole - forward, again)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """One kind of communication of a step."""
+
+    name: str
+    size: float
+    """Bytes that a rank sends."""
+    hidden_by: str = ""
+    """``forward``, ``backward`` or ``last backward``; empty: nothing is computed meanwhile."""
+    link: str = "all"
+    """``all`` ranks, those ``inside`` a host, or a ring ``between`` hosts."""
+
+
+class _Prediction:
+    def __init__(self, exp: Experiment, plan: Plan, known: Known, flops: TokenFlops | None) -> None:
+        self.exp, self.plan, self.known = exp, plan, known
+        self.devices = {rank.device: exp.hardware.devices[rank.device] for rank in plan.ranks}
+        self.shape = model_geometry(exp.model)
+        if flops is None and self.shape is not None:
+            flops = token_flops(exp, plan, self.shape)
+        self.flops = flops
+        self.width = BYTES[plan.precision]
+        self.elements = plan.num_parameters
+        self.trained = plan.num_parameters if plan.num_trained is None else plan.num_trained
+        self.sources: list[str] = []
+
+    def predict(self) -> TimePlan:
+        plan, flops = self.plan, self.flops
+        if flops is None or not self.elements:
+            return TimePlan(unknown="the size of the model is not known on this machine")
+        for name, device in self.devices.items():
+            if not self._tflops(name, device):
+                key = f"hardware.devices.{name}.peak_tflops.{plan.precision}"
+                return TimePlan(unknown=f"{key} is not set, and no run on it has been seen")
+        each, computed = self._computing(plan.batch)
+        sent = [one for one in self._sent() if one.size]
+        seconds = [self._seconds(one) for one in sent]
+        exposed = self._exposed(sent, seconds, computed)
+        update, host = self._update(), self._offload()
+        step = computed + exposed + update + host
+        tokens = plan.batch.tokens_per_step
+        steps, world = plan.total_steps, plan.world_size
+        hours = step * steps / 3600 if steps else 0.0
+        return TimePlan(
+            step_s=step,
+            computing_s=computed,
+            communication_s=sum(seconds),
+            exposed_s=exposed,
+            update_s=update,
+            host_s=host,
+            flops=flops.model * tokens,
+            tokens_per_s=tokens / step,
+            mfu=tuple(self._mfu(flops.model, step)),
+            idle=tuple((computed - own) / step for own in each),
+            even_step_s=self._even(),
+            bottleneck=self._bottleneck(each, computed, exposed, update, host),
+            exchanges=tuple(
+                Exchange(one.name, one.size / GB, taken)
+                for one, taken in zip(sent, seconds, strict=True)
+            ),
+            hours=hours,
+            device_hours=hours * world,
+            cost=self._cost(hours),
+            sources=tuple(dict.fromkeys(self.sources)),
+        )
+
+    # Computing.
+
+    def _tflops(self, name: str, device: DeviceConfig) -> float:
+        """That it reaches; 0 where neither a run nor a data sheet tells."""
+        precision = self.plan.precision
+        if name in self.known.tflops:
+            reached = self.known.tflops[name]
+            self.sources.append(f"{name}: {reached:.3g} TFLOP/s, {self.known.source}")
+            return reached
+        peak = device.peak_tflops.get(precision, 0.0)
+        part = assumed_efficiency(name, device, precision)
+        if peak:
+            self.sources.append(f"{name}: {part:.0%} of {peak:g} TFLOP/s in {precision} (assumed)")
+        return peak * part
+
+    def micro_batch_s(self, name: str, samples: int) -> float:
+        """Forward and backward of a micro batch on a type of device."""
+        assert self.flops is not None
+        return max(self._limits(name, samples).values())
+
+    def _limits(self, name: str, samples: int) -> dict[str, float]:
+        """What bounds a micro batch: each alone would take so long."""
+        assert self.flops is not None
+        device = self.devices[name]
+        tokens = samples * self.plan.batch.seq_len
+        found = {"computing": self.flops.run * tokens / (1e12 * self._tflops(name, device))}
+        if device.accelerator == "cuda" and name not in self.known.tflops:
+            more = self.flops.run / self.flops.model
+            layers = self.shape.num_layers if self.shape else 0
+            found["launching kernels"] = layers * LAYER_S * more
+            # Weights are read forward and backward, and their gradients written.
+            speed = self._memory_speed(device)
+            found["reading weights"] = 3 * self.width * self.elements / speed
+        return found
+
+    def _memory_speed(self, device: DeviceConfig) -> float:
+        """Bytes a second that are reached."""
+        found = device.memory_gb_per_s or DEVICE_MEMORY_GB_PER_S[device.accelerator]
+        return found * GB * MEMORY_REACHED
+
+    def _computing(self, batch: BatchPlan) -> tuple[list[float], float]:
+        """Seconds of each rank, and of the step: those who wait for each other in every micro step
+        (ZeRO 2 and 3) take the slowest of each."""
+        times: dict[tuple[str, int], float] = {}
+
+        def time_of(name: str, size: int) -> float:
+            if (name, size) not in times:
+                times[name, size] = self.micro_batch_s(name, size)
+            return times[name, size]
+
+        by_kind: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+        kinds = []
+        for rank in self.plan.ranks:
+            sizes = batch.sizes_of(rank.rank)
+            kinds.append((rank.device, sizes))
+            if kinds[-1] not in by_kind:
+                by_kind[kinds[-1]] = [time_of(rank.device, size) for size in sizes]
+        each = [sum(by_kind[kind]) for kind in kinds]
+        if self.exp.zero.stage < 2:
+            return each, max(each)
+        longest = max(map(len, by_kind.values()))
+        rows = [[*own, *([0.0] * (longest - len(own)))] for own in by_kind.values()]
+        return each, sum(max(together) for together in zip(*rows, strict=True))
+
+    def _even(self) -> float:
+        """The step of the even split, where the plan's is another one; 0: there is none."""
+        plan = self.plan
+        if plan.balance is None:
+            return 0.0
+        size = max(plan.balance.limits)
+        wanted = BatchConfig(global_batch=plan.batch.global_batch, micro_batch=size)
+        try:
+            batch = solve_batch(wanted, seq_len=plan.batch.seq_len, world=plan.world_size)
+        except ConfigError:
+            return 0.0
+        even = replace(plan, batch=batch, balance=None)
+        return step_time(self.exp, even, known=self.known, flops=self.flops).step_s
+
+    def _mfu(self, per_token: float, step: float) -> list[tuple[str, float]]:
+        found = []
+        for name, device in self.devices.items():
+            ranks = [rank.rank for rank in self.plan.ranks if rank.device == name]
+            peak = 1e12 * device.peak_tflops.get(self.plan.precision, 0.0) * len(ranks)
+            samples = sum(sum(self.plan.batch.sizes_of(rank)) for rank in ranks)
+            if peak:
+                done = per_token * samples * self.plan.batch.seq_len
+                found.append((name, done / (peak * step)))
+        return found
+
+    # Communication.
+
+    def _sent(self) -> list[_Sent]:
+        plan, zero = self.plan, self.exp.zero
+        world = plan.world_size
+        if world == 1:
+            return []
+        micro_steps, part = plan.batch.accumulation, (world - 1) / world
+        width = self.width
+        if zero.extra.get("communication_data_type") == "fp32":
+            width = 4
+        if zero.stage == 1 and plan.precision == "bf16":
+            # DeepSpeed's BF16_Optimizer reduces the sums.
+            width = max(width, BYTES[plan.grad_accum_dtype or plan.precision])
+        gradients = width * self.trained * part
+        parameters = self.width * self.trained * part
+        if zero.stage == 0:
+            return [_Sent("all-reduce of gradients", 2 * gradients)]
+        if zero.stage < 3:
+            times = micro_steps if zero.stage == 2 else 1
+            by = "backward" if zero.stage == 2 else "last backward"
+            return [
+                _Sent("all-reduce of gradients", 2 * gradients * times, by),
+                _Sent("all-gather of parameters", parameters),
+            ]
+        return self._sent_by_stage_3(micro_steps, gradients)
+
+    def _sent_by_stage_3(self, micro_steps: int, gradients: float) -> list[_Sent]:
+        zero, world = self.exp.zero, self.plan.world_size
+        width = 1 if zero.quantized_weights else self.width
+        kept = min(1.0, zero.max_reuse_distance / 2 / self.elements)
+        forward, backward = micro_steps, micro_steps * (1 - kept)
+        whole = width * self.elements
+
+        def gathered(times: float, group: int) -> float:
+            return times * whole * (group - 1) / group
+
+        found = []
+        if zero.hpz_partition_size > 1:
+            group = min(zero.hpz_partition_size, world)
+            inside = all(group <= host.slots for host in self.plan.hosts)
+            link = "inside" if inside else "all"
+            found = [
+                _Sent("all-gather, first forward", gathered(1, world), "forward"),
+                _Sent("all-gather, hpZ", gathered(forward - 1 + backward, group), "backward", link),
+            ]
+        else:
+            found = [
+                _Sent("all-gather, forward", gathered(forward, world), "forward"),
+                _Sent("all-gather, backward", gathered(backward, world), "backward"),
+            ]
+        if zero.quantized_gradients and len(self.plan.hosts) > 1:
+            slots, hosts = max(host.slots for host in self.plan.hosts), len(self.plan.hosts)
+            size = 0.5 * self.trained * micro_steps
+            # All ranks of a host share its network, and each sends its part.
+            return [
+                *found,
+                _Sent("qgZ in a host", size * (slots - 1) / slots, "backward", "inside"),
+                _Sent("qgZ between hosts", size * (hosts - 1) / hosts, "backward", "between"),
+            ]
+        reduced = _Sent("reduce-scatter of gradients", gradients * micro_steps, "backward")
+        return [*found, reduced]
+
+    def _seconds(self, one: _Sent) -> float:
+        if self.known.link_gb_per_s is not None and one.link == "all":
+            self.sources.append(
+                f"collectives: {self.known.link_gb_per_s:.3g} GB/s, {self.known.source}"
+            )
+            return one.size / (self.known.link_gb_per_s * GB)
+        speeds = []
+        if one.link in ("all", "inside"):
+            speeds += [self._link(host.device) for host in self.plan.hosts if host.slots > 1]
+        if one.link in ("all", "between") and len(self.plan.hosts) > 1:
+            speeds.append(self._network())
+        return one.size / (min(speeds) * GB * LINK_REACHED) if speeds else 0.0
+
+    def _link(self, name: str) -> float:
+        device = self.devices[name]
+        if device.link_gb_per_s:
+            return device.link_gb_per_s
+        assumed = LINK_GB_PER_S[device.accelerator]
+        self.sources.append(
+            f"{name}: {assumed:g} GB/s to the others of its host (assumed: "
+            f"hardware.devices.{name}.link_gb_per_s)"
+        )
+        return assumed
+
+    def _network(self) -> float:
+        gbit = self.exp.hardware.network_gbit_per_s
+        if gbit is None:
+            gbit = NETWORK_GBIT_PER_S
+            self.sources.append(
+                f"network: {gbit:g} Gbit/s by host (assumed: hardware.network_gbit_per_s)"
+            )
+        return gbit / 8
+
+    def _exposed(self, sent: list[_Sent], seconds: list[float], computed: float) -> float:
+        """What of the communication no computing hides."""
+        assert self.flops is not None
+        sizes = bucket_sizes(self.exp.model, self.exp.zero, self.plan.accelerator)
+        forward = self.flops.forward / self.flops.run
+        room = {
+            "forward": computed * forward,
+            "backward": computed * (1 - forward),
+            "last backward": computed * (1 - forward) / self.plan.batch.accumulation,
+        }
+        taken: dict[str, float] = {}
+        exposed = 0.0
+        for one, time in zip(sent, seconds, strict=True):
+            if not one.hidden_by or not sizes["overlap"]:
+                exposed += time
+            else:
+                taken[one.hidden_by] = taken.get(one.hidden_by, 0.0) + time
+        return exposed + sum(
+            max(NOT_HIDDEN * time, time - room[phase]) for phase, time in taken.items()
+        )
+
+    # The update, and host memory.
+
+    def _shard(self) -> float:
+        """Elements that a rank updates."""
+        sharded = self.exp.zero.stage >= 1
+        return self.trained / self.plan.world_size if sharded else self.trained
+
+    def _update_bytes(self) -> float:
+        """Of an element: its states and master weight are read and written, its gradient is read
+        for the norm and for the update, its weight is written."""
+        plan = self.plan
+        sums = BYTES[plan.grad_accum_dtype or plan.precision]
+        states = optimizer_bytes(self.exp.optim.kind, plan.precision)
+        return 2 * states + 2 * sums + self.width
+
+    def _update(self) -> float:
+        if self.exp.zero.offload_optimizer != "none":
+            return 0.0
+        size = self._update_bytes() * self._shard()
+        return max(size / self._memory_speed(device) for device in self.devices.values())
+
+    def _offload(self) -> float:
+        """Copies to and from host memory, and the update there. Not overlapped."""
+        zero, plan = self.exp.zero, self.plan
+        if zero.offload_optimizer == "none" and zero.offload_param == "none":
+            return 0.0
+        slots = max(host.slots for host in plan.hosts)
+        micro_steps, copied, seconds = plan.batch.accumulation, 0.0, 0.0
+        if zero.offload_optimizer != "none":
+            # Sums of gradients go to and fro between micro steps; the weights come back.
+            copied += self.width * self._shard() * (2 * micro_steps - 1 + 1)
+            size = self._update_bytes() * self._shard() * slots
+            seconds += size / (HOST_MEMORY_GB_PER_S * GB)
+            self.sources.append(
+                f"update on hosts: {HOST_MEMORY_GB_PER_S:g} GB/s of each one's RAM (assumed)"
+            )
+        if zero.offload_param != "none":
+            copied += self.width * self.elements / plan.world_size * 2 * micro_steps
+        if "nvme" in (zero.offload_optimizer, zero.offload_param):
+            states = optimizer_bytes(self.exp.optim.kind, plan.precision)
+            read = 2 * states * self._shard() if zero.offload_optimizer == "nvme" else 0.0
+            if zero.offload_param == "nvme":
+                read += self.width * self.elements / plan.world_size * (2 * micro_steps + 1)
+            seconds += read * slots / (NVME_GB_PER_S * GB)
+            self.sources.append(f"NVMe: {NVME_GB_PER_S:g} GB/s by host (assumed)")
+        links = []
+        for name, device in self.devices.items():
+            speed = device.host_link_gb_per_s
+            if not speed:
+                speed = HOST_LINK_GB_PER_S[device.accelerator]
+                self.sources.append(
+                    f"{name}: {speed:g} GB/s to host memory (assumed: "
+                    f"hardware.devices.{name}.host_link_gb_per_s)"
+                )
+            links.append(speed * GB * LINK_REACHED)
+        return seconds + copied / min(links)
+
+    # What follows.
+
+    def _bottleneck(
+        self, each: list[float], computed: float, exposed: float, update: float, host: float
+    ) -> str:
+        """What to look at first: the part that takes most of the step's device time."""
+        waiting = sum(computed - own for own in each) / len(each)
+        slowest = max(range(len(each)), key=each.__getitem__)
+        rank = self.plan.ranks[slowest]
+        limits = self._limits(rank.device, max(self.plan.batch.sizes_of(slowest)))
+        parts = {
+            max(limits, key=limits.__getitem__): computed - waiting,
+            "waiting for slower devices": waiting,
+            "communication": exposed,
+            "update": update,
+            "host memory (offload)": host,
+        }
+        return max(parts, key=parts.__getitem__)
+
+    def _cost(self, hours: float) -> float | None:
+        """Of the run, where each device's price and the number of steps are known."""
+        prices = self.exp.hardware.price_per_hour
+        if not hours or any(rank.device not in prices for rank in self.plan.ranks):
+            return None
+        return hours * sum(prices[rank.device] for rank in self.plan.ranks)
+
+
+def with_time(
+    plan: Plan, exp: Experiment, *, known: Known = NOTHING, flops: TokenFlops | None = None
+) -> Plan:
+    """The plan with its predicted time."""
+    return replace(plan, time=step_time(exp, plan, known=known, flops=flops))

@@ -1,0 +1,229 @@
+"""The predicted time of a step: what is sent at each ZeRO stage, what bounds it, what follows."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from llmx.errors import ConfigError
+from llmx.plan.step_time import LINK_REACHED, Known, assumed_efficiency, step_time
+from llmx.plan.types import Plan, TimePlan
+from tests.composing import composed
+
+LLAMA = [
+    "model=llama3_8b",
+    "hardware=a100x8",
+    "data.seq_len=4096",
+    "batch.micro_batch=2",
+    "batch.global_batch=64",
+]
+RANKS, MICRO_STEPS = 8, 4
+
+
+def planned(*words: str) -> TimePlan:
+    found = composed([*LLAMA, *words]).plan.time
+    assert found is not None
+    return found
+
+
+def sent(*words: str) -> dict[str, float]:
+    """By kind of communication, in units of the model's bytes."""
+    done = composed([*LLAMA, *words])
+    assert done.plan.time is not None
+    model = 2 * done.plan.num_parameters / 1e9
+    return {one.name: one.gb / model for one in done.plan.time.exchanges}
+
+
+PART = (RANKS - 1) / RANKS
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ("stage0", {"all-reduce of gradients": 2}),
+        # bf16 with fp32 sums: DeepSpeed reduces the sums, of four bytes.
+        ("stage1 zero.grad_accum_dtype=fp32",
+         {"all-reduce of gradients": 4, "all-gather of parameters": 1}),
+        ("stage1 zero.grad_accum_dtype=precision",
+         {"all-reduce of gradients": 2, "all-gather of parameters": 1}),
+        ("stage2", {"all-reduce of gradients": 2 * MICRO_STEPS, "all-gather of parameters": 1}),
+        ("stage3 zero.max_reuse_distance=0",
+         {"all-gather, forward": MICRO_STEPS, "all-gather, backward": MICRO_STEPS,
+          "reduce-scatter of gradients": MICRO_STEPS}),
+    ],
+)  # fmt: skip
+def test_what_each_stage_sends(zero: str, expected: dict[str, float]) -> None:
+    first, *more = zero.split()
+    found = sent(f"zero={first}", *more)
+    assert found == pytest.approx({name: PART * times for name, times in expected.items()})
+
+
+def test_what_stage_3_keeps_is_not_gathered_again() -> None:
+    every, kept = (sent("zero=stage3", f"zero.max_reuse_distance={n}") for n in (0, 8_000_000_000))
+    assert kept["all-gather, backward"] == pytest.approx(
+        every["all-gather, backward"] / 2, rel=0.02
+    )
+    assert kept["all-gather, forward"] == every["all-gather, forward"]
+
+
+def test_zeropp_sends_less() -> None:
+    """hpZ: one gathering over all ranks a step, the others in a host; qwZ: 8 bits; qgZ: 4 bits."""
+    mixed = ["hardware=a800x2_n7", "batch.global_batch=56", "zero=stage3"]
+    plain = sent(*mixed, "zero.max_reuse_distance=0")
+    whole = 13 / 14
+    assert plain["all-gather, forward"] == pytest.approx(2 * whole)
+    hpz = sent(*mixed, "zero.max_reuse_distance=0", "zero.hpz_partition_size=2")
+    assert hpz["all-gather, first forward"] == pytest.approx(whole)
+    assert hpz["all-gather, hpZ"] == pytest.approx((2 - 1 + 2) * 1 / 2)
+    quantized = sent(
+        *mixed, "zero.max_reuse_distance=0", "zero.hpz_partition_size=2",
+        "zero.quantized_weights=true", "zero.quantized_gradients=true",
+    )  # fmt: skip
+    assert quantized["all-gather, first forward"] == pytest.approx(whole / 2)
+    assert quantized["qgZ in a host"] == pytest.approx(2 / 4 * 1 / 2)
+    assert quantized["qgZ between hosts"] == pytest.approx(2 / 4 * 6 / 7)
+    times = [
+        planned(*mixed, *more).step_s
+        for more in ([], ["zero.hpz_partition_size=2"],
+                     ["zero.hpz_partition_size=2", "zero.quantized_gradients=true"])
+    ]  # fmt: skip
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_step_is_its_operations_at_the_assumed_part_of_the_peak() -> None:
+    done = composed([*LLAMA, "zero=stage2"])
+    found, device = done.plan.time, done.experiment.hardware.devices["a100_80g"]
+    assert found is not None
+    # 6 N of what multiplies, and attention: 8.03 B parameters without the 0.53 B looked up.
+    tokens = 64 * 4096
+    by_hand = (6 * 7.505e9 + 6 * 32 * 4096 * 4096) * tokens
+    assert found.flops == pytest.approx(by_hand, rel=1e-3)
+    reached = 312e12 * assumed_efficiency("a100_80g", device, "bf16")
+    assert found.computing_s == pytest.approx(found.flops / RANKS / reached)
+    assert found.step_s == pytest.approx(found.computing_s + found.exposed_s + found.update_s)
+    assert found.tokens_per_s == pytest.approx(tokens / found.step_s)
+    assert dict(found.mfu)["a100_80g"] == pytest.approx(
+        found.flops / (RANKS * 312e12 * found.step_s)
+    )
+    assert found.bottleneck == "computing"
+    assert found.exposed_s < found.communication_s  # hidden behind the backward pass
+
+
+def test_activation_checkpointing_computes_a_forward_pass_again_but_for_the_head() -> None:
+    none, selective, full = (
+        planned("zero=stage2", f"model.activation_checkpointing={how}")
+        for how in ("none", "selective", "full")
+    )
+    assert none.flops == selective.flops == full.flops
+    assert 1.29 < full.computing_s / none.computing_s < 4 / 3
+    assert none.computing_s < selective.computing_s < full.computing_s
+    assert dict(full.mfu)["a100_80g"] < dict(none.mfu)["a100_80g"]
+
+
+def test_small_micro_batches_are_bound_by_something_else_than_computing() -> None:
+    words = ["zero=stage2", "batch.micro_batch=1", "data.seq_len=128"]
+    small = planned(*words, "batch.global_batch=64")
+    large = planned("zero=stage2", "data.seq_len=128", "batch.micro_batch=8")
+    assert small.bottleneck in ("launching kernels", "reading weights", "communication")
+    assert large.tokens_per_s > 1.5 * small.tokens_per_s
+
+
+def test_offloading_takes_time() -> None:
+    gpu, cpu, both = (
+        planned(f"zero={zero}") for zero in ("stage2", "stage2_offload", "stage3_offload")
+    )
+    assert gpu.host_s == 0
+    assert 0 < cpu.host_s < both.host_s
+    assert cpu.update_s == 0 < gpu.update_s
+    assert any("RAM (assumed)" in text for text in cpu.sources)
+    nvme = planned("zero=infinity", "zero.nvme_path=/nvme")
+    assert nvme.host_s > 2 * both.host_s
+    assert nvme.bottleneck == "host memory (offload)"
+
+
+def test_the_network_decides_between_hosts() -> None:
+    words = ["hardware=a800x2_n7", "zero=stage3", "batch.global_batch=56"]
+    assumed = planned(*words)
+    assert assumed.bottleneck == "communication"
+    assert "network: 10 Gbit/s by host (assumed: hardware.network_gbit_per_s)" in assumed.sources
+    same = planned(*words, "hardware.network_gbit_per_s=10")
+    assert same.step_s == assumed.step_s
+    assert not any("network" in text for text in same.sources)
+    fast = planned(*words, "hardware.network_gbit_per_s=400")
+    assert fast.step_s < assumed.step_s / 5
+    gathered = assumed.exchanges[0]
+    assert gathered.seconds == pytest.approx(gathered.gb / (10 / 8 * LINK_REACHED))
+    board = planned(*words, "hardware.network_gbit_per_s=4000")
+    # Faster than the devices' own link, which then decides.
+    assert board.exchanges[0].seconds == pytest.approx(gathered.gb / (32 * LINK_REACHED))
+
+
+def test_without_a_peak_the_missing_key_is_named() -> None:
+    done = composed(["hardware=cpu2"])
+    assert done.plan.time is not None
+    assert done.plan.time.step_s == 0
+    assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in done.plan.time.unknown
+    learned = step_time(
+        done.experiment,
+        done.plan,
+        known=Known(tflops={"cpu": 0.05}, link_gb_per_s=1.0, source="learned from 2 runs"),
+    )
+    assert learned.step_s > 0
+    assert not learned.unknown
+    assert learned.mfu == ()
+    assert "cpu: 0.05 TFLOP/s, learned from 2 runs" in learned.sources
+
+
+def test_a_model_of_unknown_size_says_so() -> None:
+    done = composed(["hardware=a100x8", "model=hf", "model.path=some/model"])
+    assert done.plan.time is not None
+    assert "size of the model" in done.plan.time.unknown
+
+
+@pytest.mark.parametrize("zero", ["stage1", "stage2"])
+def test_unequal_devices_wait_less_where_the_work_is_shared_out(zero: str) -> None:
+    words = ["hardware=a100x2_v100x2", f"zero={zero}", "hardware.network_gbit_per_s=100",
+             "batch.micro_batch=4"]  # fmt: skip
+    even = planned(*words, "batch.balance=off")
+    spec = planned(*words, "batch.balance=spec")
+    assert max(even.idle[:2]) > 0.3
+    assert max(even.idle[2:]) == 0
+    assert spec.step_s < even.step_s
+    assert even.even_step_s == 0
+    assert spec.even_step_s == pytest.approx(even.step_s, rel=0.3)
+    assert max(spec.idle) < max(even.idle)
+    assert {name for name, _ in spec.mfu} == {"a100_40g", "v100_32g"}
+
+
+def test_hours_and_cost() -> None:
+    found = planned("task.steps=1000", "hardware.price_per_hour.a100_80g=2.5")
+    assert found.hours == pytest.approx(1000 * found.step_s / 3600)
+    assert found.device_hours == pytest.approx(8 * found.hours)
+    assert found.cost == pytest.approx(2.5 * found.device_hours)
+    assert planned("task.steps=1000").cost is None
+    assert planned("hardware.price_per_hour.a100_80g=2.5", "task.steps=null",
+                   "task.epochs=1").cost is None  # fmt: skip
+    with pytest.raises(ConfigError, match="a100_80 is no device type.*Did you mean"):
+        planned("hardware.price_per_hour={a100_80: 2}")
+
+
+def test_a_plan_keeps_its_time_through_json() -> None:
+    plan = composed([*LLAMA, "hardware=a100x2_v100x2", "task.steps=10"]).plan
+    assert plan.time is not None
+    assert plan.time.exchanges
+    assert plan.time.sources
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    older = plan.to_dict()
+    del older["time"]
+    assert Plan.from_dict(older) == replace(plan, time=None)
+
+
+def test_it_takes_milliseconds_for_a_large_cluster() -> None:
+    hosts = ", ".join(f"{{name: n{i}, slots: 8, device: a100_80g}}" for i in range(128))
+    done = composed([*LLAMA, f"hardware.hosts=[{hosts}]", "batch.global_batch=4096"])
+    began = time.process_time()
+    step_time(done.experiment, done.plan)
+    assert time.process_time() - began < 0.1
