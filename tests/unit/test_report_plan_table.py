@@ -6,6 +6,7 @@ import dataclasses
 import io
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from llmx.config import Experiment, ModelConfig, OptimConfig, TaskConfig, ZeroConfig
 from llmx.observe.report.plan_table import batch_line, print_plan
+from llmx.observe.report.time_table import time_rows
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
+from tests.composing import composed
 
 COMMAND = (
     "cd /runs/mixed && DS_ENV_FILE=/runs/mixed/ds_env deepspeed --hostfile /runs/mixed/hostfile "
@@ -145,3 +148,31 @@ def test_rates_of_layers_and_parts_are_shown() -> None:
     text = rendered(mixed_plan(), exp, width=140)
     (line,) = (line for line in text.splitlines() if line.startswith(" rates"))
     assert "embeddings 0.00125, layer 0 0.0025, layer 1 0.005, head 0.01, *.mlp.* " in line
+
+
+def test_the_predicted_time(golden) -> None:
+    """All that a mixed cluster is told, with the date of the end."""
+    words = ["hardware=a100x2_v100x2", "model=llama3_8b", "data.seq_len=2048", "zero=stage2"]
+    words += [
+        "batch.balance=spec",
+        "task.steps=600",
+        "hardware.price_per_hour={a100_40g: 1.5, v100_32g: 0.5}",
+    ]
+    plan = composed(words).plan
+    now = datetime(2026, 1, 31, 22, 15)
+    text = "".join(f"{name:>10}  {value}\n" for name, value in time_rows(plan, now=now))
+    golden("report/plan_time.txt", text)
+
+
+def test_what_the_time_lacks_is_named() -> None:
+    shown = rendered(composed(["hardware=cpu2"]).plan, experiment(), width=100)
+    assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in " ".join(shown.split())
+    open_ended = composed(["hardware=a100x8", "task.steps=null", "task.epochs=1"]).plan
+    assert "for each 1,000 steps" in dict(time_rows(open_ended))["whole run"]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_time_fits_the_terminal(width: int) -> None:
+    shown = rendered(composed(["hardware=a100x2_v100x2"]).plan, experiment(), width=width)
+    lines = shown.splitlines()
+    assert max(len(line) for line in lines[:-1] if line != COMMAND.strip()) <= width

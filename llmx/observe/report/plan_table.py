@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -24,6 +25,7 @@ from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
 from llmx.observe.report.screen import open_console
+from llmx.observe.report.time_table import time_parts
 from llmx.plan.balance import idle_shares, step_fs
 from llmx.plan.batch import solve_batch
 from llmx.plan.geometry import model_geometry
@@ -70,10 +72,15 @@ def print_plan(
 
 
 def render_plan(
-    plan: Plan, exp: Experiment, command: str | None, *, traces: Traces | None = None
+    plan: Plan,
+    exp: Experiment,
+    command: str | None,
+    *,
+    traces: Traces | None = None,
+    now: datetime | None = None,
 ) -> list[RenderableType]:
-    """Hosts, batch algebra, memory by part, other choices, warnings and the exact command, in this
-    order."""
+    """Hosts, batch algebra, memory by part, other choices, time, warnings and the exact command, in
+    this order."""
     from rich.text import Text
 
     title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
@@ -81,9 +88,10 @@ def render_plan(
     if plan.memory:
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), _memory(plan)]
         parts += choice_tables(plan, exp, traces) if traces else []
+    parts += time_parts(plan, now=now)
     if plan.warnings:
         # A table ends with an empty line of its own.
-        parts += [] if plan.memory else [Text("")]
+        parts += [] if plan.memory and not plan.time else [Text("")]
         parts.append(warnings_table(plan.warnings))
     if command:
         parts += [Text("\nCommand", style="bold"), Text(command.rstrip() + "\n")]
