@@ -1,21 +1,14 @@
 """Traces of the micro step for a plan: made in a process of its own, kept in the cache.
 
-This process loads neither torch nor transformers. A trace depends on the network, the task, its
-micro batch and what runs it; the same is never traced twice. Where none can be had (a model that
-only the hosts have, code of the Hub, a task that cannot be run on fake tensors) the plan keeps its
-formula, and says so.
+A trace depends on the network, the task, its micro batch and what runs it; the same is never traced
+twice. Where none can be had (a model that only the hosts have, code of the Hub, a task that cannot
+be run on fake tensors) the plan keeps its formula, and says so.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,13 +18,19 @@ import llmx
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
 from llmx.config.build import to_dict
-from llmx.config.user_code import user_task
-from llmx.lifecycle.packing import PACKAGES, config_file, package_version
+from llmx.lifecycle.aside import (
+    PACKAGES,
+    ask,
+    cache_file,
+    config_file,
+    hash_of,
+    keep,
+    package_version,
+)
 from llmx.plan.predict import TraceKey, Traces, wanted_traces, with_traces
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
-from llmx.run.rundir import write_json
 
 PROGRAM = "llmx.train.memory_trace"
 TIME_LIMIT_S = 60.0
@@ -55,7 +54,7 @@ def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Tra
     known = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
     if not known:
         return composed, Traces({}, "no device of the run has a known memory")
-    if getattr(exp.adapter, "quantize", "none") != "none":
+    if exp.adapter.quantize != "none":
         return composed, Traces({}, "weights in 4 bits are not traced")
     traces = find_traces(exp, plan, others=make, make=make)
     return replace(composed, plan=with_traces(plan, exp, traces)), traces
@@ -80,9 +79,7 @@ def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Tra
             problem = "the process that traces it gave no answer"
         for key, answer in zip(missing, made or (), strict=False):
             answers[key] = answer
-            with contextlib.suppress(OSError):  # the next plan asks again
-                places[key].parent.mkdir(parents=True, exist_ok=True)
-                write_json(places[key], answer)
+            keep(places[key], answer)
     for key, answer in answers.items():
         try:
             found[key] = StepTrace.from_dict(answer["trace"])
@@ -92,8 +89,6 @@ def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Tra
 
 
 def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[str, Any]] | None:
-    if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
-        return None
     job = {
         "experiment": to_dict(exp),
         "traces": [
@@ -107,41 +102,17 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
             for key in keys
         ],
     }
-    with tempfile.TemporaryDirectory(prefix="llmx-trace-") as name:
-        config, out = Path(name) / "job.json", Path(name) / "out.json"
-        write_json(config, job)
-        # No GPU is touched before the launch, and nothing is downloaded.
-        environment = {
-            **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        if (task := user_task(exp.task)) is not None:
-            paths = [str(task.root), os.environ.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                [sys.executable, "-m", PROGRAM, str(config), str(out)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=TIME_LIMIT_S,
-                check=True,
-            )
-        try:  # also of one that was ended: it writes after each trace
-            answers: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+    answers: list[dict[str, Any]] | None = ask(
+        exp, PROGRAM, json.dumps(job), timeout_s=TIME_LIMIT_S
+    )
     return answers
 
 
 def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
     """Named after all that the trace depends on."""
-    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
     package = Path(llmx.__file__).parent
-    code = hashlib.sha256()
-    for name in (*CODE, f"tasks/{exp.task.kind}.py"):
-        with contextlib.suppress(OSError):  # a task of the user's own
-            code.update((package / name).read_bytes())
+    # That of a task of the user's own is not here.
+    code = hash_of(package / name for name in (*CODE, f"tasks/{exp.task.kind}.py"))
     model = replace(exp.model, activation_checkpointing="none", license=None, name="")
     parts = {
         "model": asdict(model),
@@ -157,8 +128,6 @@ def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
         "run": [plan.precision, plan.accelerator],
         "key": asdict(key),
         "packages": {name: package_version(name) for name in (*PACKAGES, "peft")},
-        "code": code.hexdigest(),
+        "code": code,
     }  # fmt: skip
-    text = json.dumps(parts, sort_keys=True, default=str)
-    name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return root / "traces" / f"{name}.json"
+    return cache_file("traces", parts)

@@ -1,23 +1,14 @@
 """Before a launch: can the rows of this model be packed, and can it be trained at all?
 
 The result comes from a trial on a tiny model (``llmx.models.isolation``), made by a process of its
-own, since this one loads neither torch nor transformers. It is kept in the cache by all that it
-depends on. Where it cannot be had (no transformers here, a model that only the hosts have, code of
-the Hub), the ranks decide at their start; they try in any case.
+own. Where it cannot be had (no transformers here, a model that only the hosts have, code of the
+Hub), the ranks decide at their start; they try in any case.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,9 +17,17 @@ from llmx.compose.complete import Composed, plan_experiment
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
 from llmx.config.user_code import code_hashes, user_task
 from llmx.errors import ConfigError
+from llmx.lifecycle.aside import (
+    PACKAGES,
+    ask,
+    cache_file,
+    config_file,
+    hash_of,
+    keep,
+    package_version,
+)
 from llmx.run import snapshot
 from llmx.run.provenance.content import hub_commit
-from llmx.run.rundir import write_json
 
 PROGRAM = "llmx.tasks.trial"
 TIME_LIMIT_S = 120.0
@@ -37,7 +36,6 @@ CODE = (
     "varlen",
 )  # fmt: skip
 """Modules of ``llmx.models`` that a result depends on."""
-PACKAGES = ("torch", "transformers")
 
 
 def resolve_layout(composed: Composed, *, stream: TextIO) -> Composed:
@@ -108,15 +106,8 @@ def cached_result(
 
 
 def _cached(model: ModelConfig, data: DataConfig, task: TaskConfig, accelerator: str) -> Path:
-    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
-    return root / "trials" / f"{_key(model, data, task, accelerator)}.json"
-
-
-def _key(model: ModelConfig, data: DataConfig, task: TaskConfig, accelerator: str) -> str:
-    """Of all that the result depends on: the config, its switches, packages, and our code."""
-    code = hashlib.sha256()
-    for name in CODE:
-        code.update((Path(llmx.__file__).parent / "models" / f"{name}.py").read_bytes())
+    """Named after all that the result depends on: the config, its switches, packages, our code."""
+    models = Path(llmx.__file__).parent / "models"
     parts = {
         "kind": model.kind,
         "path": model.path,
@@ -132,10 +123,9 @@ def _key(model: ModelConfig, data: DataConfig, task: TaskConfig, accelerator: st
         "seq_len": data.seq_len,
         "accelerator": accelerator,
         "packages": {name: package_version(name) for name in PACKAGES},
-        "code": code.hexdigest(),
+        "code": hash_of(models / f"{name}.py" for name in CODE),
     }
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return cache_file("trials", parts)
 
 
 def _code_of(task: TaskConfig) -> dict[str, str]:
@@ -144,53 +134,11 @@ def _code_of(task: TaskConfig) -> dict[str, str]:
     return {} if found is None else code_hashes(found)
 
 
-def config_file(path: str | None) -> str | None:
-    """Of a local model: another one may be written to the same directory."""
-    try:
-        return (Path(path or "").expanduser() / "config.json").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _run_trial(exp: Experiment, *, accelerator: str) -> dict[str, Any] | None:
     """The trial in a process of its own; None where it gives no result."""
-    if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
+    given = snapshot.dump_config(exp)
+    result: dict[str, Any] | None = ask(exp, PROGRAM, given, accelerator, timeout_s=TIME_LIMIT_S)
+    if result is None or result.get("unknown"):
         return None
-    with tempfile.TemporaryDirectory(prefix="llmx-trial-") as name:
-        config, out = Path(name) / "config.yaml", Path(name) / "result.json"
-        config.write_text(snapshot.dump_config(exp), encoding="utf-8")
-        words = [sys.executable, "-m", PROGRAM, str(config), str(out), accelerator]
-        # No GPU is touched before the launch, and nothing is downloaded.
-        environment = {
-            **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        if (task := user_task(exp.task)) is not None:
-            paths = [str(task.root), os.environ.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        try:
-            subprocess.run(
-                words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=TIME_LIMIT_S,
-                check=True,
-            )
-            result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        except (OSError, ValueError, subprocess.SubprocessError):
-            return None
-    if result.get("unknown"):
-        return None
-    path = _cached(exp.model, exp.data, exp.task, accelerator)
-    with contextlib.suppress(OSError):  # the next launch asks again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result)
+    keep(_cached(exp.model, exp.data, exp.task, accelerator), result)
     return result

@@ -11,7 +11,7 @@ import pytest
 
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.errors import ConfigError
-from llmx.lifecycle import packing
+from llmx.lifecycle import aside, packing
 from llmx.lifecycle.packing import cached_result, resolve_layout
 from llmx.models.trial import cpu_substitutes
 from llmx.models.varlen import SEGMENTS
@@ -96,7 +96,7 @@ def test_where_nothing_can_be_asked_the_ranks_decide(
     monkeypatch.setattr(packing, "PROGRAM", "llmx.no_such_module")
     assert resolve_layout(before, stream=io.StringIO()) is before
     before.experiment.model.trust_remote_code = True
-    monkeypatch.setattr(packing.subprocess, "run", lambda *_, **__: pytest.fail("code of the Hub"))
+    monkeypatch.setattr(aside.subprocess, "run", lambda *_, **__: pytest.fail("code of the Hub"))
     assert resolve_layout(before, stream=io.StringIO()) is before
 
 
@@ -109,16 +109,16 @@ def test_a_plan_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_config_is_another_question(tmp_path: Path) -> None:
     one = composed(tmp_path, "llama").experiment
-    key = packing._key(one.model, one.data, one.task, "cpu")
+    key = packing._cached(one.model, one.data, one.task, "cpu")
     one.data.seq_len += 1
-    assert packing._key(one.model, one.data, one.task, "cpu") != key
+    assert packing._cached(one.model, one.data, one.task, "cpu") != key
     one.data.seq_len -= 1
-    assert packing._key(one.model, one.data, one.task, "cpu") == key
+    assert packing._cached(one.model, one.data, one.task, "cpu") == key
     # Another model in the same directory: the answer for the old one says nothing of it.
     small_config("qwen3_next").save_pretrained(str(one.model.path))
-    assert packing._key(one.model, one.data, one.task, "cpu") != key
+    assert packing._cached(one.model, one.data, one.task, "cpu") != key
 
-    assert packing._key(one.model, one.data, one.task, "cuda") != packing._key(
+    assert packing._cached(one.model, one.data, one.task, "cuda") != packing._key(
         one.model, one.data, one.task, "cpu"
     )
 
@@ -135,7 +135,7 @@ def test_a_branch_of_the_hub_that_moved_is_another_question(
     keys = set()
     for commit in ("1" * 40, "2" * 40):
         reference.write_text(commit)
-        keys.add(packing._key(one.model, one.data, one.task, "cpu"))
+        keys.add(packing._cached(one.model, one.data, one.task, "cpu"))
     assert len(keys) == 2
 
 
