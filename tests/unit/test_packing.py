@@ -118,7 +118,7 @@ def test_another_config_is_another_question(tmp_path: Path) -> None:
     small_config("qwen3_next").save_pretrained(str(one.model.path))
     assert packing._cached(one.model, one.data, one.task, "cpu") != key
 
-    assert packing._cached(one.model, one.data, one.task, "cuda") != packing._key(
+    assert packing._cached(one.model, one.data, one.task, "cuda") != packing._cached(
         one.model, one.data, one.task, "cpu"
     )
 

@@ -16,6 +16,7 @@ from llmx.sweep import journal as journals
 from llmx.sweep.best import experiment, write_best
 from llmx.sweep.journal import Entry, Journal
 from tests.composing import composed
+from tests.made_up_trials import enter, only_sweep
 
 PLAN_ONLY = ["dry_run=true", "hardware=cpu2", "model.config.num_hidden_layers=1"]
 GRID = ["-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *PLAN_ONLY]
@@ -23,23 +24,14 @@ GRID = ["-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *PLAN_ONLY]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
-    return tmp_path
-
-
-def only_sweep(root: Path) -> Journal:
-    (directory,) = (root / "outputs" / "sweeps").iterdir()
-    found = journals.load(directory)
-    assert found is not None
-    return found
+    return enter(tmp_path, monkeypatch)
 
 
 def test_the_same_command_continues_a_sweep_and_runs_only_what_failed(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(GRID) == 2
-    journal = only_sweep(here)
+    journal = only_sweep()
     assert [entry.outcome for entry in journal.trials] == ["planned", "refused"] * 2
     assert journal.complete
     assert not journal.finished
@@ -51,7 +43,7 @@ def test_the_same_command_continues_a_sweep_and_runs_only_what_failed(
     assert f"Continuing the sweep of {journal.directory}: 2 of 4 trials done" in said.out
     assert "[0] zero=stage1 optim.lr=0.001: planned in an earlier attempt at this sweep" in said.out
     assert "[1] zero=stage1 optim.lr=-1: refused: optim.lr=-1" in said.err
-    assert only_sweep(here).directory == journal.directory
+    assert only_sweep().directory == journal.directory
 
     assert main(["sweep", "resume", str(journal.directory), "sweep.retry=[oom]"]) == 2
     assert (
@@ -64,7 +56,7 @@ def test_another_directory_or_another_grid_is_another_sweep(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(GRID) == 2
-    words = only_sweep(here).words
+    words = only_sweep().words
     root = here / "outputs" / "sweeps"
     same = {"cwd": here, "config_dir": None}
     assert journals.unfinished(root, words, **same) is not None
@@ -77,15 +69,15 @@ def test_another_directory_or_another_grid_is_another_sweep(
 def test_a_finished_sweep_is_started_anew(here: Path) -> None:
     words = ["-m", "zero=stage1,stage2", *PLAN_ONLY]
     assert main(words) == 0
-    assert only_sweep(here).finished
+    assert only_sweep().finished
     root = here / "outputs" / "sweeps"
-    journal = only_sweep(here)
+    journal = only_sweep()
     assert journals.unfinished(root, journal.words, cwd=here, config_dir=None) is None
 
 
 def test_a_sweep_that_runs_is_not_continued(here: Path) -> None:
     assert main(GRID) == 2
-    journal = only_sweep(here)
+    journal = only_sweep()
     descriptor = os.open(journal.directory / journals.LOCK, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the sweep ended
     assert journals.is_running(journal.directory)
@@ -104,7 +96,7 @@ def test_trials_of_the_same_config_are_planned_once(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "zero=1,stage1", "batch.micro_batch=4,5", *PLAN_ONLY]) == 0
-    journal = only_sweep(here)
+    journal = only_sweep()
     assert [entry.outcome for entry in journal.trials] == ["planned", "planned", "same", "same"]
     assert [entry.same_as for entry in journal.trials] == [None, None, 0, 1]
     assert "[2] batch.micro_batch=4: same: the same config as trial 0" in capsys.readouterr().out
@@ -125,7 +117,7 @@ def test_a_trial_with_long_words_has_a_directory(
     )
     out = capsys.readouterr().out
     assert "eval loss ," not in out
-    assert [entry.outcome for entry in only_sweep(here).trials] == [
+    assert [entry.outcome for entry in only_sweep().trials] == [
         "planned",
         "same",
         "planned",
@@ -137,7 +129,7 @@ def test_a_swept_tag_is_refused_as_any_value_is(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "+tracking.tags=1,2", *PLAN_ONLY]) == 2
-    journal = only_sweep(here)
+    journal = only_sweep()
     assert [entry.outcome for entry in journal.trials] == ["refused", "refused"]
     assert "tracking.tags=2: must be a list." in capsys.readouterr().err
 
@@ -148,7 +140,7 @@ def test_what_cannot_fit_is_left_out_unless_it_is_asked_for(
     words = ["-m", "zero=stage0,stage3", "model=llama2_7b", "data=demo", "dry_run=true",
              "hardware=a100x2_v100x2", "precision=fp32"]  # fmt: skip
     assert main(words) == 0
-    journal = only_sweep(here)
+    journal = only_sweep()
     assert journal.trials[0].outcome == "pruned"
     assert "alone take" in journal.trials[0].cause
     assert "[0] zero=stage0: pruned: parameters, gradients" in capsys.readouterr().out
@@ -164,7 +156,7 @@ def test_fail_fast_ends_at_the_first_failure(
 ) -> None:
     assert main([*GRID, "sweep.fail_fast=true"]) == 2
     assert "trials not started: 2" in capsys.readouterr().err
-    journal = only_sweep(here)
+    journal = only_sweep()
     assert [entry.state for entry in journal.trials] == ["ended", "ended", "waiting", "waiting"]
     assert not journal.complete
 
@@ -172,7 +164,7 @@ def test_fail_fast_ends_at_the_first_failure(
 def test_a_refused_first_trial_does_not_turn_the_objective_round(here: Path) -> None:
     """The direction follows from the objective, which a refused trial does not tell."""
     assert main(["-m", "optim.lr=-1,1e-3", "sweep.trial_steps=3", *PLAN_ONLY]) == 2
-    journal = only_sweep(here)
+    journal = only_sweep()
     assert [entry.outcome for entry in journal.trials] == ["refused", "planned"]
     assert (journal.objective, journal.mode) == ("tokens_per_s", "max")
 
@@ -190,7 +182,7 @@ def test_what_is_no_sweep_or_another_one_is_said(
     assert main(["sweep", "resume", "nowhere"]) == 2
     assert "is no sweep's directory: it has no sweep.json" in capsys.readouterr().err
     assert main(GRID) == 2
-    directory = only_sweep(here).directory
+    directory = only_sweep().directory
     capsys.readouterr()
     assert main(["sweep", "resume", str(directory), "seed=3"]) == 2
     assert "seed=3: would make another sweep" in capsys.readouterr().err
@@ -236,7 +228,7 @@ def test_the_best_trial_is_an_experiment_that_composes(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "zero=stage1,stage3", "optim.lr=1e-3", *PLAN_ONLY]) == 0
-    journal = only_sweep(here)
+    journal = only_sweep()
     journal.objective, journal.mode = "train/loss", "min"
     trials = [
         Trial(entry.index, tuple(entry.overrides), here, "ok", loss=3.0 - entry.index)

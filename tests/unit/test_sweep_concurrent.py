@@ -286,11 +286,14 @@ def test_an_earlier_attempt_that_does_not_end_is_killed(tmp_path: Path) -> None:
     def stuck() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with supervisor_lock(run, "0123456789"):
-            time.sleep(60)
+            signal.pause()
         return 0
 
     process = TrialProcess(run, stuck)
+    deadline = time.monotonic() + 30
     while not run.supervisor_lock.is_file() or not run.supervisor_lock.stat().st_size:
+        assert time.monotonic() < deadline, "the trial does not take its lock"
+        assert process.poll() is None
         time.sleep(0.02)
     end_earlier(run, grace_s=0.2, notify=said.append)
     assert said == ["waiting for the earlier attempt of 0_run, which is ending"]

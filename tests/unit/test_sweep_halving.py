@@ -13,13 +13,11 @@ import pytest
 from llmx.__main__ import main
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
-from llmx.errors import RunFailed
 from llmx.run import snapshot
-from llmx.run.rundir import RunDir, write_json, write_text
-from llmx.sweep import journal as journals
+from llmx.run.rundir import RunDir, write_json
 from llmx.sweep.halving import Rungs, at_rung, better, continued
-from llmx.sweep.journal import Journal
 from tests.composing import composed
+from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
 
 RATES = ["1e-4", "2e-4", "3e-4", "4e-4", "5e-4", "6e-4", "7e-4"]
 LOSSES = dict(zip(RATES, [5.0, 3.0, 1.0, 2.0, 4.0, 6.0, 7.0], strict=True))
@@ -27,19 +25,15 @@ SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "task.steps=100", 
 WORDS = ["objective=eval/loss", "sweep.halving=10", f"optim.lr={','.join(RATES)}", *SMALL]
 
 
-class Killed(BaseException):
-    """The sweep's process dies here."""
-
-
-class Trials:
+class Trials(Deaths):
     """Stand for launched runs, which leave a checkpoint and a loss that is LOSSES of the rate."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ran: list[tuple[str, int]] = []
         """Learning rate and last step, as trained."""
         self.most = 0
         """Checkpoints that were there at a time."""
-        self.dies_at = -1
         self.fails = ""
 
     def begin(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
@@ -65,15 +59,12 @@ class Trials:
         return self._train(run, exp)
 
     def _train(self, run: RunDir, exp: Experiment) -> int:
-        if len(self.ran) == self.dies_at:
-            self.dies_at = -1
-            raise Killed
+        self.may_die(len(self.ran))
         rate = f"{exp.optim.lr:.0e}".replace("e-0", "e-")
         step = exp.task.stop_at_step or 100
         self.ran.append((rate, step))
         if rate == self.fails:
-            write_json(run.result, {"outcome": "crash", "cause": "broken"})
-            raise RunFailed("broken")
+            return leave(run, [], outcome="crash", cause="broken")
         run.checkpoints.mkdir(exist_ok=True)
         (run.checkpoints / "state").touch()
         self.most = max(self.most, len(list(run.root.parent.glob("*/checkpoints"))))
@@ -83,25 +74,15 @@ class Trials:
             {"kind": "eval", "step": step, "loss": LOSSES[rate]},
             {"kind": "end", "step": step},
         ]
-        write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-        write_json(run.result, {"outcome": "ok", "started": 1.0, "ended": 2.0})
-        return 0
+        return leave(run, lines)
 
 
 @pytest.fixture
 def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     found = Trials()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    enter(tmp_path, monkeypatch)
     monkeypatch.setattr("llmx.lifecycle.start.run_composed", found.begin)
     monkeypatch.setattr("llmx.lifecycle.resume.continued.continue_run", found.go_on)
-    return found
-
-
-def only_sweep() -> Journal:
-    (directory,) = (Path.cwd() / "outputs" / "sweeps").iterdir()
-    found = journals.load(directory)
-    assert found is not None
     return found
 
 
@@ -224,8 +205,7 @@ def test_a_trial_goes_on_as_a_resumed_run(
         write_json(run.result, {"outcome": "ok", "started": 1.0, "ended": 2.0})
         return SimpleNamespace(exit_code=0)
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    enter(tmp_path, monkeypatch)
     monkeypatch.setattr("llmx.sweep.sweep.supervise", supervise)
     monkeypatch.setattr("llmx.sweep.sweep.start_report", lambda run: None)
     words = [word for word in WORDS if not word.startswith("optim.lr")]

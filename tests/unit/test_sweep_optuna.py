@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.compose.complete import Composed
-from llmx.errors import RunFailed
 from llmx.run import snapshot
-from llmx.run.rundir import write_json, write_text
-from llmx.sweep import journal as journals
-from llmx.sweep.journal import Journal
+from tests.made_up_trials import enter, leave, only_sweep
 
 optuna = pytest.importorskip("optuna")
 
@@ -38,32 +34,21 @@ class Trials:
         self.rates.append(exp.optim.lr)
         run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides)
         if exp.optim.lr > 1e-2:
-            write_json(run.result, {"outcome": "diverged", "cause": "loss is NaN"})
-            raise RunFailed("loss is NaN")
+            return leave(run, [], outcome="diverged", cause="loss is NaN")
         off = abs(math.log10(exp.optim.lr / 1e-3))
         lines = [
             {"kind": "train", "step": step, "loss": 1 + off, "tokens_per_s": 1000 * (1 + off)}
             for step in (2, 4, 6)
         ]
         lines += [{"kind": "eval", "step": 6, "loss": 1 + off}, {"kind": "end", "step": 6}]
-        write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-        write_json(run.result, {"outcome": "ok", "started": 1.0, "ended": 2.0})
-        return 0
+        return leave(run, lines)
 
 
 @pytest.fixture
 def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     found = Trials()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    enter(tmp_path, monkeypatch)
     monkeypatch.setattr("llmx.lifecycle.start.run_composed", found)
-    return found
-
-
-def only_sweep() -> Journal:
-    (directory,) = (Path.cwd() / "outputs" / "sweeps").iterdir()
-    found = journals.load(directory)
-    assert found is not None
     return found
 
 

@@ -10,17 +10,17 @@ import torch
 from llmx.train.forward_time import LINES, ForwardTime, StragglerWatch, idle_share
 
 
-def test_only_forward_passes_count() -> None:
+def test_only_forward_passes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     timed = ForwardTime(torch.device("cpu"), active=True)
-    for _ in range(2):
-        with timed.forward():
-            time.sleep(0.02)
-        time.sleep(0.05)
-    assert 0.04 <= timed.take() < 0.08
-    assert timed.take() == 0.0
     off = ForwardTime(torch.device("cpu"), active=False)
-    with off.forward():
-        time.sleep(0.01)
+    for _ in range(2):
+        with timed.forward(), off.forward():
+            now[0] += 0.25
+        now[0] += 8.0
+    assert timed.take() == 0.5
+    assert timed.take() == 0.0
     assert off.take() == 0.0
 
 

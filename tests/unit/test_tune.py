@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ from llmx.cli.arguments import with_searched
 from llmx.compose.complete import Composed
 from llmx.errors import RunFailed
 from llmx.run import snapshot
-from llmx.run.rundir import write_json, write_text
-from llmx.sweep import journal as journals
-from llmx.sweep.journal import Journal
 from tests.composing import composed
+from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
 
 SMALL = [
     *("hardware=cpu2", "model.config.num_hidden_layers=1", "batch.global_batch=32"),
@@ -26,22 +23,16 @@ SMALL = [
 SPEEDS = {"1": 1.0, "2": 1.5, "4": 1.8, "8": 1.7, "16": 1.6}
 
 
-class Killed(BaseException):
-    """The sweep's process dies here."""
-
-
-class Trials:
+class Trials(Deaths):
     """Stand for launched runs: fastest with stage 1 and a micro batch of 4; 16 does not fit."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.run: list[str] = []
-        self.dies_at = -1
 
     def __call__(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
         exp = trial.experiment
-        if len(self.run) == self.dies_at:
-            self.dies_at = -1
-            raise Killed
+        self.may_die(len(self.run))
         micro = str(exp.batch.micro_batch)
         self.run.append(f"stage{exp.zero.stage} {micro} {exp.model.activation_checkpointing}")
         run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides)
@@ -52,27 +43,16 @@ class Trials:
             for step in (0 if oom else 2, 4, 6, 8, 10)
         ]
         lines.append({"kind": "end", "step": 10})
-        write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-        outcome = {"outcome": "oom", "cause": "CUDA out of memory"} if oom else {"outcome": "ok"}
-        write_json(run.result, {**outcome, "started": 1.0, "ended": 2.0})
         if oom:
-            raise RunFailed("CUDA out of memory")
-        return 0
+            return leave(run, lines, outcome="oom", cause="CUDA out of memory")
+        return leave(run, lines)
 
 
 @pytest.fixture
 def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     found = Trials()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    enter(tmp_path, monkeypatch)
     monkeypatch.setattr("llmx.lifecycle.start.run_composed", found)
-    return found
-
-
-def only_sweep() -> Journal:
-    (directory,) = (Path.cwd() / "outputs" / "sweeps").iterdir()
-    found = journals.load(directory)
-    assert found is not None
     return found
 
 
