@@ -21,6 +21,8 @@ from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
 from llmx.errors import ConfigError, LlmxError, did_you_mean
 from llmx.text import one_line, plural
 
+_READERS = ("hydra", "omegaconf", "antlr4")
+
 
 def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
     """Compose the config and start what it describes; a sweep goes through the launcher plugin.
@@ -237,12 +239,15 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _of_hydra(error: BaseException) -> bool:
-    """Whether Hydra, or what it reads configs with, has raised it: of a word, not a defect here."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    """Whether Hydra, or what it reads configs with, has raised it, or what they called: of a word,
+    not a defect here."""
+    last, trace = "", error.__traceback__
+    while trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+        if package in (*_READERS, "llmx", "hydra_plugins"):
+            last = package
         trace = trace.tb_next
-    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
+    return last in _READERS
 
 
 def _outputs() -> Path:

@@ -287,6 +287,13 @@ def _check_hydra(word: str, override: Any) -> None:
         raise ConfigError(f"{shown(word)}: a sweep varies keys of the config, none of hydra's.")
     if key == "hydra.mode" and shown(override.value()).removeprefix("RunMode.") not in _MODES:
         raise ConfigError(f"{shown(word)}: must be RUN or MULTIRUN. Use -m for a sweep.")
+    if key == "hydra.verbose":
+        value = _plain(override.value())
+        named = value if isinstance(value, list) else [value]
+        if not isinstance(value, bool) and not all(isinstance(_plain(one), str) for one in named):
+            raise ConfigError(
+                f"{shown(word)}: takes true, or names of loggers: '[urllib3,datasets]'."
+            )
 
 
 def _sweep_values(override: Any) -> list[Any]:

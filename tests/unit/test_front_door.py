@@ -313,7 +313,10 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
     ("words", "said"),
     [
         (["plan", "++model.name=a/b/c"], "must not contain a slash"),
-        (["plan", "hydra.verbose=-1.5"], "hydra.verbose"),
+        (["plan", "hydra.verbose=-1.5"], "names of loggers"),
+        (["plan", "hydra.verbose=[1,2]"], "names of loggers"),
+        (["plan", "hydra.verbose=[[a]]"], "names of loggers"),
+        (["plan", "hydra.job.env_set.A=[1]"], "hydra.job.env_set.A"),
     ],
 )
 def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
