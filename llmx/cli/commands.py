@@ -135,10 +135,14 @@ COMMANDS = {
         "the same up to the launch: the run directory, the plan, the exact command",
         _OVERRIDES,
         "Composes and checks the config, writes the run directory, and prints the plan: hosts and\n"
-        "ranks, micro batches, steps, memory a rank, precision and why, the exact command. Starts\n"
-        "nothing. The same as dry_run=true.",
+        "ranks, micro batches, steps, memory a rank, predicted time and cost, precision and why,\n"
+        "the exact command. Starts nothing. The same as dry_run=true. Several clusters\n"
+        "(hardware=A,B,C) are compared in one table, and nothing is written.",
         overrides=True,
-        examples=("python -m llmx plan hardware=a100x2_v100x2 zero=stage3",),
+        examples=(
+            "python -m llmx plan hardware=a100x2_v100x2 zero=stage3",
+            "python -m llmx plan hardware=a100x8,h100x8 batch.global_batch=64 task.steps=1000",
+        ),
     ),
     "sweep": Command(
         "run a committed grid: sweep NAME [overrides] (see sweeps/); sweep resume DIR",

@@ -50,7 +50,9 @@ def _dispatch(words: list[str]) -> int:
 
     command, rest = split_command(words, tuple(COMMANDS))
     if command == "plan":
-        return run_hydra([*rest, "dry_run=true"])
+        from llmx.cli.plan import main as plan_main
+
+        return plan_main(rest)
     if command == "sweep":
         from llmx.cli.sweep import main as sweep_main
 

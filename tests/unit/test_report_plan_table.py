@@ -153,11 +153,9 @@ def test_rates_of_layers_and_parts_are_shown() -> None:
 def test_the_predicted_time(golden) -> None:
     """All that a mixed cluster is told, with the date of the end."""
     words = ["hardware=a100x2_v100x2", "model=llama3_8b", "data.seq_len=2048", "zero=stage2"]
-    words += [
-        "batch.balance=spec",
-        "task.steps=600",
-        "hardware.price_per_hour={a100_40g: 1.5, v100_32g: 0.5}",
-    ]
+    words += ["batch.balance=spec", "batch.global_batch=192", "batch.micro_batch=8"]
+    words += ["task.steps=600", "hardware.network_gbit_per_s=100"]
+    words += ["hardware.price_per_hour={a100_40g: 1.5, v100_32g: 0.5}"]
     plan = composed(words).plan
     now = datetime(2026, 1, 31, 22, 15)
     text = "".join(f"{name:>10}  {value}\n" for name, value in time_rows(plan, now=now))

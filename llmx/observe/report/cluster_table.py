@@ -1,0 +1,119 @@
+"""Several clusters for one experiment, side by side. Only rich, imported late.
+
+``python -m llmx plan hardware=a100x8,h100x8`` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, TextIO
+
+from llmx import text as human
+from llmx.observe.report.screen import open_console
+from llmx.observe.report.time_table import SHOWN_STEPS, seconds
+from llmx.plan.types import Plan
+
+if TYPE_CHECKING:
+    from llmx.compose.complete import Composed
+
+UNKNOWN = "unknown"
+
+
+def print_clusters(
+    found: Sequence[tuple[str, Composed | str]], *, stream: TextIO, width: int | None = None
+) -> None:
+    """One column for each cluster, in the order that was asked for; what refuses an experiment is
+    a message instead of a plan, and stands below."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = open_console(stream, width=width)
+    plans = [one.plan for _, one in found if not isinstance(one, str)]
+    steps = all(plan.total_steps for plan in plans)
+    columns = [
+        {"fits": "refused"} if isinstance(one, str) else cluster_values(one.plan, steps=steps)
+        for _, one in found
+    ]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("", style="bold")
+    for name, _ in found:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in dict.fromkeys(key for column in columns for key in column):
+        cells = [
+            Text(column.get(row, ""), style=STYLES.get(column.get(row, ""), ""))
+            for column in columns
+        ]
+        table.add_row(row, *cells)
+    console.print(Text("The same experiment on each cluster, as predicted", style="bold"))
+    console.print(table)
+    for line in notes(found):
+        console.print(Text(line))
+
+
+STYLES = {"fits": "green", "does not fit": "red", "refused": "red"}
+
+
+def cluster_values(plan: Plan, *, steps: bool) -> dict[str, str]:
+    """What a cluster's column says; ``steps``: the number of steps is known on all of them."""
+    known = [memory for memory in plan.memory if memory.capacity_gib]
+    fits = "fits" if known else "not checked"
+    if any(not memory.fits for memory in known):
+        fits = "does not fit"
+    peaks = [
+        human.gib(memory.total_gib)
+        + (f" of {memory.capacity_gib:.0f}" if memory.capacity_gib else "")
+        for memory in plan.memory
+    ]
+    run = "whole run" if steps else f"{SHOWN_STEPS:,} steps"
+    values = {
+        "devices": _devices(plan),
+        "precision": plan.precision,
+        "fits": fits,
+        "peak GiB": ", ".join(peaks) or UNKNOWN,
+        **dict.fromkeys(("step", "tokens/s", "MFU", "bottleneck", run), UNKNOWN),
+    }
+    time = plan.time
+    if time is None or not time.step_s:
+        return values
+    values |= {
+        "step": seconds(time.step_s),
+        "tokens/s": f"{time.tokens_per_s:,.0f}",
+        "MFU": ", ".join(human.percent(part, decimals=1) for _, part in time.mfu) or UNKNOWN,
+        "bottleneck": time.bottleneck,
+        run: human.duration(3600 * time.hours if steps else SHOWN_STEPS * time.step_s),
+    }
+    if time.hours:
+        values["GPU hours"] = f"{time.device_hours:,.3g}"
+    if time.cost is not None:
+        values["cost"] = f"{time.cost:,.2f}"
+    return values
+
+
+def notes(found: Sequence[tuple[str, Composed | str]]) -> list[str]:
+    """What the table cannot say: why something is unknown or refused, and whether steps differ."""
+    lines = []
+    plans = {name: one.plan for name, one in found if not isinstance(one, str)}
+    tokens = {name: plan.batch.tokens_per_step for name, plan in plans.items()}
+    if len(set(tokens.values())) > 1:
+        each = ", ".join(f"{value:,} on {name}" for name, value in tokens.items())
+        lines.append(
+            f"A step has not the same number of tokens: {each}. Set batch.global_batch to compare "
+            "the same training."
+        )
+    if plans and not all(plan.total_steps for plan in plans.values()):
+        lines.append("The number of steps follows from the samples: set task.steps for the whole.")
+    for name, plan in plans.items():
+        if plan.time is not None and plan.time.unknown:
+            lines.append(f"{name}: the time is not known: {plan.time.unknown}.")
+    lines += [f"{name}: {one}" for name, one in found if isinstance(one, str)]
+    sources = [text for plan in plans.values() if plan.time for text in plan.time.sources]
+    if sources:
+        lines.append(f"From: {'; '.join(dict.fromkeys(sources))} (docs/planner.md).")
+    return lines
+
+
+def _devices(plan: Plan) -> str:
+    runs = groupby(rank.device for rank in plan.ranks)
+    return " + ".join(f"{len(list(run))}{human.TIMES}{name}" for name, run in runs)
