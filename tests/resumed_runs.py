@@ -11,7 +11,7 @@ from tests.rundirs import experiment, write_run
 
 MEASURED = {
     *("time", "step_time_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s"),
-    *("forward_s", "idle_share"),
+    *("forward_s", "backward_s", "update_s", "idle_share"),
 }
 """What depends on the machine, not on the training."""
 OF_THE_INTERVAL = {"loss_mean"}

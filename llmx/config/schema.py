@@ -608,6 +608,10 @@ class BatchConfig:
     by the data sheet (``spec``) or as each rank measures it at the start (``measured``). ``auto``:
     ``measured`` where device types differ, else ``even``. ``off``: ``even``, and the time that each
     rank computes is not measured either. docs/unequal.md."""
+    rebalance: bool = False
+    """Measure on while training, and share out anew where a device gets slower or faster for good
+    (throttling, a neighbour): at a step boundary, kept in ``balance.json``, repeated by resume and
+    reproduce. ZeRO stages 0 to 2."""
     weights: dict[str, float] = mapping(
         example="{a100_40g: 2.5, v100_32g: 1}",
         values=Range(above=0, maximum=10**6),

@@ -179,6 +179,18 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
             f"batch.weights and batch.balance={batch.balance} both say how samples are shared out. "
             "Leave batch.balance=auto with weights, or remove the weights."
         )
+    if batch.rebalance and batch.balance == "off":
+        yield (
+            "batch.rebalance=true measures while it trains, and batch.balance=off measures "
+            "nothing. Set batch.balance=auto (or even, spec, measured), or batch.rebalance=false."
+        )
+    if batch.rebalance and exp.zero.stage == 3:
+        yield (
+            "batch.rebalance=true, zero.stage=3: there every rank waits for weights of the others "
+            "in its forward passes, so none of them shows who has become slower. Set "
+            "batch.rebalance=false, or zero=stage2. To measure anew at stage 3: stop the run, "
+            "remove balance.json, resume."
+        )
     known = {host.name for host in exp.hardware.hosts} | {h.device for h in exp.hardware.hosts}
     for name in batch.weights:
         if exp.hardware.hosts and name not in known:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from llmx.errors import ConfigError
-from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
+from llmx.plan.types import BalancePlan, BatchPlan, Plan, RankSpeed
 
 Sizes = tuple[tuple[int, ...], ...]
 """Samples of each micro step, by rank."""
@@ -24,10 +25,16 @@ FS = 10**15
 MICRO_STEP_COST = 200
 """A further micro step in which all ranks wait for each other must save more than this part of a
 full one: its communication is in no measurement."""
+FACTOR = 1 << 20
+"""Corrections of speeds are whole parts of this."""
 EXACT_SAMPLES = 1 << 12
 """Up to so many samples of a step, and of a micro step, every way to cut it is looked at."""
 LEAST_GAIN = 0.02
 """What a measured split must save of the step time of the even one: less is noise."""
+TIMES_NOISE = 2.0
+"""... and at least so many times the noise of what was measured (a relative standard error)."""
+ALIKE = 0.05
+"""Ranks of one device type on one host that differ by less count as equally fast."""
 
 
 def sample_fs(speed: RankSpeed, seq_len: int) -> int:
@@ -216,12 +223,23 @@ def busy_fs(sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int) -> list[int
     ]
 
 
-def step_fs(sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int, *, same_steps: bool) -> int:
-    """Predicted time of a step, without communication."""
+def step_fs(
+    sizes: Sizes,
+    speeds: Sequence[RankSpeed],
+    seq_len: int,
+    *,
+    same_steps: bool,
+    micro_step_fs: int = 0,
+) -> int:
+    """Predicted time of a step, without communication.
+
+    ``micro_step_fs``: what each micro step costs besides, where all ranks meet in it.
+    """
     if not same_steps:
         return max(busy_fs(sizes, speeds, seq_len))
     return sum(
-        max(
+        micro_step_fs
+        + max(
             speed.fixed_fs + size * sample_fs(speed, seq_len)
             for size, speed in zip(together, speeds, strict=True)
         )
@@ -246,6 +264,7 @@ def balanced_batch(global_batch: int, balance: BalancePlan, *, seq_len: int) -> 
         seq_len=seq_len,
         same_steps=balance.same_steps,
         accumulation=balance.accumulation,
+        micro_step_fs=balance.micro_step_fs,
     )
     return batch_of(sizes, seq_len=seq_len)
 
@@ -261,6 +280,64 @@ def batch_of(sizes: Sizes, *, seq_len: int) -> BatchPlan:
         seq_len=seq_len,
         sizes=() if alike else tuple(tuple(own) for own in sizes),
     )
+
+
+def with_balance(plan: Plan, balance: BalancePlan) -> Plan:
+    """The plan with these speeds, and the micro batches that follow from them."""
+    batch = balanced_batch(plan.batch.global_batch, balance, seq_len=plan.batch.seq_len)
+    ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
+    return replace(plan, batch=batch, balance=balance, ranks=ranks)
+
+
+def planned_fs(plan: Plan, speeds: Sequence[RankSpeed]) -> int:
+    """Predicted time of a step of a balanced plan, if these are the speeds."""
+    assert plan.balance is not None
+    return step_fs(
+        tuple(plan.batch.sizes_of(rank) for rank in range(plan.world_size)),
+        speeds,
+        plan.batch.seq_len,
+        same_steps=plan.balance.same_steps,
+        micro_step_fs=plan.balance.micro_step_fs or 0,
+    )
+
+
+def evened(plan: Plan, balance: BalancePlan, *, noise: float = 0.0) -> BalancePlan:
+    """With the same speed for all where the even split would hardly be slower.
+
+    ``noise``: relative standard error of the speeds. A split that follows noise is slower than the
+    even one by about as much as it seems to be faster.
+    """
+    speeds, count = balance.speeds, len(balance.speeds)
+    mean = RankSpeed(
+        sum(speed.fixed_fs for speed in speeds) // count,
+        sum(speed.token_fs for speed in speeds) // count,
+        sum(speed.square_fs for speed in speeds) // count,
+    )
+    same = replace(balance, speeds=(mean,) * count)
+    ours, even = (planned_fs(with_balance(plan, one), speeds) for one in (balance, same))
+    return balance if ours <= (1 - max(LEAST_GAIN, TIMES_NOISE * noise)) * even else same
+
+
+def corrected_speeds(plan: Plan, seconds: Sequence[float], work: Sequence[int]) -> list[RankSpeed]:
+    """The speeds of a balanced plan after a drift.
+
+    Args:
+        seconds: what each rank has taken for its forward passes.
+        work: what it should have taken for its micro batches, in any unit.
+    """
+    assert plan.balance is not None
+    usual = sum(seconds) / sum(work)
+    rates = [taken / planned / usual for taken, planned in zip(seconds, work, strict=True)]
+    places = [(rank.host, rank.device) for rank in plan.ranks]
+    found = []
+    for rate, place, speed in zip(rates, places, plan.balance.speeds, strict=True):
+        alike = sorted(one for one, other in zip(rates, places, strict=True) if other == place)
+        typical = alike[(len(alike) - 1) // 2]
+        factor = round((typical if abs(rate / typical - 1) < ALIKE else rate) * FACTOR)
+        parts = (speed.fixed_fs, speed.token_fs, speed.square_fs)
+        fixed, token, square = (part * factor // FACTOR for part in parts)
+        found.append(RankSpeed(fixed, max(1, token), square))
+    return found
 
 
 def fit_speed(points: Sequence[tuple[float, float, float]]) -> RankSpeed:

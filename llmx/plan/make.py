@@ -325,15 +325,15 @@ def _batch(
     """
     config, seq_len, world = exp.batch, exp.data.seq_len, len(placed)
     method = _method(config, {host.device for host in placed})
-    if method == "even":
+    if method == "even" and not config.rebalance:
         return solve_batch(config, seq_len=seq_len, world=world), None
     devices = exp.hardware.devices
     peaks = [devices[host.device].peak_tflops.get(precision, 0.0) for host in placed]
-    weights = peaks if all(peaks) else [1.0] * world
+    weights = peaks if all(peaks) and method != "even" else [1.0] * world
     if method == "weights":
         named = config.weights
         weights = [named.get(host.name, named.get(host.device, 1.0)) for host in placed]
-    known = per_token and all(peaks) and method != "weights"
+    known = per_token and all(peaks) and method not in ("weights", "even")
     scale = per_token * FS / USED_FLOPS if known else max(weights) * FS / 1e6
     speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
     limits = {

@@ -108,7 +108,7 @@ class BalancePlan:
     """By what the samples of a step are shared out, where not evenly."""
 
     method: str
-    """``spec``, ``weights`` or ``measured``."""
+    """``spec``, ``weights``, ``measured``, or ``even`` where only drift is corrected."""
     speeds: tuple[RankSpeed, ...]
     """One a rank."""
     limits: tuple[int, ...]
@@ -117,6 +117,9 @@ class BalancePlan:
     """All ranks have as many micro steps: the ZeRO stage communicates in each of them."""
     accumulation: int | None = None
     """``batch.accumulation``, where it was given."""
+    micro_step_fs: int | None = None
+    """What a micro step in which all ranks meet costs beyond computing, as measured; None: not
+    known. Left out of the file then."""
     pending: bool = False
     """The ranks measure their speeds at the start; these are of the data sheet."""
 
@@ -298,6 +301,8 @@ class Plan:
             del values["logits"]
         if self.balance is None:
             del values["balance"]
+        elif self.balance.micro_step_fs is None:
+            del values["balance"]["micro_step_fs"]
         if self.time is None:
             del values["time"]
         if not self.batch.sizes:

@@ -15,9 +15,11 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import socket
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,7 +30,8 @@ from llmx.config import Experiment, to_dict
 from llmx.data.order import samples_of_step
 from llmx.data.store.spec import cache_directory
 from llmx.models.model import ForwardOfBase, Models
-from llmx.plan.balance import FS, LEAST_GAIN, balanced_batch, fit_speed, sample_fs, step_fs
+from llmx.models.parameters import whole_shape
+from llmx.plan.balance import FS, evened, fit_speed, sample_fs, with_balance
 from llmx.plan.types import BalancePlan, Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.tasks import Task
@@ -38,14 +41,51 @@ from llmx.train.engine.build import Engine, whole_weights
 from llmx.train.step import random_state, seed_step, set_random_state, transform_of
 
 FORMAT = 1
+CACHE_FORMAT = 2
 LEAST_S = 0.4
 """Of each micro batch: several periods of a CPU quota, and more than a clock's noise."""
+LONGEST_S = 1.6
+"""... while its times vary: under a quota some take the whole rest of a period."""
 MOST_S = 20.0
+"""A further run of a micro batch is not begun after so long."""
+STEADY = 0.01
+"""A mean with such a relative standard error is known well enough."""
+BLOCK_S = 0.1
+"""Times vary from block to block of such a length: the period of a CPU quota in Linux."""
+OTHER_SPEED = 1.25
+"""Speeds of a cache are measured anew where one rank's has changed so much against another's."""
 SAMPLES = 256
 """Samples that are looked at for long and short ones."""
+LINK_BYTES = (1 << 20, 1 << 24)
+"""An exchange of the first number is timed, and one of the second where that takes no long time."""
+LINK_S = 0.05
 
 Point = tuple[float, float, float]
 """Tokens with padding, squared tokens, seconds."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one micro batch."""
+
+    point: Point
+    noise: float
+    """Relative standard error of its seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of one rank."""
+
+    speed: RankSpeed
+    noise: float = 0.0
+    micro_step_fs: int | None = None
+    """``BalancePlan.micro_step_fs``, the same on all ranks."""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Measured:
+        """The inverse of ``asdict``."""
+        return cls(**{**values, "speed": RankSpeed(**values["speed"])})
 
 
 @dataclass(frozen=True)
@@ -82,29 +122,29 @@ def with_measured_speeds(
     if plan.balance is None or plan.balance.method != "measured":
         return plan
     mine = _read(run_dir, plan) if subject.rank == 0 else None
-    speeds, known = all_gather((mine, mine is not None), group=group)[0]
-    if not known:
+    balance = all_gather(mine, group=group)[0]
+    if balance is None:
         began = time.perf_counter()
-        speeds, problem, cached = _speeds(subject, group=group)
-        if problem:
+        found, problem, cached = _speeds(subject, group=group)
+        balance = replace(plan.balance, pending=False)
+        if found is None:
             log(f"balance: not measured ({problem}); samples are shared out by the data sheets")
-        elif not cached:
-            log(f"balance: measured in {time.perf_counter() - began:.1f} s")
-    balance = replace(plan.balance, speeds=tuple(speeds or plan.balance.speeds), pending=False)
+        else:
+            if not cached:
+                log(f"balance: measured in {time.perf_counter() - began:.1f} s")
+            balance = replace(
+                balance,
+                speeds=tuple(one.speed for one in found),
+                micro_step_fs=found[0].micro_step_fs,
+            )
+            balance = evened(plan, balance, noise=max(one.noise for one in found))
+        if subject.rank == 0:
+            write_json(run_dir.balance, record(with_balance(plan, balance)))
     balanced = with_balance(plan, balance)
-    if subject.rank == 0 and not known:
-        write_json(run_dir.balance, _record(balanced))
     if subject.rank == 0:
         write_json(run_dir.plan, balanced.to_dict())
     log(f"balance: {described(balanced)}")
     return balanced
-
-
-def with_balance(plan: Plan, balance: BalancePlan) -> Plan:
-    """The plan with these speeds, and the micro batches that follow from them."""
-    batch = balanced_batch(plan.batch.global_batch, balance, seq_len=plan.batch.seq_len)
-    ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
-    return replace(plan, batch=batch, balance=balance, ranks=ranks)
 
 
 def described(plan: Plan) -> str:
@@ -122,7 +162,7 @@ def described(plan: Plan) -> str:
     return "; ".join(shown[:8]) + ("; ..." if len(shown) > 8 else "")
 
 
-def _identity(plan: Plan) -> dict[str, Any]:
+def identity(plan: Plan) -> dict[str, Any]:
     """What the speeds of a run are for; values of JSON."""
     assert plan.balance is not None
     return {
@@ -135,73 +175,121 @@ def _identity(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _record(plan: Plan) -> dict[str, Any]:
+def record(plan: Plan) -> dict[str, Any]:
+    """``balance.json`` of a balanced plan."""
     assert plan.balance is not None
-    sizes = [list(plan.batch.sizes_of(rank.rank)) for rank in plan.ranks]
-    speeds = [asdict(speed) for speed in plan.balance.speeds]
-    return {**_identity(plan), "speeds": speeds, "sizes": sizes, "time": time.time()}
+    sizes = [list(plan.batch.sizes_of(rank)) for rank in range(plan.world_size)]
+    values: dict[str, Any] = {
+        "speeds": [asdict(speed) for speed in plan.balance.speeds],
+        "sizes": sizes,
+        "time": time.time(),
+    }
+    if plan.balance.micro_step_fs is not None:
+        values["micro_step_fs"] = plan.balance.micro_step_fs
+    return {**identity(plan), **values}
 
 
-def _read(run_dir: RunDir, plan: Plan) -> list[RankSpeed] | None:
+def _read(run_dir: RunDir, plan: Plan) -> BalancePlan | None:
     """The speeds of ``balance.json``, where it is of these ranks."""
+    assert plan.balance is not None
     try:
         found = read_json(run_dir.balance)
-        speeds = [RankSpeed(**speed) for speed in found["speeds"]]
-        same = all(found.get(key) == value for key, value in _identity(plan).items())
+        speeds = tuple(RankSpeed(**speed) for speed in found["speeds"])
+        micro_step_fs = found.get("micro_step_fs")
+        same = all(found.get(key) == value for key, value in identity(plan).items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return speeds if same and len(speeds) == plan.world_size else None
+    if not same or len(speeds) != plan.world_size:
+        return None
+    return replace(plan.balance, speeds=speeds, micro_step_fs=micro_step_fs, pending=False)
 
 
-def _speeds(subject: Subject, *, group: Any) -> tuple[list[RankSpeed] | None, str, bool]:
-    """Speeds by rank, from the caches of all hosts or measured now; or why there are none.
+def _speeds(subject: Subject, *, group: Any) -> tuple[list[Measured] | None, str, bool]:
+    """What is known of every rank, from the caches of all hosts or measured now; or why nothing is.
     Collective."""
     cache = cache_directory(subject.exp.data) / "speeds" / f"{_key(subject)}.json"
-    mine: RankSpeed | None = None
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        mine = RankSpeed(**read_json(cache))
+    mine: Measured | None = None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        mine = Measured.of(read_json(cache))
     found = all_gather(mine, group=group)
-    known = [speed for speed in found if speed is not None]
-    if len(known) == len(found):
-        return _evened(subject.plan, known), "", True
-    points, problem = measure(subject)
-    table = all_gather((points, problem), group=group)
+    known = [one for one in found if one is not None]
+    if len(known) == len(found) and _still_right(subject, known, group=group):
+        return known, "", True
+    timings, problem = measure(subject)
+    table = all_gather((timings, problem), group=group)
     problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(table) if text]
     if problems:
         return None, problems[0], False
+    micro_step_fs = _micro_step_fs(subject, group=group)
     ranks = subject.plan.ranks
     # One fit for all ranks of a device type on a host: they are alike. By rank 0, for all.
-    fits: dict[tuple[int, str], RankSpeed] = {}
+    fits: dict[tuple[int, str], Measured] = {}
     for rank in ranks:
         place = (rank.host, rank.device)
         if subject.rank == 0 and place not in fits:
-            alike = [r.rank for r in ranks if (r.host, r.device) == place]
-            fits[place] = fit_speed([point for one in alike for point in table[one][0]])
+            alike = [one for r in ranks if (r.host, r.device) == place for one in table[r.rank][0]]
+            noise = sum(one.noise for one in alike) / len(alike)
+            speed = fit_speed([one.point for one in alike])
+            fits[place] = Measured(speed, noise, micro_step_fs)
     fits = all_gather(fits, group=group)[0]
     own = ranks[subject.rank]
     with contextlib.suppress(OSError):  # the next run measures again
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_json(cache, asdict(fits[own.host, own.device]))
-    return _evened(subject.plan, [fits[rank.host, rank.device] for rank in ranks]), "", False
+    return [fits[rank.host, rank.device] for rank in ranks], "", False
 
 
-def _evened(plan: Plan, speeds: list[RankSpeed]) -> list[RankSpeed]:
-    """The same speed for all, where another split than the even one would hardly be faster."""
+def _still_right(subject: Subject, known: list[Measured], *, group: Any) -> bool:
+    """Whether one micro batch of each rank takes what the caches say, up to a factor that is the
+    same everywhere: a host may be throttled now, or no longer. Collective."""
+    ranks = subject.plan.ranks
+    if len({(rank.host, rank.device) for rank in ranks}) == 1:
+        return True  # whatever its speed, all ranks have it
+    timings, problem = measure(subject, check=True)
+    rate = 0.0
+    for tokens, squares, seconds in (one.point for one in timings):
+        rate = seconds * FS / known[subject.rank].speed.time_fs(int(tokens), int(squares))
+    rates = all_gather(0.0 if problem else rate, group=group)
+    return min(rates) > 0 and max(rates) <= OTHER_SPEED * min(rates)
+
+
+def _micro_step_fs(subject: Subject, *, group: Any) -> int | None:
+    """What ranks exchange in each micro step, by the time that an exchange of some megabytes takes;
+    None where they meet once a step. Collective.
+
+    At stage 2 gradients are summed over all ranks in every micro step; at stage 3 weights are
+    gathered twice and gradients scattered, each of which moves half as much.
+    """
+    engine, plan = subject.engine, subject.plan
     assert plan.balance is not None
-    count = len(speeds)
-    mean = RankSpeed(
-        sum(speed.fixed_fs for speed in speeds) // count,
-        sum(speed.token_fs for speed in speeds) // count,
-        sum(speed.square_fs for speed in speeds) // count,
-    )
-    whole, same = plan.batch, plan.balance.same_steps
-    times = []
-    for assumed in (speeds, [mean] * count):
-        balance = replace(plan.balance, speeds=tuple(assumed))
-        found = balanced_batch(whole.global_batch, balance, seq_len=whole.seq_len)
-        sizes = tuple(found.sizes_of(rank) for rank in range(count))
-        times.append(step_fs(sizes, speeds, whole.seq_len, same_steps=same))
-    return speeds if times[0] <= (1 - LEAST_GAIN) * times[1] else [mean] * count
+    if not plan.balance.same_steps or plan.world_size == 1:
+        return None
+
+    def seconds(size: int) -> float:
+        values = torch.zeros(size // 4, device=engine.device)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        began = time.perf_counter()
+        torch.distributed.all_reduce(values)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        return time.perf_counter() - began
+
+    def slowest(size: int) -> float:
+        return max(all_gather(seconds(size), group=group))
+
+    small, large = LINK_BYTES
+    seconds(small)  # connections are made
+    per_byte = slowest(small) / small
+    if per_byte * small <= LINK_S:
+        per_byte = slowest(large) / large
+    size = torch.finfo(engine.dtype).bits // 8
+    parameters = list(engine.module.parameters())
+    trained = sum(math.prod(whole_shape(one)) for one in parameters if one.requires_grad)
+    moved = float(trained)
+    if engine.stage == 3:
+        moved = sum(math.prod(whole_shape(one)) for one in parameters) + trained / 2
+    return round(per_byte * moved * size * FS)
 
 
 def _key(subject: Subject) -> str:
@@ -211,6 +299,7 @@ def _key(subject: Subject) -> str:
     task = {key: value for key, value in values["task"].items() if key in ("kind", "options")}
     own = plan.ranks[subject.rank]
     parts = {
+        "format": CACHE_FORMAT,
         "host": socket.gethostname(),
         "device": own.device,
         "name": torch.cuda.get_device_name() if plan.accelerator == "cuda" else "cpu",
@@ -231,8 +320,11 @@ def _key(subject: Subject) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def measure(subject: Subject) -> tuple[list[Point], str]:
-    """Times of a few micro batches on this rank; or why there are none. Collective at ZeRO-3."""
+def measure(subject: Subject, *, check: bool = False) -> tuple[list[Timing], str]:
+    """Times of a few micro batches on this rank; or why there are none. Collective at ZeRO-3.
+
+    ``check``: of the largest one only.
+    """
     task, engine = subject.task, subject.engine
     if task.generates or task.joint:
         kind = "generates its samples" if task.generates else "has one loss for all of a step"
@@ -241,12 +333,14 @@ def measure(subject: Subject) -> tuple[list[Point], str]:
         return [], problem
     state = random_state()
     before = [model.gradient_scale for model in engine.models.values()]
-    points: list[Point] = []
+    timings: list[Timing] = []
     problem = ""
     with whole_weights(engine):
         try:
             seed_step(subject.exp.seed, 0, subject.rank)
-            points = [_timed(subject, places) for places in _places(subject)]
+            chosen = _places(subject)
+            chosen = [max(chosen, key=lambda one: len(one[1]))] if check else chosen
+            timings = [_timed(subject, places) for places in chosen]
         except Exception as error:  # the run itself may still fit, and says so if it does not
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     set_random_state(state)
@@ -256,7 +350,7 @@ def measure(subject: Subject) -> tuple[list[Point], str]:
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return points, problem
+    return timings, problem
 
 
 def _no_room(subject: Subject) -> str:
@@ -290,7 +384,7 @@ def _places(subject: Subject) -> list[tuple[Any, list[int]]]:
     return [(samples, sorted(places)) for places in found]
 
 
-def _timed(subject: Subject, chosen: tuple[Any, list[int]]) -> Point:
+def _timed(subject: Subject, chosen: tuple[Any, list[int]]) -> Timing:
     """The mean time of a micro batch, forward and backward."""
     engine, task = subject.engine, subject.task
     samples, places = chosen
@@ -329,16 +423,42 @@ def _timed(subject: Subject, chosen: tuple[Any, list[int]]) -> Point:
             torch.cuda.synchronize(engine.device)
 
     run()  # kernels are chosen, memory is taken
-    count, began = 0, time.perf_counter()
-    while True:
-        run()
-        count += 1
-        elapsed = time.perf_counter() - began
-        if (elapsed >= LEAST_S and count >= 2) or elapsed >= MOST_S:
-            break
+    seconds, noise = mean_time(run)
     lines, length = tensors["input_ids"].shape
     squares = lines * length * length
     if not subject.layout.whole_rows:
         rows = subject.layout.rows(subject.store, samples[places])
         squares = sum(rows.squares or ())
-    return float(lines * length), float(squares), elapsed / count
+    return Timing((float(lines * length), float(squares), seconds), noise)
+
+
+def mean_time(
+    run: Callable[[], None], *, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """Mean seconds of a call, and the relative standard error of this mean.
+
+    Calls go on while their times vary, up to ``LONGEST_S``: a rank under a CPU quota computes at
+    full speed for a part of each period, and not at all for the rest.
+    """
+    began = last = clock()
+    blocks: list[tuple[int, float]] = []
+    calls = count = 0
+    while True:
+        run()
+        now = clock()
+        calls, count = calls + 1, count + 1
+        if now - last >= BLOCK_S:
+            blocks.append((count, now - last))
+            count, last = 0, now
+        elapsed, noise = now - began, _noise(blocks)
+        steady = noise <= STEADY or elapsed >= LONGEST_S
+        if (elapsed >= LEAST_S and calls >= 2 and steady) or elapsed >= MOST_S:
+            return elapsed / calls, noise if math.isfinite(noise) else 0.0
+
+
+def _noise(blocks: Sequence[tuple[int, float]]) -> float:
+    """Relative standard error of the mean time of a call, from the differences between blocks."""
+    if len(blocks) < 2:
+        return math.inf
+    times = [seconds / calls for calls, seconds in blocks]
+    return statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)

@@ -19,7 +19,7 @@ from llmx.data import Column, collate
 from llmx.data.collate import PAD_TO
 from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample
-from llmx.plan.types import BalancePlan, BatchPlan
+from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
 from llmx.plan.work import Rows, even_work
 
 PAD_TO_ON = {"cpu": PAD_TO, "cuda": 128}
@@ -75,6 +75,8 @@ class Step:
     """Non-padding tokens of the whole step."""
     square_tokens: int
     """Sum over the rows of this rank of the squared length: what attention costs."""
+    work_fs: int = 0
+    """What this rank's micro batches should take by the speeds of a balanced plan; 0: not known."""
 
 
 Transform = Callable[[Any, int, int], Any]
@@ -131,6 +133,7 @@ def make_step(
         )
         for part in mine
     )
+    squares = [square_tokens(micro) for micro in micro_batches]
     target_tokens = store.num_target_tokens(samples)
     weights = {"tokens": store.weight_of(samples), "batch": 0.0}
     return Step(
@@ -139,8 +142,26 @@ def make_step(
         weight=weights[normaliser] if normaliser in weights else store.num_examples(samples),
         target_tokens=target_tokens,
         tokens=store.num_tokens(samples),
-        square_tokens=sum(square_tokens(micro) for micro in micro_batches),
+        square_tokens=sum(squares),
+        work_fs=0
+        if balance is None
+        else work_fs(micro_batches, squares, balance.speeds[rank], layout),
     )
+
+
+def work_fs(
+    micro_batches: Sequence[dict[str, torch.Tensor]],
+    squares: Sequence[int],
+    speed: RankSpeed,
+    layout: Layout,
+) -> int:
+    """What micro batches take at a speed. ``squares``: squared tokens of the rows of each."""
+    found = 0
+    for micro, of_rows in zip(micro_batches, squares, strict=True):
+        lines, length = micro["input_ids"].shape
+        whole = lines * length * length
+        found += speed.time_fs(lines * length, whole if layout.whole_rows else of_rows)
+    return found
 
 
 def micro_batch(

@@ -24,6 +24,7 @@ from llmx.train.divergence import Diverged
 from llmx.train.early_stopping import EarlyStop
 from llmx.train.evaluation import complete_eval_prompts, evaluate, evaluation_due
 from llmx.train.joint import loss_of_step
+from llmx.train.rebalance import Line, record_change
 from llmx.train.resume import ResumePoint
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at, optim_of
@@ -101,12 +102,13 @@ def train(session: Session) -> None:
             if stopping or early:
                 break
             done = number + 1
+            measured = None
             if done in start.skip_steps:
                 skip(session, done)
                 saver.post_flags()
             else:
                 step_log.wait_for_data()
-                step = with_weight(next(upcoming), session.task, device=engine.device)
+                step = with_weight(upcoming.next(), session.task, device=engine.device)
                 step_log.data_is_here()
                 engine.set_lr(lr_at(number, optim=optim, total=total))
                 seed_step(exp.seed, number, session.rank)
@@ -122,7 +124,10 @@ def train(session: Session) -> None:
                 step_log.add(step, loss_sum)
                 due = done % exp.task.log_every_steps == 0 or done in (1, total)
                 if due or done == last:
-                    step_log.write(step, extra=not due)
+                    measured = step_log.write(step, extra=not due)
+            if done < last and rebalance(session, done, measured):
+                step_log.watch_split()
+                upcoming.begin(done)
             waits.after_step(done)
             session.status.at_step(done)
             flags = session.consensus.read()
@@ -198,38 +203,80 @@ def skip(session: Session, step: int) -> None:
     session.log(f"step {step} is skipped (resume.json): {count} not trained")
 
 
-@contextlib.contextmanager
-def steps_from(session: Session, start: ResumePoint, last: int) -> Iterator[Iterator[Step]]:
-    """The steps of this rank in order: read ahead by a thread that ends with the block, or, of a
-    task that generates them, made when they are asked for."""
-    task, store = session.task, session.train_store
-    numbers = (step for step in range(start.step, last) if step + 1 not in start.skip_steps)
-    common: dict[str, Any] = {
-        "batch": session.plan.batch,
-        "rank": session.rank,
-        "seed": session.exp.seed,
-        "layout": session.layout,
-        "stop": session.length.stop,
-    }
-    if task.generates:
-        yield (rollout_step(session.engine, task, store, step, **common) for step in numbers)
-        return
-    steps = Prefetch(
-        (
-            make_step(
-                store,
-                step,
-                normaliser=task.normaliser,
-                draws=task.draws,
-                transform=transform_of(task, seed=session.exp.seed),
-                balance=session.plan.balance,
-                **common,
+def rebalance(session: Session, step: int, line: Line | None) -> bool:
+    """Change the split over the ranks after a step, where that is due; the same on every rank."""
+    if session.rebalance is None:
+        return False
+    before, plan = session.plan, session.rebalance.after_step(step, line)
+    if plan is None:
+        return False
+    session.plan = session.saver.plan = plan
+    if session.rank == 0:
+        changes = session.rebalance.changes
+        said = record_change(session.run_dir, before, plan, changes, log=session.log)
+        session.metrics.event("rebalanced", step=step, **said)
+    return True
+
+
+class Upcoming:
+    """The steps of this rank in order: read ahead by a thread, or, of a task that generates them,
+    made when they are asked for."""
+
+    def __init__(self, session: Session, start: ResumePoint, last: int) -> None:
+        self._session, self._skip, self._last = session, start.skip_steps, last
+        self._ahead: Prefetch | None = None
+        self.begin(start.step)
+
+    def next(self) -> Step:
+        """The next one."""
+        return next(self._steps)
+
+    def begin(self, step: int) -> None:
+        """The next one is that after ``step``, by the plan of now."""
+        self.close()
+        session, task = self._session, self._session.task
+        store = session.train_store
+        numbers = (at for at in range(step, self._last) if at + 1 not in self._skip)
+        common: dict[str, Any] = {
+            "batch": session.plan.batch,
+            "rank": session.rank,
+            "seed": session.exp.seed,
+            "layout": session.layout,
+            "stop": session.length.stop,
+        }
+        if task.generates:
+            self._steps: Iterator[Step] = (
+                rollout_step(session.engine, task, store, step, **common) for step in numbers
             )
-            for step in numbers
-        ),
-        pin=session.engine.device.type == "cuda",
-    )
+            return
+        common["balance"] = session.plan.balance  # a thread must not see a later one
+        self._ahead = Prefetch(
+            (
+                make_step(
+                    store,
+                    step,
+                    normaliser=task.normaliser,
+                    draws=task.draws,
+                    transform=transform_of(task, seed=session.exp.seed),
+                    **common,
+                )
+                for step in numbers
+            ),
+            pin=session.engine.device.type == "cuda",
+        )
+        self._steps = iter(self._ahead)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+@contextlib.contextmanager
+def steps_from(session: Session, start: ResumePoint, last: int) -> Iterator[Upcoming]:
+    """``Upcoming``, whose thread ends with the block."""
+    steps = Upcoming(session, start, last)
     try:
-        yield iter(steps)
+        yield steps
     finally:
         steps.close()

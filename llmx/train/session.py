@@ -17,9 +17,9 @@ from llmx.collectives import all_gather
 from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, write_json
 from llmx.tasks import Task, task_of, tokenizer_of
-from llmx.train.balance import Subject, with_measured_speeds
+from llmx.train.balance import Subject, described, with_measured_speeds
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.consensus import Consensus
 from llmx.train.early_stopping import EarlyStopping
@@ -27,6 +27,7 @@ from llmx.train.engine.build import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, truncate_metrics
 from llmx.train.precompute import from_trained, training_specs, with_precomputed
+from llmx.train.rebalance import Rebalance, changed, recorded_changes
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
 from llmx.train.schedule import RunLength, optim_of, run_length
@@ -54,6 +55,7 @@ class Session:
     resume_point: ResumePoint
     saver: Saver
     early_stopping: EarlyStopping | None = None
+    rebalance: Rebalance | None = None
 
     @property
     def rank(self) -> int:
@@ -155,6 +157,11 @@ def open_session(
             group=consensus.group,
             log=log,
         )
+    rebalance: Rebalance | None = None
+    if plan.balance is not None and exp.batch.rebalance:
+        plan, rebalance = open_rebalance(
+            exp, plan, run_dir, task=task, step=resume_point.step, group=consensus.group
+        )
     metrics = open_metrics(run_dir, resume_point)
     if torch.distributed.get_rank() == 0:
         write_inputs(
@@ -199,7 +206,24 @@ def open_session(
         resume_point=resume_point,
         saver=saver,
         early_stopping=early_stopping,
+        rebalance=rebalance,
     )
+
+
+def open_rebalance(
+    exp: Experiment, plan: Plan, run_dir: RunDir, *, task: Task, step: int, group: Any
+) -> tuple[Plan, Rebalance | None]:
+    """The split of the step at which training goes on, and what changes it further. Collective."""
+    if task.generates or task.joint or plan.world_size == 1:
+        return plan, None
+    rank = torch.distributed.get_rank()
+    changes = recorded_changes(run_dir, plan, rank=rank, group=group)
+    if made := [change for change in changes if change.step <= step]:
+        plan = changed(plan, made[-1].speeds)
+        log(f"balance: as changed at step {made[-1].step}. {described(plan)}")
+        if rank == 0:
+            write_json(run_dir.plan, plan.to_dict())
+    return plan, Rebalance(plan, changes, step=step)
 
 
 def length_of(task: TaskConfig, data: DataConfig, plan: Plan, train_store: Any) -> RunLength:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from llmx.models.model import Models
 from llmx.tasks import Loss, SampleKey, Task, next_token_loss
 from llmx.train.batches import Step, Transform
 from llmx.train.engine.build import Engine
-from llmx.train.forward_time import ForwardTime
+from llmx.train.step_times import StepTimes
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -78,12 +79,12 @@ def train_step(
     loss_of: LossOf = of_next_tokens,
     metrics: StepMetrics | None = None,
     before_update: Callable[[], None] = lambda: None,
-    timed: ForwardTime | None = None,
+    timed: StepTimes | None = None,
 ) -> torch.Tensor:
     """Forward, backward and one update. Returns this rank's summed loss, fp32 scalar.
 
     ``metrics`` gets what the loss measures. ``before_update`` is called between the last backward
-    pass and the update. ``timed`` takes the time of the forward passes.
+    pass and the update. ``timed`` takes the time of each phase.
 
     DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
     reduction): the factor undoes both, so that the gradient is that of the mean over the
@@ -92,6 +93,8 @@ def train_step(
     factor = world * len(step.micro_batches) / (step.weight or 1)
     auxiliary_factor = world * len(step.micro_batches) / max(step.tokens, 1)
     models = engine.models
+    phase: Callable[[str], contextlib.AbstractContextManager[Any]]
+    phase = contextlib.nullcontext if timed is None else timed.phase
     for model in models.values():
         model.routing.begin_step()
     engine.set_micro_steps(len(step.micro_batches))
@@ -100,16 +103,18 @@ def train_step(
         scale = factor / len(step.micro_batches) * engine.loss_scale()
         for model in models.values():
             model.gradient_scale = scale
-        with timed.forward() if timed is not None else contextlib.nullcontext():
+        with phase("forward"):
             loss = loss_of(models, micro_batch)
         objective = loss.sum * factor
         for model in models.values():
             objective = model.routing.objective(objective, factor=auxiliary_factor)
-        engine.backward(objective)
-        engine.record_grad_norm()
+        with phase("backward"):
+            engine.backward(objective)
+            engine.record_grad_norm()
         if number == len(step.micro_batches):
             before_update()
-        engine.engine.step()
+        with phase("update"):
+            engine.engine.step()
         loss_sum += loss.sum.detach()
         if metrics is not None:
             metrics.add(loss)

@@ -14,12 +14,17 @@ from llmx.plan.balance import busy_fs
 from llmx.plan.types import Plan
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
-from llmx.train.forward_time import ForwardTime, StragglerWatch, idle_share
 from llmx.train.metrics import memory_gib
+from llmx.train.rebalance import Line
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
 from llmx.train.step import StepMetrics
+from llmx.train.step_times import PHASES, StepTimes, StragglerWatch, idle_share
 
+LEAST_IDLE = 0.05
+"""The console says the idle share from here on."""
+SHOWN_RANKS = 8
+"""Whose times a warning says."""
 FORWARD_PART = 1 / 3
 """Of the operations of training: what a frozen model's forward pass costs."""
 
@@ -47,17 +52,22 @@ class StepLog:
         ]
         plan = session.plan
         # Before the first restart, which empties it.
-        self.timed = ForwardTime(
+        self.timed = StepTimes(
             session.engine.device, active=plan.world_size > 1 and _times(session)
         )
-        self.stragglers = StragglerWatch(expected_work(plan)) if self.timed.active else None
+        self.watch_split()
         self.restart()
+
+    def watch_split(self) -> None:
+        """Expect of each rank what the plan of now gives it."""
+        plan = self.session.plan
+        self.stragglers = StragglerWatch(expected_work(plan)) if self.timed.active else None
 
     def restart(self) -> None:
         """Start a new interval now."""
         self.began = time.perf_counter()
         self.data_wait_s = 0.0
-        self.steps = self.tokens = self.targets = self.squares = 0
+        self.steps = self.tokens = self.targets = self.squares = self.work_fs = 0
         self.loss_sum: torch.Tensor | None = None
         """Of the newest step."""
         self.interval_loss = torch.zeros((), device=self.session.engine.device)
@@ -96,15 +106,17 @@ class StepLog:
         self.tokens_seen += step.tokens
         self.target_tokens_seen += step.target_tokens
         self.squares += step.square_tokens
+        self.work_fs += step.work_fs
         self.loss_sum = loss_sum
         self.interval_loss += loss_sum
         self.interval_weight += step.weight
         self.watch.record(step.step + 1, loss_sum, self.session.engine.last_norm())
 
-    def write(self, step: Step, *, extra: bool = False) -> None:
+    def write(self, step: Step, *, extra: bool = False) -> Line | None:
         """One line, from all ranks. Collective. Raises Diverged, on every rank alike.
 
-        ``extra``: the whole run would not have a line here.
+        ``extra``: the whole run would not have a line here. Returns how long each rank computed
+        where that is measured.
         """
         assert self.loss_sum is not None
         session, engine = self.session, self.session.engine
@@ -116,7 +128,9 @@ class StepLog:
                 self.data_wait_s,
                 *self.watch.first(),
                 float(self.interval_loss),
-                self.timed.take() / max(self.steps, 1),
+                *(seconds / max(self.steps, 1) for seconds in self.timed.take()),
+                self.work_fs,
+                time.perf_counter(),
                 *(float(value) for value in self.metrics.values()),
             ],
             dtype=torch.float64,
@@ -137,14 +151,14 @@ class StepLog:
         done = step.step + 1
         samples = self.length.samples_at(done)
         loss = loss_sum / (step.weight or 1)
-        totals = table[:, 8:].sum(dim=0).tolist()
-        forward_s = table[:, 7].tolist()
+        totals = table[:, 12:].sum(dim=0).tolist()
+        forward_s, *others, work = table[:, 7:11].T.tolist()
         waits: dict[str, Any] = {}
         if self.timed.active:
-            waits = {
-                "forward_s": [round(value, 6) for value in forward_s],
-                "idle_share": round(idle_share(forward_s), 4),
-            }
+            idle = idle_share(forward_s)
+            for name, seconds in zip(PHASES, (forward_s, *others), strict=True):
+                waits[f"{name}_s"] = [round(value, 6) for value in seconds]
+            waits["idle_share"] = round(idle, 4)
         measured = {
             name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else None
             for at, name in enumerate(self.metrics.names)
@@ -176,16 +190,21 @@ class StepLog:
             **measured,
             **({"extra": True} if extra else {}),
         )
-        session.log(f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
+        text = f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+        if waits and idle >= LEAST_IDLE:
+            text += f"  idle {idle:.0%}"
+        session.log(text)
         if self.stragglers is not None:
             for rank, factor in self.stragglers.see(forward_s, now=time.perf_counter()):
-                report_straggler(session, rank, factor, step=done)
+                report_straggler(session, rank, factor, forward_s, step=done)
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
         raise_if_not_finite(
             loss_step, gradient_step, lr=optim_of(session.exp.optim, session.exp.adapter).lr
         )
         self.spikes.check(done, loss)
         self.restart()
+        clock = float(table[0, 11])
+        return Line(forward_s, work, clock) if self.timed.active else None
 
 
 def _times(session: Session) -> bool:
@@ -203,12 +222,32 @@ def expected_work(plan: Plan) -> list[float]:
     return [float(busy) for busy in busy_fs(sizes, plan.balance.speeds, plan.batch.seq_len)]
 
 
-def report_straggler(session: Session, rank: int, factor: float, *, step: int) -> None:
-    """An event and a line in the log that name the rank and its host."""
-    host = session.plan.hosts[session.plan.ranks[rank].host].name
-    session.metrics.event("straggler", step=step, rank=rank, host=host, factor=round(factor, 2))
+def report_straggler(
+    session: Session, rank: int, factor: float, forward_s: list[float], *, step: int
+) -> None:
+    """An event and a line in the log that name the rank and its host, with the time that each rank
+    computes."""
+    plan = session.plan
+    host = plan.hosts[plan.ranks[rank].host].name
+    times = [round(value, 6) for value in forward_s]
+    session.metrics.event(
+        "straggler", step=step, rank=rank, host=host, factor=round(factor, 2), forward_s=times
+    )
+    how = "To share out by today's speeds: remove balance.json, resume with batch.balance=measured."
+    if session.exp.batch.rebalance:
+        how = "batch.rebalance shares out anew where that is faster."
     session.log(
         f"WARNING: rank {rank} ({host}) computes {factor:.1f} times as long as the others for its "
-        "part of a step, and all wait for it. Is its device throttled, or used by another program? "
-        "To share out by today's speeds: remove balance.json, resume with batch.balance=measured."
+        f"part of a step, and all wait for it (forward passes of a step: {by_rank(forward_s)}). "
+        f"Is its device throttled, or used by another program? {how}"
     )
+
+
+def by_rank(seconds: list[float]) -> str:
+    """Times of all ranks, of many the longest: ``rank 3 0.412 s, rank 0 0.201 s``."""
+    order = sorted(range(len(seconds)), key=lambda rank: (-seconds[rank], rank))
+    shown = [f"rank {rank} {seconds[rank]:.3g} s" for rank in order[:SHOWN_RANKS]]
+    if order[SHOWN_RANKS:]:
+        usual = sorted(seconds)[len(seconds) // 2]
+        shown.append(f"half of all at most {usual:.3g} s")
+    return ", ".join(shown)

@@ -27,7 +27,7 @@ STEPS = 8
 
 TIMES = {
     *("time", "step_time_s", "tokens_per_s", "data_wait_s", "memory_gib", "mfu"),
-    *("forward_s", "idle_share"),
+    *("forward_s", "backward_s", "update_s", "idle_share"),
 }
 
 

@@ -59,7 +59,10 @@ RULES = (
     Rule(("checkpoint.*",), SAME, "when the state is saved, what is kept"),
     Rule(("hardware.*",), ROUNDING, "any hosts and devices; the global batch stays"),
     Rule(
-        ("batch.micro_batch", "batch.accumulation", "batch.balance", "batch.weights"),
+        (
+            *("batch.micro_batch", "batch.accumulation", "batch.balance", "batch.weights"),
+            "batch.rebalance",
+        ),
         ROUNDING,
         "how the same global batch is split",
     ),

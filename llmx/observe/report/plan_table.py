@@ -185,7 +185,12 @@ def balance_line(plan: Plan) -> str:
     """Predicted time of a step against that of the even split, and who waits how long."""
     balance = plan.balance
     assert balance is not None
-    how = {"spec": "by the data sheets", "weights": "by batch.weights", "measured": "as measured"}
+    how = {
+        "even": "evenly at the start (batch.rebalance)",
+        "spec": "by the data sheets",
+        "weights": "by batch.weights",
+        "measured": "as measured",
+    }
     said = how[balance.method]
     if balance.pending:
         said = "measured by the ranks at the start; until then by the data sheets"

@@ -21,8 +21,9 @@ beside it where the two differ. ``loss_mean`` is the mean over all target tokens
 line, or since a resume between two lines: it alone is not the same in a resumed run as in an
 undisturbed one. Times and tokens a second are those of the same steps, evaluations left out.
 ``tokens`` counts non-padding tokens; ``mfu`` is null where the peak is unknown. A NaN is written as
-null with ``"nonfinite": true``. ``forward_s`` are the seconds of forward passes in a step, one a
-rank, and ``idle_share`` the mean part of the slowest rank's that the others wait for it; both are
+null with ``"nonfinite": true``. ``forward_s``, ``backward_s`` and ``update_s`` are the
+seconds of these phases in a step, one a rank (in the last two, ranks wait for each other), and
+``idle_share`` the mean part of the slowest rank's forward time that the others wait for it; all are
 there with several ranks up to ZeRO stage 2 (docs/unequal.md). An ``eval`` line with ``"step": 0``
 is the evaluation before training. A mixture of experts also has ``expert_load_max`` and
 ``experts_idle``, and ``aux_loss`` where the auxiliary loss is trained (docs/models.md). A task
@@ -40,7 +41,9 @@ Events are not metrics: trackers may ignore those they do not know. Each has its
 (``reason``, ``stall_s``, ``background_s``, ``bytes``), ``save_failed`` (``reason``),
 ``passed_over`` (a checkpoint was due while the one before was still being written), ``skipped``
 (``samples``: first, and first no more), ``straggler`` (``rank``, ``host``, ``factor``: how many
-times longer than the others it computes), ``damaged`` (``checkpoint``, ``reason``; ``step`` is
+times longer than the others it computes; ``forward_s`` of all ranks), ``rebalanced`` (``sizes``:
+samples of each micro step of each rank from the next step on; ``time_factor``: predicted time of a
+step against the split before), ``damaged`` (``checkpoint``, ``reason``; ``step`` is
 where the run goes on). What a resume does with the file: docs/contracts.md, "Resuming".
 
 Standard library only; every room may import it.

@@ -21,6 +21,8 @@ GROUPS = {
     "data_wait_s": "perf",
     "memory_gib": "perf",
     "forward_s": "perf",
+    "backward_s": "perf",
+    "update_s": "perf",
     "idle_share": "perf",
 }
 """The trackers' group of a key of a ``train`` line; every other one is ``train``."""

@@ -1,10 +1,11 @@
 """How long a rank computes: wall times of all ranks are equal, since they wait for each other.
 
-Forward passes are timed. Up to ZeRO stage 2 they communicate nothing, so a rank that takes longer
-for them is a slower one; the backward pass, in which ranks wait for each other, is about as much
-longer. At stage 3, and in tasks whose loss is one of all ranks, nothing is measured.
+The three phases of a step are timed: forward passes, backward passes, updates. Up to ZeRO stage 2
+forward passes communicate nothing, so a rank that takes longer for them is a slower one; in the
+other two, ranks wait for each other. At stage 3, and in tasks whose loss is one of all ranks,
+nothing is measured.
 
-``python -m pytest tests/unit/test_train_forward_time.py``
+``python -m pytest tests/unit/test_train_step_times.py``
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ LEAST_S = 30.0
 """... in so many lines in a row, and for so long: a neighbour that comes and goes is none."""
 
 
-class ForwardTime:
-    """Seconds of forward passes of this rank. Nothing here waits for the device but ``take``."""
+PHASES = ("forward", "backward", "update")
+
+
+class StepTimes:
+    """Seconds of the phases of this rank's steps. Nothing here waits for the device but ``take``.
+
+    On CUDA, two events a phase and micro step; they cost microseconds.
+    """
 
     def __init__(self, device: torch.device, *, active: bool) -> None:
         self._device = device
         self.active = active
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Inside, one forward pass."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, one of ``PHASES`` of a micro step."""
         if not self.active:
             yield
         elif self._device.type == "cuda":
@@ -41,18 +48,20 @@ class ForwardTime:
             pair[0].record()
             yield
             pair[1].record()
-            self._events.append(pair)
+            self._events.append((name, *pair))
         else:
             began = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - began
+            self._seconds[name] += time.perf_counter() - began
 
-    def take(self) -> float:
-        """Seconds since the last call."""
+    def take(self) -> tuple[float, ...]:
+        """Seconds of each phase since the last call, in the order of ``PHASES``."""
         if self._events:
             torch.cuda.synchronize(self._device)
-            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-        seconds, self._seconds, self._events = self._seconds, 0.0, []
+            for name, begin, end in self._events:
+                self._seconds[name] += begin.elapsed_time(end) / 1e3
+        seconds = tuple(self._seconds[name] for name in PHASES)
+        self._seconds, self._events = dict.fromkeys(PHASES, 0.0), []
         return seconds
 
 

@@ -7,21 +7,23 @@ import time
 import pytest
 import torch
 
-from llmx.train.forward_time import LINES, ForwardTime, StragglerWatch, idle_share
+from llmx.train.step_times import LINES, StepTimes, StragglerWatch, idle_share
 
 
-def test_only_forward_passes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_phases_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    timed = ForwardTime(torch.device("cpu"), active=True)
-    off = ForwardTime(torch.device("cpu"), active=False)
+    timed = StepTimes(torch.device("cpu"), active=True)
+    off = StepTimes(torch.device("cpu"), active=False)
     for _ in range(2):
-        with timed.forward(), off.forward():
+        with timed.phase("forward"), off.phase("forward"):
             now[0] += 0.25
         now[0] += 8.0
-    assert timed.take() == 0.5
-    assert timed.take() == 0.0
-    assert off.take() == 0.0
+        with timed.phase("update"):
+            now[0] += 0.125
+    assert timed.take() == (0.5, 0.0, 0.25)
+    assert timed.take() == (0.0, 0.0, 0.0)
+    assert off.take() == (0.0, 0.0, 0.0)
 
 
 def test_the_idle_share() -> None:

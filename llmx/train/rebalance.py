@@ -1,0 +1,160 @@
+"""Drift: a rank that is throttled later, or gets a neighbour, gets fewer samples from then on.
+
+``batch.rebalance=true`` compares what forward passes take (``step_times``, gathered with every
+``train`` line) with what the speeds of the plan say they should. Where another split would be
+faster, all ranks change to it at the step boundary after that line: the same pure function
+(``llmx.plan.balance``) of the corrected speeds, which every rank has from the same table.
+``balance.json`` keeps each change with its step, so that a resumed run and a reproduction repeat it
+there; an event says it in ``metrics.jsonl``. docs/unequal.md.
+
+Tried by ``python -m pytest -m deepspeed tests/integration/test_train_rebalance.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from llmx.collectives import all_gather
+from llmx.plan.balance import corrected_speeds, planned_fs, with_balance
+from llmx.plan.types import Plan, RankSpeed
+from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.train.balance import described, identity, record
+from llmx.train.step_times import LEAST_S, LINES
+
+LEAST_GAIN = 0.05
+"""What another split must save of the step time: a change costs new shapes of tensors, and the last
+bits of a sum of gradients."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of the split, after a step."""
+
+    step: int
+    speeds: tuple[RankSpeed, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What all ranks have measured since the last ``train`` line; the same on every rank."""
+
+    seconds: Sequence[float]
+    """Of forward passes in a step, one a rank."""
+    work: Sequence[float]
+    """What the micro batches should have taken by the speeds of the plan, in any unit."""
+    now: float
+    """Seconds, by the clock of rank 0."""
+
+
+class Rebalance:
+    """Decides when the split changes, and to what; repeats what was decided before."""
+
+    def __init__(self, plan: Plan, changes: Sequence[Change], *, step: int) -> None:
+        """``changes``: those of the run so far; those up to ``step`` are made already."""
+        self.plan = plan
+        self.changes = list(changes)
+        self._known_until = max([step, *(change.step for change in changes)])
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lines: list[Line] = []
+        self._warm = False
+        self._since = 0.0
+
+    def after_step(self, step: int, line: Line | None) -> Plan | None:
+        """The plan from the next step on, where it changes; every rank gets the same answer.
+
+        ``line``: where this step has a ``train`` line.
+        """
+        known = next((change for change in self.changes if change.step == step), None)
+        if known is not None:
+            return self._change(known.speeds)
+        if line is None or step <= self._known_until:
+            return None
+        speeds = self._drifted(line)
+        if speeds is None:
+            return None
+        self.changes.append(Change(step, speeds))
+        return self._change(speeds)
+
+    def _change(self, speeds: tuple[RankSpeed, ...]) -> Plan:
+        self.plan = changed(self.plan, speeds)
+        self._begin()
+        return self.plan
+
+    def _drifted(self, line: Line) -> tuple[RankSpeed, ...] | None:
+        """Other speeds, if so many lines in a row and for so long they would give a faster split.
+        The first line after a change is one of warming up."""
+        if not self._warm:
+            self._warm = True
+            return None
+        if not _gain(self.plan, [line]):
+            self._lines = []
+            return None
+        if not self._lines:
+            self._since = line.now
+        self._lines.append(line)
+        if len(self._lines) < LINES or line.now - self._since < LEAST_S:
+            return None
+        return _gain(self.plan, self._lines)
+
+
+def changed(plan: Plan, speeds: tuple[RankSpeed, ...]) -> Plan:
+    """The plan shared out by these speeds."""
+    assert plan.balance is not None
+    return with_balance(plan, replace(plan.balance, speeds=speeds))
+
+
+def _gain(plan: Plan, lines: Sequence[Line]) -> tuple[RankSpeed, ...] | None:
+    """Speeds by these lines, where the split that follows saves ``LEAST_GAIN``; else None."""
+    seconds = [sum(values) for values in zip(*(line.seconds for line in lines), strict=True)]
+    work = [sum(values) for values in zip(*(line.work for line in lines), strict=True)]
+    if min(seconds) <= 0 or min(work) <= 0:
+        return None
+    speeds = tuple(corrected_speeds(plan, seconds, work))
+    ours, others = planned_fs(plan, speeds), planned_fs(changed(plan, speeds), speeds)
+    return speeds if others <= (1 - LEAST_GAIN) * ours else None
+
+
+def recorded_changes(run_dir: RunDir, plan: Plan, *, rank: int, group: Any) -> list[Change]:
+    """Those of ``balance.json``, where it is of these ranks, in the order of steps. Collective."""
+    found: list[Change] = []
+    if rank == 0:
+        try:
+            values = read_json(run_dir.balance)
+            if all(values.get(key) == value for key, value in identity(plan).items()):
+                found = [
+                    Change(int(one["step"]), tuple(RankSpeed(**speed) for speed in one["speeds"]))
+                    for one in values.get("changes", ())
+                ]
+        except (OSError, ValueError, KeyError, TypeError):
+            found = []
+    return sorted(all_gather(found, group=group)[0], key=lambda change: change.step)
+
+
+def record_change(
+    run_dir: RunDir,
+    before: Plan,
+    plan: Plan,
+    changes: Sequence[Change],
+    *,
+    log: Callable[[str], None],
+) -> dict[str, Any]:
+    """``balance.json`` and ``plan.json`` with the newest of ``changes``; returns what the event
+    says. By rank 0."""
+    assert plan.balance is not None
+    try:
+        values = read_json(run_dir.balance)
+    except (OSError, ValueError):
+        values = record(before)
+    values["changes"] = [asdict(change) for change in changes]
+    write_json(run_dir.balance, values)
+    write_json(run_dir.plan, plan.to_dict())
+    old, new = (planned_fs(one, plan.balance.speeds) for one in (before, plan))
+    log(f"rebalance: a step should take {new / old:.2f} of the time. {described(plan)}")
+    return {
+        "sizes": [list(plan.batch.sizes_of(rank)) for rank in range(plan.world_size)],
+        "time_factor": round(new / old, 4),
+    }

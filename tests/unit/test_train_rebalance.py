@@ -1,0 +1,167 @@
+"""When a drift changes the split, to what, and that a recorded change is repeated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmx.config.validate import validate
+from llmx.errors import ConfigError
+from llmx.plan import make_plan
+from llmx.plan.balance import corrected_speeds, evened
+from llmx.plan.types import Plan, RankSpeed
+from llmx.run.rundir import RunDir, read_json
+from llmx.train.balance import BLOCK_S, LEAST_S, LONGEST_S, mean_time
+from llmx.train.rebalance import Change, Line, Rebalance, record_change
+from tests.rundirs import experiment
+
+STEPS_S = 20.0
+
+
+def planned(place: Path, *, ranks: int = 2, stage: int = 1) -> Plan:
+    exp = experiment(
+        place,
+        ranks=ranks,
+        batch={"global_batch": 24, "micro_batch": 24, "accumulation": None, "rebalance": True},
+        zero={"stage": stage},
+    )
+    plan = make_plan(exp)
+    assert plan.balance is not None
+    assert plan.balance.method == "even"
+    return plan
+
+
+def line_of(plan: Plan, factors: list[float], *, now: float) -> Line:
+    """Of ranks that take so many times what they should."""
+    assert plan.balance is not None
+    work = [float(sum(plan.batch.sizes_of(rank))) for rank in range(plan.world_size)]
+    work = [value * speed.token_fs for value, speed in zip(work, plan.balance.speeds, strict=True)]
+    return Line([each * factor for each, factor in zip(work, factors, strict=True)], work, now)
+
+
+def run_on(rebalance: Rebalance, factors: list[float], *, steps: int, begin: int = 1) -> list[int]:
+    """Steps at which the split changes, with a line every ``STEPS_S``."""
+    found = []
+    for step in range(begin, begin + steps):
+        line = line_of(rebalance.plan, factors, now=step * STEPS_S)
+        if rebalance.after_step(step, line) is not None:
+            found.append(step)
+    return found
+
+
+def samples(plan: Plan) -> list[int]:
+    return [sum(plan.batch.sizes_of(rank)) for rank in range(plan.world_size)]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_drift_changes_the_split_once(tmp_path: Path, stage: int) -> None:
+    rebalance = Rebalance(planned(tmp_path, stage=stage), [], step=0)
+    assert samples(rebalance.plan) == [12, 12]
+    # A line of warming up, then three that agree.
+    line = [1e-15, 3e-15]
+    plan = rebalance.plan
+    for step in range(1, 5):
+        found = rebalance.after_step(step, line_of(plan, line, now=step * STEPS_S))
+        assert (found is not None) == (step == 4)
+    assert samples(rebalance.plan) == [18, 6]
+    assert sum(samples(rebalance.plan)) == 24
+    sizes = [rebalance.plan.batch.sizes_of(rank) for rank in range(2)]
+    assert stage == 1 or len(sizes[0]) == len(sizes[1])
+    # By the new speeds all is as it should be.
+    assert run_on(rebalance, [1e-15, 1e-15], steps=10, begin=5) == []
+    # It gets well again.
+    assert run_on(rebalance, [3e-15, 1e-15], steps=4, begin=20) == [22]
+    assert samples(rebalance.plan) == [12, 12]
+
+
+def test_noise_moments_and_small_drifts_change_nothing(tmp_path: Path) -> None:
+    rebalance = Rebalance(planned(tmp_path), [], step=0)
+    assert run_on(rebalance, [1.0, 1.08], steps=20) == []
+    for step in range(20, 40):
+        slow = step % 3 < 2  # never three lines in a row
+        line = line_of(rebalance.plan, [1.0, 3.0 if slow else 1.0], now=step * STEPS_S)
+        assert rebalance.after_step(step, line) is None
+    for step in range(40, 60):  # three lines, but of moments
+        line = line_of(rebalance.plan, [1.0, 3.0], now=step * 1.0)
+        assert rebalance.after_step(step, line) is None
+
+
+def test_what_was_decided_is_repeated_at_its_step(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    first = Rebalance(plan, [], step=0)
+    (step,) = run_on(first, [1.0, 3.0], steps=4)
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    said = record_change(run, plan, first.plan, first.changes, log=lambda text: None)
+    assert said["sizes"] == [[18], [6]]
+    assert said["time_factor"] == pytest.approx(0.5)
+    assert Plan.from_dict(read_json(run.plan)) == first.plan
+    changes = [
+        Change(one["step"], tuple(RankSpeed(**speed) for speed in one["speeds"]))
+        for one in read_json(run.balance)["changes"]
+    ]
+    assert changes == first.changes
+    again = Rebalance(plan, changes, step=0)
+    # Nothing is measured, not even a line is there: the same change, at the same step.
+    assert [number for number in range(1, 9) if again.after_step(number, None)] == [step]
+    assert again.plan == first.plan
+    # Up to it, nothing else is decided.
+    other = Rebalance(plan, [Change(9, changes[0].speeds)], step=0)
+    assert run_on(other, [1.0, 3.0], steps=8) == []
+
+
+def test_equal_ranks_of_a_host_keep_one_speed(tmp_path: Path) -> None:
+    plan = planned(tmp_path, ranks=3)
+    speeds = corrected_speeds(plan, [1.0, 1.02, 1.8], [100, 100, 100])
+    assert speeds[0] == speeds[1]
+    assert speeds[2].token_fs == pytest.approx(1.8 / 1.02 * speeds[0].token_fs, rel=1e-3)
+    # What all of them lose changes nothing for one against another.
+    slower = corrected_speeds(plan, [2.0, 2.04, 3.6], [100, 100, 100])
+    assert slower == speeds
+
+
+def test_a_gain_below_the_noise_is_none(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    assert plan.balance is not None
+    balance = replace(plan.balance, speeds=(RankSpeed(0, 1000), RankSpeed(0, 1200)))
+    assert evened(plan, balance) == balance
+    assert evened(plan, balance, noise=0.03) == balance
+    even = evened(plan, balance, noise=0.06)
+    assert len(set(even.speeds)) == 1
+
+
+@pytest.mark.parametrize(("cores", "run_s"), [(1.0, 0.003), (0.5, 0.003), (0.25, 0.02)])
+def test_a_rank_under_a_cpu_quota_is_measured(cores: float, run_s: float) -> None:
+    """Full speed for a part of each 100 ms, then nothing: the mean is what counts."""
+    clock = [0.013]
+
+    def run() -> None:
+        left = run_s
+        while left > 0:
+            at = clock[0] % 0.1
+            free = max(0.0, cores * 0.1 - at)
+            used = min(left, free)
+            left -= used
+            clock[0] += used if used > 1e-12 else 0.1 - at
+
+    began = clock[0]
+    seconds, noise = mean_time(run, clock=lambda: clock[0])
+    took = clock[0] - began
+    assert seconds == pytest.approx(run_s / cores, rel=0.09)
+    if cores == 1.0:
+        assert noise < 1e-3
+        assert took < LEAST_S + 2 * BLOCK_S
+    assert took < LONGEST_S + 2 * BLOCK_S
+
+
+def test_what_cannot_be_rebalanced_is_refused(tmp_path: Path) -> None:
+    for groups, words in (
+        ({"zero": {"stage": 3}}, "remove balance.json"),
+        ({"batch": {"balance": "off"}}, "measures"),
+    ):
+        exp = experiment(tmp_path, **groups)
+        exp.batch.rebalance = True
+        with pytest.raises(ConfigError, match=words):
+            validate(exp)
