@@ -132,25 +132,21 @@ def test_a_gain_below_the_noise_is_none(tmp_path: Path) -> None:
     assert len(set(even.speeds)) == 1
 
 
-@pytest.mark.parametrize(("cores", "run_s"), [(1.0, 0.003), (0.5, 0.003), (0.25, 0.02)])
-def test_a_rank_under_a_cpu_quota_is_measured(cores: float, run_s: float) -> None:
+@pytest.mark.parametrize(("burst_ms", "run_ms"), [(100, 3), (50, 3), (25, 20)])
+def test_a_rank_under_a_cpu_quota_is_measured(burst_ms: int, run_ms: int) -> None:
     """Full speed for a part of each 100 ms, then nothing: the mean is what counts."""
-    clock = [0.013]
+    now = [13]  # ms
 
     def run() -> None:
-        left = run_s
-        while left > 0:
-            at = clock[0] % 0.1
-            free = max(0.0, cores * 0.1 - at)
-            used = min(left, free)
-            left -= used
-            clock[0] += used if used > 1e-12 else 0.1 - at
+        for _ in range(run_ms):
+            if now[0] % 100 >= burst_ms:
+                now[0] += 100 - now[0] % 100
+            now[0] += 1
 
-    began = clock[0]
-    seconds, noise = mean_time(run, clock=lambda: clock[0])
-    took = clock[0] - began
-    assert seconds == pytest.approx(run_s / cores, rel=0.09)
-    if cores == 1.0:
+    seconds, noise = mean_time(run, clock=lambda: now[0] / 1000)
+    took = (now[0] - 13) / 1000
+    assert seconds == pytest.approx(run_ms * 100 / burst_ms / 1000, rel=0.09)
+    if burst_ms == 100:
         assert noise < 1e-3
         assert took < LEAST_S + 2 * BLOCK_S
     assert took < LONGEST_S + 2 * BLOCK_S
