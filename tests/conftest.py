@@ -32,6 +32,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Many tests plan; those of traces (test_plan_trace) ask for them.
     os.environ["LLMX_TRACES"] = "off"
+    os.environ["LLMX_LEARNED"] = "off"  # plans of tests know nothing of runs of tests
 
 
 @pytest.fixture(autouse=True)

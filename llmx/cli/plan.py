@@ -61,6 +61,7 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     from llmx.cli.arguments import with_demo, with_searched
     from llmx.compose.complete import compose
     from llmx.compose.overrides import check_overrides
+    from llmx.lifecycle.learned import with_learned_time
     from llmx.lifecycle.memory import with_traced_memory
     from llmx.lifecycle.packing import resolve_layout
 
@@ -72,7 +73,7 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     composed = compose(_values(checked.words, config_dir))
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         composed = resolve_layout(composed, stream=nowhere)
-    return with_traced_memory(composed, make=True)[0]
+    return with_learned_time(with_traced_memory(composed, make=True)[0])
 
 
 def _values(words: Sequence[str], config_dir: str | None) -> dict[str, Any]:

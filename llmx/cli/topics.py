@@ -58,6 +58,8 @@ ENVIRONMENT = {
         "LLMX_CACHE": "Where prepared data lies; default: ~/.cache/llmx. data.cache_dir wins.",
         "LLMX_TRACES": "off: the plan's memory by formula alone, without tracing the network "
         "(docs/planner.md); default: on.",
+        "LLMX_LEARNED": "off: plans neither use nor leave what finished runs have shown of a "
+        "device's speed (learned.json in the cache, docs/planner.md); default: on.",
         "LLMX_TOKENIZER": "The tokenizer of experiment=llama_1_7b_pretrain; default: "
         "/data/tokenizer-64k. model.tokenizer wins.",
         "LLMX_BERT_TOKENIZER": "The tokenizer of experiment=megatron_bert_3_9b; default: "

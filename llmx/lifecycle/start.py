@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from llmx.compose.complete import Composed, check_paths, compose
 from llmx.config import Experiment
 from llmx.errors import RunFailed
+from llmx.lifecycle.learned import learn, with_learned_time
 from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.packing import resolve_layout
 from llmx.plan import Plan
@@ -56,6 +57,7 @@ def run_composed(
     # A trial of a sweep is one of many, and read by nobody.
     make = composed.experiment.dry_run and instead is None
     composed, traces = with_traced_memory(composed, make=make)
+    composed = with_learned_time(composed)
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = write_launch_files(exp, plan, run)
@@ -69,6 +71,8 @@ def run_composed(
     if instead is not None:
         return instead(exp, plan, run, launch)
     result = supervise(exp, plan, run, launch=launch)
+    if result.exit_code == 0:
+        learn(run, exp, plan)
     return result.exit_code
 
 

@@ -135,6 +135,18 @@ def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
     return TokenFlops(forward + frozen, whole - forward, again)
 
 
+def computing_parts(exp: Experiment, plan: Plan) -> dict[str, float]:
+    """FLOPs of a step of the busiest rank on each type of device, as they are run."""
+    shape = model_geometry(exp.model)
+    assert shape is not None
+    per_token = token_flops(exp, plan, shape).run
+    found: dict[str, float] = {}
+    for rank in plan.ranks:
+        tokens = sum(plan.batch.sizes_of(rank.rank)) * plan.batch.seq_len
+        found[rank.device] = max(found.get(rank.device, 0.0), per_token * tokens)
+    return found
+
+
 @dataclass(frozen=True)
 class _Sent:
     """One kind of communication of a step."""

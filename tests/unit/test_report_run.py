@@ -5,9 +5,11 @@ from __future__ import annotations
 import html.parser
 import math
 import re
+import statistics
 import subprocess
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from llmx import text as human
 from llmx.observe.report import figure, wording
 from llmx.observe.report.__main__ import main
 from llmx.observe.report.run_data import load_run
-from llmx.run.rundir import RunDir, write_json, write_text
+from llmx.plan.types import MemoryPlan
+from llmx.run.rundir import RunDir, read_json, write_json, write_text
 from tests import tracked_run
 
 SAMPLES = {
@@ -319,3 +322,18 @@ def test_ascii_terminal(run: RunDir) -> None:
     )
     assert done.returncode == 0, done.stderr.decode()
     assert b"trained 40 steps" in done.stdout
+
+
+def test_predicted_against_measured(tmp_path: Path) -> None:
+    """Of a run on GPUs the memory, too; nothing where the plan had no prediction."""
+    run = tracked_run.write_start(tmp_path / "run", kinds=[])
+    tracked_run.append(run, tracked_run.lines())
+    before = load_run(run.root)
+    paces = [line["step_time_s"] for line in before.train]
+    assert "predicted" not in dict(wording.summary_rows(before))
+    plan = read_json(run.plan)
+    plan |= {"time": {"step_s": statistics.median(paces[1:]) / 2}, "accelerator": "cuda"}
+    plan["memory"] = [asdict(MemoryPlan("a", 10, 2, 3, 4, 0, 0, 1, 0, 80))]
+    write_json(run.plan, plan)
+    text = dict(wording.summary_rows(load_run(run.root)))["predicted"]
+    assert "(+100%) a step; memory 20.0 GiB, measured" in text

@@ -5,14 +5,19 @@ Pure; the terminal and the HTML show the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from llmx import text as human
 from llmx.observe.report.run_data import RunData
 from llmx.observe.report.tables import tables
+from llmx.observe.report.time_table import seconds
+from llmx.plan.types import MemoryPlan
 from llmx.run.exported import generates_no_text
 from llmx.run.metrics import metric_of
 from llmx.text import plural
@@ -93,6 +98,8 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         text = f"{human.count(values['tokens_per_s'])} tokens/s"
         text += f", MFU {human.percent(values['mfu'])}" if "mfu" in values else ""
         rows.append(("speed", text))
+    if text := predicted(data):
+        rows.append(("predicted", text))
     if data.result and data.result.get("ended"):
         took_s = data.result["ended"] - data.result["started"]
         text = human.duration(took_s)
@@ -125,6 +132,29 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
             text += f", {plural(float(format(values['epoch'], '.3g')), 'epoch')}"
         rows.append(("trained", text))
     return rows
+
+
+def predicted(data: RunData) -> str:
+    """Time of a step and memory as the plan had them, against what was measured; empty where one
+    of both is missing. On CPUs the process is measured, and not what its tensors take."""
+    parts = []
+    foreseen = (data.plan.get("time") or {}).get("step_s") or 0.0
+    paces = [line["step_time_s"] for line in data.train if line.get("step_time_s")]
+    if foreseen and paces:
+        # The first line is of a warm-up.
+        pace = statistics.median(paces[1:] or paces)
+        parts.append(f"{_against(foreseen, pace, seconds)} a step")
+    memory = data.plan.get("memory") or []
+    peak = data.summary.get("memory_gib_max")
+    if memory and peak and data.plan.get("accelerator") == "cuda":
+        with contextlib.suppress(TypeError):  # of another version
+            most = max(MemoryPlan(**part).total_gib for part in memory)
+            parts.append(f"memory {_against(most, peak, lambda value: f'{human.gib(value)} GiB')}")
+    return "; ".join(parts)
+
+
+def _against(foreseen: float, found: float, shown: Callable[[float], str]) -> str:
+    return f"{shown(foreseen)}, measured {shown(found)} ({found / foreseen - 1:+.0%})"
 
 
 def _metrics(data: RunData) -> list[tuple[str, str]]:

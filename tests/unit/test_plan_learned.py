@@ -1,0 +1,216 @@
+"""What finished runs teach: taken apart and put together again, a run predicts itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmx.compose.complete import Composed
+from llmx.lifecycle.learned import (
+    learn,
+    learned_file,
+    measured_of,
+    read_observations,
+    with_learned_time,
+)
+from llmx.plan.geometry import model_geometry
+from llmx.plan.learned import Measured, Observation, known_of, observe, with_sizes
+from llmx.plan.step_time import Known, step_time, token_flops
+from llmx.run.rundir import RunDir
+from tests.composing import composed
+
+TRUTH = Known(tflops={"cpu": 0.02}, link_gb_per_s=0.02)
+"""Communication is a part of a step that can be told from noise."""
+
+
+def measured(done: Composed, truth: Known, *, fill: float = 1.0, timed: bool = True) -> Measured:
+    """Of a cluster on which the truth holds."""
+    shape = model_geometry(done.experiment.model)
+    assert shape is not None
+    found = step_time(done.experiment, done.plan, known=truth)
+    flops = token_flops(done.experiment, done.plan, shape)
+    forward = [
+        (found.computing_s - share * found.step_s) * flops.forward / flops.run
+        for share in found.idle
+    ]
+    tokens = done.plan.batch.tokens_per_step * fill
+    return Measured(found.step_s, tokens, tuple(forward) if timed else ())
+
+
+@pytest.mark.parametrize("words", [
+    ["zero=stage0"], ["zero=stage2", "batch.global_batch=64"], ["zero=stage3"],
+    ["zero=stage1", "model.activation_checkpointing=full"],
+])  # fmt: skip
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_run_predicts_itself(words: list[str], timed: bool) -> None:
+    done = composed(["hardware=cpu2", *words])
+    truth = measured(done, TRUTH, timed=timed)
+    found = observe(done.experiment, done.plan, truth)
+    again = step_time(done.experiment, done.plan, known=known_of(found, done.experiment, done.plan))
+    assert again.step_s == pytest.approx(truth.step_s, rel=0.01)
+    if timed:
+        assert found[0].tflops == pytest.approx(0.02, rel=0.01)
+        assert found[0].link_gb_per_s == pytest.approx(0.02, rel=0.05)
+    else:
+        assert found[0].link_gb_per_s is None
+
+
+@pytest.mark.parametrize("words", [
+    ["zero=stage0"], ["zero=stage2"], ["zero=stage3"], ["batch.micro_batch=2"],
+    ["data.seq_len=64"], ["batch.global_batch=128"], ["model.activation_checkpointing=full"],
+])  # fmt: skip
+def test_and_another_configuration_on_the_same_cluster(words: list[str]) -> None:
+    """As far as FLOP/s and link are those of the cluster, and not of the configuration."""
+    seen = composed(["hardware=cpu2", "zero=stage1"])
+    found = observe(seen.experiment, seen.plan, measured(seen, TRUTH))
+    other = composed(["hardware=cpu2", "zero=stage1", *words])
+    known = known_of(found, other.experiment, other.plan)
+    predicted = step_time(other.experiment, other.plan, known=known)
+    truth = step_time(other.experiment, other.plan, known=TRUTH)
+    assert predicted.step_s == pytest.approx(truth.step_s, rel=0.05)
+
+
+def test_unequal_devices_are_told_apart_by_their_forward_passes() -> None:
+    words = ["hardware=a100x2_v100x2", "zero=stage1", "model=llama3_8b", "batch.global_batch=64"]
+    done = composed([*words, "batch.balance=off"])
+    truth = Known(tflops={"a100_40g": 150.0, "v100_32g": 30.0}, link_gb_per_s=1.0)
+    found = observe(done.experiment, done.plan, measured(done, truth))
+    assert {one.device: round(one.tflops, 1) for one in found} == pytest.approx(
+        truth.tflops, rel=0.05
+    )
+    # Without them the slowest device alone would decide, and which it is is not known.
+    assert observe(done.experiment, done.plan, measured(done, truth, timed=False)) == []
+
+
+def test_padding_counts_for_other_data_alone() -> None:
+    done = composed(["hardware=cpu2", "zero=stage1"])
+    truth = measured(done, TRUTH, fill=0.5)
+    found = observe(done.experiment, done.plan, truth)
+    assert found[0].fill == pytest.approx(0.5)
+    exp = done.experiment
+    same = step_time(exp, done.plan, known=known_of(found, exp, done.plan))
+    assert same.step_s == pytest.approx(truth.step_s, rel=0.01)
+    other = replace(exp, data=replace(exp.data, name="others"))
+    full = known_of(found, other, done.plan)
+    assert full.tflops["cpu"] == pytest.approx(same.computing_s and found[0].tflops)
+
+
+def an_observation(**values: object) -> Observation:
+    base = Observation("cpu", "fp32", "sft", "llama", 20.0, "sdpa", 2, 1024, 1.0)
+    return replace(base, **values)  # type: ignore[arg-type]
+
+
+def test_the_most_alike_run_counts() -> None:
+    done = composed(["hardware=cpu2"])
+    found = [
+        an_observation(tflops=1.0, slots=8),
+        an_observation(tflops=2.0, task="pretrain"),
+        an_observation(tflops=3.0, precision="bf16"),
+        an_observation(tflops=4.0, device="a100_80g"),
+        an_observation(tflops=5.0, size=30.0),
+        an_observation(tflops=6.0),
+        an_observation(tflops=7.0, tokens=2**20),
+    ]
+    known = known_of(found, done.experiment, done.plan)
+    assert known.tflops == {"cpu": 6.0}
+    assert known.source == "learned from 1 run"
+    assert known_of(found[2:4], done.experiment, done.plan) == Known()
+
+
+def records(count: int, **values: object) -> list[dict[str, object]]:
+    line = {"kind": "train", "step_time_s": 0.5, "tokens_per_s": 4000.0, "data_wait_s": 0.2}
+    first = {**line, "step": 1, "step_time_s": 9.0, "forward_s": [5.0, 5.0]}
+    rest = [
+        {**line, "step": 1 + 2 * n, "forward_s": [0.1, 0.12], **values} for n in range(1, count)
+    ]
+    return [{"kind": "start"}, first, *rest, {"kind": "eval", "step": 1}]
+
+
+def test_medians_of_a_run_without_its_warm_up_and_waiting_for_data() -> None:
+    found = measured_of(records(6))
+    assert found == Measured(pytest.approx(0.4), pytest.approx(2000.0), (0.1, 0.12))
+    assert measured_of(records(3)) is None  # too few steps
+    stage_3 = measured_of(records(6, forward_s=None))
+    assert stage_3 is not None
+    assert stage_3.forward_s == ()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMX_LEARNED", "on")
+    directory = RunDir(tmp_path / "run")
+    directory.root.mkdir()
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in records(6)))
+    return directory
+
+
+def test_a_run_teaches_the_next_plan_and_forgetting_is_deleting(run: RunDir) -> None:
+    done = composed(["hardware=cpu2", "zero=stage1"])
+    assert with_learned_time(done) is done
+    assert learn(run, done.experiment, done.plan)
+    taught = with_learned_time(done)
+    assert taught.plan.time is not None
+    assert taught.plan.time.step_s == pytest.approx(0.4, rel=0.01)
+    assert f"learned from 1 run in {learned_file()}" in taught.plan.time.sources[0]
+    assert replace(taught.plan, time=None) == replace(done.plan, time=None)
+    assert taught.ds_config == done.ds_config
+    learn(run, done.experiment, done.plan)
+    assert len(read_observations(learned_file())) == 2
+    learned_file().unlink()
+    assert with_learned_time(done) is done
+
+
+def test_off_neither_reads_nor_writes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = composed(["hardware=cpu2", "zero=stage1"])
+    learn(run, done.experiment, done.plan)
+    monkeypatch.setenv("LLMX_LEARNED", "off")
+    assert with_learned_time(done) is done
+    learned_file().unlink()
+    assert learn(run, done.experiment, done.plan) == []
+    assert not learned_file().exists()
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", '{"format": 99, "observations": [{}]}', '{"format": 1, "observations": 3}',
+    '{"format": 1, "observations": [3, {}, {"device": "cpu"}]}',
+    '{"format": 1, "observations": null}',
+])  # fmt: skip
+def test_a_damaged_file_is_no_file_and_the_next_run_writes_a_good_one(
+    run: RunDir, text: str
+) -> None:
+    done = composed(["hardware=cpu2", "zero=stage1"])
+    learned_file().parent.mkdir(parents=True)
+    learned_file().write_text(text)
+    assert with_learned_time(done) is done
+    assert learn(run, done.experiment, done.plan)
+    assert with_learned_time(done) is not done
+
+
+@pytest.mark.parametrize("wrong", [
+    {"tflops": 0.0}, {"tflops": float("nan")}, {"tflops": "fast"}, {"fill": -1}, {"tokens": 0},
+    {"link_gb_per_s": -2.0}, {"slots": 0.5}, {"surprise": 1},
+])  # fmt: skip
+def test_an_observation_that_cannot_be_is_left_out(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="."):
+        Observation.from_dict({**an_observation().to_dict(), **wrong})
+
+
+def test_a_run_that_is_cut_short_or_unwritable_teaches_nothing_and_fails_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = composed(["hardware=cpu2", "zero=stage1"])
+    (tmp_path / "cache").write_text("a file, no directory")
+    assert learn(run, done.experiment, done.plan) == []
+    run.metrics.unlink()
+    assert learn(run, done.experiment, done.plan) == []
+
+
+def test_the_split_that_ranks_have_measured_counts() -> None:
+    plan = composed(["hardware=cpu2", "batch.balance=measured"]).plan
+    used = with_sizes(plan, [[6, 6], [2, 2]])
+    assert [rank.micro_batch for rank in used.ranks] == [6, 2]
+    assert used.batch.global_batch == 16
