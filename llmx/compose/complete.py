@@ -24,7 +24,13 @@ from llmx.compose.local_paths import (
 )
 from llmx.compose.short_trial import shortened
 from llmx.compose.task_rules import frozen_specs, loss_logits, model_sources, task_problems
-from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
+from llmx.config import (
+    DataConfig,
+    Experiment,
+    ModelConfig,
+    TaskConfig,
+    experiment_from_dict,
+)
 from llmx.config.model_rules import as_typed
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -33,8 +39,10 @@ from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.adapter import target_problems
+from llmx.plan.choices import auto_keys, choose, first_allowed, size_of_a_step
 from llmx.plan.geometry import geometry, model_geometry, position_limit
 from llmx.plan.memory import frozen_network
+from llmx.plan.predict import Traces
 from llmx.plan.types import FrozenNetwork
 
 
@@ -43,8 +51,11 @@ class Composed:
     """An experiment ready to be written down and launched."""
 
     experiment: Experiment
+    """With plain values in the place of every ``auto``."""
     plan: Plan
     ds_config: dict[str, Any]
+    asked: Experiment | None = None
+    """As it was before the plan chose; None where nothing was left to it."""
 
 
 def compose(values: dict[str, Any]) -> Composed:
@@ -65,15 +76,53 @@ def plan_experiment(
     ``problems``: what completing it has found, to be reported with the rest. ``is_checked``: plan
     alone.
     """
+    if auto_keys(exp):
+        return chosen_experiment(exp, problems)
     if not is_checked:
         check(exp, problems)
     plan = make_plan(exp, local_names=local_names(), frozen=_frozen(exp), logits=loss_logits(exp))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 
 
+def chosen_experiment(
+    exp: Experiment,
+    problems: Sequence[str] = (),
+    *,
+    traces: Traces | None = None,
+    without: Sequence[Experiment] = (),
+) -> Composed:
+    """With the fastest values that fit in the place of ``auto``, and planned.
+
+    ``traces``: of the real micro step; without them by the formula. ``without``: variants that do
+    not fit after all.
+    """
+
+    def allows(one: Experiment) -> str:
+        return refusal(one, problems)
+
+    size_of_a_step(exp)
+    first = plan_experiment(first_allowed(exp, allows), is_checked=True)
+    taken, why = choose(exp, first.plan, traces or Traces({}), allows=allows, without=without)
+    found = plan_experiment(taken, is_checked=True)
+    plan = dataclasses.replace(found.plan, chosen=why)
+    return dataclasses.replace(found, plan=plan, asked=exp)
+
+
+def refusal(exp: Experiment, problems: Sequence[str] = ()) -> str:
+    """What ``check`` says; empty where nothing is wrong."""
+    try:
+        check(exp, problems)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def check(exp: Experiment, problems: Sequence[str] = ()) -> None:
     """Every rule of an experiment that is complete: of its values, of the names in its model, and
     those of its task. Raises ConfigError with all that is wrong, ``problems`` included."""
+    if auto_keys(exp):
+        first_allowed(exp, lambda one: refusal(one, problems))
+        return
     problems = [*problems, *target_problems(exp.model, exp.adapter), *task_problems(exp)]
     validate(exp, problems, position_limit=position_limit(exp.model.config))
 

@@ -15,9 +15,10 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
-from llmx.config.fields import Text, plain
+from llmx.config.fields import AUTO, Text, plain
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, did_you_mean
 
@@ -48,7 +49,23 @@ def dataclass_from(cls: type[T], values: dict[str, Any], *, path: str) -> T:
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The experiment as nested plain values, ready for YAML or JSON."""
-    return dataclasses.asdict(experiment)
+    values = dataclasses.asdict(experiment)
+    for section, name in _auto_fields():
+        if values[section][name] == AUTO:
+            values[section][name] = "auto"
+    return values
+
+
+@cache
+def _auto_fields() -> tuple[tuple[str, str], ...]:
+    """(section, name) of each number that takes ``auto``."""
+    return tuple(
+        (section, field.name)
+        for section, hint in typing.get_type_hints(Experiment).items()
+        if dataclasses.is_dataclass(hint)
+        for field in dataclasses.fields(hint)
+        if "auto" in field.metadata
+    )
 
 
 def known_keys(cls: type = Experiment, prefix: str = "") -> list[str]:
@@ -100,7 +117,7 @@ def _unknown(where: str, key: str, names: list[str]) -> str:
 
 def _range_problems(value: Any, where: str, rules: Mapping[str, Any]) -> Iterator[str]:
     """What the field itself rules out: its closed set, its range, its length."""
-    if value is None:
+    if value is None or ("auto" in rules and value == AUTO):
         return
     length = rules.get("length")
     if length is not None and not length.holds(len(value)):
@@ -147,7 +164,10 @@ def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any])
         limits = rules.get("range")
         if limits is not None and not limits.holds(item):
             whole = "a whole number " if isinstance(item, int) else "a number "
-            yield f"{_said(place, item)}: must be {whole}{limits}.{_example(where, rules)}"
+            or_auto = ", or auto" if "auto" in rules else ""
+            yield (
+                f"{_said(place, item)}: must be {whole}{limits}{or_auto}.{_example(where, rules)}"
+            )
 
 
 def _example(where: str, rules: Mapping[str, Any]) -> str:
@@ -241,8 +261,11 @@ def _scalar(
         problems.append(_wrong(where, value, "true or false", rules))
         return False
     if hint is int:
+        if value == "auto" and "auto" in rules:
+            return AUTO
         number = _number(value)
-        if number is not None and number == int(number):
+        is_auto = "auto" in rules and number == AUTO  # a number of the user's is none
+        if number is not None and number == int(number) and not is_auto:
             return int(number)
         problems.append(_wrong(where, value, f"a whole number{_limits(rules)}", rules))
         return 0
@@ -267,7 +290,8 @@ def _scalar(
 
 
 def _limits(rules: Mapping[str, Any]) -> str:
-    return f" {rules['range']}" if rules.get("range") else ""
+    limits = f" {rules['range']}" if rules.get("range") else ""
+    return f"{limits}, or auto" if "auto" in rules else limits
 
 
 def _wrong(where: str, value: Any, what: str, rules: Mapping[str, Any]) -> str:

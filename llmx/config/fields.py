@@ -154,6 +154,18 @@ def number(
     return field(default=default, metadata={"range": limits, "example": _first(example, default)})
 
 
+AUTO = -1
+"""What a whole number that takes ``auto`` holds until the plan has chosen it
+(``llmx.plan.choices``); written and read as ``auto``."""
+
+
+def number_or_auto(default: int, *, minimum: int, maximum: int, example: int | None = None) -> Any:
+    """A whole number and its range, or ``auto``: the plan chooses."""
+    limits = Range(minimum, maximum)
+    metadata = {"range": limits, "example": _first(example, default), "auto": True}
+    return field(default=default, metadata=metadata)
+
+
 def numbers(
     default: Sequence[float],
     *,

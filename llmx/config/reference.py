@@ -201,6 +201,8 @@ class Key:
     """What it means, one paragraph; names in it stand between backquotes."""
     example: str
     """A value as it is typed behind ``=``."""
+    takes_auto: bool = False
+    """A number that the plan chooses with ``auto``."""
 
     @property
     def group(self) -> str:
@@ -232,6 +234,7 @@ class Key:
                 words += f", or {self.limits.removeprefix('be ')}"
         else:
             words = ", ".join(part for part in (self.type, self.limits) if part)
+            words += ", or auto" if self.takes_auto else ""
         return f"{words}, or null" if self.nullable else words
 
 
@@ -290,6 +293,7 @@ def _key(name: str, hint: Any, nullable: bool, field: dataclasses.Field[Any], do
         nullable=nullable,
         doc=doc,
         example="",
+        takes_auto="auto" in meta,
     )
     return dataclasses.replace(key, example=_example(key, meta.get("example")))
 

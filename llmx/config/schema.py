@@ -28,6 +28,7 @@ from llmx.config.fields import (
     items,
     mapping,
     number,
+    number_or_auto,
     numbers,
     text,
 )
@@ -93,11 +94,12 @@ class ModelConfig:
     """``auto`` takes the fastest that the devices and the packing allow; the others are what
     ``transformers`` calls ``attn_implementation``."""
     activation_checkpointing: str = choice_or_flag(
-        "none", "selective", "full", true="full", false="none"
+        "none", "selective", "full", "auto", true="full", false="none"
     )
     """What the backward pass computes again instead of keeping it: with ``selective`` all but the
     results of matrix products and attention (little time); with ``full`` whole blocks (least
-    memory, about a third more time). ``true`` is ``full``, ``false`` is ``none``."""
+    memory, about a third more time). ``true`` is ``full``, ``false`` is ``none``. ``auto``: the
+    plan chooses the fastest that fits (docs/planner.md)."""
     fused_loss: bool | None = None
     """Compute the output head and the cross entropy together, a chunk of target positions at a
     time, so that the logits are never whole in memory. Null: on for CUDA, off for CPU."""
@@ -369,9 +371,10 @@ class TaskConfig:
 class ZeroConfig:
     """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
 
-    stage: int = number(2, minimum=0, maximum=3)
+    stage: int = number_or_auto(2, minimum=0, maximum=3)
     """0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters. ``zero=stageN``
-    sets it with what belongs to it."""
+    sets it with what belongs to it. ``zero=auto``: the plan chooses stage and offload, the fastest
+    that fits (docs/planner.md)."""
     offload_optimizer: str = choice("none", "cpu", "nvme")
     """Where the optimizer state lives and is updated: on the device, in host RAM (``cpu``), or on
     ``nvme_path``."""
@@ -590,8 +593,9 @@ class BatchConfig:
     """Samples of one optimizer step. Give this, ``tokens_per_step``, or ``accumulation``."""
     tokens_per_step: int | None = number(None, minimum=1, maximum=10**12, example=2e6)
     """Tokens of one optimizer step; rounded to whole samples of ``data.seq_len``."""
-    micro_batch: int = number(1, minimum=1, maximum=2**20)
-    """Samples that the strongest device takes at once, at most."""
+    micro_batch: int = number_or_auto(1, minimum=1, maximum=2**20)
+    """Samples that the strongest device takes at once, at most. ``auto``: the plan chooses the
+    fastest that fits (docs/planner.md)."""
     accumulation: int | None = number(None, minimum=1, maximum=2**20, example=8)
     """Micro steps of one optimizer step."""
     balance: str = choice_with_former(

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import llmx
-from llmx.compose.complete import Composed
+from llmx.compose.complete import Composed, chosen_experiment, refusal
 from llmx.config import Experiment
 from llmx.config.build import to_dict
+from llmx.errors import ConfigError
 from llmx.lifecycle.aside import (
     PACKAGES,
     ask,
@@ -27,7 +28,8 @@ from llmx.lifecycle.aside import (
     keep,
     package_version,
 )
-from llmx.plan.predict import TraceKey, Traces, wanted_traces, with_traces
+from llmx.plan.choices import traced_memory, with_traces
+from llmx.plan.predict import TraceKey, Traces, wanted_traces
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
@@ -42,22 +44,56 @@ CODE = (
 """Files of llmx that a trace depends on, beside that of the task."""
 
 
+ROUNDS = 4
+"""Of ``auto``: how often a choice is traced as it will run before the best so far is taken."""
+
+
 def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Traces]:
-    """With the memory of the traced micro step in its plan, where a device's memory is known.
+    """With the memory of the traced micro step in its plan, where a device's memory is known, and
+    what to change where it does not fit.
 
     ``make``: have missing traces made, also of other ways to run it, for a plan that someone reads.
     A launch takes what the cache knows, and does not wait.
     """
+    traces = _traces_of(composed, make=make)
+    exp, plan = composed.experiment, composed.plan
+    return replace(composed, plan=with_traces(plan, exp, traces, allows=refusal)), traces
+
+
+def with_traced_choice(composed: Composed) -> Composed:
+    """What the config left to the plan, chosen again by traces of the real micro step, which are
+    made. ConfigError where nothing fits."""
+    asked = composed.asked
+    if asked is None:
+        return composed
+    without: list[Experiment] = []
+    for _ in range(ROUNDS):
+        traces = _traces_of(composed, make=True)
+        if not traces.found:
+            break
+        composed = chosen_experiment(asked, traces=traces, without=without)
+        # The choice is by bytes between two micro batches; this is the one that will run.
+        exact = _traces_of(composed, make=True, others=False)
+        memory = traced_memory(composed.experiment, composed.plan, exact)
+        if memory is None or all(part.fits for part in memory):
+            break
+        without.append(composed.experiment)
+    chosen = composed.plan.chosen
+    if chosen is not None and chosen.problem:
+        raise ConfigError(chosen.problem)
+    return composed
+
+
+def _traces_of(composed: Composed, *, make: bool, others: bool | None = None) -> Traces:
     exp, plan = composed.experiment, composed.plan
     if os.environ.get("LLMX_TRACES", "").lower() == "off":
-        return composed, Traces({})
+        return Traces({})
     known = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
     if not known:
-        return composed, Traces({}, "no device of the run has a known memory")
+        return Traces({}, "no device of the run has a known memory")
     if exp.adapter.quantize != "none":
-        return composed, Traces({}, "weights in 4 bits are not traced")
-    traces = find_traces(exp, plan, others=make, make=make)
-    return replace(composed, plan=with_traces(plan, exp, traces)), traces
+        return Traces({}, "weights in 4 bits are not traced")
+    return find_traces(exp, plan, others=make if others is None else others, make=make)
 
 
 def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Traces:

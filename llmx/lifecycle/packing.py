@@ -66,7 +66,7 @@ def resolve_layout(composed: Composed, *, stream: TextIO) -> Composed:
     if exp.data.layout == "auto" and not result["packs"]:
         print(f"{model}: rows are not packed (data.layout=auto): {result['why']}.", file=stream)
         padded = dataclasses.replace(exp.data, layout="padded")
-        return plan_experiment(dataclasses.replace(exp, data=padded))
+        return plan_experiment(dataclasses.replace(composed.asked or exp, data=padded))
     if result["packs"] and result["dense"]:
         return _warn_of_dense_mask(composed)
     return composed

@@ -13,7 +13,7 @@ from llmx.compose.complete import Composed, check_paths, compose
 from llmx.config import Experiment
 from llmx.errors import RunFailed
 from llmx.lifecycle.learned import learn, with_learned_time
-from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.packing import resolve_layout
 from llmx.plan import Plan
 from llmx.run import snapshot
@@ -54,6 +54,7 @@ def run_composed(
     if not composed.experiment.dry_run:
         check_packages(composed.experiment.tracking)
     composed = resolve_layout(composed, stream=out)
+    composed = _chosen(composed, is_trial=instead is not None, stream=out)
     # A trial of a sweep is one of many, and read by nobody.
     make = composed.experiment.dry_run and instead is None
     composed, traces = with_traced_memory(composed, make=make)
@@ -74,6 +75,21 @@ def run_composed(
     if result.exit_code == 0:
         learn(run, exp, plan)
     return result.exit_code
+
+
+def _chosen(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
+    """What was left to the plan (``auto``), chosen for good, and a line on it.
+
+    Trials of a sweep choose by the formula: none of them waits, and alike ones choose alike.
+    """
+    if composed.asked is None:
+        return composed
+    if not is_trial:
+        composed = with_traced_choice(composed)
+    chosen = composed.plan.chosen
+    if chosen is not None and not composed.experiment.dry_run:
+        print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)
+    return composed
 
 
 def require_success(exit_code: int) -> None:

@@ -1,4 +1,4 @@
-"""The plan's memory from traces of the real micro step, and what else would fit. Pure.
+"""The plan's memory from traces of the real micro step. Pure.
 
 ``llmx.lifecycle.memory`` has the traces made and hands them over; without them the plan keeps the
 formula of ``llmx.plan.memory``. What is decided by memory while a plan is made (in what gradients
@@ -7,13 +7,12 @@ are summed) stays with the formula, so that a run does not depend on what this m
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from llmx.config.schema import Experiment, ModelConfig, ZeroConfig
+from llmx.config.schema import Experiment, ModelConfig
 from llmx.plan.ds_config import bucket_sizes
-from llmx.plan.memory import BYTES, GIB, cheapest_fit, does_not_fit
+from llmx.plan.memory import BYTES, GIB
 from llmx.plan.step_memory import StepRules, peak_of
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import MemoryPlan, Plan
@@ -21,10 +20,6 @@ from llmx.plan.types import MemoryPlan, Plan
 STATE_WIDTHS = {"sgd": 0, "lion": 4, "muon": 4, "adafactor": 0, "adam8bit": 2}
 """Bytes an element of an optimizer's state, beside master weights; 8 for AdamW."""
 CHECKPOINTING = ("none", "selective", "full")
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-
-STAGE_3_SLOWER, OFFLOAD_SLOWER, OFFLOAD_PARAM_SLOWER, NVME_SLOWER = 1.1, 1.4, 1.8, 3.0
-"""Assumed, for the order of what to try only: gathering of parameters, and copies to the host."""
 
 
 @dataclass(frozen=True)
@@ -124,151 +119,6 @@ def memory_of(exp: Experiment, plan: Plan, trace: StepTrace, device: str) -> Mem
     )
 
 
-def with_traces(plan: Plan, exp: Experiment, traces: Traces) -> Plan:
-    """The plan with the memory that the traces give, and what it says of it; unchanged where they
-    do not cover it."""
-    found = []
-    for device in devices_of(plan):
-        size = max(rank.micro_batch for rank in plan.ranks if rank.device == device)
-        trace = traces.get(plan.attention_on(device), exp.model.activation_checkpointing, size)
-        if trace is None:
-            return plan
-        found.append(memory_of(exp, plan, trace, device))
-    kept = [
-        text for text in plan.warnings if not any(does_not_fit(one) in text for one in plan.memory)
-    ]
-    said = [does_not_fit(one) for one in found if not one.fits]
-    if said:
-        said.append(advice(exp, plan, choices(exp, plan, traces)))
-    return replace(plan, memory=tuple(found), warnings=(*said, *kept))
-
-
 def devices_of(plan: Plan) -> list[str]:
     """Types of devices, in the order of the ranks."""
     return list(dict.fromkeys(rank.device for rank in plan.ranks))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to run the experiment, and what it takes on each type of device."""
-
-    zero: str
-    """The option of the group."""
-    checkpointing: str
-    micro_batch: int
-    """Of every rank."""
-    memory: Mapping[str, MemoryPlan]
-    """By type of device."""
-    cost: float
-    """Of time, against that of the cheapest of all; assumed, but for what is computed again."""
-    chosen: bool = False
-    """It is the plan."""
-
-    @property
-    def fits(self) -> bool:
-        """On every type of device."""
-        return all(one.fits for one in self.memory.values())
-
-    @property
-    def most_gib(self) -> float:
-        return max(one.total_gib for one in self.memory.values())
-
-    def overrides(self, exp: Experiment) -> list[str]:
-        """To type, against the experiment."""
-        found = []
-        if self.zero != option_of(exp.zero):
-            found.append(f"zero={self.zero}")
-        if self.checkpointing != exp.model.activation_checkpointing:
-            found.append(f"model.activation_checkpointing={self.checkpointing}")
-        if self.micro_batch != exp.batch.micro_batch:
-            found.append(f"batch.micro_batch={self.micro_batch}")
-        return found
-
-
-OPTIONS: dict[str, dict[str, object]] = {
-    "stage0": {"stage": 0},
-    "stage1": {"stage": 1},
-    "stage2": {"stage": 2},
-    "stage2_offload": {"stage": 2, "offload_optimizer": "cpu"},
-    "stage3": {"stage": 3},
-    "stage3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-}
-"""Options of the group ``zero`` that are compared, with what each sets."""
-
-
-def choices(exp: Experiment, plan: Plan, traces: Traces) -> list[Choice]:
-    """ZeRO stages and offloads x activation checkpointing x micro batches, each planned; the
-    cheapest first; those of them that were traced."""
-    own = option_of(exp.zero)
-    options = OPTIONS if own in OPTIONS else {**OPTIONS, own: {}}
-    devices = devices_of(plan)
-    found: list[Choice] = []
-    for how in CHECKPOINTING:
-        for size in sorted({exp.batch.micro_batch, *MICRO_BATCHES}):
-            each = {name: traces.get(plan.attention_on(name), how, size) for name in devices}
-            known = {name: trace for name, trace in each.items() if trace is not None}
-            if len(known) < len(devices):
-                continue
-            flops = max(trace.flops for trace in known.values()) / size
-            for option, values in options.items():
-                zero = exp.zero if option == own else _zero(exp.zero, values)
-                model = replace(exp.model, activation_checkpointing=how)
-                other = replace(exp, zero=zero, model=model)
-                memory = {name: memory_of(other, plan, known[name], name) for name in devices}
-                # The update, and what is exchanged, are once for all tokens of a micro batch.
-                cost = flops * _slower(zero) * (1 + 0.05 / size)
-                here = (own, exp.model.activation_checkpointing, exp.batch.micro_batch)
-                chosen = (option, how, size) == here
-                found.append(Choice(option, how, size, memory, cost, chosen))
-    least = min((one.cost for one in found), default=1.0) or 1.0
-    relative = [replace(one, cost=one.cost / least) for one in found]
-    return sorted(relative, key=lambda one: (one.cost, one.most_gib))
-
-
-def advice(exp: Experiment, plan: Plan, found: list[Choice]) -> str:
-    """What to change where the plan does not fit: of each ZeRO option the cheapest that fits with
-    at most the micro batch that was asked for, each planned; with the overrides to type."""
-    if not found:
-        remedy = cheapest_fit(exp.model, exp.zero, exp.batch)
-        return f"Cheapest remedy: {remedy}."
-    own = next((one.cost for one in found if one.chosen), None)
-    cheapest: dict[str, Choice] = {}
-    for one in found:
-        if one.fits and one.micro_batch <= exp.batch.micro_batch and not one.chosen:
-            cheapest.setdefault(one.zero, one)
-    texts = []
-    for one in list(cheapest.values())[:3]:
-        time = f", about {one.cost / own - 1:+.0%} time" if own else ""
-        texts.append(f"{' '.join(one.overrides(exp))} ({one.most_gib:.1f} GiB{time})")
-    if texts:
-        return f"What fits, each planned, the cheapest first: {'; '.join(texts)}."
-    return (
-        "No ZeRO stage fits, with offload, activation checkpointing and a micro batch of 1. Take "
-        "more or larger devices, zero=infinity, or a shorter data.seq_len."
-    )
-
-
-def option_of(zero: ZeroConfig) -> str:
-    """The option of the group ``zero`` that it is, or the nearest name."""
-    for name, values in OPTIONS.items():
-        if zero == _zero(zero, values) and zero.hpz_partition_size == 1:
-            return name
-    return f"stage{zero.stage}*"
-
-
-def _zero(zero: ZeroConfig, values: Mapping[str, object]) -> ZeroConfig:
-    plain = replace(
-        zero, offload_optimizer="none", offload_param="none", hpz_partition_size=1, nvme_path=None
-    )
-    return dataclasses.replace(plain, **values)  # type: ignore[arg-type]
-
-
-def _slower(zero: ZeroConfig) -> float:
-    found = STAGE_3_SLOWER if zero.stage == 3 else 1.0
-    if zero.stage == 0:
-        found *= 1.001  # of two alike the one that needs less memory
-    if zero.offload_optimizer != "none":
-        found *= OFFLOAD_SLOWER if zero.offload_param == "none" else OFFLOAD_PARAM_SLOWER
-    if "nvme" in (zero.offload_optimizer, zero.offload_param):
-        found *= NVME_SLOWER
-    return found

@@ -214,6 +214,19 @@ class TimePlan:
 
 
 @dataclass(frozen=True)
+class ChosenPlan:
+    """What the config left to the plan (``auto``), and what the plan took."""
+
+    keys: tuple[str, ...]
+    """``zero``, ``model.activation_checkpointing``, ``batch.micro_batch``: those that were auto."""
+    words: tuple[str, ...]
+    """What was chosen, as overrides, in the order of ``keys``."""
+    reason: str
+    problem: str = ""
+    """What to do, where nothing fits; such a plan is not launched."""
+
+
+@dataclass(frozen=True)
 class FrozenNetwork:
     """A network that a task has beside the one that it trains: neither gradients nor optimizer."""
 
@@ -279,6 +292,8 @@ class Plan:
     """None: evenly. Left out of the file then."""
     time: TimePlan | None = None
     """None in a plan of an older llmx."""
+    chosen: ChosenPlan | None = None
+    """None where the config left nothing to the plan. Left out of the file then."""
 
     def attention_on(self, device: str) -> str:
         """For packed rows on this type of device; empty in a plan of an older llmx."""
@@ -305,6 +320,8 @@ class Plan:
             del values["balance"]["micro_step_fs"]
         if self.time is None:
             del values["time"]
+        if self.chosen is None:
+            del values["chosen"]
         if not self.batch.sizes:
             del values["batch"]["sizes"]
         return values
@@ -316,7 +333,7 @@ class Plan:
         batch = dict(values.pop("batch"))
         batch["micro_batches"] = tuple(batch["micro_batches"])
         batch["sizes"] = tuple(tuple(sizes) for sizes in batch.get("sizes", ()))
-        balance = values.pop("balance", None)
+        balance, chosen = values.pop("balance", None), values.pop("chosen", None)
         time = values.pop("time", None)
         return cls(
             hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
@@ -328,6 +345,7 @@ class Plan:
             attention=tuple((name, way) for name, way in values.pop("attention", ())),
             balance=None if balance is None else balance_from_dict(balance),
             time=None if time is None else _time_plan(time),
+            chosen=None if chosen is None else _chosen_from_dict(chosen),
             **values,
         )
 
@@ -346,6 +364,10 @@ def _time_plan(values: dict[str, Any]) -> TimePlan:
         "sources": tuple(values["sources"]),
     }
     return TimePlan(**{**values, **lists})
+
+
+def _chosen_from_dict(values: dict[str, Any]) -> ChosenPlan:
+    return ChosenPlan(**{**values, "keys": tuple(values["keys"]), "words": tuple(values["words"])})
 
 
 def _rank_plan(values: dict[str, Any]) -> RankPlan:

@@ -13,8 +13,10 @@ from typing import Any
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.errors import ConfigError, LlmxError
+from llmx.plan.choices import micro_batches
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import model_geometry
+from llmx.plan.speed import tokens_per_s
 from llmx.plan.types import MemoryPlan
 from llmx.sweep.prune import impossible, key_of
 from llmx.sweep.search import MICRO_BATCH, Axis, Candidate
@@ -24,8 +26,6 @@ BUCKETS = "zero.reduce_bucket_size"
 USUAL = (ZERO, MICRO_BATCH, CHECKPOINTING, BUCKETS)
 """The keys of the axes that there are unless something else is typed."""
 MAX_CANDIDATES = 2000
-MAX_MICRO_BATCH = 512
-"""Where the global batch is not given."""
 DIRECT = (
     MICRO_BATCH, CHECKPOINTING, BUCKETS, "batch.accumulation", "batch.balance",
     "zero.allgather_bucket_size", "zero.prefetch_bucket_size", "zero.param_persistence_threshold",
@@ -37,18 +37,6 @@ AT_MOST = {"none": 1.0, "selective": 0.97, "full": 0.85}
 """The speed that recomputing activations leaves, at best: a fourth of the work is done again."""
 OFFLOAD_AT_MOST = 0.9
 """The same of an offload of the optimizer, or of the parameters."""
-
-# For the predicted order alone: tokens/s of real runs come from trials.
-NOMINAL_TFLOPS = {"cuda": 100.0, "cpu": 0.1}
-EFFICIENCY = 0.4
-LAYER_S = {"cuda": 3e-4, "cpu": 1e-4}
-"""Of a layer, forward and back, however few tokens it is given."""
-LINK_BYTES_PER_S = {"cuda": 50e9, "cpu": 2e9}
-"""Between the ranks of a host; between hosts a tenth."""
-MEMORY_BYTES_PER_S = {"cuda": 1000e9, "cpu": 10e9}
-HOST_BYTES_PER_S = 12e9
-"""Between a GPU and its host's RAM, and of an update on the host's processors."""
-RECOMPUTED = {"none": 1.0, "selective": 1.1, "full": 4 / 3}
 
 Compose = Callable[[Sequence[str]], tuple[Experiment, list[str]]]
 """Overrides -> the completed experiment, and what is wrong with it."""
@@ -77,7 +65,7 @@ def default_axes(given: Composed, chosen: Sequence[str]) -> list[Axis]:
         offloads = ["stage2_offload", "stage3_offload"] if cuda else []
         found.append(Axis(ZERO, (*stages, *offloads)))
     if MICRO_BATCH not in chosen:
-        found.append(Axis(MICRO_BATCH, _micro_batches(given)))
+        found.append(Axis(MICRO_BATCH, tuple(map(str, micro_batches(exp, plan)))))
     if CHECKPOINTING not in chosen:
         found.append(Axis(CHECKPOINTING, ("none", "selective", "full")))
     if BUCKETS not in chosen and world > 1:
@@ -90,20 +78,6 @@ def default_axes(given: Composed, chosen: Sequence[str]) -> list[Axis]:
         if len(values) > 1:
             found.append(Axis(BUCKETS, tuple(values)))
     return found
-
-
-def _micro_batches(given: Composed) -> tuple[str, ...]:
-    """Powers of two up to what a rank has of the global batch, and that."""
-    batch, ranks = given.experiment.batch, given.plan.ranks
-    most = MAX_MICRO_BATCH
-    if batch.global_batch is not None or batch.tokens_per_step is not None:
-        whole = given.plan.batch.global_batch
-        shares = [rank.micro_batch for rank in ranks]
-        # The strongest rank's part, where the faster ones take more.
-        most = max(1, -(-whole * max(shares) // max(1, sum(shares))))
-    own = batch.micro_batch
-    sizes = {2**power for power in range(20) if 2**power <= most} | {most, min(own, most)}
-    return tuple(str(size) for size in sorted(sizes))
 
 
 def in_order(axis: Axis, compose: Compose) -> Axis:
@@ -248,7 +222,7 @@ def _candidate(
     return Candidate(
         place,
         tuple(words),
-        speed=predicted_speed(planned),
+        speed=tokens_per_s(exp, plan),
         memory_gib=memory,
         capacity_gib=capacity,
         at_most=bound,
@@ -275,43 +249,3 @@ def _ram_of_a_rank(planned: Composed, part: MemoryPlan, ram_gib: float) -> float
         if host.device == part.device:
             rams.append((config.memory_gib or (ram_gib if host.is_local else 0.0)) / host.slots)
     return min(rams, default=0.0)
-
-
-def predicted_speed(planned: Composed) -> float:
-    """Tokens/s by rules of thumb: computing, what is computed again, the traffic of each ZeRO
-    stage, the update, an offload. It puts candidates in an order, and promises nothing."""
-    exp, plan = planned.experiment, planned.plan
-    zero, world, accelerator = exp.zero, plan.world_size, plan.accelerator
-    shape = model_geometry(exp.model)
-    count = float(plan.num_parameters or 1e9)
-    trained = float(plan.num_trained or count)
-    width = 4 if plan.precision == "fp32" else 2
-    peak = plan.peak_tflops / world or NOMINAL_TFLOPS[accelerator]
-    layers = shape.num_layers if shape else 24
-    per_token = 6.0 * count
-    if shape is not None:
-        per_token = shape.flops_per_token(plan.batch.seq_len, trained=plan.num_trained)
-    again = RECOMPUTED[exp.model.activation_checkpointing]
-    tokens = max(plan.batch.micro_batches) * plan.batch.seq_len
-    micro_step = again * per_token * tokens / (peak * 1e12 * EFFICIENCY)
-    micro_step += again * layers * LAYER_S[accelerator]
-    steps = plan.batch.accumulation
-
-    traffic = 0.0
-    if world > 1:
-        link = LINK_BYTES_PER_S[accelerator] / (10.0 if len(plan.hosts) > 1 else 1.0)
-        times = {0: 2.0, 1: 2.0, 2: 1.0 + steps, 3: 3.0 * steps}[zero.stage]
-        carried = trained if zero.stage < 3 else (2 * count + trained) / 3
-        traffic = times * width * carried / link
-    shard = trained / (world if zero.stage >= 1 else 1)
-    if zero.offload_optimizer == "none":
-        update = 20.0 * shard / MEMORY_BYTES_PER_S[accelerator]
-    else:
-        update = (20.0 + 2 * width) * shard / HOST_BYTES_PER_S
-        update += 4.0 * shard * steps / HOST_BYTES_PER_S
-    if zero.offload_param != "none":
-        update += 2.0 * width * count / world * steps / HOST_BYTES_PER_S
-    seconds = steps * micro_step + traffic + update
-    # Of buckets the plan knows no better than llmx's own choice.
-    seconds *= 1.0 if zero.reduce_bucket_size is None else 1.001
-    return plan.batch.tokens_per_step / seconds

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf, open_dict
 from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
+from llmx.plan.choices import AUTO_KEYS
 from llmx.run.rundir import write_text
 from llmx.sweep.candidates import USUAL, default_axes, in_order, own_place, plan_candidates
 from llmx.sweep.journal import GOOD
@@ -131,6 +132,9 @@ def _sorted(sweeper: TuneSweeper, arguments: Sequence[str]) -> tuple[list[str], 
             axes.append(Axis(key.lstrip("+"), tuple(override.sweep_string_iterator())))
         else:
             fixed[key] = f"{key}={override.get_value_element_as_str()}"
+    for key in AUTO_KEYS:  # tune measures what auto predicts: the key is an axis
+        if fixed.get(key) == f"{key}=auto":
+            del fixed[key]
     fixed.setdefault("sweep.objective", f"sweep.objective={SPEED}")
     fixed.setdefault("sweep.trial_steps", f"sweep.trial_steps={TRIAL_STEPS}")
     return list(fixed.values()), axes

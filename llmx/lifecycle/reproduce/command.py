@@ -18,7 +18,7 @@ from llmx.lifecycle.reproduce.before import all_differences
 from llmx.lifecycle.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.lifecycle.reproduce.show import print_differences, print_outcome
 from llmx.lifecycle.reproduce.target import ALLOWED, fresh_sibling, next_experiment
-from llmx.lifecycle.resume.changed import plan_of
+from llmx.lifecycle.resume.changed import keep_choice, plan_of
 from llmx.lifecycle.resume.rules import Change
 from llmx.run import snapshot
 from llmx.run.metrics.equality import compare_runs
@@ -73,7 +73,8 @@ def reproduce(words: RunCommand) -> int:
         raise ConfigError(f"run_dir={target.root} holds a run already. Choose another directory.")
     old_plan = plan_of(run, exp)
     new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
-    composed = plan_experiment(new)
+    composed = keep_choice(plan_experiment(new), old_plan, {change.key for change in changed})
+    new = composed.experiment
     print(f"reproducing {run.root}\n       into {target.root}")
     for note in snapshot.migrations(run):
         print(f"   migrated {note}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmx.compose.apply_overrides import RunCommand, apply, group_of
@@ -63,7 +64,8 @@ def next_run(
     refuse([change for change in found if not _is_the_same_batch(change, old_plan)])
     keys = {change.key for change in found}
     new = _completed(run, exp, asked, keys, old_plan)
-    composed = plan_experiment(new)
+    composed = keep_choice(plan_experiment(new), old_plan, keys)
+    new = composed.experiment
     _refuse_other_batch(old_plan, composed.plan)
     return Next(
         former=exp,
@@ -73,6 +75,16 @@ def next_run(
         dry_run=asked.dry_run,
         total=_total(new.data, new.task, composed.plan, state),
     )
+
+
+def keep_choice(composed: Composed, former: Plan, keys: Iterable[str]) -> Composed:
+    """With what the former plan chose (``auto``) and why, unless one of the changed ``keys`` is
+    among what it chose or what it chose by."""
+    among = ("zero.", "batch.", "hardware.", "model.activation_checkpointing")
+    if composed.plan.chosen is not None or any(key.startswith(among) for key in keys):
+        return composed
+    plan = dataclasses.replace(composed.plan, chosen=former.chosen)
+    return dataclasses.replace(composed, plan=plan)
 
 
 def plan_of(run: RunDir, exp: Experiment) -> Plan:

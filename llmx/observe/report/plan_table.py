@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
+from llmx.compose.complete import refusal
 from llmx.config import (
     AdapterConfig,
     BatchConfig,
@@ -28,9 +29,10 @@ from llmx.observe.report.screen import open_console
 from llmx.observe.report.time_table import time_parts
 from llmx.plan.balance import idle_shares, step_fs
 from llmx.plan.batch import solve_batch
+from llmx.plan.choices import OPTIONS, Choice, choices
 from llmx.plan.geometry import model_geometry
-from llmx.plan.predict import CHECKPOINTING, OPTIONS, Choice, Traces, choices
-from llmx.plan.types import HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.plan.predict import CHECKPOINTING, Traces
+from llmx.plan.types import ChosenPlan, HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural, printable
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         *([("tokens", line)] if (line := _tokens_line(exp.model, exp.adapter)) else []),
         *([("rates", line)] if (line := _rates_line(exp.optim, exp.adapter, exp.model)) else []),
         ("zero", _zero_line(exp.zero, exp.model)),
+        *([("chosen", _chosen_line(plan.chosen))] if plan.chosen is not None else []),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
         ("attention", _attention_line(plan, exp.data)),
         ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
@@ -304,6 +307,10 @@ def _zero_line(zero: ZeroConfig, model: ModelConfig) -> str:
     return ", ".join(words)
 
 
+def _chosen_line(chosen: ChosenPlan) -> str:
+    return f"{' '.join(chosen.words)}: {chosen.problem or chosen.reason}"
+
+
 def _sum_line(plan: Plan) -> str:
     return f"summed over micro steps in {plan.grad_accum_dtype}"
 
@@ -361,7 +368,9 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
     columns; ``*`` is the plan."""
     from rich.text import Text
 
-    found = choices(exp, plan, traces) if all(memory.traced for memory in plan.memory) else []
+    known = traces if all(memory.traced for memory in plan.memory) else Traces({})
+    any_known = any(memory.capacity_gib for memory in plan.memory)
+    found = choices(exp, plan, known, allows=refusal) if any_known else []
     parts: list[RenderableType] = []
     sizes = sorted({one.micro_batch for one in found})
     ways = dict.fromkeys((one.zero, one.checkpointing) for one in sorted(found, key=_choice_order))

@@ -1,0 +1,580 @@
+"""What else an experiment could be, each planned; what fits instead; and ``auto``. Pure.
+
+ZeRO options x activation checkpointing x micro batches. Each of them is a plan of its own
+(``make_plan``: its batch, its sums, its buckets, its share of the adapter), with the memory of the
+traced micro step where that is known. They stand in the order of their predicted time, which
+``llmx.plan.speed`` alone knows.
+
+``python -m llmx plan zero=auto model=llama3_8b hardware=a100x8``
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from llmx import text as human
+from llmx.config.fields import AUTO
+from llmx.config.schema import AdapterConfig, Experiment, ZeroConfig
+from llmx.errors import ConfigError
+from llmx.plan.batch import MAX_GLOBAL_BATCH
+from llmx.plan.make import LOCAL_NAMES, make_plan
+from llmx.plan.memory import cheapest_fit, does_not_fit
+from llmx.plan.predict import CHECKPOINTING, Traces, devices_of, memory_of
+from llmx.plan.speed import tokens_per_s
+from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Columns of the table, beside the plan's own."""
+MAX_MICRO_BATCH = 512
+"""Where the global batch is not given."""
+AS_FAST = 1.01
+"""Two predicted times that differ by less are the same: the one that needs less memory is taken."""
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "stage0": {"stage": 0},
+    "stage1": {"stage": 1},
+    "stage2": {"stage": 2},
+    "stage2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "stage3": {"stage": 3},
+    "stage3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+}
+"""Options of the group ``zero`` that are compared, with what each sets."""
+ZERO, HOW, MICRO_BATCH = "zero", "model.activation_checkpointing", "batch.micro_batch"
+PLAIN = {ZERO: "stage2", HOW: "none", MICRO_BATCH: "1"}
+"""What ``auto`` is where nothing can be compared."""
+
+AUTO_KEYS = tuple(PLAIN)
+
+Allows = Callable[[Experiment], str]
+"""Why rules refuse an experiment; empty where they do not."""
+
+
+def no_rules(exp: Experiment) -> str:
+    """Allows all."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run the experiment, planned."""
+
+    zero: str
+    """The option of the group."""
+    experiment: Experiment
+    plan: Plan
+    cost: float
+    """Predicted time of a token, against that of the fastest of all."""
+    chosen: bool = False
+    """It is the plan."""
+
+    @property
+    def checkpointing(self) -> str:
+        return self.experiment.model.activation_checkpointing
+
+    @property
+    def micro_batch(self) -> int:
+        """What a rank takes at most."""
+        return self.experiment.batch.micro_batch
+
+    @property
+    def memory(self) -> Mapping[str, MemoryPlan]:
+        """By type of device."""
+        return {one.device: one for one in self.plan.memory}
+
+    @property
+    def fits(self) -> bool:
+        """On every type of device, and in the RAM of every host."""
+        return all(one.fits for one in self.plan.memory) and not lacks_ram(
+            self.experiment, self.plan
+        )
+
+    @property
+    def most_gib(self) -> float:
+        return max(one.total_gib for one in self.plan.memory)
+
+    @property
+    def fullest(self) -> MemoryPlan:
+        """Of the type of device that has least left."""
+        return max(self.plan.memory, key=lambda one: one.total_gib / (one.capacity_gib or 1.0))
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Its values, by what ``auto`` may stand for."""
+        return {ZERO: self.zero, HOW: self.checkpointing, MICRO_BATCH: str(self.micro_batch)}
+
+    def overrides(self, exp: Experiment) -> list[str]:
+        """To type, against the experiment."""
+        found = []
+        if self.zero != option_of(exp.zero):
+            found.append(f"{ZERO}={self.zero}")
+        if self.checkpointing != exp.model.activation_checkpointing:
+            found.append(f"{HOW}={self.checkpointing}")
+        if self.micro_batch != exp.batch.micro_batch:
+            found.append(f"{MICRO_BATCH}={self.micro_batch}")
+        return found
+
+
+def option_of(zero: ZeroConfig) -> str:
+    """The option of the group ``zero`` that it is, or the nearest name."""
+    for name, values in OPTIONS.items():
+        if zero == _plain_zero(zero, values) and zero.hpz_partition_size == 1:
+            return name
+    return f"stage{zero.stage}*"
+
+
+def lacks_ram(exp: Experiment, plan: Plan) -> str:
+    """What is missing of the RAM of a host, where that is known; empty where nothing is."""
+    for part in plan.memory:
+        hosts = [host for host in exp.hardware.hosts if host.device == part.device]
+        ram = min((host.memory_gib for host in hosts if host.memory_gib), default=0.0)
+        needed = part.host_gib + part.saves_host_gib
+        if part.host_gib and ram and needed > ram:
+            return f"{human.gib(needed)} GiB of a host's RAM, which has {human.gib(ram)}"
+    return ""
+
+
+def replan(exp: Experiment, plan: Plan) -> Plan:
+    """The plan of a variant of the experiment that ``plan`` is of."""
+    local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
+    return make_plan(exp, local_names=LOCAL_NAMES | local, frozen=plan.frozen, logits=plan.logits)
+
+
+def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPlan, ...] | None:
+    """By the traces; None where they do not cover the plan."""
+    found = []
+    for device in devices_of(plan):
+        size = max(rank.micro_batch for rank in plan.ranks if rank.device == device)
+        how = exp.model.activation_checkpointing
+        trace = traces.get(plan.attention_on(device), how, size)
+        if trace is None:
+            return None
+        found.append(memory_of(exp, plan, trace, device))
+    return tuple(found)
+
+
+def planned(exp: Experiment, name: str, like: Plan, traces: Traces) -> Choice | None:
+    """A variant of the experiment that ``like`` is of; None where it cannot be planned. ``cost`` is
+    seconds a token."""
+    try:
+        plan = replan(exp, like)
+    except ConfigError:  # its batch cannot be cut so
+        return None
+    if traces.found:
+        memory = traced_memory(exp, plan, traces)
+        if memory is None:
+            return None
+        plan = replace(plan, memory=memory)
+    return Choice(name, exp, plan, 1 / tokens_per_s(exp, plan)) if plan.memory else None
+
+
+def choices(
+    exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules
+) -> list[Choice]:
+    """ZeRO stages and offloads x activation checkpointing x micro batches, each planned; the
+    fastest first; those of them that were traced, where anything was. Without those that the rules
+    refuse, and micro batches that no rank can fill."""
+    own = option_of(exp.zero)
+    here = (own, exp.model.activation_checkpointing, exp.batch.micro_batch)
+    zeros = {name: _plain_zero(exp.zero, values) for name, values in OPTIONS.items()}
+    zeros[own] = exp.zero
+    sizes = sorted({exp.batch.micro_batch, *MICRO_BATCHES})
+    found, refused = [], _by_way(allows)
+    for one in _all(exp, plan, traces, zeros, CHECKPOINTING, sizes):
+        chosen = (one.zero, one.checkpointing, one.micro_batch) == here
+        filled = max(one.plan.batch.micro_batches) >= one.micro_batch
+        if chosen or (filled and not refused(one)):
+            found.append(replace(one, chosen=chosen))
+    return _in_order(found)
+
+
+def _all(
+    exp: Experiment,
+    plan: Plan,
+    traces: Traces,
+    zeros: Mapping[str, ZeroConfig],
+    ways: Sequence[str],
+    sizes: Sequence[int],
+) -> Iterator[Choice]:
+    for name, zero in zeros.items():
+        for how in ways:
+            for size in sizes:
+                other = with_values(exp, zero=zero, how=how, size=size)
+                one = planned(other, name, plan, traces)
+                if one is not None:
+                    yield one
+
+
+def _in_order(found: Sequence[Choice]) -> list[Choice]:
+    least = min((one.cost for one in found), default=1.0)
+    relative = [replace(one, cost=one.cost / least) for one in found]
+    return sorted(relative, key=lambda one: (one.cost, one.most_gib))
+
+
+def with_values(
+    exp: Experiment, *, zero: ZeroConfig | None = None, how: str = "", size: int = 0
+) -> Experiment:
+    """With those that are given."""
+    return replace(
+        exp,
+        zero=zero or exp.zero,
+        model=replace(exp.model, activation_checkpointing=how) if how else exp.model,
+        batch=replace(exp.batch, micro_batch=size) if size else exp.batch,
+    )
+
+
+def _plain_zero(zero: ZeroConfig, values: Mapping[str, object]) -> ZeroConfig:
+    plain = replace(
+        zero, offload_optimizer="none", offload_param="none", hpz_partition_size=1, nvme_path=None
+    )
+    return dataclasses.replace(plain, **values)  # type: ignore[arg-type]
+
+
+# --- A plan that does not fit --------------------------------------------------------------------
+
+
+def with_traces(plan: Plan, exp: Experiment, traces: Traces, *, allows: Allows = no_rules) -> Plan:
+    """The plan with the memory that the traces give (its own, where they do not cover it), and
+    what to change where it does not fit."""
+    memory = traced_memory(exp, plan, traces)
+    found = plan.memory if memory is None else memory
+    if memory is None and all(part.fits for part in found):
+        return plan
+    kept = [
+        text for text in plan.warnings if not any(does_not_fit(one) in text for one in plan.memory)
+    ]
+    said = [does_not_fit(one) for one in found if not one.fits]
+    if said:
+        known = traces if memory is not None else Traces({})
+        said.append(advice(exp, plan, known, allows=allows))
+    return replace(plan, memory=tuple(found), warnings=(*said, *kept))
+
+
+def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules) -> str:
+    """What to change where the plan does not fit: of each ZeRO option the fastest that fits with at
+    most the micro batch that was asked for, each planned; with the overrides to type."""
+    found = choices(exp, plan, traces, allows=allows)
+    if not found:
+        quantized = exp.adapter.kind != "none" and exp.adapter.quantize != "none"
+        remedy = cheapest_fit(exp.model, exp.zero, exp.batch, quantized=quantized)
+        return f"Cheapest remedy: {remedy}."
+    own = next((one.cost for one in found if one.chosen), None)
+    fastest: dict[str, Choice] = {}
+    for one in found:
+        if one.fits and one.micro_batch <= exp.batch.micro_batch and not one.chosen:
+            fastest.setdefault(one.zero, one)
+    texts = []
+    for one in list(fastest.values())[:3]:
+        time = f", about {one.cost / own - 1:+.0%} time" if own else ""
+        words = " ".join(one.overrides(exp))
+        texts.append(f"{words} ({human.gib(one.most_gib)} GiB{time})")
+    if texts:
+        return f"What fits, each planned, the fastest first: {'; '.join(texts)}."
+    least = min(found, key=lambda one: one.most_gib)
+    return f"No {_what(found)} fits. {least_text(least)} {next_steps(least, traces, allows)}"
+
+
+def _what(found: Sequence[Choice]) -> str:
+    offload = any("offload" in one.zero for one in found)
+    return (
+        f"ZeRO stage{', with offload' if offload else ''}, activation checkpointing and micro batch"
+    )
+
+
+def least_text(least: Choice) -> str:
+    """What the one takes that needs least memory."""
+    part = least.fullest
+    words = " ".join(f"{key}={value}" for key, value in least.words.items())
+    ram = lacks_ram(least.experiment, least.plan)
+    return (
+        f"The least memory has {words}: {human.gib(part.total_gib)} GiB on {part.device}, which "
+        f"has {human.gib(part.capacity_gib)}{f'; and {ram}' if ram else ''}."
+    )
+
+
+def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
+    """What makes the one fit that needs least memory: other hardware or another training, each
+    planned."""
+    exp, plan = least.experiment, least.plan
+    found = []
+    for times in (2, 4, 8, 16):
+        hosts = [
+            replace(host, name=f"{host.name or host.address}-{number}", address=None)
+            if number
+            else host
+            for number in range(times)
+            for host in exp.hardware.hosts
+        ]
+        batch = replace(exp.batch, global_batch=None, tokens_per_step=None, accumulation=None)
+        zero = _plain_zero(exp.zero, OPTIONS["stage3"])
+        if allows(with_values(exp, zero=zero)):
+            zero = exp.zero
+        larger = replace(exp, hardware=replace(exp.hardware, hosts=hosts), batch=batch, zero=zero)
+        one = planned(larger, option_of(zero), plan, traces)
+        if one is not None and one.fits:
+            found.append(
+                f"{len(hosts)} such hosts instead of {len(exp.hardware.hosts)} (zero={one.zero})"
+            )
+            break
+    formula = planned(exp, least.zero, plan, Traces({}))
+    # The formula may see less than the trace: what only it promises is no advice.
+    if formula is not None and not formula.fits:
+        if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
+            adapted = replace(exp, adapter=AdapterConfig(kind="lora"))
+            one = planned(adapted, least.zero, plan, Traces({}))
+            if one is not None and one.fits:
+                found.append("adapter=lora, which trains little")
+        length = exp.data.seq_len // 2
+        while length >= 128:
+            shorter = replace(exp, data=replace(exp.data, seq_len=length))
+            one = planned(shorter, least.zero, plan, Traces({}))
+            if one is not None and one.fits:
+                found.append(f"data.seq_len={length}")
+                break
+            length //= 2
+    if not found:
+        return "Take a smaller model, or devices with more memory."
+    return f"What fits, planned: {'; '.join(found)}; or devices with more memory."
+
+
+# --- auto ----------------------------------------------------------------------------------------
+
+
+def auto_keys(exp: Experiment) -> tuple[str, ...]:
+    """What the config leaves to the plan."""
+    found = []
+    if exp.zero.stage == AUTO:
+        found.append(ZERO)
+    if exp.model.activation_checkpointing == "auto":
+        found.append(HOW)
+    if exp.batch.micro_batch == AUTO:
+        found.append(MICRO_BATCH)
+    return tuple(found)
+
+
+def size_of_a_step(exp: Experiment) -> None:
+    """ConfigError where the samples of a step, and so the training, would follow from the memory of
+    a device."""
+    batch = exp.batch
+    if batch.micro_batch != AUTO or batch.global_batch is not None or batch.tokens_per_step:
+        return
+    beside = (
+        f" (batch.accumulation={batch.accumulation} alone follows it)" if batch.accumulation else ""
+    )
+    raise ConfigError(
+        "batch.micro_batch=auto: the size of a step is not set, so the training itself would "
+        f"depend on the memory of the devices{beside}. Set batch.global_batch=64 (samples), or "
+        "batch.tokens_per_step=5e5; the accumulation follows."
+    )
+
+
+def micro_batches(exp: Experiment, plan: Plan) -> list[int]:
+    """Powers of two up to what a rank has of the global batch, and that."""
+    batch, most = exp.batch, MAX_MICRO_BATCH
+    if batch.global_batch is not None or batch.tokens_per_step is not None:
+        whole, shares = plan.batch.global_batch, [rank.micro_batch for rank in plan.ranks]
+        # The strongest rank's part, where the faster ones take more.
+        most = max(1, -(-whole * max(shares) // max(1, sum(shares))))
+    own = batch.micro_batch
+    return sorted({2**power for power in range(20) if 2**power <= most} | {most, min(own, most)})
+
+
+def plain_variants(exp: Experiment) -> Iterator[Experiment]:
+    """The experiment with the documented defaults in the place of ``auto``: of ``zero`` each
+    option, that which is the default first, since rules may refuse it."""
+    keys = auto_keys(exp)
+    how = PLAIN[HOW] if HOW in keys else ""
+    size = int(PLAIN[MICRO_BATCH]) if MICRO_BATCH in keys else 0
+    if ZERO not in keys:
+        yield with_values(exp, how=how, size=size)
+        return
+    zeros = zero_options(exp.zero)
+    for name in sorted(zeros, key=lambda name: name != PLAIN[ZERO]):
+        yield with_values(exp, zero=zeros[name], how=how, size=size)
+
+
+def zero_options(zero: ZeroConfig) -> dict[str, ZeroConfig]:
+    """Of ``zero=auto``: what was set beside it stays as it is."""
+    found = {}
+    for name, values in OPTIONS.items():
+        wanted = {"offload_optimizer": "none", "offload_param": "none", **values}
+        set_ = {
+            key: value
+            for key in ("offload_optimizer", "offload_param")
+            if (value := getattr(zero, key)) != "none"
+        }
+        if set_:
+            if wanted["stage"] == 0 or ("offload_param" in set_ and wanted["stage"] != 3):
+                continue
+            if "offload" in name:
+                continue
+            wanted |= set_
+        found[name] = dataclasses.replace(zero, **wanted)  # type: ignore[arg-type]
+    return found
+
+
+def choose(
+    exp: Experiment,
+    plan: Plan,
+    traces: Traces,
+    *,
+    allows: Allows = no_rules,
+    without: Sequence[Experiment] = (),
+) -> tuple[Experiment, ChosenPlan]:
+    """The experiment with plain values in the place of ``auto``, and why: the fastest that fits;
+    where nothing does, the one that needs least memory (``ChosenPlan.problem``).
+
+    Args:
+        plan: of any variant of it.
+        allows: why the rules refuse a variant.
+        without: variants that do not fit after all.
+    """
+    keys = auto_keys(exp)
+    plain = first_allowed(exp, allows)
+    every = zero_options(exp.zero) if ZERO in keys else {option_of(exp.zero): exp.zero}
+    unknown = _unknown(plan)
+    if unknown:
+        name = next(name for name, zero in every.items() if zero == plain.zero)
+        why = f"nothing could be compared: {unknown}. These are the defaults"
+        return plain, ChosenPlan(keys, _words(Choice(name, plain, plan, 1.0), keys), why)
+    zeros = _sensible(every, plan) if ZERO in keys else every
+    if all(allows(with_values(plain, zero=zero)) for zero in zeros.values()):
+        zeros = every
+    ways = CHECKPOINTING if HOW in keys else (exp.model.activation_checkpointing,)
+    sizes = micro_batches(plain, plan) if MICRO_BATCH in keys else [exp.batch.micro_batch]
+    found: list[Choice] = []
+    seen: set[object] = set()
+    for one in _all(exp, plan, traces, zeros, ways, sizes):
+        batch = one.plan.batch
+        if batch.global_batch > MAX_GLOBAL_BATCH or one.experiment in without:
+            continue
+        run = (one.zero, one.checkpointing, batch.micro_batches, batch.sizes, batch.accumulation)
+        if run not in seen:
+            seen.add(run)
+            found.append(one)
+    refused = _by_way(allows)
+    ordered = _in_order([one for one in found if not refused(one)])
+    if found and not ordered:
+        raise ConfigError(refused(found[0]))
+    if not ordered:
+        raise ConfigError(f"{_typed(keys)}: no combination can be planned. Set values.")
+    fitting = [one for one in ordered if one.fits]
+    how = "the real micro step" if ordered[0].plan.memory[0].traced else "the formula"
+    if not fitting:
+        least = min(ordered, key=lambda one: (one.most_gib, one.cost))
+        problem = (
+            f"{_typed(keys)}: nothing fits, of {len(ordered)} that were planned. "
+            f"{least_text(least)} {next_steps(least, traces, allows)}"
+        )
+        words = _words(least, keys)
+        return least.experiment, ChosenPlan(keys, words, "needs the least memory", problem)
+    if ZERO in keys:
+        # A sum in 16 bits over many micro steps is another training, which nobody has asked for.
+        fitting = [one for one in fitting if _sums_exactly(one.plan)] or fitting
+    fast = [one for one in fitting if one.cost <= AS_FAST * fitting[0].cost]
+    best = min(fast, key=lambda one: (one.most_gib, one.cost))
+    why = _why(best, ordered, fitting, keys, how)
+    return best.experiment, ChosenPlan(keys, _words(best, keys), why)
+
+
+def _sums_exactly(plan: Plan) -> bool:
+    return plan.batch.accumulation == 1 or plan.grad_accum_dtype == "fp32"
+
+
+def first_allowed(exp: Experiment, allows: Allows) -> Experiment:
+    """The first plain variant that the rules allow; ConfigError with what is wrong with the first
+    where they allow none."""
+    problems = []
+    for one in plain_variants(exp):
+        problem = allows(one)
+        if not problem:
+            return one
+        problems.append(problem)
+    raise ConfigError(problems[0])
+
+
+def _by_way(allows: Allows) -> Callable[[Choice], str]:
+    """Asked once for each ZeRO option and activation checkpointing: the rules look at no more."""
+    known: dict[tuple[str, str], str] = {}
+
+    def refused(one: Choice) -> str:
+        way = (one.zero, one.checkpointing)
+        if way not in known:
+            known[way] = allows(one.experiment)
+        return known[way]
+
+    return refused
+
+
+def _why(
+    best: Choice,
+    ordered: Sequence[Choice],
+    fitting: Sequence[Choice],
+    keys: Sequence[str],
+    how: str,
+) -> str:
+    part = best.fullest
+    texts = [
+        f"the fastest by the plan of {len(fitting)} that fit, of {len(ordered)}: "
+        f"{human.gib(part.total_gib)} of {human.gib(part.capacity_gib)} GiB on {part.device}, by "
+        f"{how}"
+    ]
+    larger = [one for one in ordered if not one.fits and one.cost < best.cost]
+    if larger:
+        faster = min(larger, key=lambda one: one.most_gib)
+        over = lacks_ram(faster.experiment, faster.plan) or (
+            f"{human.gib(faster.fullest.total_gib)} GiB on {faster.fullest.device}"
+        )
+        texts.append(f"faster, but too large: {_said(faster, keys)} ({over})")
+    other = next(
+        (
+            one
+            for one in fitting
+            if (one.zero, one.checkpointing) != (best.zero, best.checkpointing)
+        ),
+        None,
+    )
+    if other is not None:
+        times = other.cost / best.cost
+        texts.append(
+            f"next: {_said(other, keys)} ({times:.2f} times the time, "
+            f"{human.gib(other.fullest.total_gib)} GiB)"
+        )
+    return "; ".join(texts)
+
+
+def _words(one: Choice, keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{key}={one.words[key]}" for key in keys)
+
+
+def _said(one: Choice, keys: Sequence[str]) -> str:
+    return " ".join(_words(one, keys))
+
+
+def _typed(keys: Sequence[str]) -> str:
+    return " ".join(f"{key}=auto" for key in keys)
+
+
+def _unknown(plan: Plan) -> str:
+    """Why nothing can be compared; empty where it can."""
+    if not plan.memory:
+        return "the size of the model's architecture is not known on this machine"
+    for part in plan.memory:
+        if not part.capacity_gib:
+            return (
+                f"the memory of {part.device} is not known (hardware.devices.{part.device}."
+                "memory_gib)"
+            )
+    return ""
+
+
+def _sensible(zeros: Mapping[str, ZeroConfig], plan: Plan) -> dict[str, ZeroConfig]:
+    """Without an offload from CPU ranks, which gives them nothing; and without stage 0 in 16 bits,
+    which sums gradients in 16 bits: another training. It stays where there is nothing else."""
+    cpu = plan.accelerator == "cpu"
+    found = {name: zero for name, zero in zeros.items() if not (cpu and name.endswith("_offload"))}
+    if plan.precision != "fp32":
+        # Last: taken where rules refuse the others.
+        found = {name: zero for name, zero in found.items() if name != "stage0"}
+    return found or dict(zeros)
