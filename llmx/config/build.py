@@ -50,20 +50,24 @@ def dataclass_from(cls: type[T], values: dict[str, Any], *, path: str) -> T:
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The experiment as nested plain values, ready for YAML or JSON."""
     values = dataclasses.asdict(experiment)
-    for section, name in _auto_fields():
-        if values[section][name] == AUTO:
-            values[section][name] = "auto"
+    for section, name in _auto_fields(type(experiment)):
+        part = values[section] if section else values
+        if part[name] == AUTO:
+            part[name] = "auto"
     return values
 
 
 @cache
-def _auto_fields() -> tuple[tuple[str, str], ...]:
-    """(section, name) of each number that takes ``auto``."""
+def _auto_fields(cls: type) -> tuple[tuple[str, str], ...]:
+    """(section, name) of each number that takes ``auto``; the section of its own is empty."""
+    parts = {"": cls} | {
+        name: hint for name, hint in typing.get_type_hints(cls).items() if isinstance(hint, type)
+    }
     return tuple(
         (section, field.name)
-        for section, hint in typing.get_type_hints(Experiment).items()
-        if dataclasses.is_dataclass(hint)
-        for field in dataclasses.fields(hint)
+        for section, part in parts.items()
+        if dataclasses.is_dataclass(part)
+        for field in dataclasses.fields(part)
         if "auto" in field.metadata
     )
 

@@ -29,8 +29,10 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Columns of the table, beside the plan's own."""
 MAX_MICRO_BATCH = 512
 """Where the global batch is not given."""
-AS_FAST = 1.01
-"""Two predicted times that differ by less are the same: the one that needs less memory is taken."""
+AS_FAST, SURELY_FASTER = 1.01, 1.05
+"""Predicted times that differ by less are the same. Of two micro batches the one is taken that
+needs less memory, of two ZeRO options or ways of checkpointing the plainer one: what ZeRO-3 and
+copies to the host cost beside their traffic is in no prediction."""
 
 OPTIONS: dict[str, dict[str, object]] = {
     "stage0": {"stage": 0},
@@ -196,14 +198,20 @@ def _all(
     zeros: Mapping[str, ZeroConfig],
     ways: Sequence[str],
     sizes: Sequence[int],
+    *,
+    all_sizes: bool = True,
 ) -> Iterator[Choice]:
+    """``all_sizes``: also micro batches that are larger than one that does not fit."""
     for name, zero in zeros.items():
         for how in ways:
             for size in sizes:
                 other = with_values(exp, zero=zero, how=how, size=size)
                 one = planned(other, name, plan, traces)
-                if one is not None:
-                    yield one
+                if one is None:
+                    continue
+                yield one
+                if not all_sizes and not one.fits:
+                    break
 
 
 def _in_order(found: Sequence[Choice]) -> list[Choice]:
@@ -259,6 +267,15 @@ def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_r
         quantized = exp.adapter.kind != "none" and exp.adapter.quantize != "none"
         remedy = cheapest_fit(exp.model, exp.zero, exp.batch, quantized=quantized)
         return f"Cheapest remedy: {remedy}."
+    texts = _that_fit(exp, found)
+    if texts:
+        return f"What fits, each planned, the fastest first: {'; '.join(texts)}."
+    least = min(found, key=lambda one: one.most_gib)
+    return f"No {_what(found)} fits. {least_text(least)} {next_steps(least, traces, allows)}"
+
+
+def _that_fit(exp: Experiment, found: Sequence[Choice]) -> list[str]:
+    """Of each ZeRO option the fastest that fits, at most three."""
     own = next((one.cost for one in found if one.chosen), None)
     fastest: dict[str, Choice] = {}
     for one in found:
@@ -269,10 +286,7 @@ def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_r
         time = f", about {one.cost / own - 1:+.0%} time" if own else ""
         words = " ".join(one.overrides(exp))
         texts.append(f"{words} ({human.gib(one.most_gib)} GiB{time})")
-    if texts:
-        return f"What fits, each planned, the fastest first: {'; '.join(texts)}."
-    least = min(found, key=lambda one: one.most_gib)
-    return f"No {_what(found)} fits. {least_text(least)} {next_steps(least, traces, allows)}"
+    return texts
 
 
 def _what(found: Sequence[Choice]) -> str:
@@ -297,31 +311,24 @@ def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
     """What makes the one fit that needs least memory: other hardware or another training, each
     planned."""
     exp, plan = least.experiment, least.plan
+    if texts := _that_fit(exp, choices(exp, plan, traces, allows=allows)):
+        return f"What fits, each planned, the fastest first: {'; '.join(texts)}."
     found = []
-    for times in (2, 4, 8, 16):
-        hosts = [
-            replace(host, name=f"{host.name or host.address}-{number}", address=None)
-            if number
-            else host
-            for number in range(times)
-            for host in exp.hardware.hosts
-        ]
-        batch = replace(exp.batch, global_batch=None, tokens_per_step=None, accumulation=None)
-        zero = _plain_zero(exp.zero, OPTIONS["stage3"])
-        if allows(with_values(exp, zero=zero)):
-            zero = exp.zero
-        larger = replace(exp, hardware=replace(exp.hardware, hosts=hosts), batch=batch, zero=zero)
-        one = planned(larger, option_of(zero), plan, traces)
-        if one is not None and one.fits:
-            found.append(
-                f"{len(hosts)} such hosts instead of {len(exp.hardware.hosts)} (zero={one.zero})"
-            )
-            break
+    larger = _on_more_hosts(exp, plan, traces, allows)
+    if larger is not None:
+        hosts = len(larger.experiment.hardware.hosts)
+        found.append(f"{hosts} such hosts instead of {len(plan.hosts)} (zero={larger.zero})")
+    if lacks_ram(exp, plan):
+        disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/local_nvme"}
+        zero = _plain_zero(exp.zero, {"stage": 3, **disk})
+        infinity = planned(with_values(exp, zero=zero), "infinity", plan, traces)
+        if infinity is not None and infinity.fits and not allows(infinity.experiment):
+            found.append("zero=infinity zero.nvme_path=DIR (a fast disk of every host)")
     formula = planned(exp, least.zero, plan, Traces({}))
     # The formula may see less than the trace: what only it promises is no advice.
     if formula is not None and not formula.fits:
         if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
-            adapted = replace(exp, adapter=AdapterConfig(kind="lora"))
+            adapted = replace(exp, adapter=AdapterConfig(kind="lora", targets=["all-linear"]))
             one = planned(adapted, least.zero, plan, Traces({}))
             if one is not None and one.fits:
                 found.append("adapter=lora, which trains little")
@@ -336,6 +343,29 @@ def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
     if not found:
         return "Take a smaller model, or devices with more memory."
     return f"What fits, planned: {'; '.join(found)}; or devices with more memory."
+
+
+def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) -> Choice | None:
+    """On the fewest of the same hosts that it fits on, with a micro batch of 1."""
+    zeros = {name: _plain_zero(exp.zero, OPTIONS[name]) for name in ("stage3", "stage3_offload")}
+    if plan.accelerator == "cpu":
+        del zeros["stage3_offload"]
+    zeros = {name: zero for name, zero in zeros.items() if not allows(with_values(exp, zero=zero))}
+    batch = replace(
+        exp.batch, global_batch=None, tokens_per_step=None, accumulation=None, micro_batch=1
+    )
+    for times in (2, 4, 8, 16):
+        hosts = list(exp.hardware.hosts)
+        for number in range(1, times):
+            for host in exp.hardware.hosts:
+                name = f"{host.name or host.address}-{number + 1}"
+                hosts.append(replace(host, name=name, address=None))
+        larger = replace(exp, hardware=replace(exp.hardware, hosts=hosts), batch=batch)
+        for name, zero in (zeros or {option_of(exp.zero): exp.zero}).items():
+            one = planned(with_values(larger, zero=zero), name, plan, traces)
+            if one is not None and one.fits:
+                return one
+    return None
 
 
 # --- auto ----------------------------------------------------------------------------------------
@@ -445,7 +475,7 @@ def choose(
     sizes = micro_batches(plain, plan) if MICRO_BATCH in keys else [exp.batch.micro_batch]
     found: list[Choice] = []
     seen: set[object] = set()
-    for one in _all(exp, plan, traces, zeros, ways, sizes):
+    for one in _all(exp, plan, traces, zeros, ways, sizes, all_sizes=False):
         batch = one.plan.batch
         if batch.global_batch > MAX_GLOBAL_BATCH or one.experiment in without:
             continue
@@ -472,10 +502,24 @@ def choose(
     if ZERO in keys:
         # A sum in 16 bits over many micro steps is another training, which nobody has asked for.
         fitting = [one for one in fitting if _sums_exactly(one.plan)] or fitting
-    fast = [one for one in fitting if one.cost <= AS_FAST * fitting[0].cost]
-    best = min(fast, key=lambda one: (one.most_gib, one.cost))
+    best = _best(fitting)
     why = _why(best, ordered, fitting, keys, how)
     return best.experiment, ChosenPlan(keys, _words(best, keys), why)
+
+
+def _best(fitting: Sequence[Choice]) -> Choice:
+    """Of choices in the order of their times."""
+    options = [*OPTIONS]
+
+    def intricacy(one: Choice) -> tuple[int, int]:
+        place = options.index(one.zero) if one.zero in options else len(options)
+        return place, CHECKPOINTING.index(one.checkpointing)
+
+    fast = [one for one in fitting if one.cost <= SURELY_FASTER * fitting[0].cost]
+    plainest = min(map(intricacy, fast))
+    same = [one for one in fast if intricacy(one) == plainest]
+    alike = [one for one in same if one.cost <= AS_FAST * same[0].cost]
+    return min(alike, key=lambda one: (one.most_gib, one.cost))
 
 
 def _sums_exactly(plan: Plan) -> bool:
@@ -515,8 +559,11 @@ def _why(
     how: str,
 ) -> str:
     part = best.fullest
+    least = "the fastest"
+    if best.cost > AS_FAST * fitting[0].cost:
+        least = f"within {SURELY_FASTER - 1:.0%} of the fastest, and plainer,"
     texts = [
-        f"the fastest by the plan of {len(fitting)} that fit, of {len(ordered)}: "
+        f"{least} by the plan of {len(fitting)} that fit, of {len(ordered)}: "
         f"{human.gib(part.total_gib)} of {human.gib(part.capacity_gib)} GiB on {part.device}, by "
         f"{how}"
     ]

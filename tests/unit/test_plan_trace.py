@@ -11,7 +11,8 @@ import pytest
 from llmx.lifecycle import memory
 from llmx.lifecycle.memory import find_traces
 from llmx.plan import make_plan
-from llmx.plan.predict import TraceKey, choices, with_traces
+from llmx.plan.choices import choices, with_traces
+from llmx.plan.predict import TraceKey
 from llmx.plan.trace import GRADIENT, StepTrace
 from llmx.train import memory_trace
 from llmx.train.memory_trace import trace_step
@@ -203,7 +204,7 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     found = with_traces(plan, exp, traces)
     assert found.memory[0].traced
     assert not found.memory[0].fits
-    assert "What fits, each planned, the cheapest first: " in found.warnings[1]
+    assert "What fits, each planned, the fastest first: " in found.warnings[1]
     every = choices(exp, plan, traces)
     assert [one.chosen for one in every].count(True) == 1
     assert [one.cost for one in every] == sorted(one.cost for one in every)

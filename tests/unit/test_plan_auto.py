@@ -1,0 +1,264 @@
+"""``auto``: the fastest that fits, as plain values with the reason; and what is said where nothing
+does. By the formula; that of traces is the same code (tests/unit/test_plan_trace.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from llmx.compose.complete import Composed, check, complete, plan_experiment, refusal
+from llmx.config import Experiment, experiment_from_dict, to_dict
+from llmx.config.fields import AUTO
+from llmx.errors import ConfigError
+from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.start import run_composed
+from llmx.plan.choices import MICRO_BATCH, auto_keys, choices
+from llmx.plan.predict import Traces
+from llmx.plan.types import Plan
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir, read_json
+from tests.composing import composed, values
+
+ALL = ["zero=auto", "batch.micro_batch=auto", "model.activation_checkpointing=auto"]
+LLAMA = ["model=llama3_8b", "hardware=a100x8", "batch.global_batch=64", "data.seq_len=4096"]
+SMALL = ["hardware=cpu2", "batch.global_batch=16", "data.seq_len=128"]
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LLMX_TRACES", "off")
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+
+
+def values_of(found: Composed) -> dict[str, str]:
+    exp = found.experiment
+    return {
+        "zero": f"stage{exp.zero.stage}",
+        "model.activation_checkpointing": exp.model.activation_checkpointing,
+        "batch.micro_batch": str(exp.batch.micro_batch),
+    }
+
+
+# --- Words and types -----------------------------------------------------------------------------
+
+
+def test_auto_is_written_and_read_as_a_word() -> None:
+    exp, problems = complete(experiment_from_dict(values([*ALL, *LLAMA])))
+    assert not problems
+    assert (exp.zero.stage, exp.batch.micro_batch) == (AUTO, AUTO)
+    assert to_dict(exp)["zero"]["stage"] == to_dict(exp)["batch"]["micro_batch"] == "auto"
+    assert experiment_from_dict(to_dict(exp)) == exp
+    assert auto_keys(exp) == ("zero", "model.activation_checkpointing", "batch.micro_batch")
+    check(exp)  # as a command that plans nothing does
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("batch.micro_batch=-1", "must be a whole number from 1 to 1048576, or auto"),
+        ("batch.micro_batch=0", "must be a whole number from 1 to 1048576, or auto"),
+        ("batch.micro_batch=atuo", "must be a whole number from 1 to 1048576, or auto"),
+        ("zero.stage=-1", "must be a whole number from 0 to 3, or auto"),
+        ("zero.stage=4", "must be a whole number from 0 to 3, or auto"),
+        ("batch.accumulation=auto", "must be a whole number from 1 to 1048576, or null"),
+    ],
+)
+def test_what_is_no_auto(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed([word])
+
+
+def test_a_step_must_have_a_size() -> None:
+    for more in ([], ["batch.accumulation=4"]):
+        words = ["batch.micro_batch=auto", "model=gpt2", "hardware=h100x8", *more]
+        with pytest.raises(ConfigError, match=r"Set batch\.global_batch=64 \(samples\), or batch"):
+            composed(words)
+    assert composed(["batch.micro_batch=auto", "batch.tokens_per_step=5e5", *LLAMA[:2]])
+
+
+# --- What is chosen ------------------------------------------------------------------------------
+
+
+def test_the_fastest_that_fits_as_plain_values() -> None:
+    found = composed([*ALL, *LLAMA])
+    chosen = found.plan.chosen
+    assert chosen is not None
+    assert chosen.keys == ("zero", "model.activation_checkpointing", "batch.micro_batch")
+    said = dict(word.split("=") for word in chosen.words)
+    assert said == values_of(found)
+    assert not auto_keys(found.experiment)
+    assert all(part.fits for part in found.plan.memory)
+    # Typed, the choice is the same run.
+    again = composed([*chosen.words, *LLAMA])
+    assert again.experiment == found.experiment
+    assert again.plan == dataclasses.replace(found.plan, chosen=None)
+    assert Plan.from_dict(json.loads(json.dumps(found.plan.to_dict()))) == found.plan
+    # None that fits is clearly faster; what is said to be too large does not fit.
+    every = choices(found.experiment, found.plan, Traces({}), allows=refusal)
+    own = next(one for one in every if one.chosen)
+    exact = [one for one in every if one.fits and one.plan.grad_accum_dtype == "fp32"]
+    assert own.cost <= 1.05 * min(one.cost for one in exact)
+    words = chosen.reason.partition("too large: ")[2].partition(" (")[0]
+    too_large = composed([*words.split(), *LLAMA])
+    assert not all(part.fits for part in too_large.plan.memory)
+    assert too_large.plan.warnings
+
+
+def test_what_is_set_stays() -> None:
+    found = composed(["zero=auto", "batch.micro_batch=2", *LLAMA])
+    assert found.experiment.batch.micro_batch == 2
+    assert found.plan.chosen is not None
+    assert found.plan.chosen.keys == ("zero",)
+    found = composed(["zero=auto", "zero.offload_optimizer=cpu", "zero.pin_memory=false", *LLAMA])
+    assert found.experiment.zero.offload_optimizer == "cpu"
+    assert not found.experiment.zero.pin_memory
+    only = composed(["model.activation_checkpointing=auto", "zero=stage1", *LLAMA])
+    assert only.experiment.zero.stage == 1
+
+
+def test_rules_leave_out_what_they_refuse() -> None:
+    """Stage 0 alone, where the optimizer keeps parts of matrices; not stage 3 with 4 bits."""
+    found = composed(["zero=auto", "optim=adafactor", "model=gpt2", "hardware=a100x8"])
+    assert found.experiment.zero.stage == 0
+    quantized = composed([*ALL, *LLAMA, "adapter=qlora"])
+    assert quantized.experiment.zero.stage < 3
+    with pytest.raises(ConfigError, match="optim.kind=adafactor"):
+        composed(["zero=auto", "zero.offload_optimizer=cpu", "optim=adafactor", "hardware=a100x8"])
+    with pytest.raises(ConfigError, match=r"optim\.lr=0: must be"):
+        composed(["zero=auto", "optim.lr=0"])
+
+
+def test_gradients_are_summed_as_they_would_be() -> None:
+    """No stage whose sums over micro steps have 16 bits only, where another fits."""
+    found = composed(["zero=auto", "batch.micro_batch=1", *LLAMA])
+    assert found.plan.batch.accumulation == 8
+    assert found.plan.grad_accum_dtype == "fp32"
+    assert found.experiment.zero.stage > 0
+
+
+def test_unknown_memory_takes_the_defaults_and_says_so() -> None:
+    found = composed([*ALL, *SMALL])
+    plain = composed([*SMALL, "batch.micro_batch=1"])
+    assert found.experiment == plain.experiment
+    assert found.plan.chosen is not None
+    assert "hardware.devices.cpu.memory_gib" in found.plan.chosen.reason
+    assert "defaults" in found.plan.chosen.reason
+    unknown = composed([*ALL, "model=hf", "model.path=owner/name", *LLAMA[1:]])
+    assert unknown.plan.chosen is not None
+    assert "the size of the model's architecture is not known" in unknown.plan.chosen.reason
+
+
+def test_declared_memory_of_cpu_ranks_is_held() -> None:
+    least = composed([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=0.45"])
+    most = composed([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=64"])
+    assert least.plan.memory[0].fits
+    assert values_of(least)["model.activation_checkpointing"] == "full"
+    assert values_of(most)["model.activation_checkpointing"] == "none"
+    assert most.experiment.batch.micro_batch > least.experiment.batch.micro_batch == 1
+    assert "offload" not in str(most.plan.chosen)
+
+
+def test_devices_of_two_sizes() -> None:
+    words = [*ALL, "model=llama3_8b", "hardware=a100x2_v100x2", "batch.global_batch=64"]
+    found = composed(words)
+    assert found.plan.balance is not None
+    assert all(part.fits for part in found.plan.memory)
+    by_device = {rank.device: rank.micro_batch for rank in found.plan.ranks}
+    assert by_device["a100_40g"] > by_device["v100_32g"]
+
+
+# --- Where nothing fits --------------------------------------------------------------------------
+
+TOO_LARGE = ["model=llama3_8b", "hardware=a100x2_v100x2", "model.config.num_hidden_layers=100"]
+
+
+def test_nothing_fits_one_message(tmp_path: Path) -> None:
+    words = [*ALL, *TOO_LARGE, "batch.global_batch=64", "data.seq_len=4096", "dry_run=true"]
+    found = composed(words, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError) as error:
+        run_composed(found, overrides=words, stream=io.StringIO())
+    said = str(error.value)
+    assert "nothing fits" in said
+    assert "zero=stage3_offload model.activation_checkpointing=full batch.micro_batch=1" in said
+    assert "which has 32.0" in said
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_the_next_step_is_planned() -> None:
+    """Here the RAM of the hosts is what lacks: more of them, or a disk."""
+    words = ["zero=auto", "batch.micro_batch=1", *TOO_LARGE, "data.seq_len=512"]
+    found = composed([*words, "model.config.num_hidden_layers=120"])
+    assert found.plan.chosen is not None
+    said = found.plan.chosen.problem
+    assert "of a host's RAM, which has 256" in said
+    assert "4 such hosts instead of 2 (zero=stage3_offload)" in said
+    assert "zero=infinity zero.nvme_path=DIR" in said
+    # Another training, where nothing else is left.
+    host = "hardware.hosts=[{name: localhost, slots: 8, device: a100_80g, memory_gib: 40}]"
+    small = composed(["zero=auto", "model.activation_checkpointing=auto", "model=llama3_8b",
+                      "hardware=a100x8", host,
+                      "hardware.devices.a100_80g.memory_gib=16"])  # fmt: skip
+    assert small.plan.chosen is not None
+    assert "adapter=lora, which trains little" in small.plan.chosen.problem
+
+
+def test_what_was_set_may_be_what_does_not_fit() -> None:
+    found = composed(["model.activation_checkpointing=auto", "hardware=a100x8", "model=llama3_8b",
+                      "zero=stage0", "precision=fp32"])  # fmt: skip
+    assert found.plan.chosen is not None
+    said = found.plan.chosen.problem
+    assert "The least memory has zero=stage0 model.activation_checkpointing=full" in said
+    assert "What fits, each planned, the fastest first: zero=stage" in said
+
+
+def test_advice_without_traces_is_planned_too() -> None:
+    """The formula gives it where nothing is traced; typed, it fits."""
+    words = [*LLAMA, "zero=stage1", "batch.micro_batch=8"]
+    found = composed(words)
+    advised, _ = with_traced_memory(found, make=False)
+    (said,) = [text for text in advised.plan.warnings if "What fits, each planned" in text]
+    first = said.partition("first: ")[2].partition(" (")[0]
+    assert "% time" in said
+    fitting = composed([*words, *first.split()])
+    assert all(part.fits for part in fitting.plan.memory)
+
+
+# --- What is kept --------------------------------------------------------------------------------
+
+
+def test_a_launch_keeps_the_choice_and_its_reason(tmp_path: Path) -> None:
+    words = [*ALL, *SMALL, "hardware.devices.cpu.memory_gib=8"]
+    found = composed(words, run_dir=tmp_path / "run")
+    stream, launched = io.StringIO(), []
+
+    def launch(exp: Experiment, plan: Plan, *_: object) -> int:
+        launched.append((exp, plan))
+        return 0
+
+    assert run_composed(found, overrides=words, stream=stream, instead=launch) == 0
+    (line,) = [line for line in stream.getvalue().splitlines() if line.startswith("auto: ")]
+    assert "batch.micro_batch=8" in line
+    run = RunDir(tmp_path / "run")
+    kept = snapshot.load(run)
+    assert not auto_keys(kept)
+    assert kept == launched[0][0]
+    assert read_json(run.plan)["chosen"]["words"] == list(found.plan.chosen.words)  # type: ignore[union-attr]
+    assert "auto" not in (tmp_path / "run" / "ds_config.json").read_text()
+    # Planned again, as a resume does, it is not chosen again.
+    assert plan_experiment(kept).plan.chosen is None
+
+
+def test_the_plan_on_the_screen(tmp_path: Path) -> None:
+    words = [*ALL, *LLAMA, "dry_run=true"]
+    stream = io.StringIO()
+    run_composed(composed(words, run_dir=tmp_path / "run"), overrides=words, stream=stream)
+    text = stream.getvalue()
+    assert "chosen" in text
+    assert "the fastest by the plan of" in " ".join(text.split())
+    (row,) = [line for line in text.splitlines() if "* " in line and "stage" in line]
+    assert "none" in row
+    assert MICRO_BATCH in text
