@@ -62,7 +62,7 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     from llmx.compose.complete import compose
     from llmx.compose.overrides import check_overrides
     from llmx.lifecycle.learned import with_learned_time
-    from llmx.lifecycle.memory import with_traced_memory
+    from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
     from llmx.lifecycle.packing import resolve_layout
 
     checked = check_overrides(
@@ -72,7 +72,7 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     )
     composed = compose(_values(checked.words, config_dir))
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        composed = resolve_layout(composed, stream=nowhere)
+        composed = with_traced_choice(resolve_layout(composed, stream=nowhere))
     return with_learned_time(with_traced_memory(composed, make=True)[0])
 
 
