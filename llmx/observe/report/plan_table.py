@@ -390,7 +390,7 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
             table.add_row(option, how, *(cells.get((option, how, size), "") for size in sizes))
         title = (
             f"Peak on {memory.device} ({human.gib(memory.capacity_gib)} GiB) by micro batch; "
-            "! does not fit, * is this plan"
+            "! is too large, * is this plan"
         )
         parts += [Text(f"\n{title}", style="bold"), table]
     return parts
