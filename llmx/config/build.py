@@ -50,7 +50,8 @@ def dataclass_from(cls: type[T], values: dict[str, Any], *, path: str) -> T:
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The experiment as nested plain values, ready for YAML or JSON."""
     values = dataclasses.asdict(experiment)
-    for section, name in _auto_fields(type(experiment)):
+    cls: type = type(experiment)
+    for section, name in _auto_fields(cls):
         part = values[section] if section else values
         if part[name] == AUTO:
             part[name] = "auto"
