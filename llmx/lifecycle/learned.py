@@ -46,7 +46,9 @@ def with_learned_time(composed: Composed) -> Composed:
     known = known_of(read_observations(path), exp, plan, path=str(path))
     if not known.tflops:
         return composed
-    return replace(composed, plan=with_time(plan, exp, known=known))
+    taught = with_time(plan, exp, known=known)
+    # Of a model whose size only a trace knows, the time stays that by the trace.
+    return replace(composed, plan=taught) if taught.time and taught.time.step_s else composed
 
 
 def learn(run: RunDir, exp: Experiment, plan: Plan) -> list[Observation]:

@@ -30,6 +30,7 @@ from llmx.lifecycle.aside import (
 )
 from llmx.plan.choices import traced_memory, with_traces
 from llmx.plan.predict import TraceKey, Traces, wanted_traces
+from llmx.plan.step_time import with_traced_time
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
@@ -57,7 +58,8 @@ def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Tra
     """
     traces = _traces_of(composed, make=make)
     exp, plan = composed.experiment, composed.plan
-    return replace(composed, plan=with_traces(plan, exp, traces, allows=refusal)), traces
+    plan = _with_time(with_traces(plan, exp, traces, allows=refusal), exp, traces)
+    return replace(composed, plan=plan), traces
 
 
 def with_traced_choice(composed: Composed) -> Composed:
@@ -94,6 +96,17 @@ def _traces_of(composed: Composed, *, make: bool, others: bool | None = None) ->
     if exp.adapter.quantize != "none":
         return Traces({}, "weights in 4 bits are not traced")
     return find_traces(exp, plan, others=make if others is None else others, make=make)
+
+
+def _with_time(plan: Plan, exp: Experiment, traces: Traces) -> Plan:
+    """With the time by a trace where the size of the model is known by it alone."""
+    rank = max(plan.ranks, key=lambda one: one.micro_batch)
+    how = exp.model.activation_checkpointing
+    trace = traces.get(plan.attention_on(rank.device), how, rank.micro_batch)
+    if trace is None or not trace.flops or plan.num_parameters:
+        return plan
+    tokens = rank.micro_batch * plan.batch.seq_len
+    return with_traced_time(plan, exp, trace, tokens=tokens)
 
 
 def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Traces:

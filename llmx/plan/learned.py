@@ -64,6 +64,8 @@ class Observation:
     data: str = ""
     fill: float = 1.0
     """Part of the positions of a step that are no padding."""
+    stage: int = 1
+    """Of ZeRO."""
     hosts: tuple[str, ...] = ()
     link_gb_per_s: float | None = None
     """None: not told from noise."""
@@ -135,6 +137,7 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
             tflops=known.tflops[name] * fill,
             data=exp.data.name,
             fill=fill,
+            stage=exp.zero.stage,
             hosts=hosts,
             link_gb_per_s=link,
         )
@@ -176,6 +179,8 @@ def _distance(one: Observation, exp: Experiment, plan: Plan, name: str) -> tuple
     slots = max(host.slots for host in plan.hosts if host.device == name)
     return (
         float(one.slots != slots),
+        # What stage 3 adds to each module counts as computing: it cannot be told apart.
+        float((one.stage == 3) != (exp.zero.stage == 3)),
         float(one.task != exp.task.kind),
         float(one.model != exp.model.kind),
         float(one.attention != plan.attention_on(name)),

@@ -28,12 +28,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from llmx.config.schema import BatchConfig, DeviceConfig, Experiment
+from llmx.config.schema import BatchConfig, DeviceConfig, Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.plan.batch import solve_batch
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import BYTES, optimizer_bytes
+from llmx.plan.trace import StepTrace
 from llmx.plan.types import BatchPlan, Exchange, Plan, TimePlan
 
 DEFAULT_EFFICIENCY = 0.4
@@ -133,6 +134,24 @@ def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
     )
     frozen = sum(2.0 * one.num_parameters for one in plan.frozen if not one.before_training)
     return TokenFlops(forward + frozen, whole - forward, again)
+
+
+def traced_flops(trace: StepTrace, model: ModelConfig, *, tokens: int) -> TokenFlops:
+    """Of the operations that a trace of so many tokens has counted: as they were run, attention
+    with what it masks included. Forward is assumed to be a half of backward."""
+    full = model.activation_checkpointing == "full"
+    forward = trace.flops / tokens / (4 if full else 3)
+    return TokenFlops(forward, 2 * forward, forward if full else 0.0)
+
+
+def with_traced_time(plan: Plan, exp: Experiment, trace: StepTrace, *, tokens: int) -> Plan:
+    """Where only a trace knows how large the model is: the predicted time by what it counted, for
+    so many tokens."""
+    flops = traced_flops(trace, exp.model, tokens=tokens)
+    whole = trace.num_parameters
+    trained = None if trace.num_trained == whole else trace.num_trained
+    sized = replace(plan, num_parameters=whole, num_trained=trained)
+    return replace(plan, time=step_time(exp, sized, flops=flops))
 
 
 def computing_parts(exp: Experiment, plan: Plan) -> dict[str, float]:

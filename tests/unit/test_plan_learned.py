@@ -107,6 +107,7 @@ def test_the_most_alike_run_counts() -> None:
     done = composed(["hardware=cpu2"])
     found = [
         an_observation(tflops=1.0, slots=8),
+        an_observation(tflops=1.5, stage=3),
         an_observation(tflops=2.0, task="pretrain"),
         an_observation(tflops=3.0, precision="bf16"),
         an_observation(tflops=4.0, device="a100_80g"),
@@ -117,7 +118,7 @@ def test_the_most_alike_run_counts() -> None:
     known = known_of(found, done.experiment, done.plan)
     assert known.tflops == {"cpu": 6.0}
     assert known.source == "learned from 1 run"
-    assert known_of(found[2:4], done.experiment, done.plan) == Known()
+    assert known_of(found[3:5], done.experiment, done.plan) == Known()
 
 
 def records(count: int, **values: object) -> list[dict[str, object]]:

@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 
 from llmx.errors import ConfigError
-from llmx.plan.step_time import LINK_REACHED, Known, assumed_efficiency, step_time
+from llmx.plan.step_time import (
+    LINK_REACHED,
+    Known,
+    assumed_efficiency,
+    step_time,
+    with_traced_time,
+)
+from llmx.plan.trace import StepTrace, TracedParameter
 from llmx.plan.types import Plan, TimePlan
 from tests.composing import composed
 
@@ -227,3 +234,24 @@ def test_it_takes_milliseconds_for_a_large_cluster() -> None:
     began = time.process_time()
     step_time(done.experiment, done.plan)
     assert time.process_time() - began < 0.1
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_a_model_that_only_a_trace_knows(how: str) -> None:
+    """What was counted as it was run is taken apart into what MFU counts, and the rest."""
+    words = ["hardware=a100x8", "model=hf", "model.path=some/model", "data.seq_len=128"]
+    done = composed([*words, f"model.activation_checkpointing={how}", "zero=stage2"])
+    assert done.plan.time is not None
+    assert done.plan.time.step_s == 0
+    trace = StepTrace((TracedParameter(10**9, True),), ((0,),), (), flops=8e9 * 256)
+    plan = with_traced_time(done.plan, done.experiment, trace, tokens=256)
+    assert plan.time is not None
+    assert plan.time.unknown == ""
+    tokens = plan.batch.tokens_per_step
+    assert plan.time.computing_s == pytest.approx(8e9 * tokens / 8 / (0.5 * 312e12), rel=0.01)
+    part = 3 / 4 if how == "full" else 1
+    assert plan.time.flops == pytest.approx(8e9 * tokens * part)
+    assert sum(one.gb for one in plan.time.exchanges) == pytest.approx(
+        2 * 7 / 8 * (2 * plan.batch.accumulation + 1)
+    )
+    assert plan.num_parameters == 0

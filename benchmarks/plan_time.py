@@ -1,0 +1,123 @@
+"""Predicted against measured time of a step: ``python benchmarks/plan_time.py``.
+
+Two real ranks on the CPUs of this machine, which should do nothing else. The first configuration
+is run once and teaches (``learned.json``, in a cache of its own); of each other one the step is
+predicted from that one run, by ``plan``, and then measured by a run that teaches nothing. The
+median of a run's logged lines is its step time, the first line left out. At the end the first one
+runs again: how far it is off is the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+
+BASE = [
+    "hardware=cpu2", "task.steps=16", "task.log_every_steps=3", "task.eval_generate=0",
+    "data.eval_samples=0", "checkpoint.every_steps=null", "zero=stage1", "batch.global_batch=32",
+]  # fmt: skip
+WIDER = "{hidden_size: 256, intermediate_size: 704}"
+GRID = [
+    ["zero=stage0"],
+    ["zero=stage2"],
+    ["zero=stage3"],
+    ["batch.global_batch=16"],
+    ["batch.global_batch=64"],
+    ["batch.micro_batch=4"],
+    ["batch.micro_batch=16"],
+    ["data.seq_len=64"],
+    ["data.seq_len=256"],
+    ["model.activation_checkpointing=full"],
+    ["zero=stage2", "batch.micro_batch=4", "batch.global_batch=64"],
+    ["zero=stage3", "batch.global_batch=64"],
+    ["model.config.num_hidden_layers=8"],
+    [f"model.config={WIDER}"],
+    ["optim=lion"],
+]
+
+
+def llmx(words: list[str], environment: dict[str, str], *, log: Path) -> None:
+    with log.open("w", encoding="utf-8") as stream:
+        subprocess.run(
+            [sys.executable, "-m", "llmx", *words],
+            env={**os.environ, **environment},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            check=True,
+            timeout=600,
+        )
+
+
+def measured_s(run: Path) -> float:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    paces = [line["step_time_s"] for line in lines if line["kind"] == "train"]
+    return statistics.median(paces[1:])
+
+
+def one(words: list[str], root: Path, number: int, *, teaches: bool) -> dict[str, Any]:
+    """Predicted by what the cache knows, and measured."""
+    environment = {"LLMX_CACHE": str(root / "cache"), "LLMX_TRACES": "off", "LLMX_LEARNED": "on"}
+    planned, run = root / f"plan-{number}", root / f"run-{number}"
+    typed, log = [*BASE, *words], root / f"log-{number}"
+    llmx(["plan", *typed, f"run_dir={planned}"], environment, log=log)
+    time = json.loads((planned / "plan.json").read_text())["time"]
+    if not teaches:
+        environment["LLMX_LEARNED"] = "off"
+    llmx([*typed, f"run_dir={run}"], environment, log=log)
+    return {"words": words, "predicted": time["step_s"], "measured": measured_s(run)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=int, default=len(GRID), help="so many configurations")
+    limit = parser.parse_args().limit
+    found = []
+    with tempfile.TemporaryDirectory(prefix="llmx-plan-time-") as name:
+        root = Path(name)
+        taught = one([], root, 0, teaches=True)
+        print(f"taught by {' '.join(BASE)}: {taught['measured']:.3f} s a step", flush=True)
+        for number, words in enumerate(GRID[:limit], start=1):
+            case = one(words, root, number, teaches=False)
+            case["error"] = case["predicted"] / case["measured"] - 1
+            found.append(case)
+            print(
+                f"{' '.join(words):60} {case['predicted']:.3f} s, measured {case['measured']:.3f} "
+                f"s, {case['error']:+.1%}",
+                flush=True,
+            )
+        again = one([], root, len(GRID) + 1, teaches=False)
+    errors = [abs(case["error"]) for case in found]
+    noise = again["measured"] / taught["measured"] - 1
+    summary = (
+        f"{len(found)} configurations: median error {statistics.median(errors):.1%}, worst "
+        f"{max(errors):.1%}. The run that taught, again at the end: {noise:+.1%}."
+    )
+    rows = [
+        f"| {' '.join(case['words'])} | {1000 * case['measured']:.0f} | "
+        f"{1000 * case['predicted']:.0f} | {case['error']:+.1%} |"
+        for case in found
+    ]
+    lines = [
+        summary,
+        "",
+        f"Taught by one run: `{' '.join(BASE)}`; each row changes what it names.",
+        "",
+        "| configuration | measured, ms | predicted, ms | error |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+    write_result("plan_time", "Predicted against measured time of a step", lines)
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()
