@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmx import text as human
-from llmx.observe.report import chart, wording
+from llmx.observe.report import chart, step_time, wording
 from llmx.observe.report.chart import Line, Mark
 from llmx.observe.report.figure import SMOOTHED_FROM, points, smoothed
 from llmx.observe.report.markup import (
@@ -56,6 +56,7 @@ def page(data: RunData) -> str:
         heading("Summary", pairs(wording.summary_rows(data))),
         heading("Loss", _loss(data)),
         _other_curves(data),
+        heading("One step by rank", step_time.drawn(data)),
         heading("Evaluation", _tables(data)),
         heading("Completions", _completions(data)),
         heading("Warnings", bullets(wording.warnings(data))),

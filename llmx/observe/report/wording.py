@@ -15,6 +15,7 @@ from typing import Any
 
 from llmx import text as human
 from llmx.observe.report.run_data import RunData
+from llmx.observe.report.step_time import idle_row
 from llmx.observe.report.tables import tables
 from llmx.observe.report.time_table import seconds
 from llmx.plan.types import MemoryPlan
@@ -25,6 +26,7 @@ from llmx.text import plural
 SHOWN_COMPLETIONS = 6
 SHOWN_ATTEMPTS = 4
 TRACEBACK_LINES = 12
+MOST_COUNTS = 16
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         rows.append(("speed", text))
     if text := predicted(data):
         rows.append(("predicted", text))
+    rows += idle_row(data)
     if data.result and data.result.get("ended"):
         took_s = data.result["ended"] - data.result["started"]
         text = human.duration(took_s)
@@ -289,6 +292,21 @@ def events(data: RunData) -> list[str]:
             texts.append(f"No checkpoint at step {step:,}: the one before was still being written.")
         elif event == "early_stopped":
             texts.append(f"Training ended early at step {step:,}: {reason}.")
+        elif event == "straggler":
+            texts.append(
+                f"Rank {record.get('rank')} ({record.get('host')}) computed "
+                f"{record.get('factor')} times as long as the others for its part, at step "
+                f"{step:,}."
+            )
+        elif event == "rebalanced":
+            counts = [sum(sizes) for sizes in record.get("sizes") or ()]
+            shown = ", ".join(map(str, counts[:MOST_COUNTS])) + ", ..." * (
+                len(counts) > MOST_COUNTS
+            )
+            texts.append(
+                f"Samples were shared out anew after step {step:,} (batch.rebalance), by rank: "
+                f"{shown}."
+            )
         elif event == "skipped":
             first, end = record.get("samples") or (0, 0)
             texts.append(
