@@ -43,7 +43,7 @@ from llmx.plan.choices import auto_keys, choose, first_allowed, size_of_a_step
 from llmx.plan.geometry import geometry, model_geometry, position_limit
 from llmx.plan.memory import frozen_network
 from llmx.plan.predict import Traces
-from llmx.plan.types import FrozenNetwork
+from llmx.plan.types import FrozenNetwork, KnownSpeeds
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,28 @@ def compose_experiment(exp: Experiment) -> Composed:
 
 
 def plan_experiment(
-    exp: Experiment, problems: Sequence[str] = (), *, is_checked: bool = False
+    exp: Experiment,
+    problems: Sequence[str] = (),
+    *,
+    is_checked: bool = False,
+    known: KnownSpeeds | None = None,
 ) -> Composed:
     """Validate and plan an experiment that is complete already (a snapshot).
 
     ``problems``: what completing it has found, to be reported with the rest. ``is_checked``: plan
-    alone.
+    alone. ``known``: what ranks have measured there before.
     """
     if auto_keys(exp):
         return chosen_experiment(exp, problems)
     if not is_checked:
         check(exp, problems)
-    plan = make_plan(exp, local_names=local_names(), frozen=_frozen(exp), logits=loss_logits(exp))
+    plan = make_plan(
+        exp,
+        local_names=local_names(),
+        frozen=_frozen(exp),
+        logits=loss_logits(exp),
+        known=known,
+    )
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 
 

@@ -15,6 +15,7 @@ from llmx.errors import RunFailed
 from llmx.lifecycle.learned import learn, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.packing import resolve_layout
+from llmx.lifecycle.speeds import with_known_speeds
 from llmx.plan import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir
@@ -57,7 +58,7 @@ def run_composed(
     composed = _chosen(composed, is_trial=instead is not None, stream=out)
     # A trial of a sweep is one of many, and read by nobody.
     make = composed.experiment.dry_run and instead is None
-    composed, traces = with_traced_memory(composed, make=make)
+    composed, traces = with_traced_memory(with_known_speeds(composed), make=make)
     composed = with_learned_time(composed)
     exp, plan = composed.experiment, composed.plan
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from llmx.config.schema import (
@@ -37,6 +38,7 @@ from llmx.plan.types import (
     BatchPlan,
     FrozenNetwork,
     HostPlan,
+    KnownSpeeds,
     MemoryPlan,
     Plan,
     RankPlan,
@@ -56,6 +58,7 @@ def make_plan(
     local_names: frozenset[str] = LOCAL_NAMES,
     frozen: tuple[FrozenNetwork, ...] = (),
     logits: str = SUMMED,
+    known: KnownSpeeds | None = None,
 ) -> Plan:
     """Plan a validated experiment whose hardware is resolved (``kind: static``).
 
@@ -63,6 +66,7 @@ def make_plan(
         local_names: names and addresses of this machine; a host among them needs no ssh.
         frozen: what its task has beside the network that it trains.
         logits: what the loss of its task needs (``Task.logits``).
+        known: speeds to plan with where the ranks will measure them.
     """
     hardware = exp.hardware
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
@@ -96,6 +100,7 @@ def make_plan(
         else shape.flops_per_token(exp.data.seq_len, trained=trained)
         + sum(2.0 * one.num_parameters for one in live),
         fits=fits,
+        known=known,
     )
     ranks = tuple(
         RankPlan(rank, index, hosts[index].device, batch.micro_batches[rank])
@@ -317,6 +322,7 @@ def _batch(
     *,
     per_token: float,
     fits: Callable[[str, int], bool],
+    known: KnownSpeeds | None = None,
 ) -> tuple[BatchPlan, BalancePlan | None]:
     """The split of a step over the ranks, on ``placed`` hosts; evenly, or by their speeds.
 
@@ -333,8 +339,8 @@ def _batch(
     if method == "weights":
         named = config.weights
         weights = [named.get(host.name, named.get(host.device, 1.0)) for host in placed]
-    known = per_token and all(peaks) and method not in ("weights", "even")
-    scale = per_token * FS / USED_FLOPS if known else max(weights) * FS / 1e6
+    timed = per_token and all(peaks) and method not in ("weights", "even")
+    scale = per_token * FS / USED_FLOPS if timed else max(weights) * FS / 1e6
     speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
     limits = {
         name: _limit(config.micro_batch, partial(fits, name))
@@ -351,6 +357,13 @@ def _batch(
     # What is not measured yet must not decide how many samples a step has.
     of_step = [1.0] * world if balance.pending else weights
     size = wanted_global_batch(config, seq_len=seq_len, weights=of_step)
+    if balance.pending and known is not None and len(known.speeds) == world:
+        balance = replace(
+            balance,
+            speeds=known.speeds,
+            micro_step_fs=known.micro_step_fs,
+            source=known.source,
+        )
     return balanced_batch(size, balance, seq_len=seq_len), balance
 
 

@@ -121,7 +121,21 @@ class BalancePlan:
     """What a micro step in which all ranks meet costs beyond computing, as measured; None: not
     known. Left out of the file then."""
     pending: bool = False
-    """The ranks measure their speeds at the start; these are of the data sheet."""
+    """The ranks measure their speeds at the start; these are of the data sheet, or of ``source``.
+    """
+    source: str = ""
+    """The file of an earlier run that the speeds are of. Left out of the file where empty."""
+
+
+@dataclass(frozen=True)
+class KnownSpeeds:
+    """What an earlier run on the same hosts has measured."""
+
+    speeds: tuple[RankSpeed, ...]
+    """One a rank."""
+    micro_step_fs: int | None
+    source: str
+    """The file."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +330,10 @@ class Plan:
             del values["logits"]
         if self.balance is None:
             del values["balance"]
-        elif self.balance.micro_step_fs is None:
-            del values["balance"]["micro_step_fs"]
+        else:
+            for name in ("micro_step_fs", "source"):
+                if not values["balance"][name]:
+                    del values["balance"][name]
         if self.time is None:
             del values["time"]
         if self.chosen is None:

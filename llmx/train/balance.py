@@ -28,12 +28,12 @@ import torch
 from llmx.collectives import all_gather
 from llmx.config import Experiment, to_dict
 from llmx.data.order import samples_of_step
-from llmx.data.store.spec import cache_directory
 from llmx.models.model import ForwardOfBase, Models
 from llmx.models.parameters import whole_shape
 from llmx.plan.balance import FS, evened, fit_speed, sample_fs, with_balance
 from llmx.plan.types import BalancePlan, Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.run.speeds import keep_speeds, speeds_directory
 from llmx.tasks import Task
 from llmx.text import plural
 from llmx.train.batches import Layout, micro_batch
@@ -123,6 +123,7 @@ def with_measured_speeds(
         return plan
     mine = _read(run_dir, plan) if subject.rank == 0 else None
     balance = all_gather(mine, group=group)[0]
+    was_measured = False
     if balance is None:
         began = time.perf_counter()
         found, problem, cached = _speeds(subject, group=group)
@@ -137,10 +138,13 @@ def with_measured_speeds(
                 speeds=tuple(one.speed for one in found),
                 micro_step_fs=found[0].micro_step_fs,
             )
+            was_measured = True
             balance = evened(plan, balance, noise=max(one.noise for one in found))
         if subject.rank == 0:
             write_json(run_dir.balance, record(with_balance(plan, balance)))
-    balanced = with_balance(plan, balance)
+    balanced = with_balance(plan, replace(balance, source=""))
+    if subject.rank == 0 and was_measured:
+        keep_speeds(subject.exp, balanced, run_dir=run_dir.root)
     if subject.rank == 0:
         write_json(run_dir.plan, balanced.to_dict())
     log(f"balance: {described(balanced)}")
@@ -207,7 +211,7 @@ def _read(run_dir: RunDir, plan: Plan) -> BalancePlan | None:
 def _speeds(subject: Subject, *, group: Any) -> tuple[list[Measured] | None, str, bool]:
     """What is known of every rank, from the caches of all hosts or measured now; or why nothing is.
     Collective."""
-    cache = cache_directory(subject.exp.data) / "speeds" / f"{_key(subject)}.json"
+    cache = speeds_directory(subject.exp.data) / f"{_key(subject)}.json"
     mine: Measured | None = None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         mine = Measured.of(read_json(cache))

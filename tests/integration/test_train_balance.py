@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from llmx.config import experiment_from_dict
 from llmx.plan import make_plan
+from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.run.speeds import known_speeds
 from tests.forked_ranks import Server
 from tests.rundirs import experiment, write_run
 
@@ -108,3 +112,13 @@ def test_ranks_measure_themselves_once(stage: int, tmp_path: Path, ranks: Server
     assert "balance: measured in" not in second.rank_log(0).read_text()
     assert read_json(second.balance)["speeds"] == speeds
     assert numbers(second) == numbers(first)
+
+    # The control process finds what rank 0 has kept, under the same name, and plans the same.
+    exp = experiment_from_dict(yaml.safe_load(second.config.read_text()))
+    known = known_speeds(exp, make_plan(exp))
+    assert known is not None
+    planned = make_plan(exp, known=known)
+    assert planned.batch == Plan.from_dict(read_json(second.plan)).batch
+    assert planned.balance is not None
+    assert planned.balance.pending
+    assert Plan.from_dict(json.loads(json.dumps(planned.to_dict()))) == planned

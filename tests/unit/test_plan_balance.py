@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from llmx.config import BatchConfig
 from llmx.errors import ConfigError
 from llmx.observe.report.plan_table import balance_line
+from llmx.plan import make_plan
 from llmx.plan.balance import (
     balanced_batch,
     fit_speed,
@@ -20,10 +23,13 @@ from llmx.plan.balance import (
     sample_fs,
     share_out,
     step_fs,
+    with_balance,
 )
 from llmx.plan.batch import wanted_global_batch
 from llmx.plan.types import BalancePlan, RankSpeed
+from llmx.run.speeds import keep_speeds, known_speeds
 from tests.composing import composed
+from tests.rundirs import experiment
 
 SPEED = st.builds(
     RankSpeed,
@@ -235,3 +241,29 @@ def test_the_plan_says_what_it_gains_and_who_waits() -> None:
     assert balance_line(composed([*mixed, weights]).plan).startswith("by batch.weights;")
     odd = ["batch.global_batch=13", "batch.micro_batch=2", "batch.accumulation=3", "zero=stage2"]
     assert "there is no even split" in balance_line(composed([*mixed[:1], *odd]).plan)
+
+
+def test_a_plan_takes_the_speeds_of_an_earlier_run(tmp_path: Path) -> None:
+    """And says so; another model, other hosts or another stage has none."""
+    exp = experiment(
+        tmp_path / "run",
+        batch={"global_batch": 12, "micro_batch": 12, "accumulation": None, "balance": "measured"},
+        zero={"stage": 1},
+    )
+    plan = make_plan(exp)
+    assert known_speeds(exp, plan) is None
+    assert plan.balance is not None
+    measured = replace(plan.balance, speeds=(RankSpeed(0, 10), RankSpeed(0, 50)), pending=False)
+    keep_speeds(exp, with_balance(plan, measured), run_dir=tmp_path / "run")
+    known = known_speeds(exp, make_plan(exp))
+    assert known is not None
+    found = make_plan(exp, known=known)
+    assert [sum(found.batch.sizes_of(rank)) for rank in range(2)] == [10, 2]
+    assert "as an earlier run here has measured" in balance_line(found)
+    assert known.source in balance_line(found)
+    assert "by the data sheets" in balance_line(plan)
+    for groups in ({"zero": {"stage": 2}}, {"data": {"seq_len": 64}}, {"precision": "bf16"}):
+        other = experiment(tmp_path / "run", **{"batch": {"balance": "measured"}, **groups})
+        assert known_speeds(other, make_plan(other)) is None
+    (Path(known.source)).write_text("{")
+    assert known_speeds(exp, plan) is None

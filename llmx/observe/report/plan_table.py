@@ -197,6 +197,8 @@ def balance_line(plan: Plan) -> str:
     said = how[balance.method]
     if balance.pending:
         said = "measured by the ranks at the start; until then by the data sheets"
+        if balance.source:
+            said = f"as an earlier run here has measured ({balance.source}); checked at the start"
     ours, even, idle = predicted(plan)
     waits: dict[str, float] = {}
     for rank, share in zip(plan.ranks, idle, strict=True):
