@@ -249,3 +249,11 @@ def test_an_error_written_for_the_user_needs_no_traceback() -> None:
         f"{head}llmx.errors.DataError: x\n\nDuring handling of the above exception, "
         f"another exception occurred:\n\n{head}KeyError: 3"
     )
+
+
+def test_a_line_says_how_long_ranks_wait_for_slower_ones() -> None:
+    for share, words in ((0.31, "40,960 tok/s  idle 31 %  mfu"), (0.02, "40,960 tok/s  mfu")):
+        (line,) = console_lines(
+            {"kind": "start", "total_steps": 600}, {**TRAIN, "idle_share": share}
+        )
+        assert words in line

@@ -23,6 +23,8 @@ from llmx.text import clock, printable
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+LEAST_IDLE = 0.05
+"""A line says how much of their time ranks wait for slower ones from here on."""
 _NOISE = re.compile(
     r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[(INFO|WARNING)\] \[|^\s*$|^\[rank\d+\]:\[W|^\[W\d+ "
     # The same numbers come from metrics.jsonl.
@@ -202,6 +204,8 @@ def _values(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]
         parts.append(f"grad {record['grad_norm']:.2f}")
     if record.get("tokens_per_s") is not None:
         parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
+    if (record.get("idle_share") or 0.0) >= LEAST_IDLE:
+        parts.append(f"idle {human.percent(record['idle_share'], decimals=0)}")
     if record.get("mfu") is not None:
         parts.append(f"mfu {human.percent(record['mfu'], decimals=1)}")
     return parts
