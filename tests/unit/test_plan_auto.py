@@ -15,9 +15,11 @@ from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.fields import AUTO
 from llmx.errors import ConfigError
 from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.resume.changed import keep_choice
 from llmx.lifecycle.start import run_composed
-from llmx.plan.choices import MICRO_BATCH, auto_keys, choices
-from llmx.plan.predict import Traces
+from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose
+from llmx.plan.predict import TraceKey, Traces
+from llmx.plan.trace import StepTrace
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json
@@ -227,6 +229,14 @@ def test_advice_without_traces_is_planned_too() -> None:
     assert all(part.fits for part in fitting.plan.memory)
 
 
+def test_traces_that_cover_nothing_leave_the_formula() -> None:
+    exp, _ = complete(experiment_from_dict(values(["zero=auto", *LLAMA])))
+    plan = composed(LLAMA).plan
+    other = Traces({TraceKey("of another", "none", 1): StepTrace((), (), ())})
+    found = choose(exp, plan, other, allows=refusal)
+    assert found == choose(exp, plan, Traces({}), allows=refusal)
+
+
 # --- What is kept --------------------------------------------------------------------------------
 
 
@@ -250,6 +260,14 @@ def test_a_launch_keeps_the_choice_and_its_reason(tmp_path: Path) -> None:
     assert "auto" not in (tmp_path / "run" / "ds_config.json").read_text()
     # Planned again, as a resume does, it is not chosen again.
     assert plan_experiment(kept).plan.chosen is None
+
+
+def test_a_resume_keeps_what_was_chosen_until_it_changes() -> None:
+    found = composed([*ALL, *LLAMA])
+    planned = plan_experiment(found.experiment)
+    assert keep_choice(planned, found.plan, {"task.steps"}).plan == found.plan
+    for key in ("zero.stage", "batch.micro_batch", "hardware.hosts"):
+        assert keep_choice(planned, found.plan, {key}).plan.chosen is None
 
 
 def test_the_plan_on_the_screen(tmp_path: Path) -> None:
