@@ -46,7 +46,12 @@ def write_pairs(path: Path) -> None:
     path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
 
 
-def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> None:
+def test_the_example_of_the_docs_trains_resumes_and_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first run also teaches later plans what this machine reaches.
+    monkeypatch.setenv("LLMX_LEARNED", "on")
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
     code = example("class Dpo")
     assert len(code.splitlines()) < 80
     tasks = tmp_path / "tasks"
@@ -77,6 +82,10 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(tmp_path: Path) -> N
     assert before[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "policy and reference are equal"
     assert before[0]["margin"] == pytest.approx(0.0, abs=1e-4)
     assert [line["step"] for line in before] == list(range(1, 7))
+    learned = json.loads((tmp_path / "cache" / "learned.json").read_text())
+    (shown,) = learned["observations"]
+    assert (shown["device"], shown["task"], shown["stage"]) == ("cpu", "my_tasks:Dpo", 2)
+    assert 0 < shown["tflops"] < 100
     # From another directory: the code is found where it was.
     succeeds(tmp_path, "resume", str(run), "task.stop_at_step=null")
     after = lines(run, "train")

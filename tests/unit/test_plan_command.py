@@ -73,3 +73,8 @@ def test_a_mistake_in_the_experiment_is_an_error_said_once(here: Path) -> None:
 def test_different_global_batches_are_pointed_out(here: Path) -> None:
     text = shown(["experiment=demo", "batch.global_batch=null", "hardware=a100x8,cpu2"])
     assert "Set batch.global_batch to compare the same training." in " ".join(text.split())
+
+
+def test_what_auto_has_chosen_on_each_cluster_is_shown(here: Path) -> None:
+    text = shown([*SMALL, "hardware=a100x8,h100x8", "zero=auto"])
+    assert text.count("zero=stage") == 2

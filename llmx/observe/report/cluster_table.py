@@ -70,6 +70,7 @@ def cluster_values(plan: Plan, *, steps: bool) -> dict[str, str]:
     values = {
         "devices": _devices(plan),
         "precision": plan.precision,
+        **({"chosen": " ".join(plan.chosen.words)} if plan.chosen is not None else {}),
         "fits": fits,
         "peak GiB": ", ".join(peaks) or UNKNOWN,
         **dict.fromkeys(("step", "tokens/s", "MFU", "bottleneck", run), UNKNOWN),
