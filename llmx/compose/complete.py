@@ -24,14 +24,8 @@ from llmx.compose.local_paths import (
 )
 from llmx.compose.short_trial import shortened
 from llmx.compose.task_rules import frozen_specs, loss_logits, model_sources, task_problems
-from llmx.config import (
-    DataConfig,
-    Experiment,
-    ModelConfig,
-    TaskConfig,
-    experiment_from_dict,
-)
-from llmx.config.model_rules import as_typed
+from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
+from llmx.config.model_rules import as_typed, model_config_problems
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
@@ -133,7 +127,9 @@ def check(exp: Experiment, problems: Sequence[str] = ()) -> None:
     if auto_keys(exp):
         first_allowed(exp, lambda one: refusal(one, problems))
         return
-    problems = [*problems, *target_problems(exp.model, exp.adapter), *task_problems(exp)]
+    builds = not any(model_config_problems(exp.model))
+    targets = target_problems(exp.model, exp.adapter) if builds else ()
+    problems = [*problems, *targets, *task_problems(exp)]
     validate(exp, problems, position_limit=position_limit(exp.model.config))
 
 

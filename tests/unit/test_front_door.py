@@ -323,6 +323,14 @@ def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
     assert said in refused(llmx, *words)
 
 
+@pytest.mark.parametrize("word", ["vocab_size=many", "hidden_size=0", "num_attention_heads=0"])
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_names_are_not_looked_up_in_a_network_that_cannot_be_built(llmx, word, adapter) -> None:
+    code, _, said = llmx("plan", "hardware=cpu2", f"model.config.{word}", f"adapter={adapter}")
+    assert code == 2
+    assert f"model.config.{word}: must be a whole number" in said
+
+
 def test_a_full_disk_is_one_line(capsys) -> None:
     """Whatever writes: `/dev/full` is a disk without space."""
     full = Path("/dev/full")
