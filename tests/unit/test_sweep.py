@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from llmx.__main__ import main
 from llmx.errors import ConfigError
@@ -50,6 +52,23 @@ def test_the_same_command_continues_a_sweep_and_runs_only_what_failed(
         "[2] zero=stage2 optim.lr=0.001: planned in an earlier attempt" in capsys.readouterr().out
     )
     assert len(list((here / "outputs" / "sweeps").iterdir())) == 1
+
+
+def test_one_look_ahead_for_each_choice_of_files(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Hydra's own sweeper composes each trial before the first starts, and again then."""
+    composed, load = [], ConfigLoaderImpl.load_sweep_config
+
+    def counted(loader: Any, master_config: Any, sweep_overrides: Any) -> Any:
+        composed.append(list(sweep_overrides))
+        return load(loader, master_config, sweep_overrides)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", counted)
+    assert main(["-m", "zero=stage1,stage2", "optim.lr=1e-3,2e-3,3e-3", *PLAN_ONLY]) == 0
+    looked, run = composed[:2], composed[2:]
+    assert [words[1] for words in looked] == ["zero=stage1", "zero=stage2"]
+    assert len(run) == 6
 
 
 def test_another_directory_or_another_grid_is_another_sweep(
