@@ -19,6 +19,7 @@ from typing import Any
 from llmx.collectives import all_gather
 from llmx.plan.balance import corrected_speeds, planned_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
+from llmx.run.metrics.lines import read_metrics, step_of
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.balance import described, identity, record
 from llmx.train.step_times import LEAST_S, LINES
@@ -51,11 +52,14 @@ class Line:
 class Rebalance:
     """Decides when the split changes, and to what; repeats what was decided before."""
 
-    def __init__(self, plan: Plan, changes: Sequence[Change], *, step: int) -> None:
-        """``changes``: those of the run so far; those up to ``step`` are made already."""
+    def __init__(
+        self, plan: Plan, changes: Sequence[Change], *, step: int, trained: int = 0
+    ) -> None:
+        """``changes``: those of the run so far; those up to ``step`` are made already. ``trained``:
+        the last step that an earlier attempt has logged; up to it nothing else is decided."""
         self.plan = plan
         self.changes = list(changes)
-        self._known_until = max([step, *(change.step for change in changes)])
+        self._known_until = max([step, trained, *(one.step for one in changes)])
         self._begin()
 
     def _begin(self) -> None:
@@ -116,6 +120,15 @@ def _gain(plan: Plan, lines: Sequence[Line]) -> tuple[RankSpeed, ...] | None:
     speeds = tuple(corrected_speeds(plan, seconds, work))
     ours, others = planned_fs(plan, speeds), planned_fs(changed(plan, speeds), speeds)
     return speeds if others <= (1 - LEAST_GAIN) * ours else None
+
+
+def trained_until(run_dir: RunDir, *, rank: int, group: Any) -> int:
+    """The last step with a ``train`` line, before a resume takes lines away. Collective."""
+    found = 0
+    if rank == 0:
+        steps = [step_of(line) for line in read_metrics(run_dir.metrics) if line["kind"] == "train"]
+        found = max(steps, default=0)
+    return all_gather(found, group=group)[0]
 
 
 def recorded_changes(run_dir: RunDir, plan: Plan, *, rank: int, group: Any) -> list[Change]:

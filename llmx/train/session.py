@@ -27,7 +27,7 @@ from llmx.train.engine.build import Engine, build_engine
 from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, truncate_metrics
 from llmx.train.precompute import from_trained, training_specs, with_precomputed
-from llmx.train.rebalance import Rebalance, changed, recorded_changes
+from llmx.train.rebalance import Rebalance, changed, recorded_changes, trained_until
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.saver import Saver, ever_saves
 from llmx.train.schedule import RunLength, optim_of, run_length
@@ -223,7 +223,8 @@ def open_rebalance(
         log(f"balance: as changed at step {made[-1].step}. {described(plan)}")
         if rank == 0:
             write_json(run_dir.plan, plan.to_dict())
-    return plan, Rebalance(plan, changes, step=step)
+    trained = trained_until(run_dir, rank=rank, group=group)
+    return plan, Rebalance(plan, changes, step=step, trained=trained)
 
 
 def length_of(task: TaskConfig, data: DataConfig, plan: Plan, train_store: Any) -> RunLength:

