@@ -37,7 +37,7 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
     if option:
         return no_such_option(option[1], option[2])
     if "nterpolation" in name or "Grammar" in name or "nterpolation" in text:
-        return _interpolation(key, text, name)
+        return _interpolation(key, text, name, overrides)
     if key.startswith("hydra."):
         return f"{_typed(key, overrides)}: the value does not fit here. Leave it out."
     if key:
@@ -48,8 +48,12 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
     return f"{words}: cannot be composed together. Leave out one after the other to find which."
 
 
-def _interpolation(key: str, text: str, name: str) -> str:
+def _interpolation(key: str, text: str, name: str, overrides: Sequence[str]) -> str:
     """``${...}`` in a value: what it asks for, and is not there."""
+    if key.startswith("hydra.") and not any(word.startswith(f"{key}=") for word in overrides):
+        # Hydra's own keys are made of others: task.kind is part of a run directory's name.
+        asking = [word for word in overrides if "${" in word]
+        key = asking[0].partition("=")[0].lstrip("+~") if len(asking) == 1 else ""
     where = key or "a value"
     variable = re.search(r"[Ee]nvironment variable '([^']*)' not found", text)
     if variable:

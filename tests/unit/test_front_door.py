@@ -317,6 +317,8 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
         (["plan", "hydra.verbose=[1,2]"], "names of loggers"),
         (["plan", "hydra.verbose=[[a]]"], "names of loggers"),
         (["plan", "hydra.job.env_set.A=[1]"], "hydra.job.env_set.A"),
+        (["plan", "task.kind=${oc.env:NOT_SET_ANYWHERE}", "seed=3"], "or set task.kind=..."),
+        (["plan", "model.name=${oc.env:NOT_SET}", "seed=${oc.env:NOR_THAT}"], "a value: asks for"),
     ],
 )
 def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
