@@ -71,9 +71,8 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
 
 
 def step(number: int, *, targets: int) -> Any:
-    return SimpleNamespace(
-        step=number, weight=targets, tokens=10, target_tokens=targets, square_tokens=100
-    )
+    counts = {"tokens": 10, "target_tokens": targets, "square_tokens": 100, "work_fs": 7}
+    return SimpleNamespace(step=number, weight=targets, **counts)
 
 
 def test_a_line_covers_its_interval(log: StepLog, clock: Clock, lines: list[Any]) -> None:
