@@ -409,7 +409,8 @@ def main() -> int:
             setattr(options, name, value)
     lines, met = PARTS[options.part](options)
     print("\n".join(lines))
-    title = f"Sweeps: {PARTS[options.part].__doc__.splitlines()[0].rstrip('.').lower()}"
+    about = PARTS[options.part].__doc__.splitlines()[0].rstrip(".")
+    title = f"Sweeps: {about[:1].lower()}{about[1:]}"
     write_result(f"sweep_{options.part}", title, lines)
     return 0 if met else 1
 
