@@ -114,7 +114,7 @@ def main() -> int:
             sides["llmx"] = bench.llmx(index)
             rounds.append(sides)
             words = [
-                f"{name} {side.tokens_per_s:,.0f} ({side.others:.0%} others)"
+                f"{name} {side.tokens_per_s:,.0f} ({others_of(name, side)} others)"
                 for name, side in sides.items()
             ]
             print(f"round {index + 1}, useful tokens/s: {'; '.join(words)}", flush=True)
@@ -262,6 +262,11 @@ class Bench:
         return (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
 
 
+def others_of(name: str, side: Side) -> str:
+    """What other processes took; not told for llmx, whose ranks are no children of this process."""
+    return "-" if name == "llmx" else f"{side.others:.0%}"
+
+
 def report(rounds: list[dict[str, Side]], bench: Bench) -> int:
     """Print and write the table; 0 where the median ratio reaches the target."""
     trained = {side.trained for sides in rounds for side in sides.values()}
@@ -289,7 +294,7 @@ def report(rounds: list[dict[str, Side]], bench: Bench) -> int:
             title = name if name == "llmx" else f"TRL, {name}"
             lines.append(
                 f"| {index + 1} | {title} | {side.tokens_per_s:,.0f} | {ratio:.2f} | "
-                f"{side.losses[0]:.4f}, {side.losses[-1]:.4f} | {100 * side.others:.0f} % |"
+                f"{side.losses[0]:.4f}, {side.losses[-1]:.4f} | {others_of(name, side)} |"
             )
     verdict = "reached" if median >= TARGET else "MISSED"
     if len(rounds) < 3:
