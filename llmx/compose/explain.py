@@ -14,7 +14,7 @@ from typing import Any
 from llmx.config import experiment_from_dict
 from llmx.config.groups import no_such_option
 from llmx.config.keys import key_problem, shown
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, did_you_mean
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -34,6 +34,8 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
             return problem
         return f"{_typed(wanted, overrides)}: cannot be set here. Leave out + and ~."
     option = re.search(r"Could not find '([\w/]+)/([^']+)'", text)
+    if option and option[1].startswith("hydra/"):
+        return _no_such_plugin(option[1], option[2])
     if option:
         return no_such_option(option[1], option[2])
     if "nterpolation" in name or "Grammar" in name or "nterpolation" in text:
@@ -46,6 +48,19 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
     named = [word for word in overrides if word.split("=", 1)[0].lstrip("+~") in text]
     words = ", ".join(shown(word) for word in named or overrides[:5])
     return f"{words}: cannot be composed together. Leave out one after the other to find which."
+
+
+def _no_such_plugin(group: str, name: str) -> str:
+    """The message for an option that a group of Hydra's own does not have."""
+    from hydra.core.config_store import ConfigStore
+
+    try:
+        files = ConfigStore.instance().list(group)
+    except OSError:  # its options are files of Hydra's
+        files = []
+    known = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
+    options = f" Options of {group}: {', '.join(known)}." if known else " Leave it out."
+    return f"{group}={shown(name)}: no such option.{did_you_mean(name[:100], known)}{options}"
 
 
 def _interpolation(key: str, text: str, name: str, overrides: Sequence[str]) -> str:

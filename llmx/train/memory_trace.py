@@ -205,12 +205,16 @@ def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
     module.register_forward_hook(after)
 
 
+class Untraced(Exception):
+    """What is never traced; the plan keeps its formula, and says why."""
+
+
 def trace_step(
     exp: Experiment, *, precision: str, accelerator: str, attention: str, micro_batch: int
 ) -> StepTrace:
     """One forward and backward pass of the experiment's task, on fake tensors.
 
-    Raises whatever the network or the task raises where it cannot be run so.
+    Raises Untraced, or whatever the network or the task raises where it cannot be run so.
     """
     from llmx.tasks import task_class
 
@@ -219,10 +223,10 @@ def trace_step(
     specs = task.models()
     trained = {name: spec for name, spec in specs.items() if spec.trained}
     if len(specs) > len(trained) or len(trained) != 1:
-        raise NotImplementedError("a task with several networks is not traced")
+        raise Untraced("a task with several networks is not traced")
     (name, spec), *_ = trained.items()
     if spec.source is not None:
-        raise NotImplementedError("a network with a source of its own is not traced")
+        raise Untraced("a network with a source of its own is not traced")
     config = _config(exp, spec)
     method = _method(exp, attention)
     with _fake(), _pretended(accelerator):

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import configure_log
+from omegaconf import OmegaConf
 
 from llmx.__main__ import main
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.cli.arguments import sweep_overrides
+from llmx.cli.hydra_app import _of_hydra
 from llmx.errors import EXIT_CODES, DataError, LlmxError, exit_code
 from llmx.launch.supervision.result import OUTCOME_EXIT_CODES
 from tests.fuzz.check import FOREIGN
@@ -317,12 +320,30 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
         (["plan", "hydra.verbose=[1,2]"], "names of loggers"),
         (["plan", "hydra.verbose=[[a]]"], "names of loggers"),
         (["plan", "hydra.job.env_set.A=[1]"], "hydra.job.env_set.A"),
+        (
+            ["plan", "hydra/sweeper=gird"],
+            'Did you mean "grid"? Options of hydra/sweeper: basic, grid',
+        ),
+        (
+            ["plan", "hydra/job_logging=nope"],
+            "hydra/job_logging=nope: no such option. Leave it out.",
+        ),
         (["plan", "task.kind=${oc.env:NOT_SET_ANYWHERE}", "seed=3"], "or set task.kind=..."),
         (["plan", "model.name=${oc.env:NOT_SET}", "seed=${oc.env:NOR_THAT}"], "a value: asks for"),
     ],
 )
 def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
     assert said in refused(llmx, *words)
+
+
+def test_what_hydra_calls_is_hydras() -> None:
+    """A TypeError out of ``logging``, called by Hydra with a word of the user's, is no defect."""
+    with pytest.raises(TypeError) as caught:
+        configure_log(None, OmegaConf.create([1]))
+    assert _of_hydra(caught.value)
+    with pytest.raises(ValueError, match="invalid literal") as own:
+        int("x")
+    assert not _of_hydra(own.value)
 
 
 @pytest.mark.parametrize("word", ["vocab_size=many", "hidden_size=0", "num_attention_heads=0"])

@@ -15,7 +15,7 @@ from llmx.plan.choices import choices, with_traces
 from llmx.plan.predict import TraceKey
 from llmx.plan.trace import GRADIENT, StepTrace
 from llmx.train import memory_trace
-from llmx.train.memory_trace import trace_step
+from llmx.train.memory_trace import Untraced, trace_step
 from tests.live_memory import LiveMemory
 from tests.rundirs import PARITY_MODELS, experiment
 
@@ -223,5 +223,5 @@ def test_what_cannot_be_traced_keeps_the_formula_and_says_why(
     plan = make_plan(exp)
     traces = find_traces(exp, plan, others=False, make=False)
     assert with_traces(plan, exp, traces) == plan
-    with pytest.raises(NotImplementedError, match="several networks"):
+    with pytest.raises(Untraced, match="several networks"):
         traced(experiment(tmp_path / "run", task={"kind": "dpo"}))
