@@ -35,7 +35,7 @@ from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
 from llmx.errors import ConfigError, exit_code
-from llmx.run.metrics.completions import METRICS, load_metric, score
+from llmx.run.metrics.completions import DECLARED, METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
 from llmx.run.rundir import write_json
 from llmx.text import plural, printable
@@ -84,7 +84,10 @@ def main(argv: list[str] | None = None) -> int:
         "--max-new-tokens", metavar="N", type=whole_number(1), help="of a completion at most"
     )
     parser.add_argument(
-        "--metrics", metavar="A,B", help=f"of completions (default: {','.join(METRICS)})"
+        "--metrics",
+        metavar="A,B",
+        help="of completions (default: those of the run, "
+        f"task.eval_metrics, else {','.join(METRICS)})",
     )
     parser.add_argument(
         "--lm-eval",
@@ -177,14 +180,17 @@ def all_rows(data: DataConfig) -> DataConfig:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
-    wanted = options.metrics.split(",") if options.metrics else list(METRICS)
-    for name in wanted:
-        if name not in METRICS:
-            load_metric(name)  # before minutes of work
     if options.metrics and not options.generate:
         raise ConfigError("--metrics are of completions. Add --generate 100.")
     measured = measured_of(options)
     target, exp = measured.target, measured.exp
+    if exp.task.code_path is not None:  # as the ranks of the run find it
+        sys.path.insert(0, exp.task.code_path)
+    wanted = options.metrics.split(",") if options.metrics else exp.task.eval_metrics
+    wanted = list(wanted or METRICS)
+    for name in wanted:
+        if options.generate and name not in METRICS:
+            load_metric(name)  # before minutes of work
 
     from llmx.data import has_eval
 
@@ -224,7 +230,7 @@ def run(options: argparse.Namespace) -> int:
         rows = complete(task, models, stop_ids(models.main.module, tokenizer))
         pairs = ([row["completion"] for row in rows], [row["expected"] for row in rows])
         found |= score(wanted, *pairs)
-    declared = {**OF_COMPLETIONS, **dict(task.metrics)}
+    declared = {**DECLARED, **dict(task.metrics)}
     where = f"{plural(len(store), 'sample')} of {exp.data.eval_path or exp.data.path}"
     print(table(found, declared, title=f"{target.directory} on {printable(where)}"))
     measured.out.parent.mkdir(parents=True, exist_ok=True)
@@ -504,14 +510,6 @@ def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str
         }
         for prompt, one in zip(prompts, found, strict=True)
     ]
-
-
-OF_COMPLETIONS = {
-    "exact_match": Metric("exact match", "percent", higher_is_better=True),
-    "rouge1": Metric("ROUGE-1", "percent", higher_is_better=True),
-    "rouge2": Metric("ROUGE-2", "percent", higher_is_better=True),
-    "rougeL": Metric("ROUGE-L", "percent", higher_is_better=True),
-}
 
 
 def table(values: dict[str, float], declared: dict[str, Metric], *, title: str) -> str:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
+from llmx.config.build import shown
 from llmx.config.fields import MODEL_SOURCE
 from llmx.config.schema import Experiment, TaskConfig
 from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError
 from llmx.plan.types import SUMMED
+from llmx.run.metrics.completions import declare
+from llmx.run.metrics.declared import check_checkpoint_metric
 
 
 def task_problems(exp: Experiment) -> list[str]:
-    """One message for each value that the task does not take."""
+    """One message for each value that the task does not take, and for each metric that it does not
+    measure."""
     if exp.task.kind not in shipped_tasks():
         return []
     try:
@@ -31,23 +36,52 @@ def task_problems(exp: Experiment) -> list[str]:
     problems: list[str] = kind.config_problems(exp)
     try:
         typed_options(kind.Options, exp.task.options)
+        task = kind(exp, None)
     except ConfigError as error:
-        problems += str(error).splitlines()
-    return problems
+        return problems + str(error).splitlines()
+    return problems + list(_metric_problems(exp, task))
 
 
-def frozen_specs(exp: Experiment) -> dict[str, Any]:
-    """The networks of a task of llmx that are not trained, by name (``llmx.models.spec``); without
-    those that are the trained one with its adapter off, which take no memory."""
+def _metric_problems(exp: Experiment, task: Any) -> Iterator[str]:
+    """Of the metrics that are asked for, and of those that the best checkpoint and the end of
+    training go by."""
+    asked = exp.task.eval_metrics
+    if asked and exp.task.eval_generate and not declare(asked).keys() <= task.metrics.keys():
+        yield (
+            f"task.eval_metrics={shown(asked)}: task {exp.task.kind} completes no prompts. Leave "
+            "it out."
+        )
+    checkpoint, early = exp.checkpoint, exp.task.early_stopping
+    wanted = {"checkpoint.metric": (checkpoint.metric, checkpoint.mode)}
+    if early.patience is not None and early.metric not in (None, checkpoint.metric):
+        wanted["task.early_stopping.metric"] = (str(early.metric), "auto")
+    for key, (metric, mode) in wanted.items():
+        try:
+            check_checkpoint_metric(metric, mode, task.metrics, task=exp.task.kind, key=key)
+        except ConfigError as error:
+            yield str(error)
+
+
+def specs(exp: Experiment) -> dict[str, Any]:
+    """The networks of a task of llmx by name (``llmx.models.spec``); of a task of the user's own
+    none is known here."""
     if exp.task.kind not in shipped_tasks():
         return {}
     try:
         kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
-        specs = kind(exp, None).models()
-        bases = importlib.import_module("llmx.models.spec").are_bases(specs, exp.adapter, exp.model)
+        found: dict[str, Any] = kind(exp, None).models()
     except ImportError:
         return {}
-    return {name: spec for name, spec in specs.items() if not spec.trained and name not in bases}
+    return found
+
+
+def frozen_specs(exp: Experiment) -> dict[str, Any]:
+    """Those that are not trained; without those that are the trained one with its adapter off,
+    which take no memory."""
+    if not (found := specs(exp)):
+        return {}
+    bases = importlib.import_module("llmx.models.spec").are_bases(found, exp.adapter, exp.model)
+    return {name: spec for name, spec in found.items() if not spec.trained and name not in bases}
 
 
 def loss_logits(exp: Experiment) -> str:

@@ -127,9 +127,13 @@ def choice_with_former(
     )
 
 
-def choice_or_null(*options: str) -> Any:
-    """A string field with a closed set of values that is null where it is not set."""
-    return field(default=None, metadata={"choices": (None, *options)})
+def choice_or_null(*options: str, true: str | None = None, false: str | None = None) -> Any:
+    """A string field with a closed set of values that is null where it is not set; ``true`` and
+    ``false`` may say one of them."""
+    metadata: dict[str, Any] = {"choices": (None, *options)}
+    if true is not None:
+        metadata["flags"] = {True: true, False: false}
+    return field(default=None, metadata=metadata)
 
 
 def choices(*options: str) -> Any:

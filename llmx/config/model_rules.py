@@ -140,6 +140,15 @@ _SPLITS_HIDDEN_SIZE = ("llama", "mistral", "qwen2", "gpt2", "opt", "bert", "mega
 """Architectures whose head is as wide as ``hidden_size / heads`` where ``head_dim`` is not set."""
 
 
+LANGUAGE_MODELS = {"causal_lm": "a causal language model", "masked_lm": "a masked language model"}
+"""Heads over the vocabulary (``llmx.models.spec``), in words."""
+WITHOUT_OUTPUT_HEAD = (
+    *("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
+    "ForMultipleChoice",
+)
+"""Endings of the classes of transformers that have none."""
+
+
 def model_config_problems(model: ModelConfig) -> Iterator[str]:
     """One message for each value of ``model.config`` that no network can be built from."""
     known_kind = model.kind != "hf"
@@ -150,6 +159,36 @@ def model_config_problems(model: ModelConfig) -> Iterator[str]:
             yield problem
     if not problems:
         yield from _heads(model)
+
+
+def head_problem(config: dict[str, Any], head: str, where: str, *, trained: bool = True) -> str:
+    """Why published weights are not those of a language model; empty where they may be.
+
+    Args:
+        config: their ``config.json``.
+        head: what the network is to end in (``llmx.models.spec``).
+        where: ``model.path=DIR``.
+        trained: the network is trained, so another task may be what was meant.
+    """
+    if head not in LANGUAGE_MODELS or config.get("auto_map"):  # code of its own may be anything
+        return ""
+    listed = config.get("architectures")
+    named = str(listed[0]) if isinstance(listed, list) and listed else ""
+    what = LANGUAGE_MODELS[head]
+    if named.endswith(WITHOUT_OUTPUT_HEAD):
+        fix = "Give the model that it was trained from."
+        if trained:
+            fix += " As it is, task=classify and task=reward go on with it."
+        return (
+            f"{where} holds a {named}: a classifier or a reward model, without an output head over "
+            f"the vocabulary, where {what} is needed. {fix}"
+        )
+    other = "ForMaskedLM" if head == "causal_lm" else "ForCausalLM"
+    if named.endswith(other) and not config.get("is_decoder"):
+        fits = "task=mlm, task=classify or task=embed" if head == "causal_lm" else "task=pretrain"
+        fix = f"Give one, or use {fits}." if trained else "Give one."
+        return f"{where} holds a {named}, where {what} is needed. {fix}"
+    return ""
 
 
 def as_typed(config: dict[str, Any]) -> dict[str, Any]:

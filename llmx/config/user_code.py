@@ -1,4 +1,5 @@
-"""A task of the user's own: ``task.kind=my_package.my_task:MyTask``, found without importing it.
+"""Code of the user's own: ``task.kind=my_package.my_task:MyTask``, and metrics of
+``task.eval_metrics`` (``my_metrics:bleu``), found without importing it.
 
 The control process imports no torch, and a task does. So it only finds out where the package lies:
 that directory goes to the ranks' PYTHONPATH, to other hosts (``launch.sync=rsync``), and into the
@@ -20,12 +21,12 @@ from llmx.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class UserTask:
-    """Where the code of a task lies on this machine."""
+class UserCode:
+    """Where code that the config names lies on this machine."""
 
     module: str
     name: str
-    """Of the class."""
+    """Of the class or function."""
     root: Path
     """What must be on ``sys.path``."""
     package: Path
@@ -44,13 +45,32 @@ class UserTask:
         return sorted(self.package.rglob("*.py"))
 
 
-def user_task(task: TaskConfig) -> UserTask | None:
+def user_task(task: TaskConfig) -> UserCode | None:
     """Of ``task.kind``; None for a task of llmx.
 
     Raises:
         ConfigError: there is no such package on this machine.
     """
-    module, _, name = task.kind.partition(":")
+    return _find(f"task.kind={task.kind}", task.kind, task)
+
+
+def user_code(task: TaskConfig) -> list[UserCode]:
+    """Of ``task.kind`` and of ``task.eval_metrics``, each package once.
+
+    Raises:
+        ConfigError: one of them is not on this machine.
+    """
+    named = {f"task.eval_metrics: {name}": name for name in task.eval_metrics}
+    packages: dict[Path, UserCode] = {}
+    for found in (user_task(task), *(_find(where, name, task) for where, name in named.items())):
+        if found is not None:
+            packages.setdefault(found.package, found)
+    return list(packages.values())
+
+
+def _find(where: str, path: str, task: TaskConfig) -> UserCode | None:
+    """``path``: ``package.module:name``; None of anything else. ``where``: for the message."""
+    module, _, name = path.partition(":")
     if not name:
         return None
     top = module.split(".")[0]
@@ -63,27 +83,37 @@ def user_task(task: TaskConfig) -> UserTask | None:
     if found is not None and not places and found.origin:
         places = [found.origin]
     if not places:
-        where = " or ".join([paths[0], *(["on PYTHONPATH"] if len(paths) > 1 else [])])
+        looked_in = " or ".join([paths[0], *(["on PYTHONPATH"] if len(paths) > 1 else [])])
         raise ConfigError(
-            f"task.kind={task.kind}: there is no module {top!r} in {where}. Set task.code_path to "
-            "the directory that holds it, or install it."
+            f"{where}: there is no module {top!r} in {looked_in}. Set task.code_path to the "
+            "directory that holds it, or install it."
         )
     package = Path(places[0]).resolve()
-    return UserTask(module, name, package.parent, package)
+    return UserCode(module, name, package.parent, package)
 
 
 def with_code_path(task: TaskConfig) -> TaskConfig:
     """With ``code_path`` as it was found from here, so that a resume finds the same from anywhere;
-    unchanged for a task of llmx or an installed one."""
-    found = user_task(task)
-    if found is None or found.is_installed:
+    unchanged where all code is llmx's own or installed.
+
+    Raises:
+        ConfigError: a task and its metrics lie in different directories.
+    """
+    roots = list(dict.fromkeys(one.root for one in user_code(task) if not one.is_installed))
+    if not roots:
         return task
-    return dataclasses.replace(task, code_path=str(found.root))
+    if len(roots) > 1:
+        raise ConfigError(
+            f"task.kind and task.eval_metrics name code in {' and '.join(map(str, roots))}. Put "
+            "it into one directory, task.code_path, or install it."
+        )
+    return dataclasses.replace(task, code_path=str(roots[0]))
 
 
-def code_hashes(task: UserTask) -> dict[str, str]:
-    """SHA-256 of each Python file of the task's package, by its path below ``root``."""
+def code_hashes(*code: UserCode) -> dict[str, str]:
+    """SHA-256 of each Python file of these packages, by its path below ``root``."""
     return {
-        str(path.relative_to(task.root)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in task.files()
+        str(path.relative_to(one.root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for one in code
+        for path in one.files()
     }

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from llmx.config import AdapterConfig, DataConfig, ModelConfig
+from llmx.config.model_rules import head_problem
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
 from llmx.models.classification import (
@@ -169,6 +170,9 @@ def build_model(
     ``weights``: else parameters stay as they were made, for a network that is only looked at.
     ``adapter``: the one that will be put into it, where it may want the weights in 4 bits.
     """
+    published = source.init == "pretrained" and weights
+    if published and (problem := head_problem(config.to_dict(), head, f"model.path={source.path}")):
+        raise ConfigError(problem)
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
     quantization = Quantization.of(adapter) if adapter is not None else None

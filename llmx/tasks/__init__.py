@@ -24,7 +24,8 @@ from llmx.tasks.base import (
     SampleKey,
     Table,
     Task,
-    exact_match,
+    completion_metrics,
+    completion_scores,
     next_token_loss,
 )
 
@@ -93,7 +94,8 @@ __all__ = [
     "SampleKey",
     "Table",
     "Task",
-    "exact_match",
+    "completion_metrics",
+    "completion_scores",
     "next_token_loss",
     "prepare",
     "task_class",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from llmx.config import Experiment
+from llmx.config import Experiment, TaskConfig
 from llmx.config.build import dataclass_from
 from llmx.data import IGNORE, EvalPrompt, SampleStore
 from llmx.data.examples import Column, Example
@@ -25,6 +25,7 @@ from llmx.data.store.precomputed import check_values
 from llmx.errors import ConfigError
 from llmx.models.sampling import sample_seed
 from llmx.run.metrics import Metric
+from llmx.run.metrics.completions import DEFAULT_METRICS, declare, score
 
 if TYPE_CHECKING:
     import torch
@@ -443,9 +444,30 @@ def next_token_loss(model: Model, batch: Batch, **terms: Any) -> Loss:
     return Loss(model.cross_entropy(batch, **terms), weight)
 
 
-def exact_match(expected: Sequence[str], completions: Sequence[str]) -> float | None:
-    """The part of completions whose stripped text equals the expected one; None without any."""
-    if not expected:
-        return None
-    right = sum(a.strip() == b.strip() for a, b in zip(expected, completions, strict=True))
-    return right / len(expected)
+def completion_metrics(task: TaskConfig) -> dict[str, Metric]:
+    """The metrics of completions that the config asks for; none where none are made."""
+    return declare(task.eval_metrics or DEFAULT_METRICS) if task.eval_generate else {}
+
+
+def completion_scores(
+    task: TaskConfig, prompts: Sequence[EvalPrompt], completions: Sequence[str]
+) -> dict[str, float]:
+    """Their values; none without prompts.
+
+    Raises:
+        ConfigError: a function of the user's own fails, or gives no number.
+    """
+    if not prompts:
+        return {}
+    expected = [prompt.expected for prompt in prompts]
+    found: dict[str, float] = {}
+    for name in task.eval_metrics or DEFAULT_METRICS:
+        (metric,) = declare([name])
+        values = score([name], completions, expected)
+        if values.keys() != {metric}:
+            raise ConfigError(
+                f"task.eval_metrics: {name} gave numbers by name ({', '.join(sorted(values))}). In "
+                "training each metric is one number: name a function for each."
+            )
+        found.update(values)
+    return found

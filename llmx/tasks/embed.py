@@ -134,7 +134,7 @@ class Embed(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         """One network that ends in hidden states."""
-        from llmx.models.model import BACKBONE, ModelSpec
+        from llmx.models.spec import BACKBONE, ModelSpec
 
         return {"policy": ModelSpec(head=BACKBONE)}
 

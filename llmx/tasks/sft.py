@@ -17,7 +17,7 @@ from llmx.data.format.formats import Conversation
 from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Task, exact_match, next_token_loss
+from llmx.tasks.base import Loss, Task, completion_metrics, completion_scores, next_token_loss
 
 if TYPE_CHECKING:
     from llmx.models.model import Batch, Models
@@ -98,10 +98,8 @@ class Sft(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Exact match of greedy completions, before and after training."""
-        if not self.exp.task.eval_generate:
-            return {}
-        return {"exact_match": Metric("exact match", "percent", higher_is_better=True)}
+        """Of greedy completions: exact match, or ``task.eval_metrics``."""
+        return completion_metrics(self.exp.task)
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Cross entropy of the completions; in training with what the options add."""
@@ -133,6 +131,5 @@ class Sft(Task):
         return self._eval_prompts
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
-        """The part of the completions that is equal to the expected ones."""
-        matched = exact_match([prompt.expected for prompt in prompts], completions)
-        return {} if matched is None else {"exact_match": matched}
+        """How near the completions are to the expected ones."""
+        return completion_scores(self.exp.task, prompts, completions)

@@ -216,12 +216,13 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         line["loss"] = measured.pop("loss")
         line[weighed_by] = int(weight) if weight.is_integer() else weight
     when = {0: "before", total: "after"}.get(step)
-    # What the best checkpoint goes by is measured at every evaluation.
-    # So is what may end the training.
+    # What was asked for by name, and what the best checkpoint goes by, is measured at every
+    # evaluation. So is what may end the training.
     goes_by = {best_metric(session.exp.checkpoint)}
     if session.early_stopping:
         goes_by.add(session.early_stopping.name)
-    if when or any(name in declared and name not in measured for name in goes_by):
+    missing = any(name in declared and name not in measured for name in goes_by)
+    if when or missing or session.exp.task.eval_metrics:
         measured.update(complete_eval_prompts(session, when=when))
     check_measured(session.task, measured)
     # A metric that this evaluation does not measure is null.

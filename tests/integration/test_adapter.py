@@ -17,11 +17,12 @@ import torch
 
 from llmx.config import ModelConfig
 from llmx.models.adapter import load_adapted
-from llmx.run.rundir import RunDir, read_json
+from llmx.plan import Plan
+from llmx.run.rundir import RunDir, read_json, write_json
 from tests.command_runs import llmx
 from tests.forked_ranks import Server
-from tests.resumed_runs import measurements, saving_run
-from tests.rundirs import TINY_LLAMA, logs
+from tests.resumed_runs import assert_planned_sizes, measurements, saving_run
+from tests.rundirs import TINY_LLAMA, logs, with_batch
 
 pytestmark = pytest.mark.deepspeed
 
@@ -86,6 +87,7 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     newest = whole.checkpoint(STEPS)
     state = read_json(newest / "state.json")
     assert all(".lora_" in name for name in state["parameters"])
+    assert_planned_sizes(whole)
 
     # Stopped half way, it goes on bit for bit; on one rank at another stage all but.
     ranks.start(adapted(tmp_path / "half", base, stop=2)).finish()
@@ -97,6 +99,14 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     alone = ranks.start(alone, ranks=1).finish()
     then = [line["loss"] for line in measurements(alone) if line["kind"] == "train"]
     assert then == pytest.approx([line["loss"] for line in train], rel=1e-4)
+
+    # As on devices of unequal speed: of a step three samples on one and one on the other, twice.
+    mixed = adapted(tmp_path / "mixed", base, stop=3)
+    split = with_batch(Plan.from_dict(read_json(mixed.plan)), (3, 1), 2)
+    write_json(mixed.plan, split.to_dict())
+    mixed = ranks.start(mixed).finish()
+    then = [line["loss"] for line in measurements(mixed) if line["kind"] == "train"]
+    assert then == pytest.approx([line["loss"] for line in train[:3]], rel=1e-4)
 
     # Its files: the run's own, the exported ones, the merged model.
     plain = logits(AutoModelForCausalLM.from_pretrained(base))

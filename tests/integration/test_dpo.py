@@ -18,6 +18,7 @@ from llmx.run.rundir import RunDir
 from tests.command_runs import lines
 from tests.forked_ranks import Server
 from tests.realdata import real_tokenizer_dir
+from tests.resumed_runs import MEASURED
 from tests.rundirs import experiment, write_run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
@@ -25,16 +26,10 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
 STEPS = 8
 
 
-TIMES = {
-    *("time", "step_time_s", "tokens_per_s", "data_wait_s", "memory_gib", "mfu"),
-    *("forward_s", "backward_s", "update_s", "idle_share"),
-}
-
-
 def measured(run: RunDir) -> list[dict[str, Any]]:
     """The lines of training and evaluation, without what a clock says."""
     return [
-        {key: value for key, value in line.items() if key not in TIMES}
+        {key: value for key, value in line.items() if key not in MEASURED}
         for kind in ("train", "eval")
         for line in lines(run.root, kind)
         if not line.get("extra")

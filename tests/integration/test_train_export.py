@@ -26,6 +26,12 @@ STEPS = 4
 PADDED_TO = 96
 """1024 tokens become 1056 rows."""
 WORLD = 2
+METRICS = ["exact_match", "rougeL", "tests.integration.test_train_export:length"]
+
+
+def length(completions: list[str], references: list[str]) -> float:
+    """A metric of one's own."""
+    return sum(map(len, references)) / len(completions)
 
 
 @pytest.fixture(scope="module", params=[(1, False), (3, True)], ids=["stage1", "stage3-tied"])
@@ -53,6 +59,7 @@ def finished(
             "eval_every_steps": 2,
             "eval_generate": 3,
             "eval_max_new_tokens": 5,
+            "eval_metrics": METRICS if tied else [],
         },
         optim={"lr": 1e-2, "warmup_steps": 0},
         zero={"stage": stage},
@@ -122,11 +129,15 @@ def test_metrics_are_those_of_the_contract(finished: Any) -> None:
     exp = finished[0]
     size = len(tokenizer_of(exp))
     assert evals[0] == pytest.approx(np.log(size), rel=0.02)
-    # Answers before and after only.
+    # Answers before and after only, but for metrics that were asked for.
     matched = [line["exact_match"] for line in lines if line["kind"] == "eval"]
     assert matched[0] is not None
-    assert matched[1] is None
+    assert (matched[1] is None) == (not exp.task.eval_metrics)
     assert matched[2] is not None
+    if exp.task.eval_metrics:
+        own = [line["length"] for line in lines if line["kind"] == "eval"]
+        assert own[0] == own[1] == own[2] > 0
+        assert all(0 <= line["rougeL"] <= 1 for line in lines if line["kind"] == "eval")
 
 
 def test_every_rank_finished_and_said_so(finished: Any) -> None:

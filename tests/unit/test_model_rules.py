@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 from transformers.activations import ACT2FN
@@ -14,9 +17,11 @@ from llmx.config.model_rules import (
     KEYS,
     SIZES,
     as_typed,
+    head_problem,
     model_config_problems,
 )
-from tests.composing import values
+from llmx.errors import ConfigError
+from tests.composing import composed, values
 
 LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -103,3 +108,42 @@ def test_shipped_models_keep_the_rules(name: str) -> None:
     assert (
         list(model_config_problems(ModelConfig(kind=model["kind"], config=model["config"]))) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("named", "head", "words"),
+    [
+        ("LlamaForSequenceClassification", "causal_lm", "a classifier or a reward model"),
+        ("BertForTokenClassification", "masked_lm", "where a masked language model is needed"),
+        ("BertForMaskedLM", "causal_lm", "use task=mlm"),
+        ("Qwen3ForCausalLM", "masked_lm", "use task=pretrain"),
+        ("LlamaForSequenceClassification", "sequence_classification", ""),
+        ("BertForMaskedLM", "backbone", ""),
+        ("GPT2LMHeadModel", "causal_lm", ""),
+        ("XLMWithLMHeadModel", "masked_lm", ""),
+        ("BertForPreTraining", "masked_lm", ""),
+        ("", "causal_lm", ""),
+    ],
+)
+def test_weights_that_end_in_another_head(named: str, head: str, words: str) -> None:
+    found = head_problem({"architectures": [named]}, head, "model.path=x")
+    assert bool(found) == bool(words)
+    assert words in found
+    # A decoder may be called a masked language model, and code of its own anything.
+    if named == "BertForMaskedLM":
+        assert not head_problem({"architectures": [named], "is_decoder": True}, head, "x")
+    assert not head_problem({"architectures": [named], "auto_map": {"AutoConfig": "x"}}, head, "x")
+
+
+def test_a_reward_model_is_no_language_model_and_no_teacher(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "llama", "intermediate_size": 96, "vocab_size": 1024}
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    base = ["hardware=cpu2", "model=hf", f"model.path={tmp_path}", "model.tokenizer=demo"]
+    with pytest.raises(ConfigError, match=r"model\.path=.* holds a LlamaForSequenceClassification"):
+        composed([*base, "task=sft"])
+    assert composed([*base, "task=reward"]).plan
+    words = ["hardware=cpu2", "task=distill", f"task.options.teacher={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"task\.options\.teacher=.* trained from\.$"):
+        composed(words)

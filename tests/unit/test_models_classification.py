@@ -17,6 +17,7 @@ from transformers import (
 
 from llmx.config import Experiment
 from llmx.data import collate
+from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.classification import (
     give_pooled_forward,
@@ -199,3 +200,12 @@ def test_a_head_from_scratch(tmp_path: Path) -> None:
     assert network.score.weight.shape == (3, 64)
     assert float(network.score.weight.detach().std()) > 0
     assert network.config.vocab_size >= true_vocab(tokenizer_of(exp))
+
+
+def test_a_classifier_is_no_language_model(tmp_path: Path) -> None:
+    config = small_config("llama")
+    config.vocab_size, config.num_labels = 1100, 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
+    exp = experiment_of(tmp_path, tmp_path / "judge")
+    with pytest.raises(ConfigError, match="holds a LlamaForSequenceClassification: .* is needed"):
+        built(exp, ModelSpec())

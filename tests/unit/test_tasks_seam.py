@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +97,7 @@ def named(source: str, names: set[str], *, advising: bool = False) -> Iterator[t
 
 def test_nothing_that_drives_tasks_names_one() -> None:
     names = of_one_task()
-    assert {"sft", "pretrain", "Sft", "Pretrain", "exact_match"} <= names
+    assert {"sft", "pretrain", "Sft", "Pretrain", "macro_f1"} <= names
     found = []
     for room in (*ROOMS, *ADVISING):
         place = ROOT / "llmx" / room
@@ -175,3 +177,18 @@ def test_a_task_of_ones_own_has_the_chat_template_and_its_own_rules(tmp_path: Pa
     assert task_problems(exp) == [], "it is not imported where the config is composed"
     with pytest.raises(ConfigError, match="seq_len=8: too short"):
         task_of(exp, None)
+
+
+def test_a_task_is_asked_for_its_networks_without_torch() -> None:
+    """So that a config is composed in a moment."""
+    code = (
+        "import sys\n"
+        "from llmx.compose.task_rules import specs\n"
+        "from llmx.config import Experiment, TaskConfig\n"
+        "from llmx.config.tasks import shipped_tasks\n"
+        "for kind in shipped_tasks():\n"
+        "    options = {'teacher': 'a/b'} if kind == 'distill' else {}\n"
+        "    assert specs(Experiment(task=TaskConfig(kind=kind, options=options))), kind\n"
+        "    assert not {'torch', 'transformers'} & sys.modules.keys(), kind\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -109,6 +109,8 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted() -> None:
         (["data=alpaca", "data.path=x.json"], "needs evaluation data. Set data.eval_path"),
         (["checkpoint.metric=train/loss"], "which no evaluation measures.*metric=eval/loss"),
         (["task.early_stopping.metric=train/loss"], "must be eval/NAME"),
+        (["task.early_stopping.metric=eval/f1"], "eval/f1: task sft does not measure it here"),
+        (["checkpoint.metric=eval/f1"], "It measures eval/exact_match, eval/loss, train/loss"),
         (["task.early_stopping.patience=0"], "patience=0: must be a whole number"),
     ],
 )

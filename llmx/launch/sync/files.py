@@ -23,7 +23,7 @@ from pathlib import Path
 
 from llmx.config.fields import MAX_PATH
 from llmx.config.schema import DataConfig, LaunchConfig, ModelConfig, TaskConfig
-from llmx.config.user_code import user_task
+from llmx.config.user_code import user_code
 from llmx.errors import LaunchError
 from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.render.environment import tool_env
@@ -81,8 +81,11 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     items: list[SyncPath] = []
     if spec.code_root is not None:
         items.append(SyncPath(spec.code_root, (*CODE_EXCLUDES, *extra), "code"))
-    if (task := user_task(spec.exp.task)) is not None and not task.is_installed:
-        items.append(SyncPath(str(task.package), (*CODE_EXCLUDES, *extra), "task"))
+    items += [
+        SyncPath(str(code.package), (*CODE_EXCLUDES, *extra), "task")
+        for code in user_code(spec.exp.task)
+        if not code.is_installed
+    ]
     if run_dir:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [

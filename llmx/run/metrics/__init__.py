@@ -24,10 +24,12 @@ undisturbed one. Times and tokens a second are those of the same steps, evaluati
 null with ``"nonfinite": true``. ``forward_s``, ``backward_s`` and ``update_s`` are the
 seconds of these phases in a step, one a rank (in the last two, ranks wait for each other), and
 ``idle_share`` the mean part of the slowest rank's forward time that the others wait for it; all are
-there with several ranks up to ZeRO stage 2 (docs/unequal.md). An ``eval`` line with ``"step": 0``
-is the evaluation before training. A mixture of experts also has ``expert_load_max`` and
-``experts_idle``, and ``aux_loss`` where the auxiliary loss is trained (docs/models.md). A task
-whose loss is not weighted by target tokens has ``weight`` in the place of ``target_tokens``.
+there with several ranks up to ZeRO stage 2 (docs/unequal.md). Where they are not, ``probe_s`` is
+how long each rank took for a small product of matrices, at most twice a minute. An ``eval`` line
+with ``"step": 0`` is the evaluation before training. A mixture of experts also has
+``expert_load_max`` and ``experts_idle``, and ``aux_loss`` where the auxiliary loss is trained
+(docs/models.md). A task whose loss is not weighted by target tokens has ``weight`` in the place of
+``target_tokens``.
 
 ``metrics`` of the ``start`` line declares what the task measures besides the loss
 (``declared.Metric``); a ``resumed`` event declares it again, and the newest declaration counts.
@@ -41,10 +43,11 @@ Events are not metrics: trackers may ignore those they do not know. Each has its
 (``reason``, ``stall_s``, ``background_s``, ``bytes``), ``save_failed`` (``reason``),
 ``passed_over`` (a checkpoint was due while the one before was still being written), ``skipped``
 (``samples``: first, and first no more), ``straggler`` (``rank``, ``host``, ``factor``: how many
-times longer than the others it computes; ``forward_s`` of all ranks), ``rebalanced`` (``sizes``:
-samples of each micro step of each rank from the next step on; ``time_factor``: predicted time of a
-step against the split before), ``damaged`` (``checkpoint``, ``reason``; ``step`` is
-where the run goes on). What a resume does with the file: docs/contracts.md, "Resuming".
+times longer than the others it computes; ``forward_s`` or ``probe_s`` of all ranks),
+``rebalanced`` (``sizes``: samples of each micro step of each rank from the next step on;
+``time_factor``: predicted time of a step against the split before), ``damaged``
+(``checkpoint``, ``reason``; ``step`` is where the run goes on). What a resume does with the file:
+docs/contracts.md, "Resuming".
 
 Standard library only; every room may import it.
 """

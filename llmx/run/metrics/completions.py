@@ -3,7 +3,7 @@
     METRICS["rougeL"]("the cat sat", "the cat sat down")     # 0.857
 
 Each is a function of one completion and its reference; a metric of the user's is one of all of them
-(``load_metric``). Tried by ``python -m pytest tests/unit/test_metrics_completions.py``.
+(``load_metric``). Tried by ``python -m pytest tests/unit/test_eval_command.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llmx.errors import ConfigError
-from llmx.run.metrics.declared import is_number
+from llmx.run.metrics.declared import Metric, is_number
 
 _WORD = re.compile(
     "[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"  # kana and Han: each by itself
@@ -67,14 +67,29 @@ def _f1(shared: int, mine: int, theirs: int) -> float:
     return 2 * shared / (mine + theirs) if shared else 0.0
 
 
-Metric = Callable[[str, str], float]
-METRICS: dict[str, Metric] = {
+METRICS: dict[str, Callable[[str, str], float]] = {
     "exact_match": exact_match,
     "rouge1": lambda completion, reference: rouge_n(completion, reference, n=1),
     "rouge2": lambda completion, reference: rouge_n(completion, reference, n=2),
     "rougeL": rouge_l,
 }
 """By name; 1 is the best of each."""
+DEFAULT_METRICS = ("exact_match",)
+"""Of an evaluation while training."""
+DECLARED = {
+    "exact_match": Metric("exact match", "percent", higher_is_better=True),
+    "rouge1": Metric("ROUGE-1", "percent", higher_is_better=True),
+    "rouge2": Metric("ROUGE-2", "percent", higher_is_better=True),
+    "rougeL": Metric("ROUGE-L", "percent", higher_is_better=True),
+}
+
+
+def declare(names: Iterable[str]) -> dict[str, Metric]:
+    """As a task declares them. One of the user's is called as its function; which direction of it
+    is better is not known."""
+    short = {name: name.rpartition(":")[2].rpartition(".")[2] for name in names}
+    return {own: DECLARED.get(name) or Metric(own.replace("_", " ")) for name, own in short.items()}
+
 
 Scores = Callable[[Sequence[str], Sequence[str]], Mapping[str, float]]
 
@@ -111,7 +126,7 @@ def load_metric(path: str) -> Scores:
             raise ConfigError(
                 f"{path} failed on {len(completions)} completions: {_said(error)}"
             ) from error
-        values = found if isinstance(found, Mapping) else {name: found}
+        values = found if isinstance(found, Mapping) else {name.rpartition(".")[2]: found}
         for key, value in values.items():
             if not is_number(value):
                 raise ConfigError(

@@ -24,6 +24,7 @@ GROUPS = {
     "backward_s": "perf",
     "update_s": "perf",
     "idle_share": "perf",
+    "probe_s": "perf",
 }
 """The trackers' group of a key of a ``train`` line; every other one is ``train``."""
 

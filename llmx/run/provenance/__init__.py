@@ -15,7 +15,7 @@ from typing import Any
 
 import llmx
 from llmx.config import Experiment
-from llmx.config.user_code import code_hashes, user_task
+from llmx.config.user_code import code_hashes, user_code
 from llmx.plan.types import Plan
 from llmx.run.provenance.code import code_files, git_state
 from llmx.run.provenance.content import fingerprints
@@ -37,7 +37,7 @@ def record(
         "llmx": llmx.__version__,
         "git": git_state(Path(llmx.__file__).parent),
         "code": code_files(),
-        "task_code": None if (task := user_task(exp.task)) is None else code_hashes(task),
+        "task_code": code_hashes(*code) if (code := user_code(exp.task)) else None,
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": packages(),
         "platform": {"node": platform.node(), "system": platform.platform()},
