@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -99,15 +100,19 @@ def grid() -> list[Case]:
                 f"llama stage {stage} vocabulary 16000", "llama", LLAMA, stage, 1, 128, vocab=16000
             ),
         ]
-    for stage in (1, 2, 3):
+    for stage in range(4):
         found.append(Case(f"llama stage {stage} bf16", "llama", LLAMA, stage, precision="bf16"))
     found += [
+        Case("llama stage 1 offload", "llama", LLAMA, 1, zero={"offload_optimizer": "cpu"}),
+        Case("llama stage 1 bf16 accumulation 2", "llama", LLAMA, 1, 2, 128, 2, "bf16"),
+        Case("llama stage 3 bf16 accumulation 2", "llama", LLAMA, 3, 2, 128, 2, "bf16"),
         Case("llama stage 2 long", "llama", LLAMA, 2, 1, 1024),
         Case("llama stage 2 bf16 accumulation 2", "llama", LLAMA, 2, 2, 128, 2, "bf16"),
         Case("llama stage 2 fused loss", "llama", LLAMA, 2, model={"fused_loss": True}),
         Case("gpt2 stage 2 long", "gpt2", GPT2, 2, 1, 768),
         Case("gpt2 stage 1 lora", "gpt2", GPT2, 1, adapter=LORA),
         Case("llama stage 1 lion", "llama", LLAMA, 1, optim="lion"),
+        Case("llama stage 2 muon", "llama", LLAMA, 2, optim="muon"),
         Case("llama stage 2 sgd", "llama", LLAMA, 2, optim="sgd"),
         Case("llama stage 3 small buckets", "llama", LLAMA, 3, zero={"max_reuse_distance": 0}),
     ]
@@ -220,6 +225,7 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
     return {
         "peak": max(phases.values()),
         "phases": phases,
+        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "layout": engine.layout,
         "method": [engine.attention.implementation, engine.attention.isolation],
     }
@@ -289,7 +295,12 @@ def run_case(case: Case, root: Path) -> dict[str, Any]:
         if "error" in read[job]:
             raise RuntimeError(f"{case.name}: {job}: {read[job]['error']}")
     most = max((read[rank] for rank in range(WORLD)), key=lambda one: one["peak"])
-    return {"case": dataclasses.asdict(case), "measured": most, **read["predicted"]}
+    return {
+        "case": dataclasses.asdict(case),
+        "date": time.strftime("%Y-%m-%d"),
+        "measured": most,
+        **read["predicted"],
+    }
 
 
 def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> None:
@@ -449,7 +460,13 @@ def main() -> None:
             if words.parts:
                 parts = {k: round(v / 2**20, 1) for k, v in found["predicted"]["parts"].items()}
                 phases = {k: round(v / 2**20, 1) for k, v in found["measured"]["phases"].items()}
-                print(f"   {parts} {phases} {found['measured']['method']}", flush=True)
+                host = found["predicted"]["host"] / 2**20
+                resident = found["measured"]["resident"] / 2**20
+                print(
+                    f"   {parts} host {host:.1f} {phases} {found['measured']['method']} "
+                    f"resident {resident:.0f}",
+                    flush=True,
+                )
             if words.out:
                 with words.out.open("a") as stream:
                     stream.write(json.dumps(found) + "\n")

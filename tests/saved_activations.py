@@ -53,6 +53,18 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """A tiny network of each architecture that a plan knows."""
 
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "output_router_logits": True,
+    },
+}
+
 VOCABULARY = 256
 
 
@@ -61,7 +73,7 @@ def small_model(kind: str, *, dtype: torch.dtype, **config: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    values = {"vocab_size": VOCABULARY, **special, **SMALL[kind], **config}
+    values = {"vocab_size": VOCABULARY, **special, **{**SMALL, **WITH_EXPERTS}[kind], **config}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **values), dtype=dtype, attn_implementation="sdpa"

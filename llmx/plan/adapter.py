@@ -11,10 +11,21 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from llmx.config.adapter_rules import is_named, matching, no_such_module, output_head_target
+from llmx.config.adapter_rules import (
+    is_named,
+    matching,
+    no_such_module,
+    output_head_target,
+    short_names,
+)
+from llmx.config.build import shown
 from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig
 from llmx.config.token_rules import added_tokens
+from llmx.errors import did_you_mean
 from llmx.plan.geometry import Geometry, model_geometry
+
+CAUSAL_LM, CLASSIFICATION, BACKBONE = "causal_lm", "sequence_classification", "backbone"
+"""Heads, as ``llmx.models.spec`` calls them."""
 
 
 @dataclass(frozen=True)
@@ -115,20 +126,59 @@ def trained_parameters(model: ModelConfig, adapter: AdapterConfig) -> int | None
     return max(1, shape.num_parameters - frozen)
 
 
-def target_problems(model: ModelConfig, adapter: AdapterConfig) -> Iterator[str]:
-    """One message for each name of ``adapter`` that no module has, where they are known."""
+def target_problems(
+    model: ModelConfig, adapter: AdapterConfig, *, head: str = CAUSAL_LM
+) -> Iterator[str]:
+    """One message for each name of ``adapter`` that no module has, where they are known. ``head``:
+    what the network ends in (``llmx.models.spec``); empty: not known, so any will do."""
     modules = network_modules(model) if adapter.kind != "none" else None
-    if modules is None or not modules.with_any_head:
+    if modules is None:
         return
+    linear, others = _named(modules, head)
     for target in adapter.targets:
-        if is_named("lm_head", target):
+        if is_named("lm_head", target) and "lm_head" in others:
             yield output_head_target(target)
-        elif target != ALL_LINEAR and not matching(modules.linear, [target]):
-            yield no_such_module("adapter.targets", target, modules.linear, "linear layer")
-    every = [*modules.linear, *modules.others]
+        elif target != ALL_LINEAR and not matching(linear, [target]):
+            yield no_such_module("adapter.targets", target, linear, "linear layer")
+    every = [*linear, *others]
     for target in adapter.modules_to_save:
         if not matching(every, [target]):
             yield no_such_module("adapter.modules_to_save", target, every, "module with weights")
+
+
+def freeze_problems(model: ModelConfig, *, head: str = CAUSAL_LM) -> Iterator[str]:
+    """One message for each pattern of ``model.freeze`` that no parameter matches, where they are
+    known. ``head``: as of ``target_problems``."""
+    modules = network_modules(model) if model.freeze else None
+    if modules is None:
+        return
+    every = [name for names in _named(modules, head) for name in names]
+    if not head:
+        every += [name for names in _named(modules, BACKBONE) for name in names]
+    parameters = [f"{name}.{kind}" for name in every for kind in ("weight", "bias")]
+    for pattern in model.freeze:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            names = short_names(every)
+            yield (
+                f"model.freeze: {shown(pattern)} matches no parameter of the model."
+                f"{did_you_mean(pattern.strip('*.')[:100], names)} Names are like "
+                f"{parameters[0]}, and a star stands for any characters: '*.{names[0]}.*'. It has "
+                f"{', '.join(names[:40])}{', ...' if len(names) > 40 else ''}."
+            )
+
+
+def _named(modules: Modules, head: str) -> tuple[list[str], list[str]]:
+    """Names of the linear layers and of the others, as a network with this head has them."""
+    linear, others = list(modules.linear), list(modules.others)
+    if not modules.with_any_head:  # BERT's: also the pooler, and the head of a classifier
+        linear, others = [*linear, "bert.pooler.dense"], [*others, "classifier"]
+    elif head != CAUSAL_LM:
+        others = [name for name in others if name != "lm_head" or not head]
+        others += ["score"] if head in ("", CLASSIFICATION) else []
+    if head == BACKBONE:  # is not inside anything
+        linear = [name.partition(".")[2] for name in linear]
+        others = [name.partition(".")[2] for name in others]
+    return linear, others
 
 
 def _product(widths: tuple[int, int]) -> int:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config.schema import (
-    BatchConfig,
     CheckpointConfig,
     DataConfig,
     DeviceConfig,
@@ -38,6 +37,11 @@ LOSS_CHUNK_BYTES = {"cuda": 128 * 2**20, "cpu": 4 * 2**20}
 ALLREDUCE_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's, where it does not shard gradients (stage 0, and stage 1 with fp32 sums of bf16
 gradients); it has no setting."""
+
+
+CONTEXT_GIB = {"cuda": 1.0, "cpu": 0.6}
+"""Beside tensors. On a GPU the CUDA context, with workspaces of cuBLAS and NCCL; of a CPU rank all
+that its process has resident: the libraries, gloo, the loader."""
 
 
 def fused_loss(model: ModelConfig, accelerator: str) -> bool:
@@ -75,10 +79,7 @@ def predict_memory(
     shard = trained / world_size if zero.stage >= 1 else trained
     optimizer = optimizer_bytes(exp.optim.kind, precision) * shard
     if exp.optim.kind == "muon" and not adapter:
-        # What is outside the layers is AdamW's.
-        outside = geometry.vocab_size * geometry.hidden_size
-        outside = max(outside, geometry.num_looked_up + outside * (geometry.num_looked_up > 0))
-        optimizer += 4 * min(outside, trained) * shard / trained
+        optimizer += 4 * adamw_elements(geometry, trained) * shard / trained
     quantized = adapter.quantized if adapter else 0
     parameters = width * (n - quantized) / (world_size if zero.stage >= 3 else 1)
     parameters += packed_bytes(quantized, double=exp.adapter.double_quant)
@@ -101,8 +102,11 @@ def predict_memory(
         # Gradients of a partition live beside the optimizer that reads them: in fp32, and summed
         # over micro steps.
         host += (optimizer if zero.offload_optimizer == "cpu" else 0.0) + 4 * shard
-        host += step.gradients if zero.stage >= 2 else 0.0
-        optimizer, step = 0.0, StepBytes(0.0, 0.0, step.buffers)
+        on_device = offloaded_gradients(
+            zero.stage, trained, shard, width=width, accum=BYTES[grad_accum_dtype or precision]
+        )
+        host += step.gradients if zero.stage >= 2 and not on_device else 0.0
+        optimizer, step = 0.0, StepBytes(on_device, on_device, step.buffers)
     if zero.stage >= 3:
         # The working set: gathered layers (two: this one and the prefetched one), and those that
         # DeepSpeed does not release where the backward pass begins, since it needs them again
@@ -150,7 +154,7 @@ def predict_memory(
         activations_gib=activations / GIB,
         logits_gib=of_logits / GIB,
         buffers_gib=buffers / GIB,
-        context_gib=1.0 if device.accelerator == "cuda" else 0.4,
+        context_gib=CONTEXT_GIB[device.accelerator],
         host_gib=host * slots / GIB,
         capacity_gib=device.memory_gib,
         update_gib=max(0.0, step.update - step.gradients - activations - of_logits - buffers) / GIB,
@@ -228,6 +232,13 @@ def optimizer_bytes(kind: str, precision: str) -> int:
     return moments + (0 if precision == "fp32" else 4)
 
 
+def adamw_elements(geometry: Geometry, trained: int) -> int:
+    """Elements that are AdamW's beside Muon: what is outside the layers."""
+    outside = geometry.vocab_size * geometry.hidden_size
+    outside = max(outside, geometry.num_looked_up + outside * (geometry.num_looked_up > 0))
+    return min(outside, trained)
+
+
 def _temporary_bytes(kind: str, *, fused: bool) -> int:
     """Bytes an element that the optimizer takes while it updates."""
     if kind == "lion":
@@ -271,9 +282,9 @@ def step_bytes(
             # BF16_Optimizer: fp32 sums whole on every rank, beside the gradients; a bucket is
             # flattened in fp32 and reduced in bf16.
             whole = (4 + width) * n
-            return StepBytes(
-                whole, whole + temporary * shard, 6 * min(n, ALLREDUCE_BUCKET_ELEMENTS)
-            )
+            # All matrices are one tensor: where it is larger than a bucket, it is reduced alone.
+            reduced = 6 * n if n <= ALLREDUCE_BUCKET_ELEMENTS else width * n
+            return StepBytes(whole, whole + temporary * shard, reduced)
         return StepBytes((4 + width) * n, 4 * n + (4 + temporary) * shard)
     if stage == 1:
         return StepBytes(width * n + width * shard, _flat_update(width, temporary) * shard)
@@ -284,6 +295,17 @@ def step_bytes(
     group = min(shard, zero.sub_group_size)
     flat = max(width + 4, 4 + temporary) if half else 4 + temporary
     return StepBytes(accum * shard, accum * shard + flat * group)
+
+
+def offloaded_gradients(stage: int, n: float, shard: float, *, width: int, accum: int) -> float:
+    """Bytes of gradients on the device beside an offloaded optimizer: at stage 1 all of them, until
+    the last micro step of a step has ended; and fp32 sums of gradients in 16 bits, which stages 1
+    and 2 copy to the host for the update alone."""
+    if stage == 3:
+        return 0.0
+    compact = width < accum
+    sums = accum * shard if compact else 0.0
+    return sums + (max(width, accum) * n if stage == 1 else 0.0)
 
 
 def _flat_update(width: int, temporary: int) -> int:
@@ -411,40 +433,30 @@ def _dense_mask_bytes(
     return squares * (1 + width * layers)
 
 
+def not_measured(exp: Experiment, frozen: Sequence[FrozenNetwork] = ()) -> list[str]:
+    """What of the experiment's memory follows from rules, or is not known at all, but was never
+    held against a real run."""
+    zero, found = exp.zero, []
+    names = ("quantized_weights", "quantized_gradients")
+    if quantizing := [f"zero.{name}" for name in names if getattr(zero, name)]:
+        found.append(
+            f"what {' and '.join(quantizing)} take for a moment is not known, and not in the plan"
+        )
+    if zero.hpz_partition_size > 1:
+        found.append(
+            f"the second copy of the parameters (zero.hpz_partition_size={zero.hpz_partition_size})"
+            " follows from its size alone"
+        )
+    if "nvme" in (zero.offload_optimizer, zero.offload_param):
+        found.append("buffers for the traffic with NVMe are not in the plan")
+    if any(not one.before_training for one in frozen):
+        found.append("networks beside the trained one follow from a formula")
+    return found
+
+
 def does_not_fit(memory: MemoryPlan) -> str:
     """The sentence of a plan that does not."""
     return (
         f"{memory.device}: {memory.total_gib:.1f} GiB predicted, {memory.capacity_gib:.0f} GiB "
         "available: expect it to run out of memory."
     )
-
-
-def cheapest_fit(
-    model: ModelConfig, zero: ZeroConfig, batch: BatchConfig, *, quantized: bool = False
-) -> str:
-    """What to try next when the plan does not fit: the ladder, cheapest step first. ``quantized``:
-    weights are kept in 4 bits, which ZeRO-3 does not shard."""
-    if batch.micro_batch > 1:
-        return "batch.micro_batch=1 (accumulation then rises by itself)"
-    if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
-        return "zero.grad_accum_dtype=auto"
-    if model.activation_checkpointing == "none":
-        return "model.activation_checkpointing=selective"
-    if model.activation_checkpointing == "selective":
-        return "model.activation_checkpointing=full"
-    if zero.stage < 2:
-        return "zero=stage2"
-    if zero.stage == 2 and zero.offload_optimizer == "none":
-        return "zero=stage2_offload"
-    if quantized:
-        return "devices with more memory, or a shorter data.seq_len"
-    if zero.stage < 3:
-        return "zero=stage3"
-    if zero.hpz_partition_size > 1:
-        # A copy of the parameters; an offload beside it is refused.
-        return "zero.hpz_partition_size=1"
-    if zero.offload_optimizer == "none" or zero.offload_param == "none":
-        return "zero=stage3_offload"
-    if zero.offload_param != "nvme":
-        return "zero=infinity zero.nvme_path=/path/on/a/fast/disk"
-    return "more or larger devices, or a shorter data.seq_len"

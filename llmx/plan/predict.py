@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmx.config.schema import Experiment, ModelConfig
+from llmx.config.schema import Experiment
+from llmx.plan.by_device import CHECKPOINTING, checkpointing_on
 from llmx.plan.ds_config import bucket_sizes
-from llmx.plan.memory import BYTES, GIB
+from llmx.plan.memory import BYTES, CONTEXT_GIB, GIB
 from llmx.plan.step_memory import StepRules, peak_of
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import MemoryPlan, Plan
 
-STATE_WIDTHS = {"sgd": 0, "lion": 4, "muon": 4, "adafactor": 0, "adam8bit": 2}
-"""Bytes an element of an optimizer's state, beside master weights; 8 for AdamW."""
-CHECKPOINTING = ("none", "selective", "full")
+STATE_WIDTHS = {"sgd": 0, "lion": 4, "adafactor": 0, "adam8bit": 2}
+"""Bytes an element of an optimizer's state, beside master weights; 8 for AdamW, and for what Muon
+leaves to it."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Traces:
         return first.at(last, (micro_batch - low) / (high - low))
 
 
-def wanted_traces(plan: Plan, model: ModelConfig, *, others: bool) -> list[TraceKey]:
+def wanted_traces(exp: Experiment, plan: Plan, *, others: bool) -> list[TraceKey]:
     """Those that a plan needs; ``others``: also for what it might be instead."""
     ways = dict.fromkeys(dict(plan.attention).values())
+    own = dict.fromkeys((way, checkpointing_on(exp, name)) for name, way in plan.attention)
     sizes = sorted({rank.micro_batch for rank in plan.ranks})
-    found = [TraceKey(way, model.activation_checkpointing, size) for way in ways for size in sizes]
+    found = [TraceKey(way, how, size) for way, how in own for size in sizes]
     if others:
         two = {1, max([2, *sizes])}
         found += [TraceKey(way, how, size) for way in ways for how in CHECKPOINTING for size in two]
@@ -92,6 +94,8 @@ def rules_of(exp: Experiment, plan: Plan) -> StepRules:
         offload_optimizer=zero.offload_optimizer != "none",
         offload_param=zero.offload_param != "none",
         hpz=zero.hpz_partition_size,
+        bf16=plan.precision == "bf16",
+        sent=BYTES.get(str(zero.extra.get("communication_data_type")), 0),
     )
 
 
@@ -110,7 +114,7 @@ def memory_of(exp: Experiment, plan: Plan, trace: StepTrace, device: str) -> Mem
         activations_gib=part["activations"],
         logits_gib=0.0,
         buffers_gib=part["buffers"],
-        context_gib=1.0 if config.accelerator == "cuda" else 0.4,
+        context_gib=CONTEXT_GIB[config.accelerator],
         host_gib=peaks.host * slots / GIB,
         capacity_gib=config.memory_gib,
         update_gib=part["update"],

@@ -27,6 +27,9 @@ from llmx.plan.trace import (
 ALIGNMENT = 2
 """Elements by rank that a partition of stages 1 and 2 is padded to (nccl_start_alignment_factor).
 """
+ALL_REDUCED_ELEMENTS = 500_000_000
+"""That DeepSpeed reduces at a time where it does not shard gradients."""
+MOMENTUM_WIDTH = 4
 NORM_WIDTH = 8
 """Bytes of an element whose norm is computed: gradients are copied to fp64 for it."""
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, UPDATE = (
@@ -59,7 +62,8 @@ class StepRules:
     max_reuse_distance: int
     sub_group: int
     state_width: int
-    """Bytes an element of the optimizer's state has, beside the master weights."""
+    """Bytes an element of the optimizer's state has, beside the master weights; a matrix of Muon's
+    has its momentum."""
     temporary_width: int
     """Bytes an element takes while it is updated."""
     by_tensor: bool = True
@@ -68,6 +72,8 @@ class StepRules:
     offload_param: bool = False
     hpz: int = 1
     bf16: bool = False
+    sent: int = 0
+    """Bytes of a gradient while it is reduced; 0: as of a parameter."""
 
 
 @dataclass
@@ -121,6 +127,8 @@ def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
         return _Unsharded(trace, rules).play()
     if rules.stage == 3:
         return _Sharded(trace, rules).play()
+    if rules.stage == 1 and rules.bf16 and rules.sums == 4 and not rules.offload_optimizer:
+        return _WholeSums(trace, rules).play()
     return _Partitioned(trace, rules, rank).play()
 
 
@@ -136,6 +144,14 @@ class _Engine:
 
     def numel(self, index: int) -> int:
         return self.trace.parameters[index].numel
+
+    def states(self, sizes: dict[int, int]) -> int:
+        """Bytes of the optimizer's states of so many elements, by a parameter of theirs."""
+        parameters, width = self.trace.parameters, self.rules.state_width
+        return sum(
+            size * (MOMENTUM_WIDTH if parameters[index].matrix else width)
+            for index, size in sizes.items()
+        )
 
     def total(self, indices: Iterable[int]) -> int:
         return sum(self.numel(index) for index in indices)
@@ -170,14 +186,17 @@ class _Unsharded(_Engine):
         trained = self.total(self.trained)
         master = 4 if rules.width < 4 else 0
         peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
-        peaks.add(OPTIMIZER, (master + rules.state_width) * trained)
+        states = self.states({index: self.numel(index) for index in self.trained})
+        peaks.add(OPTIMIZER, master * trained + states)
         self.summed = rules.accumulation > 1
         if self.summed:
             peaks.add(GRADIENTS, rules.width * trained)
         self.run_micro_step()
         if rules.world > 1:
             # engine.buffered_allreduce_fallback: a flat copy of 500 million elements at a time.
-            peaks.look("all-reduce", BUFFERS, rules.width * min(trained, 500_000_000))
+            sent = rules.sent if rules.sent not in (0, rules.width) else 0
+            at_a_time = min(trained, ALL_REDUCED_ELEMENTS)
+            peaks.look("all-reduce", BUFFERS, (rules.width + sent) * at_a_time)
         if master:  # whole fp32 gradients beside the others
             peaks.look("update", UPDATE, 4 * trained + rules.temporary_width * trained)
         largest = max((self.numel(index) for index in self.trained), default=0)
@@ -188,6 +207,45 @@ class _Unsharded(_Engine):
 
     def gradient(self, index: int) -> None:
         if not self.summed:
+            self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
+
+
+class _WholeSums(_Engine):
+    """Stage 1 in bf16 with fp32 sums over micro steps (bf16_optimizer.py): each rank has all sums,
+    beside the gradients."""
+
+    def play(self) -> Peaks:
+        rules, peaks = self.rules, self.peaks
+        every = self.total(range(len(self.trace.parameters)))
+        peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
+        flat, whole, states = [], 0, {}
+        for _, indices in sorted(self.groups.items()):
+            padded = self.total(indices) + padding(self.total(indices), rules.world)
+            size = padded // rules.world
+            peaks.look("initialisation", PARAMETERS, rules.width * padded)
+            peaks.add(PARAMETERS, rules.width * (padded - self.total(indices)))
+            peaks.look("initialisation", OPTIMIZER, (rules.width + 4) * size)
+            peaks.add(OPTIMIZER, 4 * size)
+            peaks.add(GRADIENTS, 4 * padded)
+            flat.append(padded)
+            whole += size
+            states[indices[0]] = size
+        peaks.add(OPTIMIZER, self.states(states))
+        if rules.accumulation > 1:  # those of the micro step before, zeroed
+            peaks.add(GRADIENTS, rules.width * self.total(self.trained))
+        self.run_micro_step()
+        largest = max((self.numel(index) for index in self.trained), default=0)
+        peaks.look("sum", GRADIENTS, 4 * largest)  # _update_hp_grad
+        if rules.world > 1:
+            peaks.look("all-reduce", BUFFERS, _all_reduced(flat, rules.sent or rules.width))
+        largest = max(flat, default=0) // rules.world
+        peaks.look(
+            "update", UPDATE, rules.temporary_width * (largest if rules.by_tensor else whole)
+        )
+        return peaks
+
+    def gradient(self, index: int) -> None:
+        if self.rules.accumulation == 1:
             self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
 
 
@@ -242,12 +300,14 @@ class _Partitioned(_Engine):
             elif summed_apart:
                 # Sums of the micro steps before; this one's are gathered beside them.
                 peaks.add(GRADIENTS, rules.width * self.whole_mine)
-        # setup_buckets: at the first gradient.
-        first = next((i for i, e in enumerate(self.trace.events) if e.kind == GRADIENT), None)
-        self._bucket_bytes = bucket if first is not None else 0
-        self._bucket_there = False
+        # setup_buckets: at the first gradient; at stage 1 that of the first micro step.
+        any_gradient = any(event.kind == GRADIENT for event in self.trace.events)
+        self._bucket_bytes = bucket if any_gradient else 0
+        self._bucket_there = boundary_only and rules.accumulation > 1
+        if self._bucket_there:
+            peaks.add(BUFFERS, self._bucket_bytes)
         self.run_micro_step()
-        if boundary_only:
+        if boundary_only and not rules.overlap:
             for group in sorted(self.groups):
                 for index in self.groups[group]:
                     self._put(index)
@@ -278,15 +338,15 @@ class _Partitioned(_Engine):
                 peaks.host += (4 + 4 + rules.width) * size
             else:
                 peaks.add(OPTIMIZER, 4 * size)
-        whole = sum(self.partition.values())
+        states = self.states({self.groups[g][0]: size for g, size in self.partition.items()})
         if rules.offload_optimizer:
             largest = max((self.numel(index) for index in self.trained), default=0)
-            peaks.host += rules.state_width * whole + rules.width * largest
+            peaks.host += states + rules.width * largest
             peaks.add(BUFFERS, rules.width * largest)  # temp_grad_buffer_for_gpu_offload
             if rules.accumulation > 1 and not self.compact:
-                peaks.host += 4 * whole  # accumulated_grads_in_cpu
+                peaks.host += rules.width * self.whole_mine  # accumulated_grads_in_cpu
         else:
-            peaks.add(OPTIMIZER, rules.state_width * whole)
+            peaks.add(OPTIMIZER, states)
 
     def gradient(self, index: int) -> None:
         rules, peaks = self.rules, self.peaks
@@ -295,12 +355,13 @@ class _Partitioned(_Engine):
             peaks.add(BUFFERS, self._bucket_bytes)
         width = rules.width
         if rules.stage == 1:
-            if rules.accumulation > 1:
-                return
             if self.compact:  # _fill_param_grad_accum_attribute
                 peaks.look("gradients", GRADIENTS, (width + 4) * self.numel(index))
                 width = 4
-            self._hold(index, width)
+            if index not in self.held:  # not one that is summed over micro steps
+                self._hold(index, width)
+            if rules.overlap:
+                self._put(index)
             return
         self._hold(index, width)
         self._put(index)
@@ -318,6 +379,8 @@ class _Partitioned(_Engine):
         if numel <= self.rules.reduce_bucket and index in self.held:
             # Copied into the bucket, and now a view of it.
             self.peaks.drop(GRADIENTS, self.held.pop(index))
+        elif self.rules.offload_optimizer:  # grad_reduc.data = clone
+            self.peaks.look("gradients", GRADIENTS, self.held.get(index, 0))
         self.bucket.append(index)
         self.bucket_elements += numel
 
@@ -327,29 +390,38 @@ class _Partitioned(_Engine):
         if not self.bucket:
             return
         width = 4 if self.compact and rules.stage == 1 else rules.width
-        copied = _largest_copy(
-            (self.slices[index] for index in self.bucket),
-            rules.reduce_bucket,
-            merge=not self.compact or rules.stage == 1,
-        )
-        if self.compact and rules.stage == 2 and any(index in self.mine for index in self.bucket):
+        slices = [self.slices[index] for index in self.bucket]
+        copied = _largest_copy(slices, rules.reduce_bucket, merge=not self.compact)
+        pieces = [size for parts in slices for rank, size in parts if rank == self.rank]
+        if self.compact and pieces:
             self._take_buffer()
-        peaks.look("reduction", BUFFERS, width * copied)
+        size, sent = width * copied, rules.sent or rules.width
+        if width != sent:
+            size += sent * (copied or max((n for one in slices for _, n in one), default=0))
+        if self.compact:  # source.to(output.dtype)
+            size += 4 * max(pieces, default=0)
+        peaks.look("reduction", BUFFERS, size)
         for index in self.bucket:
-            if index in self.mine:
+            own = index in self.mine
+            if own and not self.compact:
                 self._take_buffer()
-            if index in self.held and (index in self.mine or rules.stage == 2):
+            if own and rules.offload_optimizer:
+                piece = max(size for rank, size in self.slices[index] if rank == self.rank)
+                peaks.look("norm", UPDATE, NORM_WIDTH * piece)
+            # Sums that are in their buffer: a gradient of stage 2 stays until the pass has ended.
+            stays = self.compact and rules.stage == 2 and own and not rules.offload_optimizer
+            if index in self.held and (own or rules.stage == 2) and not stays:
                 peaks.drop(GRADIENTS, self.held.pop(index))
         self.bucket, self.bucket_elements = [], 0
 
     def _take_buffer(self) -> None:
-        if self.taken or self.rules.offload_optimizer:
+        if self.taken or (self.rules.offload_optimizer and not self.compact):
             return
         self.taken = True
         self.peaks.add(GRADIENTS, self._gradient_bytes())
 
     def _gradient_bytes(self) -> int:
-        if self.compact and self.rules.stage == 2:
+        if self.compact:
             return 4 * sum(self.partition.values())
         # grads_in_partition has the dtype of the parameters, and those at its ends whole.
         return self.rules.width * self.whole_mine
@@ -364,7 +436,7 @@ class _Partitioned(_Engine):
         offloaded = rules.offload_optimizer
         if not offloaded:
             peaks.look("norm", UPDATE, NORM_WIDTH * max(pieces, default=0))
-        flat_already = self.compact and rules.stage == 2
+        flat_already = self.compact
         groups = sorted(self.groups)
         for group in groups:
             size = self.partition[group]
@@ -414,12 +486,12 @@ class _Sharded(_Engine):
         if rules.world > 1:
             peaks.add(PARAMETERS, rules.width * self.total(self.persistent))
         # In fp32 too: _create_fp32_partitions compares a device with its name.
-        own = rules.state_width + 4
+        own = 4 * shard + self.states({index: self.part[index] for index in self.trained})
         if rules.offload_optimizer:
             # And a gradient for the optimizer, and the sums over micro steps.
-            peaks.host += (own + 4 + rules.sums) * shard
+            peaks.host += own + (4 + rules.sums) * shard
         else:
-            peaks.add(OPTIMIZER, own * shard)
+            peaks.add(OPTIMIZER, own)
             peaks.add(GRADIENTS, rules.sums * shard)
         peaks.add(BUFFERS, rules.width * rules.reduce_bucket)
         self.run_micro_step()
@@ -474,9 +546,11 @@ class _Sharded(_Engine):
             return
         alone = len(self.bucket) == 1 and self.numel(self.bucket[0]) % rules.world == 0
         padded = sum(self.part[index] for index in self.bucket) * rules.world
-        copied = 0 if alone else padded * rules.width
-        parts = padded // rules.world * rules.sums if rules.sums != rules.width else 0
-        peaks.look("reduction", BUFFERS, copied + parts)
+        sent = rules.sent or rules.width
+        copied = 0 if alone else padded * sent
+        cast = self.total(self.bucket) * sent if sent != rules.width else 0
+        parts = padded // rules.world * rules.sums if rules.sums != sent else 0
+        peaks.look("reduction", BUFFERS, cast + copied + parts)
         for index in self.bucket:
             peaks.drop(GRADIENTS, self.held.pop(index, 0))
         self.bucket, self.bucket_elements = [], 0
@@ -511,7 +585,7 @@ class _Coordinator:
         for index in needed:
             self.active[index] = self.active.get(index, 0) + 1
             if index in self.in_flight:
-                self._wait(self.in_flight[index])
+                self._wait(index)
         fresh = {index for index in needed if self.fetched_for.get(index, -1) < self.step}
         seen: set[int] = set()
         while self.queue and len(seen) < len(fresh):
@@ -543,8 +617,8 @@ class _Coordinator:
             self._free(index)
 
     def release_all(self) -> None:
-        for gathering in set(self.in_flight.values()):
-            self._wait(gathering)
+        for index in list(self.in_flight):
+            self._wait(index)
         for index in sorted(self.available - self.engine.persistent):
             self._free(index)
 
@@ -558,22 +632,23 @@ class _Coordinator:
         engine = self.engine
         self.elements += engine.total(wanted)
         size = sum(engine.part[index] for index in wanted) * engine.rules.world
-        gathering = _Gathering(tuple(wanted), size * engine.rules.width)
+        gathering = _Gathering(tuple(wanted), size * engine.rules.width, len(wanted))
         engine.peaks.add(PARAMETERS, gathering.size)
         self.in_flight |= dict.fromkeys(wanted, gathering)
 
-    def _wait(self, gathering: _Gathering) -> None:
-        """Several are gathered in one buffer, and then copied out of it; one is a view of it."""
-        engine = self.engine
-        whole = engine.rules.width * engine.total(gathering.parameters)
-        if len(gathering.parameters) > 1:
-            engine.peaks.add(PARAMETERS, whole)
+    def _wait(self, index: int) -> None:
+        """Several are gathered in one buffer, and then copied out of it, all when the first of them
+        is needed; the buffer goes when the last one is. A single one is a view of it."""
+        engine, gathering = self.engine, self.in_flight.pop(index)
+        if not gathering.arrived:
+            gathering.arrived = True
+            whole = engine.rules.width * engine.total(gathering.parameters)
+            several = len(gathering.parameters) > 1
+            engine.peaks.add(PARAMETERS, whole if several else whole - gathering.size)
+            self.available.update(gathering.parameters)
+        gathering.waiting -= 1
+        if not gathering.waiting and len(gathering.parameters) > 1:
             engine.peaks.drop(PARAMETERS, gathering.size)
-        else:
-            engine.peaks.add(PARAMETERS, whole - gathering.size)
-        for index in gathering.parameters:
-            self.in_flight.pop(index, None)
-            self.available.add(index)
 
     def _free(self, index: int) -> None:
         self.available.discard(index)
@@ -581,10 +656,13 @@ class _Coordinator:
         self.engine.peaks.drop(PARAMETERS, self.engine.rules.width * self.engine.numel(index))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Gathering:
     parameters: tuple[int, ...]
     size: int
+    waiting: int
+    """Parameters that no module has waited for yet."""
+    arrived: bool = False
 
 
 class _NextUse:
@@ -640,6 +718,20 @@ def _largest_copy(
             largest = max(largest, elements if count > 1 else 0)
             count = elements = 0
     return max(largest, elements if count > 1 else 0)
+
+
+def _all_reduced(sums: Iterable[int], sent: int) -> int:
+    """Bytes that allreduce_no_retain takes at most for fp32 sums of so many elements, one tensor a
+    group: several flat beside each other, a single one as it is; and that in the dtype in which
+    they are ``sent``."""
+    width = sent if sent != 4 else 0
+    largest = count = elements = 0
+    for size in [*sums, 0]:
+        count, elements = count + (size > 0), elements + size
+        if elements > ALL_REDUCED_ELEMENTS or not size:
+            largest = max(largest, ((4 if count > 1 else 0) + width) * elements)
+            count = elements = 0
+    return largest
 
 
 def padding(numel: int, world: int) -> int:

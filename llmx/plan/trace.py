@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 FETCH, RELEASE, FETCH_BACKWARD, RELEASE_BACKWARD, GRADIENT = range(5)
-"""Kinds of events: a module that has parameters of its own begins and ends its forward pass, and
-its backward pass; the gradient of a parameter is there."""
+"""Kinds of events: a module begins and ends its forward pass, and its backward pass; the gradient
+of a parameter is there."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class TracedParameter:
     trained: bool
     group: int = 0
     """The group of the optimizer that it is in."""
+    matrix: bool = False
+    """One that Muon updates."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class StepTrace:
     parameters: tuple[TracedParameter, ...]
     """In the order of the network, tied ones once."""
     modules: tuple[tuple[int, ...], ...]
-    """The parameters that each module has itself."""
+    """The parameters that stage 3 gathers for each module: those that it has itself; of a block
+    with experts all."""
     events: tuple[Event, ...]
     last_peak: int = 0
     """At most after the last event."""
@@ -94,7 +97,9 @@ class StepTrace:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, short ones."""
         return {
-            "parameters": [[one.numel, int(one.trained), one.group] for one in self.parameters],
+            "parameters": [
+                [one.numel, int(one.trained), one.group, int(one.matrix)] for one in self.parameters
+            ],
             "modules": [list(one) for one in self.modules],
             "events": [[one.kind, one.index, one.peak, one.live] for one in self.events],
             "last_peak": self.last_peak,
@@ -106,7 +111,7 @@ class StepTrace:
     def from_dict(cls, values: dict[str, Any]) -> StepTrace:
         """The inverse of ``to_dict``."""
         return cls(
-            tuple(TracedParameter(n, bool(t), g) for n, t, g in values["parameters"]),
+            tuple(TracedParameter(n, bool(t), g, bool(m)) for n, t, g, m in values["parameters"]),
             tuple(tuple(one) for one in values["modules"]),
             tuple(Event(*one) for one in values["events"]),
             values["last_peak"],

@@ -31,7 +31,7 @@ from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models.adapter import add_adapter, freeze
 from llmx.models.attention import AttentionMethod, methods
-from llmx.models.experts import Routing
+from llmx.models.experts import Routing, expert_blocks
 from llmx.models.factory import DTYPES, build_model, padded_vocab, plain_config, true_vocab
 from llmx.models.model import CAUSAL_LM, LANGUAGE_MODELS, Model, Models, ModelSpec
 from llmx.models.recompute import recompute
@@ -150,7 +150,12 @@ def _marked(values: Any, called: Any) -> Any:
         mark: Any = _Mark.apply
         return mark(values, called) if values.requires_grad else values
     if isinstance(values, (tuple, list)):
-        return type(values)(_marked(value, called) for value in values)
+        marked = [_marked(value, called) for value in values]
+        named = hasattr(values, "_fields")
+        return type(values)(*marked) if named else type(values)(marked)
+    if isinstance(values, dict):  # what transformers' models return
+        for key in values:
+            values[key] = _marked(values[key], called)
     return values
 
 
@@ -167,12 +172,27 @@ def watch(network: nn.Module, recorder: Recorder) -> StepTrace:
 
             parameter.register_post_accumulate_grad_hook(there)
     modules: list[tuple[int, ...]] = []
-    for module in network.modules():
-        own = tuple(numbers[id(parameter)] for parameter in module.parameters(recurse=False))
-        if own:
-            _watch_module(module, len(modules), recorder)
-            modules.append(own)
+    for module, own in _hooked(network):
+        _watch_module(module, len(modules), recorder)
+        modules.append(tuple(numbers[id(parameter)] for parameter in own))
     return StepTrace((), tuple(modules), ())
+
+
+def _hooked(network: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """The modules that DeepSpeed's stage 3 hooks, and what each of them gathers: those without
+    parameters, too, since it fetches ahead at each of them; a block with experts as a whole."""
+    wholes, seen = tuple(expert_blocks(network)), set()
+
+    def below(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        if module in seen:
+            return
+        seen.add(module)
+        whole = type(module) in wholes
+        yield module, list(module.parameters(recurse=whole))
+        for child in () if whole else module.children():
+            yield from below(child)
+
+    yield from below(network)
 
 
 def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
@@ -247,9 +267,12 @@ def trace_step(
             routing=Routing(network),
             fused_loss=spec.head in LANGUAGE_MODELS and fused_loss(exp.model, accelerator),
         )
-        groups = _groups(exp, network)
+        matrices = hidden_matrices(network) if exp.optim.kind == "muon" else set()
+        groups = _groups(exp, network, matrices)
         parameters = tuple(
-            TracedParameter(one.numel(), one.requires_grad, groups.get(id(one), 0))
+            TracedParameter(
+                one.numel(), one.requires_grad, groups.get(id(one), 0), id(one) in matrices
+            )
             for one in network.parameters()
         )
         buffers = sum(one.numel() * one.element_size() for one in network.buffers())
@@ -436,9 +459,8 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-def _groups(exp: Experiment, network: nn.Module) -> dict[int, int]:
+def _groups(exp: Experiment, network: nn.Module, matrices: set[int]) -> dict[int, int]:
     """The optimizer's group of each trained parameter, by its id."""
-    matrices = hidden_matrices(network) if exp.optim.kind == "muon" else set()
     groups = parameter_groups(
         network,
         weight_decay=exp.optim.weight_decay,

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from llmx.compose.complete import refusal
 from llmx.config import experiment_from_dict
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
 from llmx.models.adapter import add_adapter
 from llmx.plan import make_plan
-from llmx.plan.adapter import adapter_size, network_modules, target_problems
+from llmx.plan.adapter import (
+    adapter_size,
+    freeze_problems,
+    network_modules,
+    target_problems,
+)
+from llmx.plan.choices import said_of_memory, with_traces
 from llmx.plan.memory import GIB
+from llmx.plan.predict import Traces
 from tests.composing import composed
 from tests.small_models import small_model
 
@@ -178,6 +188,50 @@ def test_names_are_checked_before_ranks_start(adapter: dict[str, Any], words: li
     assert all(word in problem for word in words), problem
 
 
+@pytest.mark.parametrize(
+    ("task", "adapter", "words"),
+    [
+        ("reward", {"modules_to_save": ["score"]}, ""),
+        ("sft", {"modules_to_save": ["score"]}, "score names no module with weights"),
+        ("reward", {"modules_to_save": ["lm_head"]}, "lm_head names no module with weights"),
+        ("reward", {"targets": ["lm_head"]}, "lm_head names no linear layer"),
+        ("embed", {"modules_to_save": ["lm_head"]}, "lm_head names no module with weights"),
+        ("embed", {"targets": ["layers.0.mlp.up_proj"]}, ""),
+        ("embed", {"targets": ["model.layers.0.mlp.up_proj"]}, "names no linear layer"),
+    ],
+)
+def test_names_are_those_of_a_network_with_the_head_of_the_task(
+    task: str, adapter: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = {**BERT, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    base = ["hardware=cpu2", "model=hf", f"model.path={tmp_path}", "model.tokenizer=demo"]
+    own = [f"adapter.{key}=[{','.join(names)}]" for key, names in adapter.items()]
+    base += ["adapter=lora", f"task={task}", "data.seq_len=64", *own]
+    if not words:
+        assert composed(base).plan
+        return
+    with pytest.raises(ConfigError, match=words):
+        composed(base)
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_patterns_of_parameters_are_checked_before_ranks_start(kind: str) -> None:
+    """Of the real network none is refused."""
+    exp = experiment(kind)
+    for name, _ in small_model(kind, **SMALL[kind]).named_parameters(remove_duplicate=False):
+        model = dataclasses.replace(exp.model, freeze=[name])
+        assert not list(freeze_problems(model)), name
+    model = dataclasses.replace(exp.model, freeze=["*.embedd*", "*.layers.9.*"])
+    problems = list(freeze_problems(model))
+    assert len(problems) == 2
+    assert all(problem.startswith("model.freeze: ") for problem in problems)
+    assert all("a star stands for any characters" in problem for problem in problems)
+    model = dataclasses.replace(exp.model, freeze=["layers.0.*", "h.0.*", "decoder.layers.0.*"])
+    assert len(list(freeze_problems(model, head=""))) == 2, "of a backbone, maybe"
+
+
 BERT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -217,8 +271,11 @@ def test_a_bert_has_names_of_its_own() -> None:
         size = adapter_size(model, adapter)
         assert size is not None
         assert size.added == sum(p.numel() for p in network.parameters()) - before
-    # A classifier has other names behind the encoder: nothing is refused before it is built.
-    assert not list(target_problems(model, dataclasses.replace(exp.adapter, targets=["pooler"])))
+    # A classifier has other names behind the encoder: what one of both has is not refused.
+    others = {"targets": ["pooler.dense"], "modules_to_save": ["classifier"]}
+    assert not list(target_problems(model, dataclasses.replace(exp.adapter, **others)))
+    (problem,) = target_problems(model, dataclasses.replace(exp.adapter, targets=["q_proj"]))
+    assert "It has query, key, value, dense." in problem
 
 
 QLORA = ["model=llama2_7b", "hardware=a100x8", "adapter=qlora", "batch.micro_batch=1"]
@@ -259,6 +316,8 @@ def test_where_4_bits_do_not_work(words: list[str], message: str) -> None:
 def test_zero_3_is_not_advised_for_4_bits() -> None:
     words = ["zero=stage2_offload", "data.seq_len=4096", "batch.micro_batch=1"]
     more = ["model.activation_checkpointing=full", "model.config.num_hidden_layers=900"]
-    plan = composed([*QLORA, *words, *more]).plan
-    (said,) = [line for line in plan.warnings if "Cheapest remedy" in line]
+    found = composed([*QLORA, *words, *more])
+    plan = with_traces(found.plan, found.experiment, Traces({}), allows=refusal)
+    said = " ".join(said_of_memory(plan))
+    assert "expect it to run out of memory" in said
     assert "zero=stage3" not in said

@@ -9,7 +9,7 @@ import torch
 
 from llmx.models.recompute import recompute
 from llmx.plan.geometry import Geometry, geometry
-from llmx.plan.memory import layer_activations
+from llmx.plan.memory import layer_activations, offloaded_gradients
 from tests.saved_activations import SMALL, VOCABULARY, saved_bytes, small_inputs, small_model
 
 BATCH, LENGTH = 2, 128
@@ -60,3 +60,15 @@ def test_activations_with_checkpointing(kind: str) -> None:
     for how, expected in (("selective", predicted.selective), ("full", predicted.full)):
         found = bytes_of_a_layer(kind, {}, dtype=torch.bfloat16, how=how)
         assert expected == pytest.approx(found, rel=0.05), how
+
+
+@pytest.mark.parametrize(
+    ("stage", "width", "accum", "expected"),
+    [(1, 4, 4, 4000), (1, 2, 2, 2000), (1, 2, 4, 4000 + 500), (2, 2, 2, 0), (2, 2, 4, 500),
+     (2, 4, 4, 0), (3, 2, 4, 0)],
+)  # fmt: skip
+def test_gradients_that_an_offload_leaves_on_the_device(
+    stage: int, width: int, accum: int, expected: int
+) -> None:
+    found = offloaded_gradients(stage, 1000, 125, width=width, accum=accum)
+    assert found == expected

@@ -101,7 +101,8 @@ def test_sums_over_micro_steps_take_more() -> None:
     once, twice = peak_of(big, RULES), peak_of(big, replace(RULES, accumulation=2))
     assert twice.total == once.total + 4 * N // 2
     stage_1 = replace(RULES, stage=1, accumulation=2)
-    assert peak_of(big, stage_1).total == once.total + 4 * N
+    # The bucket for reductions is there from the first micro step on.
+    assert peak_of(big, stage_1).total == once.total + 4 * N + 4 * 1500
 
 
 def test_stage_3_keeps_what_it_needs_again_soon() -> None:
@@ -149,3 +150,76 @@ def test_frozen_weights_have_neither_gradient_nor_state() -> None:
         found = peak_of(lora, replace(RULES, stage=stage))
         share = NUMEL if stage == 0 else NUMEL // 2
         assert found.parts["optimizer"] == (8 if stage == 0 else 12) * share
+
+
+def forward(*modules: tuple[int, ...]) -> StepTrace:
+    """A forward pass through modules, without activations."""
+    kinds = [(kind, number) for number in range(len(modules)) for kind in (FETCH, RELEASE)]
+    return StepTrace(
+        tuple(TracedParameter(NUMEL, True) for _ in range(LAYERS)),
+        modules,
+        tuple(Event(kind, number, 0, 0) for kind, number in kinds),
+    )
+
+
+SHARDED = replace(RULES, stage=3, max_reuse_distance=0, offload_optimizer=True)
+HELD = 4 * N // 2 + 4 * 1500
+"""Parts of the parameters, the bucket for reductions."""
+
+
+def test_what_is_gathered_together_stays_until_the_last_of_it_is_needed() -> None:
+    layers = forward((0,), (1,), (2,), (3,))
+    found = peak_of(layers, replace(SHARDED, prefetch_bucket=3 * NUMEL))
+    # Ahead of the second layer three in one buffer, copied out of it when that layer begins.
+    assert found.total == HELD + 2 * 4 * 3 * NUMEL
+
+
+def test_more_is_fetched_ahead_at_a_module_without_parameters() -> None:
+    rules = replace(SHARDED, prefetch_bucket=1)
+    plain = peak_of(forward((0,), (1,), (2,), (3,)), rules)
+    nested = peak_of(forward((0,), (), (1,), (2,), (3,)), rules)
+    assert plain.total == HELD + 2 * 4 * NUMEL
+    assert nested.total == plain.total + 4 * NUMEL
+
+
+def test_bf16_with_fp32_sums_at_stage_1_has_all_sums_on_every_rank() -> None:
+    bf16 = replace(RULES, stage=1, width=2, bf16=True, accumulation=2)
+    found = peak_of(trace(), bf16)
+    half = N // 2
+    # Parameters, master weights and moments, sums, gradients; temporaries of the update.
+    assert found.total == 2 * N + 12 * half + 4 * N + 2 * N + 8 * half
+    assert found.moment == "update"
+    # What is reduced is sent in bf16; the sums of several groups are copied flat before.
+    small = replace(bf16, temporary_width=0)
+    assert peak_of(trace(), small).total == 10 * N - 2 * N + 12 * half + 2 * N
+    parameters = (TracedParameter(NUMEL, True, 1), *trace().parameters[1:])
+    grouped = peak_of(replace(trace(), parameters=parameters), small)
+    assert grouped.total == 8 * N + 12 * half + (4 + 2) * N
+    assert grouped.moment == "all-reduce"
+
+
+def test_an_offload_at_stage_1_leaves_the_gradients_on_the_device() -> None:
+    found = peak_of(trace(), replace(RULES, stage=1, offload_optimizer=True))
+    # Parameters, two buffers; the first gradient is in the bucket, and its norm is taken in fp64.
+    assert found.total == 4 * N + 4 * NUMEL + 4 * 1500 + 3 * 4 * NUMEL + 8 * NUMEL
+    # Master weights, gradients and what goes back; moments; a buffer.
+    assert found.host == (4 + 4 + 4) * N // 2 + 8 * N // 2 + 4 * NUMEL
+    at_2 = peak_of(trace(), replace(RULES, stage=2, offload_optimizer=True))
+    assert at_2.total < found.total
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp32_sums_beside_an_offload_are_on_the_device(stage: int) -> None:
+    half = replace(RULES, stage=stage, width=2, offload_optimizer=True, accumulation=2)
+    exact, rough = peak_of(trace(), half), peak_of(trace(), replace(half, sums=2))
+    assert exact.total >= rough.total + 4 * N // 2
+    # Their sums in 16 bits are in host memory.
+    assert rough.host == exact.host + 2 * N // 2
+
+
+def test_overlapped_reductions_at_stage_1_need_no_whole_gradients() -> None:
+    big = trace(activations=100_000)
+    rules = replace(RULES, stage=1, reduce_bucket=NUMEL)
+    behind = peak_of(big, rules)
+    overlapped = peak_of(big, replace(rules, overlap=True))
+    assert overlapped.total <= behind.total + 4 * NUMEL

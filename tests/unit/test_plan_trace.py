@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from llmx.lifecycle import memory
 from llmx.lifecycle.memory import find_traces
@@ -118,6 +119,21 @@ def test_a_gpu_needs_no_gpu(attention: str, tmp_path: Path) -> None:
     assert on_cuda.peak < traced(exp).peak
     llama = traced(small(tmp_path), accelerator="cuda", precision="bf16", attention=attention)
     assert llama.peak < traced(small(tmp_path)).peak / 1.5
+
+
+def test_every_module_is_hooked_and_a_block_with_experts_as_one() -> None:
+    """As DeepSpeed's stage 3 does: it fetches ahead at modules without parameters, too."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = MixtralConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, vocab_size=16, **heads
+    )
+    network = MixtralForCausalLM(config)
+    hooked = [(type(module).__name__, own) for module, own in memory_trace._hooked(network)]
+    assert [len(own) for name, own in hooked if name == "MixtralSparseMoeBlock"] == [3, 3]
+    assert not any(name.endswith(("Experts", "Router")) for name, _ in hooked)
+    assert [own for name, own in hooked if name == "MixtralDecoderLayer"] == [[], []]
+    every = [id(parameter) for _, own in hooked for parameter in own]
+    assert sorted(every) == sorted(map(id, network.parameters()))
 
 
 def test_bytes_between_two_micro_batches(tmp_path: Path) -> None:
