@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmx.run.metrics.lines import read_metrics
+import pytest
+
+from llmx.plan import make_plan
+from llmx.run import snapshot
+from llmx.run.metrics.lines import GROUPS, read_metrics
 from llmx.run.rundir import RunDir
 from tests.rundirs import experiment, write_run
 
-MEASURED = {
-    *("time", "step_time_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s"),
-    *("forward_s", "backward_s", "update_s", "idle_share"),
-}
+MEASURED = {"time", *(key for key, group in GROUPS.items() if group == "perf")}
 """What depends on the machine, not on the training."""
 OF_THE_INTERVAL = {"loss_mean"}
 """Over the steps since the last line, or since a resume between two lines."""
@@ -55,3 +56,18 @@ def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
 def has_saved(run_dir: RunDir, step: int) -> bool:
     """Whether the metrics say that this step, or a later one, is saved."""
     return any(event["step"] >= step for event in events(run_dir, "saved"))
+
+
+def assert_planned_sizes(run_dir: RunDir) -> None:
+    """A checkpoint and ``model/`` take what the plan says, within 5 % or, of small ones, 64 KiB."""
+    exp = snapshot.load(run_dir)
+    exp.model.config.setdefault("vocab_size", 1024)  # of the bundled tokenizer
+    storage = make_plan(exp).storage
+    assert storage is not None
+    newest = sorted(run_dir.checkpoints.glob("step-*"))[-1]
+    for directory, planned in (
+        (newest, storage.checkpoint_bytes),
+        (run_dir.root / "model", storage.model_bytes),
+    ):
+        written = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        assert written == pytest.approx(planned, rel=0.05, abs=2**16)

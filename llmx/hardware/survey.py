@@ -77,7 +77,7 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
         else {"cuda": cuda_of_torch()},
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
-        "free_bytes": shutil.disk_usage(nearest_directory(run_dir)).free,
+        **space_facts(run_dir),
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "ninja": which("ninja"),
@@ -230,6 +230,41 @@ def directory_facts(path: str) -> dict[str, Any]:
     except OSError:
         writable = False
     return {"writable": writable, "free_bytes": shutil.disk_usage(there).free}
+
+
+def space_facts(run_dir: str) -> dict[str, Any]:
+    """Free bytes where checkpoints are written, how many of them lie there, and the RAM that is
+    available."""
+    checkpoints = os.path.join(run_dir, "checkpoints")  # noqa: PTH118
+    return {
+        "free_bytes": shutil.disk_usage(nearest_directory(checkpoints)).free,
+        "checkpoints": len(glob.glob(f"{glob.escape(checkpoints)}/step-*/")),  # noqa: PTH207
+        "ram_available_bytes": ram_available(),
+    }
+
+
+def ram_available(root: str = "/") -> int | None:
+    """Of the host and of this process's control groups; None where the kernel does not say.
+
+    ``llmx.checkpoint.save.host_copies`` asks the same for a rank, with torch.
+    """
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(f"{root}proc/meminfo"), re.MULTILINE)
+    if found is None:
+        return None
+    available = [int(found.group(1)) * 1024]
+    own = re.search(r"^0::(/.*)$", _text(f"{root}proc/self/cgroup"), re.MULTILINE)
+    group = own.group(1).strip("/") if own else ""
+    while True:
+        at = f"{root}sys/fs/cgroup/{group}".rstrip("/")
+        limit, used = _text(f"{at}/memory.max").strip(), _text(f"{at}/memory.current").strip()
+        if limit.isdigit() and used.isdigit():
+            # The kernel frees pages of files before it kills anything.
+            pages = re.search(r"^inactive_file (\d+)$", _text(f"{at}/memory.stat"), re.MULTILINE)
+            cached = int(pages.group(1)) if pages else 0
+            available.append(max(0, int(limit) - int(used) + cached))
+        if not group:
+            return min(available)
+        group = os.path.dirname(group)  # noqa: PTH120
 
 
 def count_gpus() -> int | None:

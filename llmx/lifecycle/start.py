@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx.compose.complete import Composed, check_paths, compose
@@ -17,6 +18,7 @@ from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.packing import resolve_layout
 from llmx.lifecycle.speeds import with_known_speeds
 from llmx.plan import Plan
+from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir
 from llmx.tracking.packages import check_packages
@@ -64,14 +66,23 @@ def run_composed(
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = write_launch_files(exp, plan, run)
     if exp.dry_run:
+        from llmx.hardware.space import problems_here
+        from llmx.hardware.survey import space_facts
         from llmx.launch.render.files import render_command
         from llmx.observe.report.plan_table import print_plan
 
         command = render_command(launch)
-        print_plan(plan, exp, command=command, run_dir=run.root, stream=out, traces=traces)
+        here = space_facts(str(run.root))
+        lacking = problems_here(plan, str(run.root), here)
+        plan = replace(plan, warnings=(*plan.warnings, *lacking))
+        print_plan(
+            plan, exp, command=command, run_dir=run.root, stream=out, traces=traces, here=here
+        )
         return 0
     if instead is not None:
         return instead(exp, plan, run, launch)
+    for line in said_of_memory(plan):
+        print(f"! {line}", file=out, flush=True)
     result = supervise(exp, plan, run, launch=launch)
     if result.exit_code == 0:
         learn(run, exp, plan)

@@ -55,6 +55,24 @@ def test_no_shared_file_system(make_cluster: Make, tmp_path: Path, need: Need) -
     nothing_left(cluster, timeout_s=5)
 
 
+def test_a_small_disk_of_one_host(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    """Each host has a disk of its own: half of a checkpoint must fit on it, twice."""
+    need("pdsh", "rsync")
+    cluster = make_cluster()
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    cluster["node-b"].add_disk(runs, size_mib=6)
+    overrides = ["launch.transport=pdsh", "launch.sync=rsync", f"run_dir={runs}/x"]
+    overrides += ["model.config.hidden_size=256", "model.config.intermediate_size=1024"]
+    overrides += ["model.config.num_hidden_layers=4", "checkpoint.every_steps=2"]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    assert run.wait(timeout_s=60) == 2, run.output()
+    said = run.out.read_text()
+    assert f"config: node-b: {runs}/x has " in said
+    assert "the first one is removed only when the second is complete" in said
+    nothing_left(cluster, timeout_s=5)
+
+
 def test_ssh_on_the_wrong_port(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     need("pdsh")
     cluster = make_cluster()

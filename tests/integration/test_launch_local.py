@@ -20,6 +20,7 @@ import pytest
 from llmx.launch.agents.agent import ProcessTable
 from llmx.run.rundir import RunDir
 from tests.cluster.launching import SMALL
+from tests.resumed_runs import assert_planned_sizes
 
 pytestmark = pytest.mark.deepspeed
 
@@ -109,6 +110,34 @@ def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     assert run.result()["outcome"] == "data"
     assert time.monotonic() - began < 90
     assert run.left() == []
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    """Found before a rank is started. On one with space for two checkpoints, as the plan has it,
+    the same run is resumed and ends well; and it has written what the plan says."""
+    disk = tmp_path / "run"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "llmx-test", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        words = ["model.config.hidden_size=128", "model.config.num_hidden_layers=4"]
+        run = LocalRun(tmp_path, *words, "task.steps=6", "checkpoint.every_steps=2")
+        assert run.wait(120) == 2, run.out.read_text()
+        said = run.out.read_text()
+        assert f"config: {disk} has " in said
+        assert "the first one is removed only when the second is complete" in said
+        assert "set run_dir to a directory on a larger disk" in said
+        assert not list((disk / "ranks").iterdir()), "no rank was started"
+        subprocess.run(["mount", "-o", "remount,size=13m", str(disk)], check=True)
+        argv = [sys.executable, "-m", "llmx", "resume", str(disk), "checkpoint.keep.last=1"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "saves fail" not in done.stdout + done.stderr, "there is enough"
+        assert [path.name for path in run.dir.checkpoints.glob("step-*")] == ["step-00000006"]
+        assert_planned_sizes(run.dir)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_defect_shows_its_traceback_once(tmp_path: Path) -> None:

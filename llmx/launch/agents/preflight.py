@@ -10,13 +10,15 @@ import dataclasses
 import json
 import queue
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.hardware.compare import asked_of_hosts, compare_hosts, extensions
+from llmx.hardware.compare import asked_of_hosts, compare_hosts, extensions, storage_of
 from llmx.hardware.remote import SurveyError, run_survey, survey_source
+from llmx.hardware.space import disk_problem, disk_use, ram_problem
+from llmx.hardware.survey import space_facts
 from llmx.launch.agents.connection import (
     AgentError,
     Connection,
@@ -208,18 +210,25 @@ def kill_leftovers(spec: LaunchSpec, connections: list[Connection], log: RunLog)
             )
 
 
-def check_environments(spec: LaunchSpec, connections: list[Connection]) -> tuple[str, ...]:
-    """Compare the environments of all hosts; LaunchError with everything that is incompatible.
+def check_environments(
+    spec: LaunchSpec, connections: list[Connection], *, is_restart: bool = False
+) -> tuple[str, ...]:
+    """Compare the environments of all hosts; LaunchError with everything that is incompatible, and
+    ConfigError where a disk is too small for the run.
 
     Returns warnings. A run on this machine alone is checked only where something can be missing
     (GPUs, extensions that DeepSpeed compiles), and without importing torch, so that it starts fast.
+    Its disk and RAM are always looked at. ``is_restart``: too little disk is a warning, since the
+    supervisor waits for space by itself.
     """
+    here = space_facts(str(spec.run_dir.root))
+    space = _check_disks(spec, {None: here}, is_restart=is_restart)
     asked = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
     ranks = rank_env(spec)
     names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR")
     asked["env"] = {name: ranks[name] for name in names if name in ranks}
     if not any(connection.is_remote for connection in connections):
-        return _check_this_machine(spec, asked)
+        return (*space, *_check_this_machine(spec, asked, here))
     used = [connection for connection in connections if connection.hosts]
     name = survey_request(spec.python, asked)
     records = {each.name: HostRecord(spec.plan.hosts[each.hosts[0]]) for each in used}
@@ -249,15 +258,40 @@ def check_environments(spec: LaunchSpec, connections: list[Connection]) -> tuple
     write_json(spec.run_dir.hosts, surveys)
     if findings.errors:
         raise LaunchError("\n".join(findings.errors))
-    return findings.warnings
+    remote: dict[str | None, Message] = {
+        each.name: surveys[each.name] for each in used if each.is_remote and not each.shared
+    }
+    return (*space, *_check_disks(spec, remote, is_restart=is_restart), *findings.warnings)
 
 
-def _check_this_machine(spec: LaunchSpec, asked: Message) -> tuple[str, ...]:
-    """The ranks themselves check what torch was built for."""
+def _check_disks(
+    spec: LaunchSpec, facts: Mapping[str | None, Message], *, is_restart: bool
+) -> tuple[str, ...]:
+    """Warnings of disks that may become full. ``facts``: by host with a run directory of its own;
+    None: this machine."""
+    errors, warnings = [], []
+    for name, found in facts.items():
+        use = disk_use(spec.plan.storage, name, there=found.get("checkpoints", 0))
+        where = str(spec.run_dir.root) if name is None else f"{name}: {spec.run_dir.root}"
+        if use is not None:
+            error, warning = disk_problem(use, found["free_bytes"], where=where)
+            errors += [error] if error else []
+            warnings += [warning] if warning else []
+    if errors and not is_restart:
+        raise ConfigError("\n".join(errors))
+    return (*errors, *warnings)
+
+
+def _check_this_machine(spec: LaunchSpec, asked: Message, here: Message) -> tuple[str, ...]:
+    """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
     host, *others = spec.plan.hosts
     needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.accelerator == "cuda"
-    if others or not host.is_local or not needed:
+    if others or not host.is_local:
         return ()  # the hosts of Slurm cannot be checked from here
+    if not needed:
+        own = storage_of(spec.plan, host.name)
+        text = "" if own is None else ram_problem(own, host.name, here)
+        return (text,) if text else ()
     asked = {**asked, "torch": False}
     record, name = HostRecord(host), survey_request(spec.python, asked)
     request = json.dumps({**asked, "known": record.survey(name)})

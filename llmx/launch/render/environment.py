@@ -22,7 +22,7 @@ from llmx.config.launch_rules import (
     is_secret,
     is_variable_name,
 )
-from llmx.config.user_code import user_task
+from llmx.config.user_code import user_code
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
 
@@ -76,8 +76,9 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
     }
     env.setdefault("OMP_NUM_THREADS", str(_threads(spec)))
     env["PATH"] = _prepended(str(Path(spec.python).parent), env.get("PATH", "/usr/bin:/bin"))
-    if (task := user_task(exp.task)) is not None and not task.is_installed:
-        env["PYTHONPATH"] = _prepended(str(task.root), env.get("PYTHONPATH", ""))
+    for code in user_code(exp.task):
+        if not code.is_installed:
+            env["PYTHONPATH"] = _prepended(str(code.root), env.get("PYTHONPATH", ""))
     if spec.code_root is not None:
         env["PYTHONPATH"] = _prepended(spec.code_root, env.get("PYTHONPATH", ""))
     env["PYTHONFAULTHANDLER"] = "1"  # a rank that dies of SIGSEGV says where

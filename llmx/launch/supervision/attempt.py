@@ -131,7 +131,7 @@ class Attempt:
         self.connections = start_agents(spec, self.inbox)
         handshake(spec, self.connections)
         kill_leftovers(spec, self.connections, log)
-        for warning in check_environments(spec, self.connections):
+        for warning in check_environments(spec, self.connections, is_restart=self.is_restart):
             (log.debug if self.is_restart else log.warning)(warning)
         self.spec = spec = resolve_network(spec, self.connections)
         push_inputs(spec, self.connections, log.debug if self.is_restart else log.info)

@@ -14,12 +14,14 @@ import yaml
 from llmx.compose.apply_overrides import RunCommand, parse_run_command
 from llmx.compose.complete import check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
+from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.reproduce.before import all_differences
 from llmx.lifecycle.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.lifecycle.reproduce.show import print_differences, print_outcome
 from llmx.lifecycle.reproduce.target import ALLOWED, fresh_sibling, next_experiment
 from llmx.lifecycle.resume.changed import keep_choice, plan_of
 from llmx.lifecycle.resume.rules import Change
+from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
 from llmx.run.metrics.equality import compare_runs
 from llmx.run.metrics.lines import read_metrics
@@ -74,6 +76,7 @@ def reproduce(words: RunCommand) -> int:
     old_plan = plan_of(run, exp)
     new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
     composed = keep_choice(plan_experiment(new), old_plan, {change.key for change in changed})
+    composed, _ = with_traced_memory(composed, make=False)
     new = composed.experiment
     print(f"reproducing {run.root}\n       into {target.root}")
     for note in snapshot.migrations(run):
@@ -89,6 +92,8 @@ def reproduce(words: RunCommand) -> int:
     found = all_differences(run, new, composed, then=then, now=now)
     sys.stdout.flush()
     print_differences(found, not_recorded(then), stream=sys.stdout)
+    for line in said_of_memory(composed.plan):
+        print(f"! {line}", flush=True)
     grave = [difference for difference in found if difference.severity != HARMLESS]
     if code is not None and (words.flag("dry_run") or (strict and grave)):
         discard(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import yaml
 
@@ -13,6 +14,7 @@ from llmx.compose.apply_overrides import RunCommand, parse_run_command
 from llmx.compose.complete import check_paths
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.resume.changed import Next, next_run, schedule_note
 from llmx.lifecycle.resume.choose import is_hashed, newest_usable, problems_of
 from llmx.lifecycle.resume.edited import edited_config
@@ -20,6 +22,7 @@ from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
 from llmx.lifecycle.resume.rules import SAME, refuse_other_content, table
 from llmx.lifecycle.resume.run_state import RunState, read_state
 from llmx.lifecycle.start import Launch
+from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
 from llmx.run.provenance import record
 from llmx.run.provenance.differences import (
@@ -76,6 +79,8 @@ def resume(
     state = read_state(run)
     step = words.step("step", least=0)
     upcoming = next_run(run, exp, words, state, asked=asked)
+    composed, _ = with_traced_memory(upcoming.composed, make=False)
+    upcoming = replace(upcoming, composed=composed)
     if nothing_left(run, upcoming, state, step):
         return 0
     origin = first_step(run, state, step)
@@ -225,6 +230,9 @@ def _print_changes(
                 f"  differs   {difference.what}: {difference.then} then, {difference.now} now"
                 f" ({MEANING[difference.severity]})"
             )
+    composed = upcoming.composed
+    for line in said_of_memory(composed.plan):
+        print(f"  !         {line}")
     sys.stdout.flush()
 
 

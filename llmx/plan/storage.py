@@ -1,0 +1,359 @@
+"""What a plan takes of its hosts beside device memory: RAM, NVMe, disk, ``/dev/shm``. Pure.
+
+    python -m llmx plan model=llama3_8b hardware=a100x8 zero=infinity zero.nvme_path=/nvme
+
+Bytes that follow from the model, the ZeRO stage and ``checkpoint.keep``; what is assumed beside
+them is a constant below. What is not known before data and model are there is None, and shown as
+unknown. ``llmx.hardware.space`` compares it with what a host has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from llmx import text as human
+from llmx.config.schema import CheckpointConfig, Experiment, ZeroConfig
+from llmx.plan.geometry import model_geometry
+from llmx.plan.memory import BYTES, CONTEXT_GIB, GIB, adamw_elements, optimizer_bytes
+from llmx.plan.types import HostStorage, Plan, StoragePlan
+
+MIB = 1024**2
+
+PROCESS_BYTES = {"cpu": math.ceil(CONTEXT_GIB["cpu"] * GIB), "cuda": 2048 * MIB}
+"""RAM of a rank beside its tensors: Python, torch, deepspeed, transformers (measured on CPU,
+docs/planner.md); with CUDA also what its driver and NCCL take in host memory, which is assumed."""
+PINNED = 2
+"""Checkpoints that are not removed yet, since they are being collected from disks of other hosts
+(``llmx.launch.sync.checkpoints``)."""
+TEXT_BYTES = 96 * 1024
+"""Manifest, state, config, plan and tokenizer in a checkpoint: assumed."""
+
+NCCL_CHANNEL_BYTES = 4 * MIB + 512 * 1024 + 4_915_200
+"""Buffers of one channel of a connection through ``/dev/shm``, for NCCL's three protocols: Simple
+(``NCCL_BUFFSIZE``, 4 MiB), LL and LL128 (``src/include/device.h``)."""
+NCCL_CHANNELS = 4
+"""Of ranks on a host whose GPUs do not reach each other (P2P): assumed. With P2P none goes through
+``/dev/shm``."""
+
+SWAPPED_FROM_BYTES = MIB
+"""DeepSpeed leaves smaller pieces in RAM (``swap_tensor/utils.py: MIN_AIO_BYTES``)."""
+PARAMETER_BUFFERS, PARAMETER_BUFFER_ELEMENTS = 5, 10**8
+"""``offload_param.buffer_count`` and ``buffer_size`` of DeepSpeed 0.19.8, allocated at once."""
+OPTIMIZER_BUFFERS = 4
+"""``offload_optimizer.buffer_count``: each of the largest group that is updated at once, fp32."""
+PARAMETERS_IN_RAM = 10**9
+"""``offload_param.max_in_cpu``: elements of a rank that stay in RAM beside their files."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What is known of the model, in elements."""
+
+    whole: int
+    """With an adapter's."""
+    trained: int
+
+
+def with_storage(plan: Plan, exp: Experiment, *, size: ModelSize | None = None) -> Plan:
+    """The plan with what it takes of its hosts, and a warning where that is more RAM than the
+    config says they have. ``size``: of a model that only its trace knows."""
+    said = {text for one in _hosts(plan) if (text := lacks_ram(one))}
+    kept = tuple(text for text in plan.warnings if text not in said)
+    plan = replace(plan, storage=plan_storage(exp, plan, size=size))
+    new = dict.fromkeys(text for one in _hosts(plan) if (text := lacks_ram(one)))
+    return replace(plan, warnings=(*kept, *new))
+
+
+def _hosts(plan: Plan) -> tuple[HostStorage, ...]:
+    return plan.storage.hosts if plan.storage is not None else ()
+
+
+def lacks_ram(host: HostStorage) -> str:
+    """The sentence where a host has less than it needs; empty where it fits or is not known."""
+    needed, has = host.ram_bytes, host.ram_has_bytes
+    if needed is None or has is None or needed <= has:
+        return ""
+    return (
+        f"{host.names}: {human.size(needed)} of RAM predicted, {human.size(has)} available "
+        f"(hardware.hosts[].memory_gib): expect the kernel to kill ranks. {less_ram(host)}"
+    )
+
+
+def less_ram(host: HostStorage) -> str:
+    """What to change, by the largest part."""
+    if (host.staging_bytes or 0) > (host.offload_bytes or 0):
+        return "Fewer ranks on the host, or zero.sub_group_size=100000000."
+    if host.offload_bytes:
+        return (
+            "Offload less, or to NVMe: zero=infinity zero.nvme_path=/path/on/a/fast/disk; "
+            "or more hosts."
+        )
+    if host.training_bytes:
+        return "batch.micro_batch=1, zero=stage3, or fewer ranks on the host."
+    return "Fewer ranks on the host."
+
+
+def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) -> StoragePlan:
+    """Of every host, those that take the same together."""
+    certain = 1.0 if size is not None else _certain(exp, plan.num_parameters)
+    if size is None and plan.num_parameters:
+        size = ModelSize(plan.num_parameters, plan.num_trained or plan.num_parameters)
+    checkpoint = None if size is None else checkpoint_bytes(exp, plan, size)
+    private = exp.launch.sync == "rsync" and len(plan.hosts) > 1
+    pinned = PINNED if private else 0
+    kept, at_once = checkpoint_counts(exp.checkpoint, plan.total_steps, pinned=pinned)
+    model = None if size is None else exported_bytes(exp, plan, size)
+    rams = [host.memory_gib for host in exp.hardware.hosts]
+    kinds: dict[_Kind, HostStorage] = {}
+    alike: dict[HostStorage, list[str]] = {}
+    for index, host in enumerate(plan.hosts):
+        # On disks of their own hosts have what their ranks write; the launching machine collects.
+        whole = not private or host.is_local
+        ram = rams[index] if index < len(rams) else None
+        kind = _Kind(host.device, host.slots, ram, index == 0, whole)
+        if kind not in kinds:
+            share = 1.0 if whole else host.slots / plan.world_size
+            kinds[kind] = replace(
+                _of_host(exp, plan, kind, size),
+                checkpoint_bytes=None if checkpoint is None else math.ceil(share * checkpoint),
+                model_bytes=model if whole or index == 0 else 0,
+            )
+        alike.setdefault(kinds[kind], []).append(host.name)
+    return StoragePlan(
+        hosts=tuple(replace(one, hosts=tuple(names)) for one, names in alike.items()),
+        checkpoint_bytes=checkpoint,
+        checkpoints_kept=kept,
+        checkpoints_at_once=at_once,
+        model_bytes=model,
+        private=private,
+        certain=certain,
+    )
+
+
+# --- Disk ----------------------------------------------------------------------------------------
+
+
+def checkpoint_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
+    """Of one checkpoint: fp32 weights and the optimizer's states of what is trained, for any ZeRO
+    stage and number of ranks; frozen weights (``model.freeze``) as they are in memory. The frozen
+    base of an adapter is not in it."""
+    shape = model_geometry(exp.model)
+    states = 4 + optimizer_bytes(exp.optim.kind, "fp32")
+    found: float = states * size.trained
+    if exp.optim.kind == "muon" and exp.adapter.kind == "none" and shape is not None:
+        found += 4 * adamw_elements(shape, size.trained)
+    if exp.adapter.kind == "none":
+        found += BYTES[plan.precision] * (size.whole - size.trained)
+    return math.ceil(found) + TEXT_BYTES
+
+
+def exported_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
+    """Of ``model/``, which is written at the end: the adapter alone where there is one."""
+    if not exp.task.save_model:
+        return 0
+    elements = size.whole if exp.adapter.kind == "none" else size.trained
+    return BYTES[plan.precision] * elements + TEXT_BYTES
+
+
+def _certain(exp: Experiment, num_parameters: int) -> float:
+    """A model from scratch has as many rows for tokens as its tokenizer has tokens, which only the
+    ranks read: without those of embedding and output head."""
+    shape = model_geometry(exp.model)
+    if exp.model.init != "scratch" or shape is None or not num_parameters:
+        return 1.0
+    tables = 2 * shape.vocab_size * shape.hidden_size
+    return max(0.0, 1 - tables / num_parameters)
+
+
+def checkpoint_counts(
+    config: CheckpointConfig, total_steps: int | None, *, pinned: int = 0
+) -> tuple[int | None, int | None]:
+    """How many checkpoints stay at most, and how many are there at once while one is written: what
+    ``checkpoint.keep`` does not name is removed after the next one is committed. None: no limit.
+    ``pinned``: so many more stay while they are copied elsewhere."""
+    ever = bool(config.every_steps or config.every_minutes or config.at_end or config.on_signal)
+    if not ever:
+        return 0, 0
+    saves = math.inf
+    if not config.every_steps and not config.every_minutes:
+        saves = 1
+    elif not config.every_minutes and total_steps is not None:
+        every = config.every_steps or 1
+        saves = total_steps // every + bool(config.at_end and total_steps % every)
+        saves = max(saves, int(config.at_end or config.on_signal))
+    keep = config.keep
+    stay: float = keep.last + keep.best + pinned
+    if keep.every:
+        between = math.lcm(keep.every, config.every_steps or 1)
+        stay += math.inf if total_steps is None else total_steps // between
+    kept, at_once = min(saves, stay), min(saves, stay + 1)
+    return _finite(kept), _finite(at_once)
+
+
+def _finite(value: float) -> int | None:
+    return None if math.isinf(value) else int(value)
+
+
+# --- RAM, NVMe, /dev/shm -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the storage of a host depends on."""
+
+    device: str
+    slots: int
+    ram_gib: float | None
+    first: bool
+    """It has rank 0."""
+    whole: bool
+    """Whole checkpoints lie on its disk."""
+
+
+def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -> HostStorage:
+    """All but the disk."""
+    memory = next((part for part in plan.memory if part.device == host.device), None)
+    # ``MemoryPlan`` has the RAM of the largest host with these devices.
+    ranks_there = max(one.slots for one in plan.hosts if one.device == host.device)
+    cpu = plan.accelerator == "cpu"
+    training = offload = staging = saves = nvme = None
+    if memory is not None:
+        # A CPU rank's device memory is RAM of its host.
+        of_rank = memory.total_gib - memory.context_gib if cpu else 0.0
+        training = math.ceil(host.slots * of_rank * GIB)
+        saves = math.ceil(host.slots * memory.saves_host_gib * GIB / ranks_there)
+        offload = math.ceil(host.slots * memory.host_gib * GIB / ranks_there)
+    if size is not None:
+        ranks = _Ranks(exp, plan, size)
+        staging, nvme = host.slots * ranks.staging(), host.slots * ranks.nvme()
+        if ranks.swaps:
+            offload = host.slots * ranks.swapped_ram()
+    return HostStorage(
+        hosts=(),
+        ranks=host.slots,
+        processes_bytes=host.slots * PROCESS_BYTES["cpu" if cpu else "cuda"],
+        loading_bytes=_loading(exp, host),
+        training_bytes=training,
+        offload_bytes=offload,
+        staging_bytes=staging,
+        saves_bytes=saves,
+        saves_optional=exp.checkpoint.background == "auto",
+        ram_has_bytes=None if host.ram_gib is None else math.floor(host.ram_gib * GIB),
+        nvme_bytes=nvme,
+        checkpoint_bytes=None,
+        model_bytes=None,
+        shm_bytes=host.slots * NCCL_CHANNELS * NCCL_CHANNEL_BYTES
+        if host.slots > 1 and not cpu
+        else 0,
+    )
+
+
+def _loading(exp: Experiment, host: _Kind) -> int | None:
+    """Beside the weights themselves while they are read or drawn: the largest one, at most in fp32.
+    Pages of mapped files do not count, the kernel takes them back."""
+    shape = model_geometry(exp.model)
+    if shape is None:
+        return None
+    largest = 4 * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
+    if exp.zero.stage >= 3:
+        return largest * host.first  # rank 0 reads and broadcasts
+    return host.slots * largest
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """What one rank offloads. By DeepSpeed 0.19.8's rules for stage 3 with NVMe:
+    ``swap_tensor/partitioned_param_swapper.py``, ``optimizer_utils.py``; ``zero/stage3.py:
+    _create_param_groups_fp16_flat_cpu_memory``."""
+
+    exp: Experiment
+    plan: Plan
+    size: ModelSize
+
+    @property
+    def zero(self) -> ZeroConfig:
+        return self.exp.zero
+
+    @property
+    def width(self) -> int:
+        return BYTES[self.plan.precision]
+
+    @property
+    def sums(self) -> int:
+        return BYTES[self.plan.grad_accum_dtype or self.plan.precision]
+
+    @property
+    def swaps(self) -> bool:
+        """Whether anything goes to NVMe."""
+        return "nvme" in (self.zero.offload_param, self.zero.offload_optimizer)
+
+    @property
+    def shard(self) -> int:
+        """Elements that a rank updates."""
+        return -(-self.size.trained // (self.plan.world_size if self.zero.stage >= 1 else 1))
+
+    @property
+    def own(self) -> int:
+        """Elements of the parameters that a rank has at stage 3."""
+        return -(-self.size.whole // self.plan.world_size)
+
+    @property
+    def state(self) -> int:
+        """Bytes an element of master weights and states, fp32 in every precision."""
+        return 4 + optimizer_bytes(self.exp.optim.kind, "fp32")
+
+    @property
+    def group(self) -> int:
+        """Elements that are updated at once."""
+        return min(self.shard, self.zero.sub_group_size)
+
+    def nvme(self) -> int:
+        """Files below ``zero.nvme_path``."""
+        found = 0
+        if self.zero.offload_optimizer == "nvme" and 4 * self.group >= SWAPPED_FROM_BYTES:
+            found += (self.state + 4) * self.shard  # and the gradients, fp32
+        if self.zero.offload_param == "nvme" and self.width * self.own >= SWAPPED_FROM_BYTES:
+            found += self.width * self.own
+        return found
+
+    def swapped_ram(self) -> int:
+        """What stays in RAM where something is on NVMe."""
+        found = 0
+        if self.zero.offload_optimizer != "none":
+            found += self.sums * self.shard  # grad_partitions_flat_buffer
+        if self.zero.offload_optimizer == "cpu":
+            found += (self.state + 4) * self.shard
+        if self.zero.offload_param == "cpu":
+            found += self.width * self.own
+        if self.zero.offload_param == "nvme":
+            found += self.width * min(self.shard, PARAMETERS_IN_RAM)
+        return found
+
+    def staging(self) -> int:
+        """Buffers through which it passes, and what page-locked memory is rounded up by: PyTorch
+        allocates it in powers of two."""
+        zero, found = self.zero, 0
+        if zero.offload_param == "nvme":
+            found += self.width * PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS
+        if zero.offload_optimizer == "nvme":
+            found += 4 * OPTIMIZER_BUFFERS * self.group
+        if zero.pin_memory and self.plan.accelerator == "cuda":
+            found += sum(_rounded_up(each) - each for each in self._locked())
+        return found
+
+    def _locked(self) -> Iterator[int]:
+        """Bytes of each large page-locked tensor of an offload."""
+        zero = self.zero
+        if zero.offload_optimizer == "cpu" and zero.stage < 3:
+            # single_partition_of_fp32_groups, its gradient, param_buffer_of_bit16_for_cpu_offload
+            yield from (4 * self.shard, 4 * self.shard, self.width * self.shard)
+        elif zero.offload_optimizer != "none":
+            yield self.sums * self.shard
+        if zero.offload_param == "cpu":
+            yield self.width * self.own
+
+
+def _rounded_up(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,200 @@
+"""What a plan takes of its hosts: RAM, NVMe, disk, ``/dev/shm``. Sizes of real checkpoints are
+compared in ``tests/integration/test_resume.py`` and ``test_adapter.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmx.config import CheckpointConfig, KeepConfig
+from llmx.plan.storage import (
+    MIB,
+    NCCL_CHANNEL_BYTES,
+    NCCL_CHANNELS,
+    PROCESS_BYTES,
+    TEXT_BYTES,
+    checkpoint_counts,
+    with_storage,
+)
+from llmx.plan.types import HostStorage, Plan, StoragePlan
+from tests.composing import composed
+
+GIB = 1024**3
+LLAMA = ("model=llama3_8b", "data.seq_len=4096", "task.steps=1000", "checkpoint.every_steps=100")
+SIZE = 8_030_261_248
+
+
+def storage_of(*overrides: str) -> StoragePlan:
+    found = composed([*LLAMA, *overrides]).plan.storage
+    assert found is not None
+    return found
+
+
+def host_of(*overrides: str) -> HostStorage:
+    (host,) = storage_of(*overrides).hosts
+    return host
+
+
+def test_it_is_written_and_read_again() -> None:
+    plan = composed([*LLAMA, "hardware=a100x2_v100x2"]).plan
+    assert Plan.from_dict(plan.to_dict()) == plan
+    older = plan.to_dict()
+    del older["storage"]
+    assert Plan.from_dict(older).storage is None
+
+
+@pytest.mark.parametrize(
+    ("config", "total_steps", "expected"),
+    [
+        ({"every_steps": 100}, 1000, (2, 3)),
+        ({"every_minutes": 30.0}, 1000, (2, 3)),
+        ({"every_steps": 100, "keep": KeepConfig(last=1)}, 1000, (1, 2)),
+        ({"every_steps": 100, "keep": KeepConfig(last=3, best=1)}, None, (4, 5)),
+        ({"every_steps": 100, "keep": KeepConfig(every=300)}, 1000, (5, 6)),
+        ({"every_steps": 100, "keep": KeepConfig(every=300)}, None, (None, None)),
+        ({"every_steps": 600}, 1000, (1, 1)),
+        ({"every_steps": 600, "at_end": True}, 1000, (2, 2)),
+        ({"at_end": True}, 1000, (1, 1)),
+        ({"on_signal": True}, 1000, (1, 1)),
+        ({"on_signal": False}, 1000, (0, 0)),
+        ({"every_steps": 5000, "on_signal": True}, 1000, (1, 1)),
+    ],
+)
+def test_how_many_checkpoints_there_are_at_once(config, total_steps, expected) -> None:
+    assert checkpoint_counts(CheckpointConfig(**config), total_steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "of_element"),
+    [
+        (["zero=stage0", "optim=adamw"], 12),
+        (["zero=stage3"], 12),
+        (["optim=lion"], 8),
+        (["optim.kind=sgd"], 4),
+    ],
+)
+def test_a_checkpoint_has_fp32_weights_and_the_states(overrides, of_element) -> None:
+    storage = storage_of("hardware=a100x8", *overrides)
+    assert storage.checkpoint_bytes == of_element * SIZE + TEXT_BYTES
+    assert storage.model_bytes == 2 * SIZE + TEXT_BYTES
+    (host,) = storage.hosts
+    most = storage.disk_bytes(host.checkpoint_bytes or 0, host.model_bytes or 0)
+    assert most == 3 * (storage.checkpoint_bytes or 0)
+
+
+def test_a_checkpoint_of_an_adapter_has_the_adapter_alone() -> None:
+    done = composed([*LLAMA, "hardware=a100x8", "adapter=lora"])
+    storage, trained = done.plan.storage, done.plan.num_trained
+    assert storage is not None
+    assert trained
+    assert trained < SIZE / 50
+    assert storage.checkpoint_bytes == 12 * trained + TEXT_BYTES
+    assert storage.model_bytes == 2 * trained + TEXT_BYTES
+
+
+def test_no_model_is_written_where_none_is_asked_for() -> None:
+    assert storage_of("hardware=a100x8", "task.save_model=false").model_bytes == 0
+
+
+def test_hosts_that_are_alike_are_one_column() -> None:
+    storage = storage_of("hardware=a100x2_v100x2", "zero=stage3")
+    assert [one.hosts for one in storage.hosts] == [("node-a",), ("node-b",)]
+    # One directory for all.
+    assert {one.checkpoint_bytes for one in storage.hosts} == {storage.checkpoint_bytes}
+    assert not storage.private
+
+
+def test_disks_of_their_own_have_what_their_ranks_write() -> None:
+    storage = storage_of("hardware=a100x2_v100x2", "zero=stage3", "launch=rsync")
+    assert storage.private
+    assert storage.checkpoints_at_once == 5, "two more while they are collected"
+    near, far = storage.hosts
+    assert near.checkpoint_bytes == far.checkpoint_bytes == -(-(storage.checkpoint_bytes or 0) // 2)
+    assert (near.model_bytes, far.model_bytes) == (storage.model_bytes, 0)
+
+
+def test_offload_to_ram() -> None:
+    """fp32 weights, two moments, the gradient, and what goes back in 16 bits; page-locked memory in
+    powers of two."""
+    host = host_of("hardware=a100x8", "zero=stage2_offload", "zero.grad_accum_dtype=bf16")
+    plain = host_of("hardware=a100x8", "zero=stage2")
+    assert plain.offload_bytes == plain.staging_bytes == 0
+    assert host.offload_bytes == pytest.approx(SIZE * (12 + 4 + 2), rel=0.15)
+    shard = SIZE // 8
+    locked = [4 * shard, 4 * shard, 2 * shard]
+    rounding = sum((1 << (size - 1).bit_length()) - size for size in locked)
+    assert host.staging_bytes == pytest.approx(8 * rounding, rel=0.001)
+    unlocked = host_of("hardware=a100x8", "zero=stage2_offload", "zero.pin_memory=false")
+    assert unlocked.staging_bytes == 0
+    assert host.ram_bytes == 8 * PROCESS_BYTES["cuda"] + (host.offload_bytes or 0) + (
+        host.staging_bytes or 0
+    )
+
+
+def test_offload_to_nvme() -> None:
+    """As DeepSpeed swaps: weights, moments and gradients in fp32, parameters in 16 bits; in RAM
+    the sums of gradients, the first 10^9 parameters of a rank, and the buffers."""
+    done = composed([*LLAMA, "hardware=a100x8", "zero=infinity", "zero.nvme_path=/nvme"])
+    assert done.plan.storage is not None
+    (host,) = done.plan.storage.hosts
+    assert host.nvme_bytes == pytest.approx(SIZE * (16 + 2), rel=1e-6)
+    shard = SIZE // 8
+    sums = {"fp32": 4, "bf16": 2}[done.plan.grad_accum_dtype]
+    assert host.offload_bytes == pytest.approx(8 * (sums * shard + 2 * 10**9), rel=1e-6)
+    buffers = 2 * 5 * 10**8 + 4 * 4 * 10**9
+    rounding = (1 << (sums * shard - 1).bit_length()) - sums * shard
+    assert host.staging_bytes == pytest.approx(8 * (buffers + rounding), rel=0.001)
+    assert host_of("hardware=a100x8", "zero=stage3").nvme_bytes == 0
+
+
+def test_what_cpu_ranks_train_in_is_ram() -> None:
+    done = composed(["experiment=demo"])
+    (host,) = done.plan.storage.hosts if done.plan.storage is not None else ()
+    (memory,) = done.plan.memory
+    of_rank = memory.total_gib - memory.context_gib
+    assert host.training_bytes == pytest.approx(2 * of_rank * GIB, abs=2)
+    assert host.shm_bytes == 0, "DeepSpeed's all-reduce through /dev/shm is not used"
+    assert host.ram_bytes is not None
+    # Copies for saves are made only where there is memory for them.
+    forced = composed(["experiment=demo", "checkpoint.background=always"]).plan.storage
+    assert forced is not None
+    assert (forced.hosts[0].ram_bytes or 0) - host.ram_bytes == host.saves_bytes
+
+
+def test_nccl_goes_through_shm_between_gpus_of_a_host() -> None:
+    assert host_of("hardware=a100x8").shm_bytes == 8 * NCCL_CHANNELS * NCCL_CHANNEL_BYTES
+    assert 200 * MIB < host_of("hardware=a100x8").shm_bytes < 512 * MIB
+
+
+def test_a_model_that_is_not_known_is_said_to_be_unknown() -> None:
+    done = composed(["model=hf", "model.path=owner/name", "hardware=a100x8"])
+    storage = done.plan.storage
+    assert storage is not None
+    assert done.plan.num_parameters == 0
+    assert (storage.checkpoint_bytes, storage.model_bytes) == (None, None)
+    (host,) = storage.hosts
+    assert (host.ram_bytes, host.nvme_bytes) == (None, None)
+    assert host.processes_bytes == 8 * PROCESS_BYTES["cuda"]
+
+
+def test_too_little_ram_is_a_warning() -> None:
+    words = [*LLAMA, "hardware=a100x8", "zero=stage2_offload"]
+    plan = composed(words).plan
+    assert not [text for text in plan.warnings if "RAM" in text]
+    done = composed(words)
+    done.experiment.hardware.hosts[0].memory_gib = 128
+    plan = with_storage(done.plan, done.experiment)
+    (text,) = (text for text in plan.warnings if "RAM" in text)
+    assert "localhost: " in text
+    assert "128.0 GiB available (hardware.hosts[].memory_gib)" in text
+    assert "zero=infinity zero.nvme_path=" in text
+    assert with_storage(plan, done.experiment).warnings == plan.warnings, "said once"
+    done.experiment.hardware.hosts[0].memory_gib = 1024
+    assert with_storage(plan, done.experiment).warnings == done.plan.warnings
+
+
+def test_a_vocabulary_that_follows_the_tokenizer_is_not_certain() -> None:
+    certain = storage_of("hardware=a100x8").certain
+    demo = composed(["experiment=demo"]).plan.storage
+    assert demo is not None
+    assert certain == 1.0
+    assert 0.3 < demo.certain < 1.0
