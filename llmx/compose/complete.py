@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,22 @@ from llmx.compose.local_paths import (
     model_place,
 )
 from llmx.compose.short_trial import shortened
-from llmx.compose.task_rules import frozen_specs, loss_logits, model_sources, task_problems
+from llmx.compose.task_rules import (
+    frozen_specs,
+    loss_logits,
+    model_sources,
+    specs,
+    task_problems,
+)
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
-from llmx.config.model_rules import as_typed, model_config_problems
+from llmx.config.model_rules import as_typed, head_problem, model_config_problems
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
 from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
-from llmx.plan.adapter import target_problems
+from llmx.plan.adapter import freeze_problems, target_problems
 from llmx.plan.choices import auto_keys, choose, first_allowed, size_of_a_step
 from llmx.plan.geometry import geometry, model_geometry, position_limit
 from llmx.plan.memory import frozen_network
@@ -127,10 +133,11 @@ def check(exp: Experiment, problems: Sequence[str] = ()) -> None:
     if auto_keys(exp):
         first_allowed(exp, lambda one: refusal(one, problems))
         return
-    builds = not any(model_config_problems(exp.model))
-    targets = target_problems(exp.model, exp.adapter) if builds else ()
-    problems = [*problems, *targets, *task_problems(exp)]
-    validate(exp, problems, position_limit=position_limit(exp.model.config))
+    of_task = task_problems(exp)
+    found = [*problems, *of_task]
+    if not of_task:  # else it does not say which networks it has
+        found += _network_problems(exp)
+    validate(exp, found, position_limit=position_limit(exp.model.config))
 
 
 def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
@@ -188,6 +195,25 @@ def check_paths(data: DataConfig, model: ModelConfig, task: TaskConfig, plan: Pl
     missing = list(missing_here(data, model, task))
     if missing:
         raise ConfigError("\n".join(missing))
+
+
+def _network_problems(exp: Experiment) -> Iterator[str]:
+    """Of the networks of the task: weights that end in another head than it needs, and names of
+    the adapter that the trained one does not have."""
+    trained_head = ""
+    options = {path: f"task.options.{name}" for name, path in model_sources(exp.task).items()}
+    for name, spec in specs(exp).items():
+        if spec.trained:
+            trained_head = trained_head or spec.head
+        key, path = options.get(spec.source, name), spec.source
+        if path is None and spec.trained and exp.model.init == "pretrained":
+            key, path = "model.path", exp.model.path
+        config, _ = _model_directory(path, key, weights=False, config=False)
+        if problem := head_problem(config, spec.head, f"{key}={path}", trained=spec.trained):
+            yield problem
+    if not any(model_config_problems(exp.model)):
+        yield from target_problems(exp.model, exp.adapter, head=trained_head)
+        yield from freeze_problems(exp.model, head=trained_head)
 
 
 def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:

@@ -79,6 +79,7 @@ EXAMPLES = {
     "task.eval_every_steps": "500",
     "task.eval_generate": "32",
     "task.eval_max_new_tokens": "256",
+    "task.eval_metrics": "[exact_match, rougeL]",
     "task.stop_at_step": "20",
     "task.early_stopping.patience": "3",
     "task.early_stopping.min_delta": "0.001",

@@ -294,6 +294,9 @@ class DataConfig:
     """Take rows that are identical in what is trained only once; counts are reported."""
 
 
+COMPLETION_METRICS = ("exact_match", "rouge1", "rouge2", "rougeL")
+
+
 @dataclass
 class EarlyStoppingConfig:
     """Ends training where a metric no longer improves."""
@@ -333,8 +336,9 @@ class TaskConfig:
     teacher says of every next token. A task of your own is named as Python finds it
     (docs/tasks.md)."""
     code_path: str | None = None
-    """The directory that holds the package of a task of your own. Null: the directory where the
-    command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package along."""
+    """The directory that holds the package of a task, or of metrics, of your own. Null: the
+    directory where the command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package
+    along."""
     options: dict[str, Any] = mapping(example="{beta: 0.1}")
     """What the task itself takes: the fields of its ``Options``. ``task=sft`` has
     ``neftune_alpha``, ``dft``, ``z_loss`` and ``turn_weights`` (docs/tasks.md)."""
@@ -350,9 +354,24 @@ class TaskConfig:
     eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS)
     """0 evaluates only at the end (when there is evaluation data)."""
     eval_generate: int = number(0, minimum=0, maximum=10**6)
-    """Eval prompts: held-out conversations completed before and after training (exact match)."""
+    """Eval prompts: held-out conversations completed before and after training (exact match, or
+    ``eval_metrics``)."""
     eval_max_new_tokens: int = number(64, minimum=1, maximum=2**24)
     """New tokens of a completion at most (``eval_generate``)."""
+    eval_metrics: list[str] = items(
+        maximum=100,
+        example="[exact_match, rougeL]",
+        rule=Text(
+            200,
+            pattern=r"(" + "|".join(COMPLETION_METRICS) + r")|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*",
+            rule=f"be {', '.join(COMPLETION_METRICS)}, or a function of your own, "
+            "package.module:function",
+        ),
+    )
+    """Metrics of these completions, at every evaluation: ``exact_match``, ``rouge1``, ``rouge2``,
+    ``rougeL``, or a function of your own that takes the completions and the expected answers, two
+    lists of texts, and gives a number (docs/evaluation.md). Empty: exact match, before and after
+    training."""
     save_model: bool = True
     """Write the final model as a Hugging Face directory."""
     stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=100)
@@ -445,6 +464,11 @@ class DeviceConfig:
     host_link_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=32)
     """To its host's memory (PCIe), GB/s in one direction, for the predicted time of offloading. 0:
     as over PCIe 4."""
+    activation_checkpointing: str | None = choice_or_null(
+        "none", "selective", "full", true="full", false="none"
+    )
+    """``model.activation_checkpointing`` of the ranks on this type of device; null: that of the
+    run. For small devices beside large ones, at ZeRO stages 0 to 2 (docs/unequal.md)."""
 
 
 @dataclass

@@ -55,6 +55,7 @@ def validate(
         *data_problems(exp.data),
         *_length(exp.task),
         *_early_stopping(exp.task, exp.data, exp.checkpoint),
+        *_eval_metrics(exp.task),
         *_batch_and_optim(exp),
         *_zero(exp.zero, exp.model, exp.hardware),
         *launch_problems(exp.launch, exp.hardware),
@@ -160,6 +161,17 @@ def _early_stopping(
             f"{key} looks at checkpoint.metric={metric}, which no evaluation measures. Set "
             "task.early_stopping.metric=eval/loss."
         )
+
+
+def _eval_metrics(task: TaskConfig) -> Iterator[str]:
+    if not task.eval_metrics:
+        return
+    key = f"task.eval_metrics={shown(task.eval_metrics)}"
+    if not task.eval_generate:
+        yield f"{key} is of completions, and none are made. Set task.eval_generate=32."
+    names = [name.rpartition(":")[2].rpartition(".")[2] for name in task.eval_metrics]
+    if twice := [name for name in names if names.count(name) > 1]:
+        yield f"{key}: two are called {twice[0]}. Leave one out, or give it another name."
 
 
 def _batch_and_optim(exp: Experiment) -> Iterator[str]:
@@ -270,6 +282,7 @@ def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Ite
             "model.compile=true with stage 3: torch.compile cannot look through the gathering of "
             "parameters inside a block. Use zero=stage2, or model.compile=false."
         )
+    yield from _checkpointing(zero, model, hardware)
     hpz = zero.hpz_partition_size
     if hpz > 1 and zero.stage != 3:
         yield f"zero.hpz_partition_size={hpz} needs stage 3. Use zero=stage3_zeropp."
@@ -291,6 +304,34 @@ def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Ite
                 "zero.quantized_weights (qwZ) and zero.quantized_gradients (qgZ) need CUDA. Set "
                 "both to false."
             )
+
+
+def _checkpointing(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Iterator[str]:
+    """Activation checkpointing that differs by type of device."""
+    run = model.activation_checkpointing
+    own = {
+        name: device.activation_checkpointing
+        for name, device in used_devices(hardware).items()
+        if device.activation_checkpointing is not None
+    }
+    several = len(used_devices(hardware)) > len(own)
+    if len({*own.values(), *([run] if several else [])}) <= 1:
+        return
+    name, how = next((one for one in own.items() if one[1] != run), next(iter(own.items())))
+    where = f"hardware.devices.{shown(name)}.activation_checkpointing={how}"
+    if zero.stage == 3:
+        yield (
+            f"{where}, zero.stage=3: what is computed again gathers its weights again, and all "
+            "ranks gather together, so stage 3 has one value for all of them. Use zero=stage2, or "
+            f"model.activation_checkpointing={how} for all and null for the type of device."
+        )
+    elif model.compile:
+        yield (
+            f"{where}, model.compile=true: a compiled block hands over its gradients in an order "
+            "that may change with what it computes again, and ranks that add them up in different "
+            "orders would add up different parameters. Set model.compile=false, or one "
+            "model.activation_checkpointing for all."
+        )
 
 
 def _tracking(tracking: TrackingConfig) -> Iterator[str]:

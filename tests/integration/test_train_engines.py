@@ -84,6 +84,27 @@ def test_other_ways_of_computing_train_alike(out: Path) -> None:
                 assert other == pytest.approx(plain, rel=tolerance), name
 
 
+def test_ranks_that_compute_again_add_up_the_same_parameters(out: Path) -> None:
+    """Bit for bit, with several buckets, at every stage that has activation checkpointing by type
+    of device."""
+    for found in answers(out, "mixed_checkpointing"):
+        assert len(found) == 4
+        for name, one in found.items():
+            assert one["as_told"], name
+            assert one["numbers"] == [one["numbers"][0]] * 2, name
+            assert one["same"] == [True] * 2, name
+        # Beside a norm and a loss, a bucket at stage 0, and many at stages 1 and 2.
+        assert found["0"]["reductions"] < 10 < 20 < found["1"]["reductions"]
+        assert found["1"]["reductions"] < found["2"]["reductions"]
+
+
+def test_ranks_whose_gradients_come_in_another_order_do_not_train(out: Path) -> None:
+    for said in answers(out, "another_order"):
+        assert "on rank 1 as on rank 0" in said
+        assert "number 1 is model.embed_tokens.weight there and " in said
+        assert "Set one model.activation_checkpointing" in said
+
+
 @pytest.mark.parametrize("task", ["pretrain", "tests.programs.own_task:Everything"])
 def test_completions_between_steps_are_the_same_under_every_stage(out: Path, task: str) -> None:
     """Greedy and sampled, of one model and of several; and training goes on as it would have."""

@@ -23,8 +23,10 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import llmx.models.factory as model_module
+import llmx.train.engine.build as build_module
 from llmx.checkpoint.state.engine_state import capture, frozen_fingerprints
 from llmx.data import collate
+from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.factory import build_model, model_config, num_parameters
 from llmx.models.generate import generate
@@ -179,6 +181,104 @@ def same_training(out: Path) -> Any:
             }
             engine.engine.destroy()
     return answer
+
+
+MIXED_JOBS: dict[str, dict[str, Any]] = {
+    **{str(stage): {"stage": stage, "kind": "gpt2"} for stage in range(3)},
+    "2-lora": {
+        "stage": 2,
+        "adapter": {"kind": "lora", "rank": 2, "targets": ["all-linear"], "dropout": 0.5},
+    },
+}
+"""Other families and ways of summing were held against each other in the same way, once
+(docs/unequal.md): each engine takes a second."""
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+
+
+@check
+def mixed_checkpointing(out: Path) -> Any:
+    """Two steps in which rank 1 computes again and rank 0 does not, against those in which none
+    does; and how often all ranks have added something up."""
+    answer = {}
+    for name, recipe in MIXED_JOBS.items():
+        found = []
+        for ways in (["none", "none"], ["none", "full"]):
+            job = {
+                **recipe,
+                "by_device": ways,
+                "model": {"attention": "sdpa"},
+                "accumulation": 2,
+                "micro_batches": [2, 1],
+                "clip_norm": 0.5,
+                "zero": {"reduce_bucket_size": 5000, **recipe.get("zero", {})},
+                "config": {
+                    **recipe.get("config", {}),
+                    **(DROPOUT if recipe.get("kind") == "gpt2" else {}),
+                },
+            }
+            # Each rank has a host of its own.
+            with Reductions() as reductions, mock.patch.dict(os.environ, LOCAL_RANK="0"):
+                engine, numbers = trained(job, out, steps=2)
+            modules = engine.module.modules()
+            again = any(getattr(module, "gradient_checkpointing", False) for module in modules)
+            mine = ways[torch.distributed.get_rank()]
+            found.append((masters(engine), numbers, again == (mine != "none")))
+            engine.engine.destroy()
+        answer[name] = {
+            "numbers": [numbers for _, numbers, _ in found],
+            "same": [bool(torch.equal(one, found[0][0])) for one, _, _ in found],
+            "as_told": all(told for *_, told in found),
+            "reductions": reductions.count,
+        }
+    return answer
+
+
+class Reductions:
+    """Counts what all ranks add up."""
+
+    def __enter__(self) -> Reductions:
+        self.count, real = 0, torch.distributed.all_reduce
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return real(*args, **kwargs)
+
+        self._patch = mock.patch.object(torch.distributed, "all_reduce", counted)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+@check
+def another_order(out: Path) -> Any:
+    """What is said where gradients of one rank come in another order."""
+    job = {
+        "name": "x",
+        "world": WORLD,
+        "stage": 2,
+        "by_device": ["none", "full"],
+        "micro_batches": [2, 2],
+        "accumulation": 1,
+    }
+    exp, plan = job_experiment(job, out)
+    rank = torch.distributed.get_rank()
+    real = build_module.gradient_order
+
+    def turned(*args: Any) -> list[str]:
+        found = real(*args)
+        return found[::-1] if rank == 1 else found
+
+    with (
+        mock.patch.object(build_module, "gradient_order", turned),
+        mock.patch.dict(os.environ, LOCAL_RANK="0"),
+    ):
+        try:
+            build(job, exp, plan, first_weights=exp.seed)
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 PROMPTS = [(5, 6, 7), (8,), (5, 6, 7), tuple(range(3, 20)), (9, 10)]

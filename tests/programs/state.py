@@ -78,8 +78,10 @@ class CountingIndex(FragmentIndex):
 def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
     """A model of 32 dimensions with AdamW and weight decay, unless the job says otherwise."""
     kind, world = job.get("kind", "llama"), job["world"]
+    hardware = {"hardware": two_types(job["by_device"])} if "by_device" in job else {}
     exp = experiment(
         out,
+        **hardware,
         ranks=world,
         seed=3,
         precision=job.get("precision", "fp32"),
@@ -105,6 +107,20 @@ def job_experiment(job: dict[str, Any], out: Path) -> tuple[Experiment, Plan]:
         },
     )
     return exp, with_batch(make_plan(exp), tuple(job["micro_batches"]), job["accumulation"])
+
+
+def two_types(ways: list[str]) -> dict[str, Any]:
+    """A rank on each of two types of device, with its own activation checkpointing."""
+    devices = {
+        name: {
+            "accelerator": "cpu",
+            "precisions": ["fp32", "bf16", "fp16"],
+            "activation_checkpointing": how,
+        }
+        for name, how in zip(("large", "small"), ways, strict=True)
+    }
+    hosts = [{"name": f"host-{name}", "slots": 1, "device": name} for name in devices]
+    return {"name": "cpu", "hosts": hosts, "devices": devices}
 
 
 def task_options(job: dict[str, Any], out: Path) -> dict[str, Any]:

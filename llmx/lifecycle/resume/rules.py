@@ -79,7 +79,11 @@ RULES = (
     Rule(
         ("task.log_every_steps", "task.evaluate", "task.eval_every_steps"), SAME, "what is reported"
     ),
-    Rule(("task.eval_generate", "task.eval_max_new_tokens"), SAME, "what is reported"),
+    Rule(
+        ("task.eval_generate", "task.eval_max_new_tokens", "task.eval_metrics"),
+        SAME,
+        "what is reported",
+    ),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.early_stopping.*",), SAME, "when training ends"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),

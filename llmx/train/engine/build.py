@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +20,12 @@ from torch import nn
 from llmx.checkpoint.state.layout import state_layout
 from llmx.checkpoint.state.refresh import forget_dummy_step
 from llmx.checkpoint.state.values import check_states
-from llmx.collectives import first_problem
+from llmx.collectives import all_gather, first_problem
 from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze
-from llmx.models.attention import AttentionMethod
+from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.classification import has_score
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
     DTYPES,
@@ -32,8 +35,9 @@ from llmx.models.factory import (
     plain_config,
     vocab_rows,
 )
+from llmx.models.gradient_order import gradient_order
 from llmx.models.liger import apply_liger, wants_liger
-from llmx.models.loss import fused_loss_problem
+from llmx.models.loss import fused_loss_problem, without_cache
 from llmx.models.model import (
     LANGUAGE_MODELS,
     ForwardOf,
@@ -46,6 +50,7 @@ from llmx.models.model import (
 from llmx.models.parameters import whole_shape
 from llmx.models.select_attention import select_attention
 from llmx.models.spec import are_bases
+from llmx.plan.by_device import on_device
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.engine.learning_rates import lr_scales
@@ -225,6 +230,8 @@ def build_engine(
     if not any(spec.trained for spec in specs.values()):
         raise ConfigError("The task trains none of its models: one must have trained=True.")
     device = device_of(plan)
+    # What differs by type of device is in here, and nowhere else.
+    exp = on_device(exp, plan.ranks[torch.distributed.get_rank()].device)
     if plan.accelerator == "cuda":
         check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
@@ -237,6 +244,8 @@ def build_engine(
     whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)
     if ds_config["zero_optimization"]["stage"] == 3:
         gather_experts_together(whole)
+    if computes_by_device(plan) and ds_config["zero_optimization"]["stage"] in (1, 2):
+        check_gradient_order(parts, plan, device=device)
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
     load_muon_uncompiled()
@@ -289,6 +298,73 @@ def build_engine(
         stage=stage,
         precision=plan.precision,
     )
+
+
+def computes_by_device(plan: Plan) -> bool:
+    """Whether ranks on one type of device compute otherwise than those on another."""
+    return bool(plan.checkpointing) or len({way for _, way in plan.attention}) > 1
+
+
+def check_gradient_order(
+    parts: Mapping[str, BuiltNetwork], plan: Plan, *, device: torch.device
+) -> None:
+    """Raise ConfigError where gradients of the networks do not become ready in the same order on
+    all ranks: DeepSpeed would add up different parameters. A few tokens each. Collective."""
+    for part in parts.values():
+        network = part.network
+        if not any(parameter.requires_grad for parameter in network.parameters()):
+            continue
+        order, problem = _order_of(part, device=device)
+        found = all_gather((order, problem))
+        if all(one == (found[0][0], "") for one in found):
+            continue
+        rank, (other, why) = next(
+            (rank, one) for rank, one in enumerate(found) if one != (found[0][0], "")
+        )
+        kind = type(network).__name__
+        if why and not plan.checkpointing:  # as ever
+            if torch.distributed.get_rank() == 0:
+                print(f"The order of gradients of {kind} is not known: {why}", flush=True)
+            continue
+        wrong = why or _first_other(found[0][0], other)
+        raise ConfigError(
+            f"{kind}: whether its gradients become ready in the same order on rank {rank} as on "
+            f"rank 0, which ZeRO stages 1 and 2 add up by, was tried: {wrong}. Set one "
+            "model.activation_checkpointing (null for each type of device) and one "
+            "model.attention (segments, sdpa or eager) for all."
+        )
+
+
+def _order_of(part: BuiltNetwork, *, device: torch.device) -> tuple[list[str], str]:
+    """The order of a network's gradients; or why it is not known."""
+    network, config = part.network, part.exp.data
+    if next(network.parameters()).device.type != device.type:
+        network.to(device)  # as DeepSpeed will; attention may have a kernel there only
+    was_training = network.training
+    network.train()  # else nothing is computed again
+    try:
+        inputs, _ = model_inputs(
+            _few_tokens(config.seq_len),
+            method=part.attention,
+            dtype=DTYPES[part.precision],
+            device=device,
+        )
+        if has_score(network):
+            at = torch.zeros(1, dtype=torch.long, device=device)
+            inputs["pool_at"] = at, at
+        return gradient_order(network, partial(network, **inputs, **without_cache(network))), ""
+    except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
+        return [], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    finally:
+        network.train(was_training)
+
+
+def _first_other(order: list[str], other: list[str]) -> str:
+    """Where two orders part."""
+    for place, (one, two) in enumerate(zip_longest(order, other, fillvalue="none"), start=1):
+        if one != two:
+            return f"number {place} is {two} there and {one} on rank 0"
+    return "it is the same"
 
 
 @dataclass(frozen=True)
@@ -517,22 +593,21 @@ def _build_one(
     return BuiltNetwork(exp, network, config, attention, precision, with_liger, rows, adapter)
 
 
-def _few_tokens(model: Model, *, seq_len: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """A micro batch to try the model with: inputs and labels."""
+def _few_tokens(seq_len: int) -> dict[str, torch.Tensor]:
+    """A micro batch to try a model with."""
     ids = torch.arange(min(8, seq_len))[None]
-    return model.inputs(
-        {
-            "input_ids": ids,
-            "position_ids": ids,
-            "segment_ids": torch.ones_like(ids),
-            "labels": ids,
-        }
-    )
+    return {
+        "input_ids": ids,
+        "position_ids": ids,
+        "segment_ids": torch.ones_like(ids),
+        "labels": ids,
+    }
 
 
 def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
     """Whether head and loss of this model can be computed together; logs why not. Collective."""
-    found = first_problem(fused_loss_problem(model.forward, *_few_tokens(model, seq_len=seq_len)))
+    tried = model.inputs(_few_tokens(seq_len))
+    found = first_problem(fused_loss_problem(model.forward, *tried))
     if found is None:
         return True
     problem = found[1]

@@ -1,0 +1,234 @@
+"""Activation checkpointing by type of device: what is refused, and a plan that counts each type's
+own memory, time and speed; advice and ``auto`` that take it where it makes room."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from llmx.config import experiment_from_dict, to_dict
+from llmx.errors import ConfigError
+from llmx.lifecycle.memory import with_traced_memory
+from llmx.observe.report.plan_table import device_lines
+from llmx.plan.by_device import (
+    CHECKPOINTING,
+    checkpointing_by_device,
+    checkpointing_overrides,
+    mixed_ways,
+    on_device,
+    said,
+    uniform_ways,
+    with_checkpointing,
+)
+from llmx.plan.choices import choices
+from llmx.plan.predict import Traces, wanted_traces
+from llmx.plan.types import Plan
+from llmx.run import speeds
+from tests.composing import composed
+
+OWN = "hardware.devices.v100_32g.activation_checkpointing"
+HOW = "model.activation_checkpointing"
+WORDS = [
+    *("model=opt_1_3b", "hardware=a100x2_v100x2", "data.seq_len=2048"),
+    *("batch.global_batch=64", "zero=stage1", "batch.micro_batch=8"),
+]
+MIXED = [*WORDS, f"{OWN}=full"]
+SMALL = [
+    *(*WORDS, "zero=stage2", "batch.micro_batch=4"),
+    "hardware.devices.v100_32g.memory_gib=11",
+    "hardware.network_gbit_per_s=200",  # a slow one would decide everything
+]
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LLMX_TRACES", "off")
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+
+
+# --- The key -------------------------------------------------------------------------------------
+
+
+def test_the_key_is_of_the_ranks_on_that_type() -> None:
+    exp = composed(MIXED).experiment
+    assert checkpointing_by_device(exp) == {"a100_40g": "none", "v100_32g": "full"}
+    assert on_device(exp, "v100_32g").model.activation_checkpointing == "full"
+    assert on_device(exp, "a100_40g") is exp
+    assert checkpointing_by_device(composed([*WORDS, f"{HOW}=full"]).experiment) == {
+        "a100_40g": "full",
+        "v100_32g": "full",
+    }
+    flag = composed([*WORDS, f"{HOW}=true", f"{OWN}=false"]).experiment
+    assert said(checkpointing_by_device(flag)) == "full, none on v100_32g"
+    assert experiment_from_dict(to_dict(exp)) == exp
+    before = to_dict(exp)
+    for device in before["hardware"]["devices"].values():  # a snapshot of an older llmx
+        del device["activation_checkpointing"]
+    assert said(checkpointing_by_device(experiment_from_dict(before))) == "none"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["zero=stage3"], "zero.stage=3: what is computed again gathers its weights again"),
+        (["model.compile=true"], "model.compile=true: a compiled block hands over"),
+    ],
+)
+def test_where_ranks_cannot_differ_it_is_refused(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        composed([*MIXED, *words])
+    assert f"{OWN}=full, {why}" in str(error.value)
+    composed([*MIXED, *words, f"{HOW}=full"])  # the same for all
+
+
+def test_a_word_that_it_does_not_take() -> None:
+    with pytest.raises(ConfigError, match=rf"{OWN}.*none, selective, full"):
+        composed([*WORDS, f"{OWN}=some"])
+
+
+# --- The plan ------------------------------------------------------------------------------------
+
+
+def test_memory_time_and_speed_are_of_each_type() -> None:
+    plain, mixed, both = (composed(words).plan for words in (WORDS, MIXED, [*WORDS, f"{HOW}=full"]))
+    assert mixed.checkpointing == (("a100_40g", "none"), ("v100_32g", "full"))
+    even = ["batch.balance=even", "zero.grad_accum_dtype=fp32"]
+    alike = {
+        name: {part.device: part for part in composed([*words, *even]).plan.memory}
+        for name, words in (("plain", WORDS), ("mixed", MIXED), ("both", [*WORDS, f"{HOW}=full"]))
+    }
+    assert alike["mixed"]["a100_40g"] == alike["plain"]["a100_40g"]
+    assert alike["mixed"]["v100_32g"] == alike["both"]["v100_32g"]
+    assert alike["mixed"]["v100_32g"].total_gib < alike["plain"]["v100_32g"].total_gib
+    for plan in (plain, mixed, both):
+        assert plan.balance is not None
+        assert plan.time is not None
+    # A V100 that computes a third more is a third slower beside an A100; where both do, nothing is.
+    times = [
+        [one.token_fs for one in plan.balance.speeds]  # type: ignore[union-attr]
+        for plan in (plain, mixed, both)
+    ]
+    ratios = [own[-1] / own[0] for own in times]
+    assert ratios[1] == pytest.approx(ratios[0] * 4 / 3, rel=1e-6)
+    assert ratios[2] == pytest.approx(ratios[0], rel=1e-6)
+    # It has room for more: no type takes more than its own memory plan allows.
+    limits = [plan.balance.limits for plan in (plain, mixed)]  # type: ignore[union-attr]
+    assert limits[0][0] == limits[1][0] == 8
+    assert limits[0][-1] < limits[1][-1] == 8
+    slower = composed([*MIXED, *even]).plan.time
+    faster = composed([*WORDS, *even]).plan.time
+    assert slower is not None
+    assert faster is not None
+    assert slower.computing_s == pytest.approx(faster.computing_s * 4 / 3, rel=0.02)
+    assert slower.flops == faster.flops  # what MFU counts
+
+
+def test_a_plan_goes_through_its_file() -> None:
+    plan = composed(MIXED).plan
+    values = json.loads(json.dumps(plan.to_dict()))
+    assert Plan.from_dict(values) == plan
+    assert values["checkpointing"] == [["a100_40g", "none"], ["v100_32g", "full"]]
+    assert "checkpointing" not in composed([*WORDS, f"{HOW}=full"]).plan.to_dict()
+
+
+def test_speeds_are_of_what_is_computed(tmp_path: Path) -> None:
+    """Neither a cluster's speeds nor those of a run are taken for another checkpointing."""
+    from llmx.train.balance import identity, is_of
+
+    plain, mixed = composed(WORDS), composed(MIXED)
+    paths = {speeds._path(one.experiment, one.plan) for one in (plain, mixed)}
+    assert len(paths) == 2
+    same = dataclasses.replace(mixed.plan, balance=plain.plan.balance)
+    assert is_of(identity(plain.plan), plain.plan)
+    assert is_of(identity(same), same)
+    assert not is_of(identity(plain.plan), same)
+    assert not is_of(identity(same), plain.plan)
+
+
+def test_traces_are_wanted_of_each_type() -> None:
+    found = composed(MIXED)
+    keys = wanted_traces(found.experiment, found.plan, others=False)
+    ways = {(key.attention, key.checkpointing) for key in keys}
+    assert ways == {("varlen", "none"), ("segments", "full")}
+
+
+# --- Advice and auto -----------------------------------------------------------------------------
+
+
+def test_typed_overrides_lead_from_one_to_the_other() -> None:
+    exp = composed(WORDS).experiment
+    ways = [*mixed_ways(exp), *uniform_ways(exp)]
+    for way in ways:
+        for start in (with_checkpointing(exp, one) for one in ways):
+            end = with_checkpointing(start, way)
+            assert checkpointing_by_device(end) == way
+            words = checkpointing_overrides(start, end)
+            assert bool(words) == (checkpointing_by_device(start) != way)
+            assert checkpointing_overrides(end, start) != words or not words
+    (way,) = [way for way in ways if said(way) == "selective, full on v100_32g"]
+    typed = checkpointing_overrides(exp, with_checkpointing(exp, way))
+    assert typed == [f"{HOW}=selective", f"{OWN}=full"]
+    assert checkpointing_by_device(composed([*WORDS, *typed]).experiment) == way
+    assert [said(way) for way in mixed_ways(exp)] == [
+        "none, selective on v100_32g",
+        "none, full on v100_32g",
+        "selective, full on v100_32g",
+    ]
+
+
+def test_advice_for_one_type_fits_when_typed() -> None:
+    """The V100s have no room for one sample, the A100s for four."""
+    advised, _ = with_traced_memory(composed(SMALL), make=False)
+    (text,) = [text for text in advised.plan.warnings if "What fits, each planned" in text]
+    overrides = text.partition("first: ")[2].split("; ")[0].partition(" (")[0]
+    assert overrides == f"{OWN}=full"
+    fitting = composed([*SMALL, overrides])
+    assert all(part.fits for part in fitting.plan.memory)
+    assert fitting.plan.ranks[0].micro_batch > fitting.plan.ranks[-1].micro_batch
+
+
+def test_auto_takes_it_where_it_makes_room_and_is_faster() -> None:
+    words = [*SMALL, f"{HOW}=auto"]
+    found = composed(words)
+    assert found.plan.chosen is not None
+    assert found.plan.chosen.words == (f"{HOW}=none {OWN}=full",)
+    exp = found.experiment
+    assert exp.model.activation_checkpointing == "none"
+    assert exp.hardware.devices["v100_32g"].activation_checkpointing == "full"
+    assert exp.hardware.devices["a100_40g"].activation_checkpointing is None
+    assert all(part.fits for part in found.plan.memory)
+    again = composed([*SMALL, *found.plan.chosen.words[0].split()])  # as it would be typed
+    assert again.experiment == exp
+    own = composed([*words, f"{OWN}=selective"])  # is not changed
+    assert checkpointing_by_device(own.experiment)["v100_32g"] == "selective"
+    third = composed([*words, "zero=stage3"])
+    assert len(set(checkpointing_by_device(third.experiment).values())) == 1
+
+
+def test_no_gain_without_room() -> None:
+    """What the split over ranks makes of a smaller speed is no reason to compute again."""
+    exp = composed([*WORDS, "batch.micro_batch=2"])
+    found = choices(exp.experiment, exp.plan, Traces({}))
+    found = [one for one in found if one.zero == "stage2"]
+    assert {said(one.ways) for one in found if one.micro_batch <= 2} == set(CHECKPOINTING)
+
+
+# --- What is shown -------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_each_type_does_and_why() -> None:
+    found = composed([*MIXED, "batch.micro_batch=16"])
+    lines = device_lines(found.plan, found.experiment)
+    assert lines[0].startswith("a100_40g: micro batch ")
+    assert lines[0].endswith("at most 10 by memory), nothing computed again")
+    assert lines[1].endswith("full activation checkpointing")
+    assert len(lines) == 2
+    small = composed([*WORDS, "batch.balance=even"])
+    lines = device_lines(small.plan, small.experiment)
+    assert "micro batch 8 (batch.balance=even: one for all)" in lines[0]
+    assert lines[2].startswith("no offload for v100_32g alone: DeepSpeed")
+    alone = composed([*WORDS, "hardware=a100x8"])
+    assert device_lines(alone.plan, alone.experiment) == []
