@@ -75,6 +75,7 @@ def _path(exp: Experiment, plan: Plan) -> Path:
         "zero": exp.zero.stage,
         "run": [plan.precision, plan.attention],
         "limits": plan.balance.limits,
+        **({"checkpointing": plan.checkpointing} if plan.checkpointing else {}),
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

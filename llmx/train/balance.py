@@ -31,6 +31,7 @@ from llmx.data.order import samples_of_step
 from llmx.models.model import ForwardOfBase, Models
 from llmx.models.parameters import whole_shape
 from llmx.plan.balance import FS, evened, fit_speed, sample_fs, with_balance
+from llmx.plan.by_device import on_device
 from llmx.plan.types import BalancePlan, Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.run.speeds import keep_speeds, speeds_directory
@@ -169,7 +170,7 @@ def described(plan: Plan) -> str:
 def identity(plan: Plan) -> dict[str, Any]:
     """What the speeds of a run are for; values of JSON."""
     assert plan.balance is not None
-    return {
+    values: dict[str, Any] = {
         "format": FORMAT,
         "devices": [rank.device for rank in plan.ranks],
         "seq_len": plan.batch.seq_len,
@@ -177,6 +178,15 @@ def identity(plan: Plan) -> dict[str, Any]:
         "limits": list(plan.balance.limits),
         "same_steps": plan.balance.same_steps,
     }
+    if plan.checkpointing:
+        values["checkpointing"] = [list(one) for one in plan.checkpointing]
+    return values
+
+
+def is_of(found: dict[str, Any], plan: Plan) -> bool:
+    """Whether what ``balance.json`` holds is for these ranks."""
+    wanted: dict[str, Any] = {"checkpointing": None, **identity(plan)}
+    return all(found.get(key) == value for key, value in wanted.items())
 
 
 def record(plan: Plan) -> dict[str, Any]:
@@ -200,7 +210,7 @@ def _read(run_dir: RunDir, plan: Plan) -> BalancePlan | None:
         found = read_json(run_dir.balance)
         speeds = tuple(RankSpeed(**speed) for speed in found["speeds"])
         micro_step_fs = found.get("micro_step_fs")
-        same = all(found.get(key) == value for key, value in identity(plan).items())
+        same = is_of(found, plan)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not same or len(speeds) != plan.world_size:
@@ -299,9 +309,9 @@ def _micro_step_fs(subject: Subject, *, group: Any) -> int | None:
 def _key(subject: Subject) -> str:
     """Of all that a speed depends on, on this host."""
     exp, plan, engine = subject.exp, subject.plan, subject.engine
-    values = to_dict(exp)
-    task = {key: value for key, value in values["task"].items() if key in ("kind", "options")}
     own = plan.ranks[subject.rank]
+    values = to_dict(on_device(exp, own.device))
+    task = {key: value for key, value in values["task"].items() if key in ("kind", "options")}
     parts = {
         "format": CACHE_FORMAT,
         "host": socket.gethostname(),

@@ -21,7 +21,7 @@ from llmx.plan.balance import corrected_speeds, planned_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.metrics.lines import read_metrics, step_of
 from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.train.balance import described, identity, record
+from llmx.train.balance import described, is_of, record
 from llmx.train.step_times import LEAST_S, LINES
 
 LEAST_GAIN = 0.05
@@ -137,7 +137,7 @@ def recorded_changes(run_dir: RunDir, plan: Plan, *, rank: int, group: Any) -> l
     if rank == 0:
         try:
             values = read_json(run_dir.balance)
-            if all(values.get(key) == value for key, value in identity(plan).items()):
+            if is_of(values, plan):
                 found = [
                     Change(int(one["step"]), tuple(RankSpeed(**speed) for speed in one["speeds"]))
                     for one in values.get("changes", ())

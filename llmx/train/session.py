@@ -16,6 +16,7 @@ from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
 from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
+from llmx.run.metrics.completions import METRICS, load_metric
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir, write_json
 from llmx.tasks import Task, task_of, tokenizer_of
@@ -90,6 +91,9 @@ def open_session(
     tokenizer = tokenizer_of(exp)
     task = task_of(exp, tokenizer)
     check_declared(task.metrics, task=exp.task.kind)
+    for name in exp.task.eval_metrics:
+        if name not in METRICS:
+            load_metric(name)  # a typo is not found out when the model is loaded
     checkpoint = exp.checkpoint
     mode = check_checkpoint_metric(
         checkpoint.metric, checkpoint.mode, task.metrics, task=exp.task.kind
@@ -214,7 +218,14 @@ def open_rebalance(
     exp: Experiment, plan: Plan, run_dir: RunDir, *, task: Task, step: int, group: Any
 ) -> tuple[Plan, Rebalance | None]:
     """The split of the step at which training goes on, and what changes it further. Collective."""
-    if task.generates or task.joint or plan.world_size == 1:
+    if plan.world_size == 1:
+        return plan, None
+    if task.generates or task.joint:
+        why = "generates its samples" if task.generates else "has one loss for all of a step"
+        log(
+            f"WARNING: batch.rebalance=true has no effect: task={task.name} {why}, so the split of "
+            "the start stays. A rank that becomes slower is named here."
+        )
         return plan, None
     rank = torch.distributed.get_rank()
     changes = recorded_changes(run_dir, plan, rank=rank, group=group)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from llmx.models.flops import model_flops
-from llmx.plan.balance import busy_fs
+from llmx.plan.balance import busy_fs, sample_fs
 from llmx.plan.types import Plan
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
@@ -18,6 +18,7 @@ from llmx.train.metrics import memory_gib
 from llmx.train.rebalance import Line
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
+from llmx.train.speed_probe import DriftWatch, SpeedProbe
 from llmx.train.step import StepMetrics
 from llmx.train.step_times import PHASES, StepTimes, StragglerWatch, idle_share
 
@@ -55,6 +56,15 @@ class StepLog:
         self.timed = StepTimes(
             session.engine.device, active=plan.world_size > 1 and _times(session)
         )
+        # Where a rank's forward passes wait for others, it times a piece of work of its own.
+        probed = plan.world_size > 1 and not self.timed.active
+        self.probe = SpeedProbe(
+            session.engine.device,
+            getattr(session.engine, "dtype", torch.float32),
+            width=getattr(getattr(session.engine, "config", None), "hidden_size", 0),
+            active=probed and session.exp.batch.balance != "off",
+        )
+        self.drift = drift_watch(plan) if self.probe.active else None
         self.watch_split()
         self.restart()
 
@@ -131,6 +141,7 @@ class StepLog:
                 *(seconds / max(self.steps, 1) for seconds in self.timed.take()),
                 self.work_fs,
                 time.perf_counter(),
+                self.probe.at_line(),
                 *(float(value) for value in self.metrics.values()),
             ],
             dtype=torch.float64,
@@ -151,7 +162,9 @@ class StepLog:
         done = step.step + 1
         samples = self.length.samples_at(done)
         loss = loss_sum / (step.weight or 1)
-        totals = table[:, 12:].sum(dim=0).tolist()
+        totals = table[:, 13:].sum(dim=0).tolist()
+        clock, probe_s = float(table[0, 11]), table[:, 12].tolist()
+        probed = self.drift is not None and min(probe_s) > 0
         forward_s, *others, work = table[:, 7:11].T.tolist()
         waits: dict[str, Any] = {}
         if self.timed.active:
@@ -159,6 +172,8 @@ class StepLog:
             for name, seconds in zip(PHASES, (forward_s, *others), strict=True):
                 waits[f"{name}_s"] = [round(value, 6) for value in seconds]
             waits["idle_share"] = round(idle, 4)
+        if probed:
+            waits["probe_s"] = [float(f"{value:.4g}") for value in probe_s]
         measured = {
             name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else None
             for at, name in enumerate(self.metrics.names)
@@ -191,19 +206,22 @@ class StepLog:
             **({"extra": True} if extra else {}),
         )
         text = f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
-        if waits and idle >= LEAST_IDLE:
+        if self.timed.active and idle >= LEAST_IDLE:
             text += f"  idle {idle:.0%}"
         session.log(text)
         if self.stragglers is not None:
             for rank, factor in self.stragglers.see(forward_s, now=time.perf_counter()):
                 report_straggler(session, rank, factor, forward_s, step=done)
+        if self.drift is not None and probed:
+            for rank, factor in self.drift.see(probe_s, now=clock):
+                report_straggler(session, rank, factor, probe_s, step=done, probed=True)
+        self.probe.after_line(clock)
         loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
         raise_if_not_finite(
             loss_step, gradient_step, lr=optim_of(session.exp.optim, session.exp.adapter).lr
         )
         self.spikes.check(done, loss)
         self.restart()
-        clock = float(table[0, 11])
         return Line(forward_s, work, clock) if self.timed.active else None
 
 
@@ -222,24 +240,50 @@ def expected_work(plan: Plan) -> list[float]:
     return [float(busy) for busy in busy_fs(sizes, plan.balance.speeds, plan.batch.seq_len)]
 
 
+def drift_watch(plan: Plan) -> DriftWatch:
+    """For the ranks of a plan: what was measured at the start is taken into account."""
+    balance, expected = plan.balance, [1.0] * plan.world_size
+    if balance is not None and balance.method == "measured":
+        expected = [float(sample_fs(speed, plan.batch.seq_len)) for speed in balance.speeds]
+    return DriftWatch([rank.device for rank in plan.ranks], expected)
+
+
 def report_straggler(
-    session: Session, rank: int, factor: float, forward_s: list[float], *, step: int
+    session: Session,
+    rank: int,
+    factor: float,
+    seconds: list[float],
+    *,
+    step: int,
+    probed: bool = False,
 ) -> None:
     """An event and a line in the log that name the rank and its host, with the time that each rank
-    computes."""
+    computes: its forward passes, or the same small piece of work (``probed``)."""
     plan = session.plan
     host = plan.hosts[plan.ranks[rank].host].name
-    times = [round(value, 6) for value in forward_s]
+    key = "probe_s" if probed else "forward_s"
+    times = [float(f"{value:.4g}") if probed else round(value, 6) for value in seconds]
     session.metrics.event(
-        "straggler", step=step, rank=rank, host=host, factor=round(factor, 2), forward_s=times
+        "straggler",
+        step=step,
+        rank=rank,
+        host=host,
+        factor=round(factor, 2),
+        **{key: times},
     )
     how = "To share out by today's speeds: remove balance.json, resume with batch.balance=measured."
-    if session.exp.batch.rebalance:
+    if session.rebalance is not None:
         how = "batch.rebalance shares out anew where that is faster."
+    said = (
+        f"takes {factor:.1f} times as long for a product of two matrices as at the start, or as "
+        f"others of its device type, and all wait for it ({by_rank(seconds)})"
+        if probed
+        else f"computes {factor:.1f} times as long as the others for its part of a step, and all "
+        f"wait for it (forward passes of a step: {by_rank(seconds)})"
+    )
     session.log(
-        f"WARNING: rank {rank} ({host}) computes {factor:.1f} times as long as the others for its "
-        f"part of a step, and all wait for it (forward passes of a step: {by_rank(forward_s)}). "
-        f"Is its device throttled, or used by another program? {how}"
+        f"WARNING: rank {rank} ({host}) {said}. Is its device throttled, or used by another "
+        f"program? {how}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,3 +166,23 @@ def test_what_cannot_be_rebalanced_is_refused(tmp_path: Path) -> None:
         exp.batch.rebalance = True
         with pytest.raises(ConfigError, match=words):
             validate(exp)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("joint", "has one loss for all of a step"), ("generates", "generates its samples")],
+)
+def test_a_task_that_cannot_be_rebalanced_says_so(
+    kind: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmx.train import session
+
+    exp = experiment(tmp_path, batch={"rebalance": True})
+    plan, said = make_plan(exp), []
+    monkeypatch.setattr(session, "log", said.append)
+    task = SimpleNamespace(**{"joint": False, "generates": False, "name": "mine", kind: True})
+    run_dir = RunDir(tmp_path)
+    found = session.open_rebalance(exp, plan, run_dir, task=task, step=0, group=None)  # type: ignore[arg-type]
+    assert found == (plan, None)
+    (text,) = said
+    assert f"batch.rebalance=true has no effect: task=mine {why}" in text

@@ -11,6 +11,7 @@ import torch
 import llmx.train.step_log as module
 from llmx.config import AdapterConfig, OptimConfig
 from llmx.tasks import Loss
+from llmx.train import speed_probe
 from llmx.train.step_log import StepLog
 
 
@@ -36,6 +37,11 @@ def lines() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> StepLog:
+    """Of one rank."""
+    return StepLog(session_of(lines, monkeypatch), total=100)
+
+
+def session_of(lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of one rank; a model of one weight."""
     flops = SimpleNamespace(of_step=lambda **_: 0.0)
     monkeypatch.setattr(module, "model_flops", lambda *_args, **_kwargs: flops)
@@ -67,7 +73,7 @@ def log(clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPat
         metrics=SimpleNamespace(write=lambda kind, **line: lines.append(line)),
         log=lambda text: None,
     )
-    return StepLog(session, total=100)
+    return session
 
 
 def step(number: int, *, targets: int) -> Any:
@@ -122,3 +128,49 @@ def test_metrics_of_the_loss_are_means_over_the_interval(
     log.write(step(2, targets=4))
     assert lines[1]["accuracy"] == 1.0
     assert "margin" not in lines[1]
+
+
+def test_where_forward_passes_wait_each_rank_times_work_of_its_own(
+    clock: Clock, lines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ZeRO-3 rank 1 is throttled after a while: it is named once, with its host."""
+    slow, events, said = [1.0], [], []
+
+    def all_gather(out: list[torch.Tensor], mine: torch.Tensor) -> None:
+        out[0].copy_(mine)
+        out[0][12] = 0.1 if mine[12] else 0.0
+        out[1].copy_(out[0])
+        out[1][12] *= slow[0]
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setitem(speed_probe.PIECE_S, "cpu", 0.001)
+    session = session_of(lines, monkeypatch)
+    session.engine.stage, session.task = 3, SimpleNamespace(joint=False)
+    session.exp.batch, session.rebalance = SimpleNamespace(balance="auto"), None
+    session.plan.world_size, session.plan.balance = 2, None
+    session.plan.hosts = [SimpleNamespace(name="host-a"), SimpleNamespace(name="host-b")]
+    session.plan.ranks = [SimpleNamespace(host=at, device="cpu") for at in (0, 1)]
+    session.metrics.event = lambda name, **values: events.append((name, values))
+    session.log = said.append
+    log = StepLog(session, total=1000)
+    for number in range(60):
+        if number == 30:
+            slow[0] = 2.0
+        clock.now += 10.0
+        one = step(number, targets=1)
+        log.add(one, torch.tensor(1.0))
+        assert log.write(one) is None  # nothing that batch.rebalance could go by
+    probed = [line for line in lines if "probe_s" in line]
+    assert 18 <= len(probed) <= 22  # of 60 lines, every 30 s
+    assert "idle_share" not in lines[0]
+    assert probed[0]["probe_s"] == [0.1, 0.1]
+    ((name, event),) = events
+    assert name == "straggler"
+    assert (event["rank"], event["host"], event["factor"]) == (1, "host-b", 2.0)
+    assert event["probe_s"] == [0.1, 0.2]
+    assert 31 + 6 <= event["step"] <= 31 + 12
+    (warning,) = [text for text in said if "WARNING" in text]
+    assert "rank 1 (host-b) takes 2.0 times as long for a product of two matrices" in warning
+    assert "rank 1 0.2 s, rank 0 0.1 s" in warning
+    session.exp.batch.balance = "off"
+    assert not StepLog(session, total=1000).probe.active
