@@ -5,17 +5,20 @@
 The hosts are network namespaces of this machine (``tests/cluster``; it needs root), with one rank
 of one thread each. The second host has a CPU quota of ``--cpu`` cores (1: equal hosts), the link
 between them ``--link`` Mbit/s. ``spec`` knows the quota as if it stood in a data sheet;
-``measured`` does not. The ideal is the sum of what each rank trains alone, on a run of its own: no
-split can reach more. All runs of an invocation stand in one result; rows of earlier ones are kept.
+``measured`` does not. The ideal is the sum of what each rank trains on its own: no split can reach
+more. The two train that at the same time, since they share this machine's caches and memory, before
+and after the splits. All runs of an invocation stand in one result; rows of earlier ones are kept.
 
-It wants two cores to itself; anything else that runs is in the numbers. An invocation with two
-stages takes five to eight minutes.
+It wants two cores to itself; anything else that runs is in the numbers. An invocation takes two
+minutes for each stage, and one more.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -29,8 +32,8 @@ from machine import RESULTS, write_result  # noqa: E402
 
 ROWS = RESULTS / "hetero.json"
 SPLITS = ("even", "spec", "measured")
-SEQ_LEN, GLOBAL_BATCH = 128, 48
-SKIPPED = 3
+SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 128, 192, 64
+SKIPPED = 2
 """Steps of warming up, not counted."""
 GOALS = {0: 0.92, 1: 0.92, 2: 0.92, 3: 0.85}
 """Least part of the ideal that ``measured`` reaches on the fast link, by ZeRO stage."""
@@ -44,7 +47,8 @@ def main() -> int:
     parser.add_argument("--stages", default="0", help="ZeRO stages, e.g. 0,1 (default 0)")
     parser.add_argument("--cpu", type=float, default=0.5, help="cores of the second host")
     parser.add_argument("--link", type=float, default=FAST_LINK, help="Mbit/s")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--keep", type=Path, help="an empty directory: the runs stay there")
     parser.add_argument("--table", action="store_true", help="write the table of known rows only")
     options = parser.parse_args()
     if options.steps <= SKIPPED + 1:
@@ -61,13 +65,14 @@ def main() -> int:
         print(f"not possible here: {reason}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="llmx-hetero-") as name:
-        place = Path(name)
+        place = options.keep or Path(name)
+        place.mkdir(parents=True, exist_ok=True)
         words = data_words(options.task, place)
         with Cluster(hosts=2) as cluster:
             for host in cluster.hosts:
                 host.limit_bandwidth(options.link)
             cell = Cell(cluster, place, words, options)
-            own = [cell.alone(0), cell.alone(1)]
+            before = cell.alone()
             rows = []
             for stage in stages:
                 found = {split: cell.together(split, stage) for split in SPLITS}
@@ -77,12 +82,14 @@ def main() -> int:
                         "stage": stage,
                         "cpu": options.cpu,
                         "link": options.link,
-                        "own": own,
                         **found,
                         "when": time.strftime("%Y-%m-%d %H:%M"),
                     }
                 )
-                print(line_of(rows[-1]), flush=True)
+            own = [(a + b) / 2 for a, b in zip(before, cell.alone(), strict=True)]
+    for row in rows:
+        row["own"] = own
+        print(line_of(row), flush=True)
     keys = [key_of(row) for row in rows]
     return write([row for row in read() if key_of(row) not in keys] + rows)
 
@@ -104,13 +111,14 @@ class Cell:
         self, cluster: Any, place: Path, words: list[str], options: argparse.Namespace
     ) -> None:
         self.cluster, self.place, self.options = cluster, place, options
+        self.numbers = itertools.count()
         self.words = [
             *words,
             "model.config.hidden_size=128",
             "model.config.intermediate_size=384",
             "model.config.num_hidden_layers=4",
             f"data.seq_len={SEQ_LEN}",
-            f"batch.micro_batch={GLOBAL_BATCH}",
+            f"batch.micro_batch={MICRO_BATCH}",
             "task.epochs=null",
             f"task.steps={options.steps}",
             "task.log_every_steps=1",
@@ -121,31 +129,49 @@ class Cell:
             "launch.transport=pdsh",
         ]
 
-    def alone(self, index: int) -> float:
-        """Tokens/s of one host that trains as many samples as the second one would get."""
-        slots = [0, 0]
-        slots[index] = 1
-        share = self.options.cpu / (1 + self.options.cpu) if index else 1 / (1 + self.options.cpu)
-        batch = max(1, round(GLOBAL_BATCH * share))
-        return self._run(
-            f"alone-{index}",
-            slots,
-            [f"batch.global_batch={batch}", "batch.balance=even", "zero=stage0"],
-        )
+    def alone(self) -> list[float]:
+        """Tokens/s of each host that trains its share alone, while the other one does so, too."""
+        self._unthrottle()
+        runs = []
+        for index in (0, 1):
+            share = (1.0, self.options.cpu)[index] / (1 + self.options.cpu)
+            slots = [0, 0]
+            slots[index] = 1
+            words = [f"batch.global_batch={round(GLOBAL_BATCH * share)}", "zero=stage0"]
+            # Started one after the other, they train at the same time for most of it.
+            words += ["batch.balance=even", f"task.steps={2 * self.options.steps}"]
+            runs.append(self._start(f"alone-{index}", slots, words))
+        self._throttle_once_loading(runs[1], rank=0)
+        lines = [self._lines(run) for run in runs]
+        began = max(one[0]["time"] for one in lines)
+        ended = min(one[-1]["time"] for one in lines)
+        both = [[r for r in one if began <= r["time"] <= ended] for one in lines]
+        if min(map(len, both)) < 4:
+            raise SystemExit(f"the runs of the ideal met in {[len(one) for one in both]} steps")
+        found = [speed_of(one) for one in both]
+        print(f"  alone: {found[0]:,.0f} and {found[1]:,.0f} tokens/s", flush=True)
+        return found
 
     def together(self, split: str, stage: int) -> float:
         """Tokens/s of both hosts with this split."""
-        return self._run(
-            f"{split}-{stage}",
-            [1, 1],
-            [f"batch.global_batch={GLOBAL_BATCH}", f"batch.balance={split}", f"zero=stage{stage}"],
-        )
+        self._unthrottle()
+        words = [f"batch.global_batch={GLOBAL_BATCH}", f"batch.balance={split}"]
+        run = self._start(f"{split}-{stage}", [1, 1], [*words, f"zero=stage{stage}"])
+        self._throttle_once_loading(run, rank=1)
+        lines = self._lines(run)
+        speed = speed_of(lines)
+        batch = json.loads(run.path(run.dir.plan).read_text())["batch"]
+        sizes = batch.get("sizes") or [
+            [size] * batch["accumulation"] for size in batch["micro_batches"]
+        ]
+        idle = [r["idle_share"] for r in lines if "idle_share" in r]
+        waited = f", idle {statistics.fmean(idle):.0%}" if idle else ""
+        print(f"  {split}-{stage}: {speed:,.0f} tokens/s, {sizes}{waited}", flush=True)
+        return speed
 
-    def _run(self, name: str, slots: list[int], words: list[str]) -> float:
+    def _start(self, name: str, slots: list[int], words: list[str]) -> Any:
         from tests.cluster.launching import start_llmx
 
-        slow = self.cluster.hosts[1]
-        slow.limit_cpu(4.0)  # imports are not what is measured
         # A data sheet that has the quota, for ``spec``.
         sheets = [
             (
@@ -155,25 +181,26 @@ class Cell:
             for index, peak in enumerate((1.0, self.options.cpu))
             if slots[index]
         ]
-        run = start_llmx(
+        return start_llmx(
             self.cluster,
             self.place,
             slots=slots,
-            name=name,
+            name=f"{name}-{next(self.numbers)}",
             overrides=[*self.words, *words],
             devices=sheets,
         )
-        self._throttle_once_loading(run, rank=sum(slots) - 1, throttled=bool(slots[1]))
+
+    def _lines(self, run: Any) -> list[dict[str, Any]]:
+        """Those of the steps that are counted, once the run has ended."""
         code = run.wait(timeout_s=500)
         if code:
-            raise SystemExit(f"{name} failed:\n{run.output()[-3000:]}")
-        lines = [r for r in run.records() if r["kind"] == "train"][SKIPPED:]
-        tokens = sum(r["tokens_per_s"] * r["step_time_s"] for r in lines)
-        speed = tokens / sum(r["step_time_s"] for r in lines)
-        print(f"  {name}: {speed:,.0f} tokens/s", flush=True)
-        return float(speed)
+            raise SystemExit(f"{run.dir.root.name} failed:\n{run.output()[-3000:]}")
+        return [r for r in run.records() if r["kind"] == "train"][SKIPPED:]
 
-    def _throttle_once_loading(self, run: Any, *, rank: int, throttled: bool) -> None:
+    def _unthrottle(self) -> None:
+        self.cluster.hosts[1].limit_cpu(4.0)  # imports are not what is measured
+
+    def _throttle_once_loading(self, run: Any, *, rank: int) -> None:
         """Before the ranks measure themselves, and after they have imported what they need."""
         status = run.dir.rank_status(rank)
         while run.process.poll() is None:
@@ -181,8 +208,13 @@ class Cell:
             if path.exists() and json.loads(path.read_text())["state"] != "starting":
                 break
             time.sleep(0.05)
-        if throttled:
-            self.cluster.hosts[1].limit_cpu(self.options.cpu)
+        self.cluster.hosts[1].limit_cpu(self.options.cpu)
+
+
+def speed_of(lines: list[dict[str, Any]]) -> float:
+    """Tokens/s over these steps."""
+    tokens = sum(r["tokens_per_s"] * r["step_time_s"] for r in lines)
+    return float(tokens / sum(r["step_time_s"] for r in lines))
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:

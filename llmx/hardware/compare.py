@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config.schema import Experiment, HardwareConfig, ModelConfig, OptimConfig, ZeroConfig
+from llmx.hardware.space import ram_problem
 from llmx.plan import cuda_builds
-from llmx.plan.types import Plan
+from llmx.plan.types import HostStorage, Plan
 
 MIB, GIB = 1024**2, 1024**3
 BUILT = ("cpu_adam", "fused_adam")
@@ -216,11 +217,16 @@ def _host(
         warnings.append(
             f"{name}: {facts['free_bytes'] / GIB:.1f} GiB free on the disk of the run directory."
         )
-    if plan.accelerator == "cuda" and 0 < facts["shm_bytes"] < 512 * MIB:
+    own = storage_of(plan, name)
+    through_shm = own.shm_bytes if own is not None else 0
+    if plan.accelerator == "cuda" and 0 < facts["shm_bytes"] < max(512 * MIB, through_shm):
+        takes = f" (about {through_shm // MIB} MiB without P2P)" if through_shm else ""
         warnings.append(
             f"{name}: /dev/shm has {facts['shm_bytes'] // MIB} MiB; NCCL between GPUs of a host "
-            "may fail there. In a container: --shm-size=8g or --ipc=host."
+            f"may fail there{takes}. In a container: --shm-size=8g or --ipc=host."
         )
+    if own is not None and (text := ram_problem(own, name, facts)):
+        warnings.append(text)
     if 0 <= facts["open_files"] < 4096:
         warnings.append(
             f"{name}: at most {facts['open_files']} open files a process (ulimit -n); data "
@@ -266,18 +272,20 @@ def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> 
             f"{name}: zero.nvme_path={path} is not writable there. Give a directory of a fast disk "
             "that exists on every host."
         ]
-    # fp32 weights and AdamW's two moments; parameters and gradients in 16 bits.
-    trained = plan.num_parameters if plan.num_trained is None else plan.num_trained
-    states = 12 * trained * (zero.offload_optimizer == "nvme")
-    states += 2 * plan.num_parameters * (zero.offload_param == "nvme")
-    ranks = sum(host.slots for host in plan.hosts if host.name == name)
-    need = states * ranks // plan.world_size
+    own = storage_of(plan, name)
+    need = (own.nvme_bytes if own is not None else None) or 0
     if found["free_bytes"] >= need:
         return []
     return [
         f"{name}: zero.nvme_path={path} has {found['free_bytes'] / GIB:.0f} GiB free, and the "
         f"states of its ranks take {need / GIB:.0f} GiB. Free some space, or give another disk."
     ]
+
+
+def storage_of(plan: Plan, name: str) -> HostStorage | None:
+    """What the plan takes of a host; None in a plan of an older llmx."""
+    hosts = plan.storage.hosts if plan.storage is not None else ()
+    return next((one for one in hosts if name in one.hosts), None)
 
 
 def _devices(

@@ -28,9 +28,12 @@ from llmx.lifecycle.aside import (
     keep,
     package_version,
 )
+from llmx.lifecycle.vocabulary import with_true_vocabulary
+from llmx.plan.by_device import checkpointing_on
 from llmx.plan.choices import traced_memory, with_traces
 from llmx.plan.predict import TraceKey, Traces, wanted_traces
 from llmx.plan.step_time import with_traced_time
+from llmx.plan.storage import ModelSize, with_storage
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
@@ -39,8 +42,9 @@ PROGRAM = "llmx.train.memory_trace"
 TIME_LIMIT_S = 60.0
 """What is not traced by then is left out: first of all other ways to run it."""
 CODE = (
-    "models/adapter.py", "models/factory.py", "models/loss.py", "models/model.py",
-    "models/recompute.py", "models/varlen.py", "plan/trace.py", "train/memory_trace.py",
+    "models/adapter.py", "models/experts.py", "models/factory.py", "models/loss.py",
+    "models/model.py", "models/recompute.py", "models/varlen.py", "plan/trace.py",
+    "train/memory_trace.py",
 )  # fmt: skip
 """Files of llmx that a trace depends on, beside that of the task."""
 
@@ -59,6 +63,7 @@ def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Tra
     traces = _traces_of(composed, make=make)
     exp, plan = composed.experiment, composed.plan
     plan = _with_time(with_traces(plan, exp, traces, allows=refusal), exp, traces)
+    plan = with_true_vocabulary(plan, exp)
     return replace(composed, plan=plan), traces
 
 
@@ -99,19 +104,23 @@ def _traces_of(composed: Composed, *, make: bool, others: bool | None = None) ->
 
 
 def _with_time(plan: Plan, exp: Experiment, traces: Traces) -> Plan:
-    """With the time by a trace where the size of the model is known by it alone."""
+    """With the time by a trace where the size of the model is known by it alone, and what hosts
+    need by the size that it has."""
     rank = max(plan.ranks, key=lambda one: one.micro_batch)
-    how = exp.model.activation_checkpointing
+    how = checkpointing_on(exp, rank.device)
     trace = traces.get(plan.attention_on(rank.device), how, rank.micro_batch)
-    if trace is None or not trace.flops or plan.num_parameters:
+    if trace is None:
         return plan
-    tokens = rank.micro_batch * plan.batch.seq_len
-    return with_traced_time(plan, exp, trace, tokens=tokens)
+    if trace.flops and not plan.num_parameters:
+        tokens = rank.micro_batch * plan.batch.seq_len
+        plan = with_traced_time(plan, exp, trace, tokens=tokens, device=rank.device)
+    # It has read the tokenizer, too.
+    return with_storage(plan, exp, size=ModelSize(trace.num_parameters, trace.num_trained))
 
 
 def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Traces:
     """From the cache; what it lacks is made where ``make``."""
-    keys = wanted_traces(plan, exp.model, others=others)
+    keys = wanted_traces(exp, plan, others=others)
     found: dict[TraceKey, StepTrace] = {}
     problem = ""
     answers: dict[TraceKey, dict[str, Any]] = {}

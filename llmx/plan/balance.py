@@ -29,6 +29,9 @@ FACTOR = 1 << 20
 """Corrections of speeds are whole parts of this."""
 EXACT_SAMPLES = 1 << 12
 """Up to so many samples of a step, and of a micro step, every way to cut it is looked at."""
+NOT_HIDDEN = 10
+"""Of what is exchanged behind computing, one part in so many is not hidden: the first and the last
+bucket."""
 LEAST_GAIN = 0.02
 """What a measured split must save of the step time of the even one: less is noise."""
 TIMES_NOISE = 2.0
@@ -51,6 +54,7 @@ def share_out(
     same_steps: bool,
     accumulation: int | None = None,
     micro_step_fs: int | None = None,
+    overlap: bool = False,
 ) -> Sizes:
     """Micro batches of every rank with the least predicted step time, for whole samples.
 
@@ -58,8 +62,9 @@ def share_out(
         limits: the most samples of a micro batch, one a rank.
         same_steps: all ranks have as many micro steps, and wait for each other in each of them.
         accumulation: so many micro steps, for all ranks.
-        micro_step_fs: what each of them costs beyond computing, where all ranks wait; None: a
-            little, so that there are no more of them than are of use.
+        micro_step_fs: what is exchanged in each of them, where all ranks wait; None: a little, so
+            that there are no more of them than are of use.
+        overlap: that goes on behind computing.
 
     Raises:
         ConfigError: it cannot be cut so, with each rank at least one sample in a micro step.
@@ -78,7 +83,7 @@ def share_out(
                 f"{step.least} to {step.most}. Leave accumulation out; it is computed."
             )
     else:
-        parts = _cut(global_batch, step, micro_step_fs)
+        parts = _cut(global_batch, step, micro_step_fs, overlap)
     return tuple(zip(*(step.shares(part) for part in parts), strict=True))
 
 
@@ -109,7 +114,14 @@ class _MicroStep:
         return found
 
 
-def _cut(global_batch: int, step: _MicroStep, cost: int | None) -> list[int]:
+def with_exchange(computing_fs: int, exchange_fs: int, *, overlap: bool) -> int:
+    """A micro step in which ranks meet."""
+    if not overlap:
+        return computing_fs + exchange_fs
+    return max(computing_fs + exchange_fs // NOT_HIDDEN, exchange_fs)
+
+
+def _cut(global_batch: int, step: _MicroStep, cost: int | None, overlap: bool) -> list[int]:
     """Samples of each micro step, with the least time of all; largest first."""
     least, most = step.least, min(step.most, global_batch)
     if global_batch < least:
@@ -121,21 +133,26 @@ def _cut(global_batch: int, step: _MicroStep, cost: int | None) -> list[int]:
             raise _impossible(global_batch, step)
         return [size + 1] * more + [size] * (count - more)
     times = [step.time(samples) for samples in range(least, most + 1)]
-    best = min(range(least, most + 1), key=lambda n: (times[n - least] / n, -n))
+
+    def fastest() -> int:
+        return min(range(least, most + 1), key=lambda n: (times[n - least] / n, -n))
+
     if cost is None:
-        cost = times[best - least] // MICRO_STEP_COST + 1
+        cost, overlap = times[fastest() - least] // MICRO_STEP_COST + 1, False
+    times = [with_exchange(each, cost, overlap=overlap) for each in times]
     # Far from the end, the micro step with the most samples a second; then all ways are tried.
+    best = fastest()
     repeated = max(0, (global_batch - max(EXACT_SAMPLES, 8 * most)) // best)
     rest = global_batch - repeated * best
-    return sorted([best] * repeated + _exact(rest, least, times, cost, step), reverse=True)
+    return sorted([best] * repeated + _exact(rest, least, times, step), reverse=True)
 
 
-def _exact(total: int, least: int, times: list[int], cost: int, step: _MicroStep) -> list[int]:
+def _exact(total: int, least: int, times: list[int], step: _MicroStep) -> list[int]:
     """The micro steps of ``total`` samples with the least sum of times."""
     import numpy as np
 
     span = len(times)
-    each = np.array(times, dtype=np.float64) + cost  # sums and least ones alike on all machines
+    each = np.array(times, dtype=np.float64)  # sums and least ones alike on all machines
     found = np.full(total + 1, np.inf)
     found[0] = 0.0
     chosen = np.zeros(total + 1, dtype=np.int64)
@@ -230,18 +247,23 @@ def step_fs(
     *,
     same_steps: bool,
     micro_step_fs: int = 0,
+    overlap: bool = False,
 ) -> int:
     """Predicted time of a step, without communication.
 
-    ``micro_step_fs``: what each micro step costs besides, where all ranks meet in it.
+    ``micro_step_fs``: what ranks exchange in each micro step, where all meet in it; ``overlap``:
+    behind computing.
     """
     if not same_steps:
         return max(busy_fs(sizes, speeds, seq_len))
     return sum(
-        micro_step_fs
-        + max(
-            speed.fixed_fs + size * sample_fs(speed, seq_len)
-            for size, speed in zip(together, speeds, strict=True)
+        with_exchange(
+            max(
+                speed.fixed_fs + size * sample_fs(speed, seq_len)
+                for size, speed in zip(together, speeds, strict=True)
+            ),
+            micro_step_fs,
+            overlap=overlap,
         )
         for together in zip(*sizes, strict=True)
     )
@@ -265,6 +287,7 @@ def balanced_batch(global_batch: int, balance: BalancePlan, *, seq_len: int) -> 
         same_steps=balance.same_steps,
         accumulation=balance.accumulation,
         micro_step_fs=balance.micro_step_fs,
+        overlap=balance.overlap,
     )
     return batch_of(sizes, seq_len=seq_len)
 
@@ -298,6 +321,7 @@ def planned_fs(plan: Plan, speeds: Sequence[RankSpeed]) -> int:
         plan.batch.seq_len,
         same_steps=plan.balance.same_steps,
         micro_step_fs=plan.balance.micro_step_fs or 0,
+        overlap=plan.balance.overlap,
     )
 
 

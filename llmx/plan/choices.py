@@ -11,18 +11,37 @@ traced micro step where that is known. They stand in the order of their predicte
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from llmx import text as human
 from llmx.config.fields import AUTO
 from llmx.config.schema import AdapterConfig, Experiment, ZeroConfig
 from llmx.errors import ConfigError
+from llmx.plan.balance import sample_fs
 from llmx.plan.batch import MAX_GLOBAL_BATCH
+from llmx.plan.by_device import (
+    CHECKPOINTING,
+    HOW,
+    Ways,
+    checkpointing_by_device,
+    checkpointing_on,
+    checkpointing_overrides,
+    intricacy,
+    mixed_ways,
+    said,
+    uniform_ways,
+    with_checkpointing,
+)
 from llmx.plan.make import LOCAL_NAMES, make_plan
-from llmx.plan.memory import cheapest_fit, does_not_fit
-from llmx.plan.predict import CHECKPOINTING, Traces, devices_of, memory_of
+from llmx.plan.memory import does_not_fit
+from llmx.plan.predict import Traces, devices_of, memory_of
 from llmx.plan.speed import tokens_per_s
+from llmx.plan.storage import lacks_ram as short_of_ram
+from llmx.plan.storage import plan_storage, with_storage
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -43,12 +62,17 @@ OPTIONS: dict[str, dict[str, object]] = {
     "stage3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
 }
 """Options of the group ``zero`` that are compared, with what each sets."""
-ZERO, HOW, MICRO_BATCH = "zero", "model.activation_checkpointing", "batch.micro_batch"
+ZERO, MICRO_BATCH = "zero", "batch.micro_batch"
 PLAIN = {ZERO: "stage2", HOW: "none", MICRO_BATCH: "1"}
 """What ``auto`` is where nothing can be compared."""
 
 AUTO_KEYS = tuple(PLAIN)
 
+LARGER_DEVICES = "Take a smaller model, or devices with more memory."
+"""Where nothing that was planned fits."""
+
+Rooms = Mapping[str, int]
+"""Of each type of device."""
 Allows = Callable[[Experiment], str]
 """Why rules refuse an experiment; empty where they do not."""
 
@@ -72,8 +96,14 @@ class Choice:
     """It is the plan."""
 
     @property
+    def ways(self) -> Ways:
+        """Activation checkpointing by type of device."""
+        return checkpointing_by_device(self.experiment)
+
+    @property
     def checkpointing(self) -> str:
-        return self.experiment.model.activation_checkpointing
+        """The same in words: one, where all types have the same."""
+        return said(self.ways)
 
     @property
     def micro_batch(self) -> int:
@@ -103,16 +133,25 @@ class Choice:
 
     @property
     def words(self) -> dict[str, str]:
-        """Its values, by what ``auto`` may stand for."""
-        return {ZERO: self.zero, HOW: self.checkpointing, MICRO_BATCH: str(self.micro_batch)}
+        """Its values as overrides, by what ``auto`` may stand for."""
+        model = self.experiment.model
+        auto = replace(self.experiment, model=replace(model, activation_checkpointing="auto"))
+        plain = with_checkpointing(auto, dict.fromkeys(self.ways, "auto"))
+        return {
+            ZERO: f"{ZERO}={self.zero}",
+            HOW: " ".join(checkpointing_overrides(plain, self.experiment)),
+            MICRO_BATCH: f"{MICRO_BATCH}={self.micro_batch}",
+        }
 
     def overrides(self, exp: Experiment) -> list[str]:
         """To type, against the experiment."""
         found = []
         if self.zero != option_of(exp.zero):
             found.append(f"{ZERO}={self.zero}")
-        if self.checkpointing != exp.model.activation_checkpointing:
-            found.append(f"{HOW}={self.checkpointing}")
+            if self.experiment.zero.hpz_partition_size < exp.zero.hpz_partition_size:
+                # Typed on its own, it would stay.
+                found.append("zero.hpz_partition_size=1")
+        found += checkpointing_overrides(exp, self.experiment)
         if self.micro_batch != exp.batch.micro_batch:
             found.append(f"{MICRO_BATCH}={self.micro_batch}")
         return found
@@ -128,12 +167,10 @@ def option_of(zero: ZeroConfig) -> str:
 
 def lacks_ram(exp: Experiment, plan: Plan) -> str:
     """What is missing of the RAM of a host, where that is known; empty where nothing is."""
-    for part in plan.memory:
-        hosts = [host for host in exp.hardware.hosts if host.device == part.device]
-        ram = min((host.memory_gib for host in hosts if host.memory_gib), default=0.0)
-        needed = part.host_gib + part.saves_host_gib
-        if part.host_gib and ram and needed > ram:
-            return f"{human.gib(needed)} GiB of a host's RAM, which has {human.gib(ram)}"
+    for host in plan_storage(exp, plan).hosts:
+        needed, has = host.ram_bytes, host.ram_has_bytes
+        if host.offload_bytes and needed and has and needed > has:
+            return f"{human.size(needed)} of a host's RAM, which has {human.size(has)}"
     return ""
 
 
@@ -148,8 +185,7 @@ def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPl
     found = []
     for device in devices_of(plan):
         size = max(rank.micro_batch for rank in plan.ranks if rank.device == device)
-        how = exp.model.activation_checkpointing
-        trace = traces.get(plan.attention_on(device), how, size)
+        trace = traces.get(plan.attention_on(device), checkpointing_on(exp, device), size)
         if trace is None:
             return None
         found.append(memory_of(exp, plan, trace, device))
@@ -172,19 +208,26 @@ def planned(exp: Experiment, name: str, like: Plan, traces: Traces) -> Choice | 
 
 
 def choices(
-    exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules
+    exp: Experiment,
+    plan: Plan,
+    traces: Traces,
+    *,
+    allows: Allows = no_rules,
+    by_device: bool = True,
 ) -> list[Choice]:
     """ZeRO stages and offloads x activation checkpointing x micro batches, each planned; the
     fastest first; those of them that were traced, where anything was. Without those that the rules
-    refuse, and micro batches that no rank can fill."""
-    own = option_of(exp.zero)
-    here = (own, exp.model.activation_checkpointing, exp.batch.micro_batch)
+    refuse, and micro batches that no rank can fill. ``by_device``: also with activation
+    checkpointing that differs by type of device."""
+    own, mine = option_of(exp.zero), checkpointing_by_device(exp)
+    here = (own, mine, exp.batch.micro_batch)
     zeros = {name: _plain_zero(exp.zero, values) for name, values in OPTIONS.items()}
     zeros[own] = exp.zero
     sizes = sorted({exp.batch.micro_batch, *MICRO_BATCHES})
+    ways = [*uniform_ways(exp), *(mixed_ways(exp) if by_device else ())]
     found, refused = [], _by_way(allows)
-    for one in _all(exp, plan, traces, zeros, CHECKPOINTING, sizes):
-        chosen = (one.zero, one.checkpointing, one.micro_batch) == here
+    for one in _all(exp, plan, traces, zeros, [*ways, *([] if mine in ways else [mine])], sizes):
+        chosen = (one.zero, one.ways, one.micro_batch) == here
         filled = max(one.plan.batch.micro_batches) >= one.micro_batch
         if chosen or (filled and not refused(one)):
             found.append(replace(one, chosen=chosen))
@@ -196,22 +239,60 @@ def _all(
     plan: Plan,
     traces: Traces,
     zeros: Mapping[str, ZeroConfig],
-    ways: Sequence[str],
+    ways: Sequence[Ways],
     sizes: Sequence[int],
     *,
     all_sizes: bool = True,
 ) -> Iterator[Choice]:
     """``all_sizes``: also micro batches that are larger than one that does not fit."""
+    mine = checkpointing_by_device(exp)
     for name, zero in zeros.items():
-        for how in ways:
+
+        @functools.cache
+        def room_with(how: str, size: int, name: str = name, zero: ZeroConfig = zero) -> Rooms:
+            """Where all types of devices do the same."""
+            way = dict.fromkeys(mine, how)
+            other = with_values(with_checkpointing(exp, way), zero=zero, size=size)
+            return room_of(planned(other, name, plan, traces))
+
+        for way in ways:
+            differ = len(set(way.values())) > 1
+            if zero.stage == 3 and differ:
+                continue  # all ranks gather together
             for size in sizes:
-                other = with_values(exp, zero=zero, how=how, size=size)
+                other = with_values(with_checkpointing(exp, way), zero=zero, size=size)
                 one = planned(other, name, plan, traces)
                 if one is None:
                     continue
-                yield one
+                if not differ or way == mine or _is_of_use(one, partial(room_with, size=size)):
+                    yield one
                 if not all_sizes and not one.fits:
                     break
+
+
+def room_of(choice: Choice | None) -> Rooms:
+    """Samples of a micro batch that each type of device has room for; 0: not one."""
+    if choice is None:
+        return {}
+    limits = dict.fromkeys(choice.memory, choice.micro_batch)
+    if choice.plan.balance is not None:
+        for rank, limit in zip(choice.plan.ranks, choice.plan.balance.limits, strict=True):
+            limits[rank.device] = limit
+    return {name: limits[name] if one.fits else 0 for name, one in choice.memory.items()}
+
+
+def _is_of_use(choice: Choice, room_with: Callable[[str], Rooms]) -> bool:
+    """Whether each type of device that computes more again than another has room by it for what it
+    is given: it is no gain by itself, whatever the split over the ranks makes of it."""
+    ways = choice.ways
+    least = min(ways.values(), key=CHECKPOINTING.index)
+    plain = room_with(least)
+    return all(
+        max(rank.micro_batch for rank in choice.plan.ranks if rank.device == name)
+        > plain.get(name, 0)
+        for name, how in ways.items()
+        if how != least
+    )
 
 
 def _in_order(found: Sequence[Choice]) -> list[Choice]:
@@ -247,26 +328,30 @@ def with_traces(plan: Plan, exp: Experiment, traces: Traces, *, allows: Allows =
     what to change where it does not fit."""
     memory = traced_memory(exp, plan, traces)
     found = plan.memory if memory is None else memory
-    if memory is None and all(part.fits for part in found):
-        return plan
-    kept = [
-        text for text in plan.warnings if not any(does_not_fit(one) in text for one in plan.memory)
-    ]
+    former = [does_not_fit(one) for one in plan.memory]
+    kept = [text for text in plan.warnings if text not in former]
+    plan = replace(plan, memory=tuple(found), warnings=tuple(kept))
     said = [does_not_fit(one) for one in found if not one.fits]
     if said:
         known = traces if memory is not None else Traces({})
         said.append(advice(exp, plan, known, allows=allows))
-    return replace(plan, memory=tuple(found), warnings=(*said, *kept))
+    return with_storage(replace(plan, warnings=(*said, *kept)), exp)
+
+
+def said_of_memory(plan: Plan) -> list[str]:
+    """Of the warnings of a plan (``with_traces``) those on memory, with what to change."""
+    count = sum(not one.fits for one in plan.memory)
+    of_devices = list(plan.warnings[: count + 1]) if count else []
+    hosts = plan.storage.hosts if plan.storage is not None else ()
+    return [*of_devices, *dict.fromkeys(text for one in hosts if (text := short_of_ram(one)))]
 
 
 def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules) -> str:
     """What to change where the plan does not fit: of each ZeRO option the fastest that fits with at
     most the micro batch that was asked for, each planned; with the overrides to type."""
     found = choices(exp, plan, traces, allows=allows)
-    if not found:
-        quantized = exp.adapter.kind != "none" and exp.adapter.quantize != "none"
-        remedy = cheapest_fit(exp.model, exp.zero, exp.batch, quantized=quantized)
-        return f"Cheapest remedy: {remedy}."
+    if not found:  # not even the plan itself can be planned again
+        return LARGER_DEVICES
     texts = _that_fit(exp, found)
     if texts:
         return f"What fits, each planned, the fastest first: {'; '.join(texts)}."
@@ -299,7 +384,7 @@ def _what(found: Sequence[Choice]) -> str:
 def least_text(least: Choice) -> str:
     """What the one takes that needs least memory."""
     part = least.fullest
-    words = " ".join(f"{key}={value}" for key, value in least.words.items())
+    words = " ".join(least.words.values())
     ram = lacks_ram(least.experiment, least.plan)
     return (
         f"The least memory has {words}: {human.gib(part.total_gib)} GiB on {part.device}, which "
@@ -341,7 +426,7 @@ def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
                 break
             length //= 2
     if not found:
-        return "Take a smaller model, or devices with more memory."
+        return LARGER_DEVICES
     return f"What fits, planned: {'; '.join(found)}; or devices with more memory."
 
 
@@ -403,9 +488,11 @@ def micro_batches(exp: Experiment, plan: Plan) -> list[int]:
     """Powers of two up to what a rank has of the global batch, and that."""
     batch, most = exp.batch, MAX_MICRO_BATCH
     if batch.global_batch is not None or batch.tokens_per_step is not None:
-        whole, shares = plan.batch.global_batch, [rank.micro_batch for rank in plan.ranks]
+        whole, speeds = plan.batch.global_batch, plan.balance.speeds if plan.balance else ()
         # The strongest rank's part, where the faster ones take more.
-        most = max(1, -(-whole * max(shares) // max(1, sum(shares))))
+        rates = [1 / sample_fs(speed, plan.batch.seq_len) for speed in speeds] or [1.0]
+        part = max(rates) / sum(rates) if speeds else 1 / plan.world_size
+        most = max(1, math.ceil(round(whole * part, 6)))
     own = batch.micro_batch
     return sorted({2**power for power in range(20) if 2**power <= most} | {most, min(own, most)})
 
@@ -471,7 +558,9 @@ def choose(
     zeros = _sensible(every, plan) if ZERO in keys else every
     if all(allows(with_values(plain, zero=zero)) for zero in zeros.values()):
         zeros = every
-    ways = CHECKPOINTING if HOW in keys else (exp.model.activation_checkpointing,)
+    ways: list[Ways] = [checkpointing_by_device(exp)]
+    if HOW in keys:
+        ways = [*uniform_ways(exp, keep_own=True), *mixed_ways(exp, keep_own=True)]
     sizes = micro_batches(plain, plan) if MICRO_BATCH in keys else [exp.batch.micro_batch]
     found: list[Choice] = []
     seen: set[object] = set()
@@ -513,13 +602,13 @@ def _best(fitting: Sequence[Choice]) -> Choice:
     """Of choices in the order of their times."""
     options = [*OPTIONS]
 
-    def intricacy(one: Choice) -> tuple[int, int]:
-        place = options.index(one.zero) if one.zero in options else len(options)
-        return place, CHECKPOINTING.index(one.checkpointing)
+    def place(one: Choice) -> tuple[int, int, int]:
+        stage = options.index(one.zero) if one.zero in options else len(options)
+        return stage, *intricacy(one.ways)
 
     fast = [one for one in fitting if one.cost <= SURELY_FASTER * fitting[0].cost]
-    plainest = min(map(intricacy, fast))
-    same = [one for one in fast if intricacy(one) == plainest]
+    plainest = min(map(place, fast))
+    same = [one for one in fast if place(one) == plainest]
     alike = [one for one in same if one.cost <= AS_FAST * same[0].cost]
     return min(alike, key=lambda one: (one.most_gib, one.cost))
 
@@ -594,7 +683,7 @@ def _why(
 
 
 def _words(one: Choice, keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{key}={one.words[key]}" for key in keys)
+    return tuple(one.words[key] for key in keys)
 
 
 def _said(one: Choice, keys: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmx.config.schema import Experiment
 from llmx.plan.geometry import model_geometry
-from llmx.plan.step_time import Known, computing_parts, step_time, token_flops
+from llmx.plan.step_time import Known, computing_parts, flops_by_device, step_time
 from llmx.plan.types import Plan
 
 MOST_USED = 5
@@ -100,18 +100,25 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
     if len(devices) > 1 and not timed:
         return []
     fill = min(1.0, measured.tokens / positions)
-    flops = token_flops(exp, plan, shape)
-    shares = _shares(plan, measured.forward_s if timed else ())
+    flops = flops_by_device(exp, plan, shape)
+    times = measured.forward_s if timed else ()
+    if timed and plan.checkpointing:
+        # Of all that is computed, a rank that computes again passes forward a smaller part.
+        parts = [flops[rank.device].run / flops[rank.device].forward for rank in plan.ranks]
+        times = tuple(one * part for one, part in zip(times, parts, strict=True))
+    shares = _shares(plan, times)
     whole = measured.step_s
 
     def known_if(computing: float, link: float | None) -> Known:
         rates = {name: _rate(exp, plan, name, computing * part) for name, part in shares.items()}
-        return Known(tflops=rates, link_gb_per_s=link)
+        at_stage_3 = frozenset(rates) if exp.zero.stage == 3 else frozenset[str]()
+        return Known(tflops=rates, link_gb_per_s=link, at_stage_3=at_stage_3)
 
     link: float | None = None
     computing = whole
     if timed:
-        computing = max(measured.forward_s) * flops.run / flops.forward
+        usual = flops[plan.ranks[0].device]
+        computing = max(times) * (1 if plan.checkpointing else usual.run / usual.forward)
         found = step_time(exp, plan, known=known_if(computing, None))
         rest = whole - computing - found.update_s - found.host_s
         if found.exchanges and rest > LINK_FROM * whole:
@@ -148,7 +155,7 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
 def known_of(found: Sequence[Observation], exp: Experiment, plan: Plan, *, path: str = "") -> Known:
     """What they say of a plan: of each type of device the newest of those that are most like it,
     and the speed of collectives on the same hosts. ``found``: the oldest first."""
-    tflops, used = {}, []
+    tflops, used, at_stage_3 = {}, [], set()
     for name in dict.fromkeys(rank.device for rank in plan.ranks):
         like = [one for one in found if (one.device, one.precision) == (name, plan.precision)]
         if like and plan.num_parameters:
@@ -156,6 +163,8 @@ def known_of(found: Sequence[Observation], exp: Experiment, plan: Plan, *, path:
             like = [one for one in like if _distance(one, exp, plan, name) == nearest][-MOST_USED:]
             tflops[name] = statistics.median(_of_whole_rows(one, exp) for one in like)
             used += like
+            if all(one.stage == 3 for one in like):
+                at_stage_3.add(name)
     hosts = tuple(host.name for host in plan.hosts)
     links = [one.link_gb_per_s for one in found if one.hosts == hosts and one.link_gb_per_s]
     if not tflops:
@@ -164,6 +173,7 @@ def known_of(found: Sequence[Observation], exp: Experiment, plan: Plan, *, path:
     return Known(
         tflops=tflops,
         link_gb_per_s=statistics.median(links[-MOST_USED:]) if links else None,
+        at_stage_3=frozenset(at_stage_3),
         source=f"learned from {runs}{f' in {path}' if path else ''}",
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from llmx.config.schema import (
     BatchConfig,
@@ -22,16 +23,19 @@ from llmx.config.schema import (
 from llmx.plan.adapter import adapter_size, trained_parameters
 from llmx.plan.balance import FS, balanced_batch
 from llmx.plan.batch import solve_batch, wanted_global_batch
+from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import (
     before_training_gib,
-    cheapest_fit,
     does_not_fit,
+    not_measured,
     predict_memory,
 )
 from llmx.plan.precision import choose_grad_accum, choose_precision
-from llmx.plan.step_time import with_time
+from llmx.plan.speed import RECOMPUTED
+from llmx.plan.step_time import micro_step_exchange_s, with_time
+from llmx.plan.storage import with_storage
 from llmx.plan.types import (
     SUMMED,
     BalancePlan,
@@ -68,6 +72,26 @@ def make_plan(
         logits: what the loss of its task needs (``Task.logits``).
         known: speeds to plan with where the ranks will measure them.
     """
+    common: dict[str, Any] = {"local_names": local_names, "frozen": frozen, "logits": logits}
+    plan = _planned(exp, **common, known=known)
+    if plan.balance is not None and plan.balance.micro_step_fs is None and plan.step_time_s:
+        # The split decides how often ranks meet, and takes what that costs into account.
+        cost = round(FS * micro_step_exchange_s(exp, plan))
+        if cost and not exp.batch.weights:
+            plan = _planned(exp, **common, known=known, micro_step_fs=cost)
+    return with_storage(with_time(plan, exp), exp)
+
+
+def _planned(
+    exp: Experiment,
+    *,
+    local_names: frozenset[str],
+    frozen: tuple[FrozenNetwork, ...],
+    logits: str,
+    known: KnownSpeeds | None,
+    micro_step_fs: int | None = None,
+) -> Plan:
+    """Without time and storage. ``micro_step_fs``: where no earlier run has measured it."""
     hardware = exp.hardware
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
     used: dict[str, list[str]] = {}
@@ -101,6 +125,8 @@ def make_plan(
         + sum(2.0 * one.num_parameters for one in live),
         fits=fits,
         known=known,
+        micro_step_fs=micro_step_fs,
+        overlap=bool(bucket_sizes(exp.model, exp.zero, accelerator)["overlap"]),
     )
     ranks = tuple(
         RankPlan(rank, index, hosts[index].device, batch.micro_batches[rank])
@@ -118,7 +144,8 @@ def make_plan(
     )
     memory = memory_with(grad_accum)
     peaks = [hardware.devices[rank.device].peak_tflops.get(precision, 0.0) for rank in ranks]
-    plan = Plan(
+    ways = checkpointing_by_device(exp)
+    return Plan(
         hosts=hosts,
         ranks=ranks,
         accelerator=accelerator,
@@ -136,6 +163,7 @@ def make_plan(
             *_warnings(exp, hosts, ranks, precision, memory),
             *_of_balance(exp, ranks, precision, balance),
             *_of_frozen(exp, frozen, memory, precision, len(ranks)),
+            *_of_what_is_not_measured(exp, frozen, memory),
         ),
         num_trained=trained,
         frozen=frozen,
@@ -146,8 +174,8 @@ def make_plan(
             (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
             for name in used
         ),
+        checkpointing=tuple(ways.items()) if len(set(ways.values())) > 1 else (),
     )
-    return with_time(plan, exp)
 
 
 def attention_for(
@@ -220,7 +248,7 @@ def _memory(
     for name in dict.fromkeys(rank.device for rank in ranks):
         plans.append(
             predict_memory(
-                exp,
+                on_device(exp, name),
                 shape,
                 device_name=name,
                 device=exp.hardware.devices[name],
@@ -265,12 +293,8 @@ def _warnings(
     precision: str,
     memory: tuple[MemoryPlan, ...],
 ) -> tuple[str, ...]:
-    found = []
-    quantized = exp.adapter.kind != "none" and exp.adapter.quantize != "none"
-    for part in memory:
-        if not part.fits:
-            remedy = cheapest_fit(exp.model, exp.zero, exp.batch, quantized=quantized)
-            found.append(f"{does_not_fit(part)} Cheapest remedy: {remedy}.")
+    # What to change is said by ``llmx.plan.choices.with_traces``, which plans it.
+    found = [does_not_fit(part) for part in memory if not part.fits]
     trained = exp.model.trained_dtype
     if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":
         found.append(
@@ -323,6 +347,8 @@ def _batch(
     per_token: float,
     fits: Callable[[str, int], bool],
     known: KnownSpeeds | None = None,
+    micro_step_fs: int | None = None,
+    overlap: bool = False,
 ) -> tuple[BatchPlan, BalancePlan | None]:
     """The split of a step over the ranks, on ``placed`` hosts; evenly, or by their speeds.
 
@@ -339,6 +365,11 @@ def _batch(
     if method == "weights":
         named = config.weights
         weights = [named.get(host.name, named.get(host.device, 1.0)) for host in placed]
+    elif method != "even" and len(set(checkpointing_by_device(exp).values())) > 1:
+        weights = [
+            weight / RECOMPUTED[checkpointing_on(exp, host.device)]
+            for weight, host in zip(weights, placed, strict=True)
+        ]
     timed = per_token and all(peaks) and method not in ("weights", "even")
     scale = per_token * FS / USED_FLOPS if timed else max(weights) * FS / 1e6
     speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
@@ -352,6 +383,8 @@ def _batch(
         limits=tuple(limits[host.device] for host in placed),
         same_steps=exp.zero.stage >= 2,
         accumulation=config.accumulation,
+        micro_step_fs=micro_step_fs,
+        overlap=overlap and exp.zero.stage >= 2,
         pending=method == "measured",
     )
     # What is not measured yet must not decide how many samples a step has.
@@ -385,6 +418,15 @@ def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _of_what_is_not_measured(
+    exp: Experiment, frozen: tuple[FrozenNetwork, ...], memory: tuple[MemoryPlan, ...]
+) -> Iterator[str]:
+    """Where a plan says that it fits by what no run has shown."""
+    unsure = not_measured(exp, frozen)
+    if unsure and any(part.capacity_gib and part.fits for part in memory):
+        yield f"Memory, not measured against a run: {'; '.join(unsure)}. Leave room."
 
 
 def _of_frozen(

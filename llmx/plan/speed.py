@@ -6,6 +6,7 @@ Which of two configurations is tried first (``python -m llmx tune``), advised, o
 from __future__ import annotations
 
 from llmx.config.schema import Experiment
+from llmx.plan.by_device import checkpointing_on
 from llmx.plan.geometry import model_geometry
 from llmx.plan.types import Plan
 
@@ -43,8 +44,11 @@ def _by_rules_of_thumb(exp: Experiment, plan: Plan) -> float:
     per_token = 6.0 * count
     if shape is not None:
         per_token = shape.flops_per_token(plan.batch.seq_len, trained=plan.num_trained)
-    again = RECOMPUTED[exp.model.activation_checkpointing]
-    tokens = max(plan.batch.micro_batches) * plan.batch.seq_len
+    again, samples = max(
+        ((RECOMPUTED[checkpointing_on(exp, rank.device)], rank.micro_batch) for rank in plan.ranks),
+        key=lambda one: one[0] * one[1],
+    )
+    tokens = samples * plan.batch.seq_len
     micro_step = again * per_token * tokens / (peak * 1e12 * EFFICIENCY)
     micro_step += again * layers * LAYER_S[accelerator]
     steps = plan.batch.accumulation

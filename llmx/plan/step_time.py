@@ -30,7 +30,9 @@ from dataclasses import dataclass, field, replace
 
 from llmx.config.schema import BatchConfig, DeviceConfig, Experiment, ModelConfig
 from llmx.errors import ConfigError
+from llmx.plan.balance import NOT_HIDDEN
 from llmx.plan.batch import solve_batch
+from llmx.plan.by_device import checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import BYTES, optimizer_bytes
@@ -52,10 +54,12 @@ LINK_REACHED = 0.75
 LAYER_S = 0.5e-3
 """Launching the kernels of a layer, forward and backward, takes a CPU so long: a GPU cannot be
 faster, however small the micro batch."""
+STAGE_3_LAYER_S = 3e-3
+"""What DeepSpeed does at ZeRO-3 before and after each module of a layer, forward and backward: 2 ms
+where the weights are kept, 4 where they are gathered (Llama's 13 modules, DeepSpeed 0.19.8, against
+stage 1, one core of an AMD EPYC). A GPU has it done while it computes, if that takes longer."""
 SELECTIVE = 0.1
 """Of a forward pass: what selective checkpointing computes again moves memory only."""
-NOT_HIDDEN = 0.1
-"""Of communication that overlaps with computing: the first and the last bucket do not."""
 LINK_GB_PER_S = {"cuda": 25.0, "cpu": 5.0}
 HOST_LINK_GB_PER_S = {"cuda": 25.0, "cpu": 10.0}
 DEVICE_MEMORY_GB_PER_S = {"cuda": 500.0, "cpu": 20.0}
@@ -75,6 +79,8 @@ class Known:
     """TFLOP/s that a device reaches, by type; recomputed activations are counted."""
     link_gb_per_s: float | None = None
     """What collectives of all ranks reach, by rank."""
+    at_stage_3: frozenset[str] = frozenset()
+    """Types of devices whose speed is of runs at ZeRO-3: what that adds to each layer is in it."""
     source: str = ""
     """For a person: ``learned from 3 runs``."""
 
@@ -144,10 +150,12 @@ def traced_flops(trace: StepTrace, model: ModelConfig, *, tokens: int) -> TokenF
     return TokenFlops(forward, 2 * forward, forward if full else 0.0)
 
 
-def with_traced_time(plan: Plan, exp: Experiment, trace: StepTrace, *, tokens: int) -> Plan:
+def with_traced_time(
+    plan: Plan, exp: Experiment, trace: StepTrace, *, tokens: int, device: str
+) -> Plan:
     """Where only a trace knows how large the model is: the predicted time by what it counted, for
-    so many tokens."""
-    flops = traced_flops(trace, exp.model, tokens=tokens)
+    so many tokens. ``device``: the type of device that it is of."""
+    flops = traced_flops(trace, on_device(exp, device).model, tokens=tokens)
     whole = trace.num_parameters
     trained = None if trace.num_trained == whole else trace.num_trained
     sized = replace(plan, num_parameters=whole, num_trained=trained)
@@ -158,12 +166,18 @@ def computing_parts(exp: Experiment, plan: Plan) -> dict[str, float]:
     """FLOPs of a step of the busiest rank on each type of device, as they are run."""
     shape = model_geometry(exp.model)
     assert shape is not None
-    per_token = token_flops(exp, plan, shape).run
+    per_token = flops_by_device(exp, plan, shape)
     found: dict[str, float] = {}
     for rank in plan.ranks:
         tokens = sum(plan.batch.sizes_of(rank.rank)) * plan.batch.seq_len
-        found[rank.device] = max(found.get(rank.device, 0.0), per_token * tokens)
+        found[rank.device] = max(found.get(rank.device, 0.0), per_token[rank.device].run * tokens)
     return found
+
+
+def flops_by_device(exp: Experiment, plan: Plan, shape: Geometry) -> dict[str, TokenFlops]:
+    """Of each type of device, as its ranks compute."""
+    names = dict.fromkeys(rank.device for rank in plan.ranks)
+    return {name: token_flops(on_device(exp, name), plan, shape) for name in names}
 
 
 @dataclass(frozen=True)
@@ -184,13 +198,24 @@ class _Prediction:
         self.exp, self.plan, self.known = exp, plan, known
         self.devices = {rank.device: exp.hardware.devices[rank.device] for rank in plan.ranks}
         self.shape = model_geometry(exp.model)
-        if flops is None and self.shape is not None:
-            flops = token_flops(exp, plan, self.shape)
-        self.flops = flops
+        self.given, self.by_device = flops, dict[str, TokenFlops]()
+        if flops is not None:
+            self.by_device = {name: self._as_on(name, flops) for name in self.devices}
+        elif self.shape is not None:
+            self.by_device = flops_by_device(exp, plan, self.shape)
+        self.flops = next(iter(self.by_device.values()), None)
+        """For what does not depend on what is computed again."""
         self.width = BYTES[plan.precision]
         self.elements = plan.num_parameters
         self.trained = plan.num_parameters if plan.num_trained is None else plan.num_trained
         self.sources: list[str] = []
+
+    def _as_on(self, name: str, flops: TokenFlops) -> TokenFlops:
+        """What a trace of one type of device has counted, on another."""
+        if not self.plan.checkpointing:
+            return flops
+        full = checkpointing_on(self.exp, name) == "full"
+        return replace(flops, again=flops.forward if full else 0.0)
 
     def predict(self) -> TimePlan:
         plan, flops = self.plan, self.flops
@@ -203,7 +228,8 @@ class _Prediction:
         each, computed = self._computing(plan.batch)
         sent = [one for one in self._sent() if one.size]
         seconds = [self._seconds(one) for one in sent]
-        exposed = self._exposed(sent, seconds, computed)
+        slowest = plan.ranks[max(range(len(each)), key=each.__getitem__)].device
+        exposed = self._exposed(sent, seconds, computed, self.by_device[slowest])
         update, host = self._update(), self._offload()
         step = computed + exposed + update + host
         tokens = plan.batch.tokens_per_step
@@ -249,19 +275,25 @@ class _Prediction:
 
     def micro_batch_s(self, name: str, samples: int) -> float:
         """Forward and backward of a micro batch on a type of device."""
-        assert self.flops is not None
         return max(self._limits(name, samples).values())
 
     def _limits(self, name: str, samples: int) -> dict[str, float]:
         """What bounds a micro batch: each alone would take so long."""
-        assert self.flops is not None
-        device = self.devices[name]
+        device, flops = self.devices[name], self.by_device[name]
         tokens = samples * self.plan.batch.seq_len
-        found = {"computing": self.flops.run * tokens / (1e12 * self._tflops(name, device))}
-        if device.accelerator == "cuda" and name not in self.known.tflops:
-            more = self.flops.run / self.flops.model
-            layers = self.shape.num_layers if self.shape else 0
-            found["launching kernels"] = layers * LAYER_S * more
+        computing = flops.run * tokens / (1e12 * self._tflops(name, device))
+        learned = name in self.known.tflops
+        layers = self.shape.num_layers if self.shape else 0
+        more = layers * flops.run / flops.model
+        hooks = 0.0
+        if self.exp.zero.stage == 3 and name not in self.known.at_stage_3:
+            hooks = STAGE_3_LAYER_S * more
+        if device.accelerator != "cuda":
+            return {"computing": computing + hooks}  # by the same cores
+        found = {"computing": computing}
+        if hooks or not learned:
+            found["launching kernels"] = hooks + LAYER_S * more
+        if not learned:
             # Weights are read forward and backward, and their gradients written.
             speed = self._memory_speed(device)
             found["reading weights"] = 3 * self.width * self.elements / speed
@@ -301,14 +333,14 @@ class _Prediction:
         plan = self.plan
         if plan.balance is None:
             return 0.0
-        size = max(plan.balance.limits)
+        size = min(plan.balance.limits)  # fits on all
         wanted = BatchConfig(global_batch=plan.batch.global_batch, micro_batch=size)
         try:
             batch = solve_batch(wanted, seq_len=plan.batch.seq_len, world=plan.world_size)
         except ConfigError:
             return 0.0
         even = replace(plan, batch=batch, balance=None)
-        return step_time(self.exp, even, known=self.known, flops=self.flops).step_s
+        return step_time(self.exp, even, known=self.known, flops=self.given).step_s
 
     def _mfu(self, per_token: float, step: float) -> list[tuple[str, float]]:
         found = []
@@ -417,11 +449,12 @@ class _Prediction:
             )
         return gbit / 8
 
-    def _exposed(self, sent: list[_Sent], seconds: list[float], computed: float) -> float:
-        """What of the communication no computing hides."""
-        assert self.flops is not None
+    def _exposed(
+        self, sent: list[_Sent], seconds: list[float], computed: float, flops: TokenFlops
+    ) -> float:
+        """What of the communication no computing hides. ``flops``: of the slowest ranks."""
         sizes = bucket_sizes(self.exp.model, self.exp.zero, self.plan.accelerator)
-        forward = self.flops.forward / self.flops.run
+        forward = flops.forward / flops.run
         room = {
             "forward": computed * forward,
             "backward": computed * (1 - forward),
@@ -435,7 +468,7 @@ class _Prediction:
             else:
                 taken[one.hidden_by] = taken.get(one.hidden_by, 0.0) + time
         return exposed + sum(
-            max(NOT_HIDDEN * time, time - room[phase]) for phase, time in taken.items()
+            max(time / NOT_HIDDEN, time - room[phase]) for phase, time in taken.items()
         )
 
     # The update, and host memory.
@@ -520,6 +553,19 @@ class _Prediction:
         if not hours or any(rank.device not in prices for rank in self.plan.ranks):
             return None
         return hours * sum(prices[rank.device] for rank in self.plan.ranks)
+
+
+def micro_step_exchange_s(exp: Experiment, plan: Plan) -> float:
+    """What ranks exchange in one micro step more, over links as configured or assumed; 0 below
+    ZeRO-2, and where the model is not known."""
+    if exp.zero.stage < 2 or not plan.num_parameters:
+        return 0.0
+    found = []
+    for count in (1, 2):
+        batch = replace(plan.batch, accumulation=count)
+        one = _Prediction(exp, replace(plan, batch=batch), NOTHING, None)
+        found.append(sum(one._seconds(sent) for sent in one._sent()))
+    return found[1] - found[0]
 
 
 def with_time(

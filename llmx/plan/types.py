@@ -118,8 +118,10 @@ class BalancePlan:
     accumulation: int | None = None
     """``batch.accumulation``, where it was given."""
     micro_step_fs: int | None = None
-    """What a micro step in which all ranks meet costs beyond computing, as measured; None: not
-    known. Left out of the file then."""
+    """What ranks exchange in a micro step in which all meet, as measured, or by the assumed links;
+    None: not known. Left out of the file then."""
+    overlap: bool = False
+    """That goes on behind computing. Left out of the file where it does not."""
     pending: bool = False
     """The ranks measure their speeds at the start; these are of the data sheet, or of ``source``.
     """
@@ -177,6 +179,87 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         return self.capacity_gib == 0 or self.total_gib <= 0.95 * self.capacity_gib
+
+
+@dataclass(frozen=True)
+class HostStorage:
+    """What hosts that are alike take beside device memory (``llmx.plan.storage``): bytes of one
+    host; None where it is not known."""
+
+    hosts: tuple[str, ...]
+    """Their names, in hostfile order."""
+    ranks: int
+    """Of one host."""
+    processes_bytes: int
+    """RAM of the ranks' processes before they load anything."""
+    loading_bytes: int | None
+    """RAM while weights are read, beside the weights; free again before training."""
+    training_bytes: int | None
+    """What CPU ranks train in: their device memory; 0 of GPUs."""
+    offload_bytes: int | None
+    """RAM of what is offloaded to it, and of what an offload to NVMe leaves there."""
+    staging_bytes: int | None
+    """RAM of the buffers of an offload, and what page-locked memory is rounded up by."""
+    saves_bytes: int | None
+    """RAM of the copies that are written in the background."""
+    saves_optional: bool
+    """Saves are copied only where there is memory for it (``checkpoint.background=auto``)."""
+    ram_has_bytes: int | None
+    """``hardware.hosts[].memory_gib``."""
+    nvme_bytes: int | None
+    """Files below ``zero.nvme_path``."""
+    checkpoint_bytes: int | None
+    """Of one checkpoint, what lies on its file system."""
+    model_bytes: int | None
+    """``model/``, written at the end, where it is on its file system."""
+    shm_bytes: int
+    """``/dev/shm``, where GPUs of the host do not reach each other."""
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """At most at once; without copies for saves that can do without."""
+        parts = (self.training_bytes, self.offload_bytes, self.staging_bytes, self.saves_bytes)
+        if self.loading_bytes is None or any(part is None for part in parts):
+            return None
+        saves = 0 if self.saves_optional else self.saves_bytes or 0
+        training = sum(part or 0 for part in parts[:-1]) + saves
+        return self.processes_bytes + max(self.loading_bytes, training)
+
+    @property
+    def names(self) -> str:
+        """``node-a``, ``node-a, node-b``, ``node-a, node-b and 6 more``."""
+        if len(self.hosts) <= 3:
+            return ", ".join(self.hosts)
+        return f"{', '.join(self.hosts[:2])} and {len(self.hosts) - 2} more"
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """RAM, NVMe, disk and ``/dev/shm`` of the hosts."""
+
+    hosts: tuple[HostStorage, ...]
+    """Each host once, those that are alike together."""
+    checkpoint_bytes: int | None
+    """Of one whole checkpoint; None: not known."""
+    checkpoints_kept: int | None
+    """At most, between two saves; None: no limit."""
+    checkpoints_at_once: int | None
+    """At most, while one is written."""
+    model_bytes: int | None
+    """``model/``, written at the end."""
+    private: bool
+    """Hosts have disks of their own (``launch.sync=rsync``)."""
+    certain: float = 1.0
+    """The part of the sizes on disk that is certain: less where the vocabulary follows the
+    tokenizer."""
+
+    def disk_bytes(self, checkpoint: int, model: int) -> int | None:
+        """At most on a file system with so much of each; None: no limit."""
+        if self.checkpoints_at_once is None or self.checkpoints_kept is None:
+            return None
+        return max(
+            self.checkpoints_at_once * checkpoint, self.checkpoints_kept * checkpoint + model
+        )
 
 
 @dataclass(frozen=True)
@@ -308,6 +391,11 @@ class Plan:
     """None in a plan of an older llmx."""
     chosen: ChosenPlan | None = None
     """None where the config left nothing to the plan. Left out of the file then."""
+    storage: StoragePlan | None = None
+    """None in a plan of an older llmx."""
+    checkpointing: tuple[tuple[str, str], ...] = ()
+    """(device type, activation checkpointing), one each, where they differ; left out of the file
+    where all have that of the model."""
 
     def attention_on(self, device: str) -> str:
         """For packed rows on this type of device; empty in a plan of an older llmx."""
@@ -331,13 +419,17 @@ class Plan:
         if self.balance is None:
             del values["balance"]
         else:
-            for name in ("micro_step_fs", "source"):
+            for name in ("micro_step_fs", "overlap", "source"):
                 if not values["balance"][name]:
                     del values["balance"][name]
         if self.time is None:
             del values["time"]
         if self.chosen is None:
             del values["chosen"]
+        if self.storage is None:
+            del values["storage"]
+        if not self.checkpointing:
+            del values["checkpointing"]
         if not self.batch.sizes:
             del values["batch"]["sizes"]
         return values
@@ -350,7 +442,7 @@ class Plan:
         batch["micro_batches"] = tuple(batch["micro_batches"])
         batch["sizes"] = tuple(tuple(sizes) for sizes in batch.get("sizes", ()))
         balance, chosen = values.pop("balance", None), values.pop("chosen", None)
-        time = values.pop("time", None)
+        time, storage = values.pop("time", None), values.pop("storage", None)
         return cls(
             hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
             ranks=tuple(_rank_plan(rank) for rank in values.pop("ranks")),
@@ -359,9 +451,11 @@ class Plan:
             warnings=tuple(values.pop("warnings")),
             frozen=tuple(FrozenNetwork(**one) for one in values.pop("frozen", ())),
             attention=tuple((name, way) for name, way in values.pop("attention", ())),
+            checkpointing=tuple((name, how) for name, how in values.pop("checkpointing", ())),
             balance=None if balance is None else balance_from_dict(balance),
             time=None if time is None else _time_plan(time),
             chosen=None if chosen is None else _chosen_from_dict(chosen),
+            storage=None if storage is None else _storage_from_dict(storage),
             **values,
         )
 
@@ -380,6 +474,11 @@ def _time_plan(values: dict[str, Any]) -> TimePlan:
         "sources": tuple(values["sources"]),
     }
     return TimePlan(**{**values, **lists})
+
+
+def _storage_from_dict(values: dict[str, Any]) -> StoragePlan:
+    hosts = (HostStorage(**{**one, "hosts": tuple(one["hosts"])}) for one in values["hosts"])
+    return StoragePlan(**{**values, "hosts": tuple(hosts)})
 
 
 def _chosen_from_dict(values: dict[str, Any]) -> ChosenPlan:

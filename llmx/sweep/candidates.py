@@ -13,6 +13,7 @@ from typing import Any
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.errors import ConfigError, LlmxError
+from llmx.plan.by_device import checkpointing_by_device
 from llmx.plan.choices import micro_batches
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import model_geometry
@@ -216,7 +217,7 @@ def _candidate(
 ) -> Candidate:
     exp, plan = planned.experiment, planned.plan
     memory, capacity = _fullest(planned, ram_gib)
-    bound = AT_MOST[exp.model.activation_checkpointing]
+    bound = max(AT_MOST[how] for how in checkpointing_by_device(exp).values())
     bound *= OFFLOAD_AT_MOST if exp.zero.offload_optimizer != "none" else 1.0
     bound *= OFFLOAD_AT_MOST if exp.zero.offload_param != "none" else 1.0
     return Candidate(

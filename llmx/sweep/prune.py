@@ -11,6 +11,7 @@ from typing import Any
 
 from llmx import text as human
 from llmx.config import Experiment, to_dict
+from llmx.plan.storage import plan_storage
 from llmx.plan.types import MemoryPlan, Plan
 
 NAMES = ("name", "run_dir", "sweep.*", "tracking.*")
@@ -48,7 +49,6 @@ def impossible(exp: Experiment, plan: Plan) -> str:
     Only what is held for certain counts: parameters, gradients and optimizer states as DeepSpeed
     divides them, on the device and, offloaded, in the RAM of a host.
     """
-    rams = {host.device: host.memory_gib for host in exp.hardware.hosts if host.memory_gib}
     for part in plan.memory:
         held = part.parameters_gib + part.gradients_gib + part.optimizer_gib
         if part.capacity_gib and held > part.capacity_gib:
@@ -56,11 +56,11 @@ def impossible(exp: Experiment, plan: Plan) -> str:
                 f"parameters, gradients and optimizer states alone take {human.gib(held)} GiB of a "
                 f"rank, {part.device} has {human.gib(part.capacity_gib)}"
             )
-        ram = rams.get(part.device)
-        if ram and part.host_gib > ram:
+    for host in plan_storage(exp, plan).hosts:
+        if host.ram_has_bytes and (host.offload_bytes or 0) > host.ram_has_bytes:
             return (
-                f"what is offloaded takes {human.gib(part.host_gib)} GiB of a host's RAM, which "
-                f"has {human.gib(ram)}"
+                f"what is offloaded takes {human.size(host.offload_bytes or 0)} of a host's RAM, "
+                f"which has {human.size(host.ram_has_bytes)}"
             )
     return ""
 

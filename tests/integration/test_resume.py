@@ -17,7 +17,15 @@ import yaml
 from llmx.checkpoint.selection import list_steps, usable
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests.forked_ranks import Server
-from tests.resumed_runs import EVERY, STEPS, events, has_saved, measurements, saving_run
+from tests.resumed_runs import (
+    EVERY,
+    STEPS,
+    assert_planned_sizes,
+    events,
+    has_saved,
+    measurements,
+    saving_run,
+)
 from tests.rundirs import logs
 
 pytestmark = pytest.mark.deepspeed
@@ -68,6 +76,13 @@ def test_an_undisturbed_run_saves_what_it_should(undisturbed: dict[str, RunDir])
     }
     assert read_json(run.rank_status(1))["saved_step"] == STEPS
     assert not list(run.checkpoints.glob(".*"))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_checkpoint_is_as_large_as_the_plan_says(
+    kind: str, undisturbed: dict[str, RunDir]
+) -> None:
+    assert_planned_sizes(undisturbed[kind])
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

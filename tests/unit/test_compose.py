@@ -10,6 +10,7 @@ import yaml
 from llmx.config import to_dict
 from llmx.config.groups import GROUPS, conf_dir, options
 from llmx.errors import ConfigError
+from llmx.lifecycle.memory import with_traced_memory
 from tests.composing import composed
 
 # What an option needs beside it to make a possible run.
@@ -82,13 +83,16 @@ def test_the_command_of_the_mission() -> None:
     assert done.ds_config["fp16"]["enabled"]
 
 
-def test_the_second_copy_of_hpz_goes_before_an_offload() -> None:
-    """hpZ and an offload together are refused, so the advice must not lead there."""
+def test_the_second_copy_of_hpz_goes_with_an_offload() -> None:
+    """hpZ and an offload together are refused: the advice can be typed as it is."""
     overrides = ["hardware=a100x2_v100x2", "model=llama3_8b", "zero=stage3", "data.seq_len=512"]
-    overrides += ["model.activation_checkpointing=full"]
-    with_copy = composed([*overrides, "zero.hpz_partition_size=2"])
-    assert any("remedy: zero.hpz_partition_size=1." in each for each in with_copy.plan.warnings)
-    assert any("remedy: zero=stage3_offload." in each for each in composed(overrides).plan.warnings)
+    overrides += ["model.activation_checkpointing=full", "zero.hpz_partition_size=2"]
+    advised, _ = with_traced_memory(composed(overrides), make=False)
+    (text,) = [each for each in advised.plan.warnings if "What fits, each planned" in each]
+    typed = text.partition("first: ")[2].partition(" (")[0]
+    assert typed == "zero=stage3_offload zero.hpz_partition_size=1"
+    again = composed([*overrides, *typed.split()])
+    assert all(part.fits for part in again.plan.memory)
 
 
 def test_recipes_are_what_they_say() -> None:
@@ -127,7 +131,7 @@ def test_recipes_are_what_they_say() -> None:
     assert " ".join(variant) in comment
     fitting = composed(["experiment=llama2_7b_fincorpus", *variant])
     assert all(part.fits for part in fitting.plan.memory)
-    assert fitting.plan.batch == llama.plan.batch
+    assert fitting.plan.batch.tokens_per_step == llama.plan.batch.tokens_per_step
 
     small = composed(["experiment=llama_1_7b_pretrain"])
     assert abs(small.plan.batch.tokens_per_step - 2_097_152) / 2_097_152 < 0.03

@@ -101,6 +101,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.setenv("LLMX_OUTPUTS", str(place / "outputs"))
+    (place / "my_metrics.py").touch()
     if not (place / "run" / "config.yaml").exists():
         small = ["hardware=cpu2", f"run_dir={place / 'run'}"]
         assert main(["plan", *small]) == 0

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,9 @@ from llmx.config.fields import AUTO
 from llmx.errors import ConfigError
 from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.resume.changed import keep_choice
+from llmx.lifecycle.resume.command import main as resume
 from llmx.lifecycle.start import run_composed
+from llmx.observe.report.plan_table import print_plan
 from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose
 from llmx.plan.predict import TraceKey, Traces
 from llmx.plan.trace import StepTrace
@@ -155,7 +158,7 @@ def test_unknown_memory_takes_the_defaults_and_says_so() -> None:
 
 
 def test_declared_memory_of_cpu_ranks_is_held() -> None:
-    least = composed([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=0.45"])
+    least = composed([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=0.66"])
     most = composed([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=64"])
     assert least.plan.memory[0].fits
     assert values_of(least)["model.activation_checkpointing"] == "full"
@@ -227,6 +230,46 @@ def test_advice_without_traces_is_planned_too() -> None:
     assert "% time" in said
     fitting = composed([*words, *first.split()])
     assert all(part.fits for part in fitting.plan.memory)
+
+
+def test_a_launch_and_a_resume_say_what_was_planned_and_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*LLAMA, "zero=stage1", "batch.micro_batch=8"]
+    ended = SimpleNamespace(exit_code=1)
+    monkeypatch.setattr("llmx.launch.supervise", lambda *_args, **_known: ended)
+    stream = io.StringIO()
+    run = tmp_path / "run"
+    run_composed(composed([*words, "dry_run=false"], run_dir=run), overrides=words, stream=stream)
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("! ")]
+    assert "expect it to run out of memory" in lines[0]
+    assert "What fits, each planned, the fastest first: " in lines[1]
+    assert Plan.from_dict(read_json(RunDir(run).plan)).warnings[:2] == tuple(
+        line[2:] for line in lines
+    )
+    resume([str(run)])
+    said = capsys.readouterr().out
+    assert "  !         What fits, each planned, the fastest first: " in said
+
+
+@pytest.mark.parametrize(
+    ("words", "about"),
+    [
+        (["zero=stage3", "zero.hpz_partition_size=4"], "zero.hpz_partition_size=4"),
+        (["zero=stage3", "zero.quantized_weights=true"], "zero.quantized_weights"),
+        (["zero=infinity", "zero.nvme_path=/local_nvme"], "NVMe"),
+    ],
+)
+def test_what_was_never_measured_is_no_plain_fit(words: list[str], about: str) -> None:
+    found = composed([*LLAMA, "batch.micro_batch=1", *words])
+    assert all(part.fits for part in found.plan.memory)
+    (note,) = [text for text in found.plan.warnings if "not measured against a run" in text]
+    assert about in note
+    stream = io.StringIO()
+    print_plan(found.plan, found.experiment, command=None, run_dir=Path("/r"), stream=stream)
+    assert "fits, not measured" in stream.getvalue()
+    plain = composed([*LLAMA, "batch.micro_batch=1", "zero=stage3"]).plan
+    assert not any("not measured" in text for text in plain.warnings)
 
 
 def test_traces_that_cover_nothing_leave_the_formula() -> None:

@@ -22,7 +22,7 @@ from llmx.plan.step_time import Known, step_time, token_flops
 from llmx.run.rundir import RunDir
 from tests.composing import composed
 
-TRUTH = Known(tflops={"cpu": 0.02}, link_gb_per_s=0.02)
+TRUTH = Known(tflops={"cpu": 0.02}, link_gb_per_s=0.02, at_stage_3=frozenset({"cpu"}))
 """Communication is a part of a step that can be told from noise."""
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from llmx.errors import ConfigError
 from llmx.plan.step_time import (
+    LAYER_S,
     LINK_REACHED,
+    STAGE_3_LAYER_S,
     Known,
     assumed_efficiency,
     step_time,
@@ -138,6 +140,26 @@ def test_small_micro_batches_are_bound_by_something_else_than_computing() -> Non
     assert large.tokens_per_s > 1.5 * small.tokens_per_s
 
 
+def test_stage_3_takes_time_for_every_module() -> None:
+    """On a CPU beside computing; a GPU that computes for longer has it done meanwhile. A run at
+    ZeRO-3 has shown it."""
+    words = ["experiment=demo", "hardware=cpu2", "task.steps=9", "batch.global_batch=16",
+             "batch.micro_batch=8"]  # fmt: skip
+    times = {}
+    for stage in (2, 3):
+        done = composed([*words, f"zero=stage{stage}"])
+        for at in (frozenset[str](), frozenset({"cpu"})):
+            known = Known(tflops={"cpu": 0.01}, link_gb_per_s=1e6, at_stage_3=at)
+            times[stage, bool(at)] = step_time(done.experiment, done.plan, known=known).computing_s
+    layers = done.experiment.model.config["num_hidden_layers"]
+    assert times[3, False] - times[2, False] == pytest.approx(layers * STAGE_3_LAYER_S)
+    assert times[3, True] == times[2, True] == times[2, False]
+    small = planned("zero=stage3", "data.seq_len=128", "batch.micro_batch=1")
+    assert small.bottleneck == "launching kernels"
+    assert small.computing_s == pytest.approx(64 / 8 * 32 * (STAGE_3_LAYER_S + LAYER_S))
+    assert planned("zero=stage3").computing_s == planned("zero=stage2").computing_s
+
+
 def test_offloading_takes_time() -> None:
     gpu, cpu, both = (
         planned(f"zero={zero}") for zero in ("stage2", "stage2_offload", "stage3_offload")
@@ -244,7 +266,7 @@ def test_a_model_that_only_a_trace_knows(how: str) -> None:
     assert done.plan.time is not None
     assert done.plan.time.step_s == 0
     trace = StepTrace((TracedParameter(10**9, True),), ((0,),), (), flops=8e9 * 256)
-    plan = with_traced_time(done.plan, done.experiment, trace, tokens=256)
+    plan = with_traced_time(done.plan, done.experiment, trace, tokens=256, device="a100_80g")
     assert plan.time is not None
     assert plan.time.unknown == ""
     tokens = plan.batch.tokens_per_step

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -20,18 +21,20 @@ from llmx.config import (
     ModelConfig,
     OptimConfig,
     TaskConfig,
-    ZeroConfig,
 )
 from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
 from llmx.observe.report.screen import open_console
+from llmx.observe.report.storage_table import storage_parts
 from llmx.observe.report.time_table import time_parts
 from llmx.plan.balance import idle_shares, step_fs
 from llmx.plan.batch import solve_batch
+from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, intricacy, said
 from llmx.plan.choices import OPTIONS, Choice, choices
 from llmx.plan.geometry import model_geometry
-from llmx.plan.predict import CHECKPOINTING, Traces
+from llmx.plan.memory import not_measured
+from llmx.plan.predict import Traces
 from llmx.plan.types import ChosenPlan, HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural, printable
 
@@ -61,13 +64,14 @@ def print_plan(
     stream: TextIO,
     width: int | None = None,
     traces: Traces | None = None,
+    here: Mapping[str, Any] | None = None,
 ) -> None:
     """Print the whole plan to ``stream``, and where the run directory lies; with ``traces`` also
-    what else would fit."""
+    what else would fit, with ``here`` what this machine has now."""
     from rich.text import Text
 
     console = open_console(stream, width=width)
-    for part in render_plan(plan, exp, command, traces=traces):
+    for part in render_plan(plan, exp, command, traces=traces, here=here):
         # Text is never wrapped by us: the command is there to be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
     console.print(f"Nothing was started (dry_run=true). Rendered in {run_dir}", soft_wrap=True)
@@ -79,21 +83,24 @@ def render_plan(
     command: str | None,
     *,
     traces: Traces | None = None,
+    here: Mapping[str, Any] | None = None,
     now: datetime | None = None,
 ) -> list[RenderableType]:
-    """Hosts, batch algebra, memory by part, other choices, time, warnings and the exact command, in
-    this order."""
+    """Hosts, batch algebra, memory by part, other choices, RAM and disks, time, warnings and the
+    exact command, in this order."""
     from rich.text import Text
 
     title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
     parts: list[RenderableType] = [title, hosts_table(plan), facts_table(plan, exp)]
     if plan.memory:
-        parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), _memory(plan)]
+        table = _memory(plan, sure=not not_measured(exp, plan.frozen))
+        parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
         parts += choice_tables(plan, exp, traces) if traces else []
+    parts += storage_parts(plan, here)
     parts += time_parts(plan, now=now)
     if plan.warnings:
         # A table ends with an empty line of its own.
-        parts += [] if plan.memory and not plan.time else [Text("")]
+        parts += [] if (plan.memory or plan.storage) and not plan.time else [Text("")]
         parts.append(warnings_table(plan.warnings))
     if command:
         parts += [Text("\nCommand", style="bold"), Text(command.rstrip() + "\n")]
@@ -137,11 +144,12 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
         ("batch", batch_line(plan)),
         *([("balance", balance_line(plan))] if plan.balance is not None else []),
+        *([("by device", "\n".join(lines))] if (lines := device_lines(plan, exp)) else []),
         ("steps", _steps_line(plan, exp.task)),
         ("model", _model_line(plan, exp.model, exp.adapter)),
         *([("tokens", line)] if (line := _tokens_line(exp.model, exp.adapter)) else []),
         *([("rates", line)] if (line := _rates_line(exp.optim, exp.adapter, exp.model)) else []),
-        ("zero", _zero_line(exp.zero, exp.model)),
+        ("zero", _zero_line(exp)),
         *([("chosen", _chosen_line(plan.chosen))] if plan.chosen is not None else []),
         *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
         ("attention", _attention_line(plan, exp.data)),
@@ -199,6 +207,8 @@ def balance_line(plan: Plan) -> str:
         said = "measured by the ranks at the start; until then by the data sheets"
         if balance.source:
             said = f"as an earlier run here has measured ({balance.source}); checked at the start"
+    if plan.time is not None and plan.time.even_step_s:
+        return said  # what it gains stands with the predicted time, with communication
     ours, even, idle = predicted(plan)
     waits: dict[str, float] = {}
     for rank, share in zip(plan.ranks, idle, strict=True):
@@ -212,6 +222,50 @@ def balance_line(plan: Plan) -> str:
     return f"{said}; {gain}; idle: {', '.join(shown)}{more} (without communication)"
 
 
+def device_lines(plan: Plan, exp: Experiment) -> list[str]:
+    """Where types of devices differ: of each its micro batch with what limits it, and its
+    activation checkpointing; and what is not by type, where that would help."""
+    names = list(dict.fromkeys(rank.device for rank in plan.ranks))
+    if len(names) < 2:
+        return []
+    memory = {one.device: one for one in plan.memory}
+    found = []
+    for name in names:
+        ranks = [rank for rank in plan.ranks if rank.device == name]
+        how = checkpointing_on(exp, name)
+        again = "nothing computed again" if how == "none" else f"{how} activation checkpointing"
+        size = max(rank.micro_batch for rank in ranks)
+        found.append(f"{name}: micro batch {size} ({_limited_by(plan, exp, ranks)}), {again}")
+    too_small = [name for name in names if name in memory and not memory[name].fits]
+    if len(too_small) == len(names):
+        return found
+    small = ", ".join(too_small)
+    if too_small and exp.zero.offload_optimizer == "none":
+        found.append(
+            f"no offload for {small} alone: DeepSpeed lays out and sums gradients by one setting "
+            "of all ranks"
+        )
+    if exp.zero.stage == 3 and any(checkpointing_on(exp, name) != "full" for name in too_small):
+        found.append(
+            f"no other activation checkpointing for {small} alone: at stage 3 all ranks gather "
+            "together"
+        )
+    return found
+
+
+def _limited_by(plan: Plan, exp: Experiment, ranks: list[RankPlan]) -> str:
+    """What keeps the micro batch of a type of device from being larger."""
+    wanted, size = exp.batch.micro_batch, max(rank.micro_batch for rank in ranks)
+    if plan.balance is None:
+        return f"batch.balance={exp.batch.balance}: one for all"
+    limit = max(plan.balance.limits[rank.rank] for rank in ranks)
+    if size < limit:
+        return f"its share of the step; at most {limit}" + (
+            " by memory" if limit < wanted else " by batch.micro_batch"
+        )
+    return f"memory; batch.micro_batch={wanted}" if limit < wanted else "batch.micro_batch"
+
+
 def predicted(plan: Plan) -> tuple[int, int, list[float]]:
     """Femtoseconds of a step as planned and of the even split (0: there is none), and the idle
     share of each rank as planned; without communication."""
@@ -220,7 +274,7 @@ def predicted(plan: Plan) -> tuple[int, int, list[float]]:
     sizes = tuple(batch.sizes_of(rank) for rank in range(plan.world_size))
     known: dict[str, Any] = {"seq_len": batch.seq_len, "same_steps": balance.same_steps}
     ours = step_fs(sizes, balance.speeds, **known)
-    least = BatchConfig(global_batch=batch.global_batch, micro_batch=max(balance.limits))
+    least = BatchConfig(global_batch=batch.global_batch, micro_batch=min(balance.limits))
     try:
         even = solve_batch(least, seq_len=batch.seq_len, world=plan.world_size)
     except ConfigError:
@@ -292,7 +346,9 @@ def _rates_line(optim: OptimConfig, adapter: AdapterConfig, model: ModelConfig) 
     return ", ".join(words)
 
 
-def _zero_line(zero: ZeroConfig, model: ModelConfig) -> str:
+def _zero_line(exp: Experiment) -> str:
+    zero = exp.zero
+    ways = checkpointing_by_device(exp) or {"": exp.model.activation_checkpointing}
     words = [f"stage {zero.stage}"]
     if zero.offload_optimizer != "none":
         words.append(f"optimizer on {zero.offload_optimizer}")
@@ -304,8 +360,12 @@ def _zero_line(zero: ZeroConfig, model: ModelConfig) -> str:
         words.append("qwZ")
     if zero.quantized_gradients:
         words.append("qgZ")
-    if model.activation_checkpointing != "none":
-        words.append(f"{model.activation_checkpointing} activation checkpointing")
+    if set(ways.values()) != {"none"}:
+        words.append(
+            f"activation checkpointing: {said(ways)}"
+            if len(set(ways.values())) > 1
+            else f"{said(ways)} activation checkpointing"
+        )
     return ", ".join(words)
 
 
@@ -329,8 +389,9 @@ def _attention_line(plan: Plan, data: DataConfig) -> str:
     return f"{next(iter(kinds.values())) if same else each}; {rows}"
 
 
-def _memory(plan: Plan) -> Table:
-    """Parts as rows, device types as columns: stays narrow with many parts."""
+def _memory(plan: Plan, *, sure: bool = True) -> Table:
+    """Parts as rows, device types as columns: stays narrow with many parts. ``sure``: all parts are
+    such as were measured."""
     from rich.text import Text
 
     table = _table()
@@ -346,7 +407,9 @@ def _memory(plan: Plan) -> Table:
     table.add_section()
     table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
     table.add_row("device has", *(_capacity(memory) for memory in plan.memory))
-    table.add_row("", *(_fits(memory) for memory in plan.memory))
+    table.add_row("", *(_fits(memory, sure=sure) for memory in plan.memory))
+    if plan.storage is not None:
+        return table  # RAM has a table of its own
     if any(memory.host_gib for memory in plan.memory):
         table.add_row("host RAM", *(human.gib(memory.host_gib) for memory in plan.memory))
     if any(memory.saves_host_gib for memory in plan.memory):
@@ -372,7 +435,7 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
 
     known = traces if all(memory.traced for memory in plan.memory) else Traces({})
     any_known = any(memory.capacity_gib for memory in plan.memory)
-    found = choices(exp, plan, known, allows=refusal) if any_known else []
+    found = choices(exp, plan, known, allows=refusal, by_device=False) if any_known else []
     parts: list[RenderableType] = []
     sizes = sorted({one.micro_batch for one in found})
     ways = dict.fromkeys((one.zero, one.checkpointing) for one in sorted(found, key=_choice_order))
@@ -398,10 +461,10 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
     return parts
 
 
-def _choice_order(choice: Choice) -> tuple[int, int]:
+def _choice_order(choice: Choice) -> tuple[int, int, int]:
     names = [*OPTIONS]
     place = names.index(choice.zero) if choice.zero in names else len(names)
-    return place, CHECKPOINTING.index(choice.checkpointing)
+    return place, *intricacy(choice.ways)
 
 
 def _cell(choice: Choice, device: str) -> Text:
@@ -420,13 +483,13 @@ def _capacity(memory: MemoryPlan) -> str:
     return human.gib(memory.capacity_gib) if memory.capacity_gib else "unknown"
 
 
-def _fits(memory: MemoryPlan) -> RenderableType:
+def _fits(memory: MemoryPlan, *, sure: bool = True) -> RenderableType:
     from rich.text import Text
 
     if memory.capacity_gib == 0:
         return Text("not checked")
     if memory.fits:
-        return Text("fits", style="green")
+        return Text("fits", style="green") if sure else Text("fits, not measured", style="yellow")
     return Text("does not fit", style="bold red")
 
 

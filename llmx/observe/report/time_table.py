@@ -39,7 +39,7 @@ def time_parts(plan: Plan, *, now: datetime | None = None) -> list[RenderableTyp
     for name, text in time_rows(plan, now=now or datetime.now()):
         table.add_row(f" {name}", Text(text))
     # A table of memory ends with an empty line of its own.
-    return [Text(f"{'' if plan.memory else chr(10)}{title}", style="bold"), table]
+    return [Text(f"{'' if plan.memory or plan.storage else chr(10)}{title}", style="bold"), table]
 
 
 def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str, str]]:
