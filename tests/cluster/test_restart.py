@@ -66,7 +66,10 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
         """A checkpoint of both ranks lies on the near disk, whole."""
         for step in committed(run, near):
             directory = seen(run, near).checkpoint(step)
-            files = read_json(directory / "manifest.json")["files"]
+            try:
+                files = read_json(directory / "manifest.json")["files"]
+            except FileNotFoundError:  # newer ones have replaced it meanwhile
+                continue
             if "rank-00001.safetensors" in files and all((directory / f).exists() for f in files):
                 return True
         return False
@@ -93,7 +96,12 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
     until_attempt(run, 3, step=killed["saved_step"])
     assert read_json(seen(run, near).plan) == plan
     assert "continuing with every host again" in run.out.read_text()
-    assert committed(run, far)[0] > killed["saved_step"]
+    # Each disk has its checkpoint committed for itself, the near one sometimes first.
+    wait_until(
+        lambda: max(committed(run, far), default=0) > killed["saved_step"],
+        timeout_s=60,
+        what="the far host saves again",
+    )
     run.signal(signal.SIGTERM)
     assert run.wait(timeout_s=60) == 130, run.output()
 
