@@ -38,6 +38,7 @@ def hardware_problems(hardware: HardwareConfig, zero: ZeroConfig) -> Iterator[st
     for name in dict.fromkeys(host.device for host in hardware.hosts):
         if name in hardware.devices:
             yield from _device(name, hardware.devices[name])
+    yield from _strays(hardware)
     if len({device.accelerator for device in used_devices(hardware).values()}) > 1:
         yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
     for name in hardware.price_per_hour:
@@ -159,6 +160,28 @@ def _device(name: str, device: DeviceConfig) -> Iterator[str]:
         )
     if device.accelerator == "cpu" and device.compute_capability:
         yield f"{where}: compute_capability is for accelerator: cuda. Leave it out."
+
+
+def _strays(hardware: HardwareConfig) -> Iterator[str]:
+    """A key set for a device type that neither a host nor a data sheet has: a name with a typo. A
+    whole data sheet may wait for hosts."""
+    used = used_devices(hardware)
+    strays = [
+        name
+        for name, device in hardware.devices.items()
+        if name not in used
+        and device.accelerator == "cuda"
+        and not (device.memory_gib and device.precisions)
+    ]
+    known = [*used, *(name for name in hardware.devices if name not in (*used, *strays))]
+    for name in strays if hardware.hosts else ():
+        own = ", ".join(used) or "none that is known"
+        yield (
+            f"hardware.devices.{shown(name)}: no host has this device type (theirs: {own}), and "
+            f"no data sheet says what it is.{did_you_mean(name[:100], known)} Correct the name; "
+            "or, for a type of your own, set its memory_gib and compute_capability, and "
+            "hardware.device or device of a host to its name."
+        )
 
 
 def _zeropp(zero: ZeroConfig, hosts: Sequence[HostConfig]) -> Iterator[str]:

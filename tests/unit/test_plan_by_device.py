@@ -89,6 +89,24 @@ def test_a_word_that_it_does_not_take() -> None:
         composed([*WORDS, f"{OWN}=some"])
 
 
+@pytest.mark.parametrize(
+    "word", ["activation_checkpointing=full", "memory_gib=11", "compute_capability=7.0"]
+)
+@pytest.mark.parametrize("words", [WORDS, ["hardware=cpu2"], ["hardware=local"]])
+def test_a_name_with_a_typo_is_no_device_type(words: list[str], word: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        composed([*words, f"hardware.devices.v100_32gb.{word}"])
+    assert "hardware.devices.v100_32gb: no host has this device type" in str(error.value)
+    assert 'Did you mean "v100_32g"?' in str(error.value)
+
+
+def test_data_sheets_may_wait_for_hosts() -> None:
+    """Those of llmx, whatever is changed of them, and whole ones of the user's own."""
+    composed([*WORDS, "hardware.devices.t4.activation_checkpointing=full"])
+    composed([*WORDS, "hardware.devices.cpu.memory_gib=8"])
+    composed([*WORDS, "hardware.devices.mine={memory_gib: 48, compute_capability: 8.9}"])
+
+
 # --- The plan ------------------------------------------------------------------------------------
 
 
