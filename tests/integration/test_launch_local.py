@@ -20,6 +20,7 @@ import pytest
 from llmx.launch.agents.agent import ProcessTable
 from llmx.run.rundir import RunDir
 from tests.cluster.launching import SMALL
+from tests.cluster.netns import wait_until
 from tests.resumed_runs import assert_planned_sizes
 
 pytestmark = pytest.mark.deepspeed
@@ -89,10 +90,7 @@ def test_two_runs_at_once_and_ctrl_c_on_one(tmp_path: Path) -> None:
     assert len(second.left()) >= 3
     second.process.send_signal(signal.SIGKILL)
     second.wait()
-    deadline = time.monotonic() + 30
-    while second.left():
-        assert time.monotonic() < deadline, second.left()
-        time.sleep(0.1)
+    wait_until(lambda: not second.left(), timeout_s=30, what="nothing of the second run is left")
 
 
 def test_an_error_of_the_users_data(tmp_path: Path) -> None:
