@@ -75,8 +75,9 @@ class Step:
     """Non-padding tokens of the whole step."""
     square_tokens: int
     """Sum over the rows of this rank of the squared length: what attention costs."""
-    work_fs: int = 0
-    """What this rank's micro batches should take by the speeds of a balanced plan; 0: not known."""
+    work: int = 0
+    """What this rank's micro batches should take: femtoseconds by the speeds of a balanced plan,
+    else their tokens, padding included."""
 
 
 Transform = Callable[[Any, int, int], Any]
@@ -143,19 +144,20 @@ def make_step(
         target_tokens=target_tokens,
         tokens=store.num_tokens(samples),
         square_tokens=sum(squares),
-        work_fs=0
-        if balance is None
-        else work_fs(micro_batches, squares, balance.speeds[rank], layout),
+        work=work_of(micro_batches, squares, layout, balance=balance, rank=rank),
     )
 
 
-def work_fs(
+def work_of(
     micro_batches: Sequence[dict[str, torch.Tensor]],
     squares: Sequence[int],
-    speed: RankSpeed,
     layout: Layout,
+    *,
+    balance: BalancePlan | None,
+    rank: int,
 ) -> int:
-    """What micro batches take at a speed. ``squares``: squared tokens of the rows of each."""
+    """``Step.work``. ``squares``: squared tokens of the rows of each micro batch."""
+    speed = RankSpeed(fixed_fs=0, token_fs=1) if balance is None else balance.speeds[rank]
     found = 0
     for micro, of_rows in zip(micro_batches, squares, strict=True):
         lines, length = micro["input_ids"].shape

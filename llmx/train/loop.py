@@ -243,13 +243,13 @@ class Upcoming:
             "seed": session.exp.seed,
             "layout": session.layout,
             "stop": session.length.stop,
+            "balance": session.plan.balance,  # a thread must not see a later one
         }
         if task.generates:
             self._steps: Iterator[Step] = (
                 rollout_step(session.engine, task, store, step, **common) for step in numbers
             )
             return
-        common["balance"] = session.plan.balance  # a thread must not see a later one
         self._ahead = Prefetch(
             (
                 make_step(

@@ -21,9 +21,9 @@ from llmx.data.examples import Column, Example, Schema, checked
 from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
-from llmx.plan.types import BatchPlan
+from llmx.plan.types import BalancePlan, BatchPlan
 from llmx.tasks import Prompt, RolloutKey, Task
-from llmx.train.batches import Layout, Step, square_tokens
+from llmx.train.batches import Layout, Step, square_tokens, work_of
 from llmx.train.engine.build import Engine
 
 
@@ -38,6 +38,7 @@ def rollout_step(
     seed: int,
     layout: Layout,
     stop: int | None = None,
+    balance: BalancePlan | None = None,
 ) -> Step:
     """The micro batches of ``rank`` at ``step``, made of what the task generates. Collective.
 
@@ -94,13 +95,15 @@ def rollout_step(
         "examples": float(len(whole)),
         "batch": 0.0,
     }
+    squares = [square_tokens(micro) for micro in micro_batches]
     return Step(
         step=step,
         micro_batches=micro_batches,
         weight=weights[task.normaliser],
         target_tokens=target_tokens,
         tokens=sum(len(one.tokens) for one in whole),
-        square_tokens=sum(square_tokens(micro) for micro in micro_batches),
+        square_tokens=sum(squares),
+        work=work_of(micro_batches, squares, layout, balance=balance, rank=rank),
     )
 
 

@@ -77,7 +77,7 @@ class StepLog:
         """Start a new interval now."""
         self.began = time.perf_counter()
         self.data_wait_s = 0.0
-        self.steps = self.tokens = self.targets = self.squares = self.work_fs = 0
+        self.steps = self.tokens = self.targets = self.squares = self.work = 0
         self.loss_sum: torch.Tensor | None = None
         """Of the newest step."""
         self.interval_loss = torch.zeros((), device=self.session.engine.device)
@@ -116,7 +116,7 @@ class StepLog:
         self.tokens_seen += step.tokens
         self.target_tokens_seen += step.target_tokens
         self.squares += step.square_tokens
-        self.work_fs += step.work_fs
+        self.work += step.work
         self.loss_sum = loss_sum
         self.interval_loss += loss_sum
         self.interval_weight += step.weight
@@ -139,7 +139,7 @@ class StepLog:
                 *self.watch.first(),
                 float(self.interval_loss),
                 *(seconds / max(self.steps, 1) for seconds in self.timed.take()),
-                self.work_fs,
+                self.work,
                 time.perf_counter(),
                 self.probe.at_line(),
                 *(float(value) for value in self.metrics.values()),
@@ -210,7 +210,7 @@ class StepLog:
             text += f"  idle {idle:.0%}"
         session.log(text)
         if self.stragglers is not None:
-            for rank, factor in self.stragglers.see(forward_s, now=time.perf_counter()):
+            for rank, factor in self.stragglers.see(forward_s, work, now=time.perf_counter()):
                 report_straggler(session, rank, factor, forward_s, step=done)
         if self.drift is not None and probed:
             for rank, factor in self.drift.see(probe_s, now=clock):

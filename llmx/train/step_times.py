@@ -81,15 +81,23 @@ class StragglerWatch:
         self._since = [0.0] * len(expected)
         self._named: set[int] = set()
 
-    def see(self, seconds: Sequence[float], *, now: float) -> list[tuple[int, float]]:
+    def see(
+        self, seconds: Sequence[float], work: Sequence[float] = (), *, now: float
+    ) -> list[tuple[int, float]]:
         """Ranks that are stragglers ``now`` (in seconds) and were not before, each with how many
-        times longer it takes than the others, by the median of all ranks."""
-        rates = [each / planned for each, planned in zip(seconds, self._expected, strict=True)]
-        usual = sorted(rates)[(len(rates) - 1) // 2]
+        times longer it takes than the others, by the median of all ranks.
+
+        ``work``: what each had to compute this time, in any unit. By it, too, a straggler takes
+        longer: one that was given longer samples is none.
+        """
+        factors = _times_longer(seconds, self._expected)
+        if work:
+            factors = [
+                min(both) for both in zip(factors, _times_longer(seconds, work), strict=True)
+            ]
         found = []
-        for rank, rate in enumerate(rates):
-            slow = usual > 0 and rate > TIMES_LONGER * usual
-            if not slow:
+        for rank, factor in enumerate(factors):
+            if factor <= TIMES_LONGER:
                 self._lines[rank] = 0
                 self._named.discard(rank)
                 continue
@@ -99,5 +107,14 @@ class StragglerWatch:
             lasts = self._lines[rank] >= LINES and now - self._since[rank] >= LEAST_S
             if lasts and rank not in self._named:
                 self._named.add(rank)
-                found.append((rank, rate / usual))
+                found.append((rank, factor))
         return found
+
+
+def _times_longer(seconds: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Than the median rank, each against what is expected of it; 0 where nothing is known."""
+    rates = [
+        each / planned if planned else 0.0 for each, planned in zip(seconds, expected, strict=True)
+    ]
+    usual = sorted(rates)[(len(rates) - 1) // 2]
+    return [rate / usual if usual > 0 else 0.0 for rate in rates]

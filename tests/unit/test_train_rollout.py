@@ -109,6 +109,7 @@ def test_every_rank_trains_what_its_prompts_gave() -> None:
     assert first.weight == second.weight == 3 * 2 * 0.5
     assert first.target_tokens == second.target_tokens == 6
     assert first.tokens == 18
+    assert [one.work for one in (first, second)] == [16, 8]  # lines of 6, padded to 8
     (batch,), (other,) = first.micro_batches, second.micro_batches
     # The second example of each sample gave nothing: prompts 0, 2 and 4 of the step.
     assert batch["label"].tolist() == [0, 2]

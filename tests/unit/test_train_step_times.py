@@ -33,13 +33,20 @@ def test_the_idle_share() -> None:
     assert idle_share([0.0, 0.0]) == 0.0
 
 
-def seen(watch: StragglerWatch, seconds: list[float], *, times: int, every: float = 20.0):
+def seen(
+    watch: StragglerWatch,
+    seconds: list[float],
+    work: tuple[float, ...] = (),
+    *,
+    times: int,
+    every: float = 20.0,
+):
     """What each of some lines says."""
     clock = seen.__dict__.setdefault("clock", [0.0])
     found = []
     for _ in range(times):
         clock[0] += every
-        found.append(watch.see(seconds, now=clock[0]))
+        found.append(watch.see(seconds, work, now=clock[0]))
     return found
 
 
@@ -65,3 +72,12 @@ def test_what_a_rank_should_take_counts() -> None:
     watch = StragglerWatch([1.0, 3.0])
     assert seen(watch, [1.0, 3.1], times=2 * LINES) == [[]] * (2 * LINES)
     assert seen(watch, [1.0, 6.0], times=LINES)[-1] == [(1, 2.0)]
+
+
+def test_a_rank_with_longer_samples_is_no_straggler() -> None:
+    """One that is slow for what it has to compute is, and not one whose time is all overhead."""
+    watch = StragglerWatch([1.0, 1.0])
+    assert seen(watch, [1.0, 3.0], (100.0, 300.0), times=2 * LINES) == [[]] * (2 * LINES)
+    assert seen(watch, [1.0, 1.1], (300.0, 100.0), times=2 * LINES) == [[]] * (2 * LINES)
+    assert seen(watch, [1.0, 4.0], (100.0, 200.0), times=LINES)[-1] == [(1, 2.0)]
+    assert seen(watch, [1.0, 4.0], (100.0, 0.0), times=LINES) == [[]] * LINES
