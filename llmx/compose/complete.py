@@ -29,6 +29,7 @@ from llmx.compose.task_rules import (
     model_sources,
     specs,
     task_problems,
+    task_warnings,
 )
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
 from llmx.config.model_rules import as_typed, head_problem, model_config_problems
@@ -91,6 +92,7 @@ def plan_experiment(
         logits=loss_logits(exp),
         known=known,
     )
+    plan = dataclasses.replace(plan, warnings=(*plan.warnings, *task_warnings(exp)))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 
 

@@ -62,6 +62,24 @@ def _metric_problems(exp: Experiment, task: Any) -> Iterator[str]:
             yield str(error)
 
 
+def task_warnings(exp: Experiment) -> tuple[str, ...]:
+    """Of values that the task has no use for."""
+    asked = exp.task.eval_generate
+    if not asked or exp.task.kind not in shipped_tasks():
+        return ()
+    try:
+        kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
+        base = importlib.import_module("llmx.tasks.base").Task
+    except ImportError:
+        return ()
+    if kind.eval_prompts is not base.eval_prompts:
+        return ()
+    return (
+        f"task.eval_generate={asked} has no effect: task {exp.task.kind} completes no prompts. Set "
+        "task.eval_generate=0.",
+    )
+
+
 def specs(exp: Experiment) -> dict[str, Any]:
     """The networks of a task of llmx by name (``llmx.models.spec``); of a task of the user's own
     none is known here."""

@@ -83,6 +83,23 @@ def test_what_cannot_be_measured_is_said(words: list[str], message: str, own: Pa
     assert message in str(caught.value)
 
 
+def test_completions_of_a_task_that_makes_none_are_a_warning() -> None:
+    """Where they were asked for: the demo asks for its own task alone."""
+
+    def warnings(*words: str) -> list[str]:
+        plan = composed(["hardware=cpu2", *words]).plan
+        return [text for text in plan.warnings if "eval_generate" in text]
+
+    for task in ("pretrain", "mlm"):
+        assert warnings(f"task={task}", "task.eval_generate=8") == [
+            f"task.eval_generate=8 has no effect: task {task} completes no prompts. Set "
+            "task.eval_generate=0."
+        ]
+        assert not warnings(f"task={task}")
+    assert not warnings()
+    assert not warnings("task=sft", "task.eval_generate=8")
+
+
 def test_code_in_two_directories_is_refused(
     own: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
