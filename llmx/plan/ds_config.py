@@ -28,7 +28,7 @@ def bucket_sizes(model: ModelConfig, zero: ZeroConfig, accelerator: str) -> dict
     return {
         "reduce": zero.reduce_bucket_size or reduce,
         # DeepSpeed takes even sizes only.
-        "allgather": -(-(zero.allgather_bucket_size or reduce) // 2) * 2,
+        "allgather": -(-(zero.allgather_bucket_size or zero.reduce_bucket_size or reduce) // 2) * 2,
         "prefetch": _given(zero.prefetch_bucket_size, int(0.9 * reduce)),
         "persistence": _given(zero.param_persistence_threshold, 10 * hidden),
         "overlap": int(overlap),

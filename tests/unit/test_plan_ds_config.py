@@ -172,3 +172,15 @@ def test_gradients_reduced_in_fp32_are_counted() -> None:
     plain = composed(overrides).plan.memory[0].buffers_gib
     wide = composed([*overrides, "zero.extra.communication_data_type=fp32"]).plan.memory[0]
     assert wide.buffers_gib * 2**30 == pytest.approx(plain * 2**30 + 4 * 4096**2)
+
+
+def test_the_gathered_bucket_is_as_large_as_the_reduced_one_unless_given() -> None:
+    def sizes(*words: str) -> tuple[int, int]:
+        found = composed(["hardware=cpu2", "zero=stage2", *words]).ds_config["zero_optimization"]
+        return found["reduce_bucket_size"], found["allgather_bucket_size"]
+
+    own, gathered = sizes()
+    assert own == gathered
+    assert sizes("zero.reduce_bucket_size=3001") == (3001, 3002)  # DeepSpeed gathers even ones
+    assert sizes("zero.allgather_bucket_size=500") == (own, 500)
+    assert sizes("zero.reduce_bucket_size=3000", "zero.allgather_bucket_size=500") == (3000, 500)
