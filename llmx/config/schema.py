@@ -847,7 +847,8 @@ class SweepConfig:
     """Leave out trials that cannot fit by the memory plan, that need more than one that ran out of
     memory, and that are the same as another one."""
     fail_fast: bool = False
-    """End the sweep at the first trial that fails; trials that run beside it are stopped."""
+    """End the sweep at the first trial that fails; trials that run beside it are stopped. A
+    ``tune`` goes on where a trial runs out of memory: that tells it how much fits."""
     slots_per_trial: int | None = number(None, minimum=1, maximum=10**6, example=1)
     """Trials at the same time: each gets so many free slots of ``hardware``, of one device type, on
     one host where they fit. Null: each has all of them, one after another."""

@@ -108,6 +108,8 @@ class Sweep:
         self.on_wait: Callable[[], None] = lambda: None
         """Called often while trials run."""
         self.say: Callable[[str], None] = print
+        self.may_fail: Sequence[str] = ()
+        """Outcomes from which a search learns: none that ``sweep.fail_fast`` is for."""
         self.stopped_by: int | None = None
         """The signal by which the user ended the sweep."""
         self.ending = False
@@ -329,7 +331,8 @@ class Sweep:
         self.journal.put(entry)
         if not taken.skipped and entry.outcome == "ok":
             self._stop_early(entry.index)
-        if self.settings.fail_fast and entry.outcome not in (*journals.GOOD, "interrupted"):
+        expected = (*journals.GOOD, *self.may_fail, "interrupted")
+        if self.settings.fail_fast and entry.outcome not in expected:
             self.stop()
         return entry
 

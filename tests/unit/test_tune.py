@@ -81,6 +81,15 @@ def test_it_finds_the_fastest_and_leaves_an_experiment(
     assert (exp.zero.stage, exp.batch.micro_batch, exp.batch.global_batch) == (1, 4, 32)
 
 
+def test_fail_fast_is_not_for_trials_that_run_out_of_memory(trials: Trials) -> None:
+    few = [*SMALL, "zero=stage1,stage2", "model.activation_checkpointing=none"]
+    assert main(["tune", *few, "hydra.sweep.dir=outputs/sweeps/whole"]) == 0
+    whole, trials.run = trials.run, []
+    assert main(["tune", *few, "sweep.fail_fast=true", "hydra.sweep.dir=outputs/sweeps/fast"]) == 0
+    assert trials.run == whole
+    assert any(trial.split()[1] == "16" for trial in whole), "one does not fit"
+
+
 def test_a_search_that_was_killed_goes_on_where_it_was(
     trials: Trials, capsys: pytest.CaptureFixture[str]
 ) -> None:

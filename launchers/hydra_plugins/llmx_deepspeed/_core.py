@@ -102,7 +102,7 @@ class Batch:
         """All of them, unless the sweep ends early; what they returned, in order."""
         sweep = self.sweep
         sweep.on_end, sweep.on_wait, sweep.say = self._over, self.screen.tick, self.screen.line
-        sweep.on_stop = self._stopped
+        sweep.on_stop, sweep.may_fail = self._stopped, self.launcher.may_fail
         sweep.expect([(index, filter_overrides(overrides)) for index, overrides in self.jobs])
         try:
             with sweep.running():

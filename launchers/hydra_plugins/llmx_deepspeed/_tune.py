@@ -65,7 +65,7 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> list[Sequence[JobRe
         print("Nothing was started (dry_run=true).", flush=True)
         return []
     search = Search(axes, found.all, own=found.own)
-    launcher.searches = True
+    launcher.searches, launcher.may_fail = True, MAY_FAIL
     try:
         returns = _run(launcher, search, fixed, given)
     finally:

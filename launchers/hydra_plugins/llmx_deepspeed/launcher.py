@@ -32,6 +32,8 @@ class DeepSpeedLauncher(Launcher):
         self.sweep: Sweep | None = None
         self.searches = False
         """Whether a sweeper hands over trials as it goes, and finishes the sweep itself."""
+        self.may_fail: Sequence[str] = ()
+        """``Sweep.may_fail``."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
