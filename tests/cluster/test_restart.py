@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -161,33 +163,35 @@ def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path, need: Nee
     disk = tmp_path / "small"
     disk.mkdir()
     host.add_disk(disk, size_mib=12)
-    filler = host.path(disk / "filler")
+    steps = 160  # the disk is full several checkpoints before the last one
     overrides = [
-        *("launch.restart_backoff_s=1", "launch.transport=pdsh", "task.steps=60"),
+        *("launch.restart_backoff_s=1", "launch.transport=pdsh", f"task.steps={steps}"),
         *("checkpoint.every_steps=20", "checkpoint.at_end=true", "checkpoint.keep.last=1"),
         f"run_dir={disk}/run",
     ]
     run = start_llmx(cluster, tmp_path, slots=[1], overrides=overrides)
     run.dir = RunDir(disk / "run")
     wait_until(lambda: committed(run, host), timeout_s=120, what="a checkpoint")
-    fill(filler)
-    wait_until(lambda: "waiting for space" in run.out.read_text(), timeout_s=120, what="the wait")
+
+    def waits() -> bool:
+        fill(host.path(disk))  # again: the checkpoint being saved may have replaced the one before
+        return "waiting for space" in run.out.read_text()
+
+    wait_until(waits, timeout_s=120, what="the wait")
     state = read_json(seen(run, host).supervisor)
     assert (state["state"], state["attempt"]) == ("waiting", 1)
-    filler.unlink()
+    host.path(disk / "filler").unlink()
     assert run.wait(timeout_s=120) == 0, run.output()
     first, second = (json.loads(line) for line in seen(run, host).attempts.read_text().splitlines())
     assert (first["outcome"], first["decision"]) == ("disk_full", "restart")
-    assert (second["outcome"], second["last_step"]) == ("ok", 60)
-    assert committed(run, host) == [60]
+    assert (second["outcome"], second["last_step"]) == ("ok", steps)
+    assert committed(run, host) == [steps]
     nothing_left(cluster, timeout_s=5)
 
 
-def fill(path: Path) -> None:
-    """Write until the disk is full; leave room for a few small files."""
-    with path.open("wb", buffering=0) as stream:
-        try:
-            while True:
-                stream.write(bytes(1 << 16))
-        except OSError:
-            stream.truncate(stream.tell() - (5 << 16))
+def fill(disk: Path) -> None:
+    """Fill a disk but for a few small files."""
+    room = 5 << 16
+    with (disk / "filler").open("ab", buffering=0) as stream, contextlib.suppress(OSError):
+        while (free := shutil.disk_usage(disk).free) > room:
+            stream.write(bytes(free - room))

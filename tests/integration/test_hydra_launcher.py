@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
 from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import (
     BatchedSweeperTestSuite,
     IntegrationTestSuite,
     LauncherTestSuite,
 )
+from hydra.version import VersionBase
 from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
 
 from llmx.run.rundir import read_json
@@ -25,6 +27,13 @@ from llmx.sweep import journal as journals
 
 # The suite composes without a version_base, of which Hydra warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions")
+
+
+@pytest.fixture(autouse=True)
+def _no_version_base() -> None:
+    """Nor one that an earlier test of this process has left: by it jobs would stay where they are,
+    and the suite looks for their logs in its own directory."""
+    Singleton._instances.pop(VersionBase, None)
 
 
 def test_discovery() -> None:
