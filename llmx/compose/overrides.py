@@ -158,6 +158,9 @@ def _unreadable(word: str) -> str:
     """What most likely is wrong with a word that Hydra's grammar does not take."""
     key, _, value = word.partition("=")
     if not re.fullmatch(r"(\+\+|\+|~)?[A-Za-z_][\w./@:-]*", key):
+        dotted = re.sub(r"\[(\d+)\]", r".\1", key)
+        if dotted != key and re.fullmatch(r"[A-Za-z_][\w.]*", dotted):
+            return f"An entry of a list has its number behind a dot: {shown(dotted)}={shown(value)}"
         return f"{shown(key)} is not a key: letters, digits, _ and dots, as in optim.lr=1e-4."
     quotes = [mark for mark in "'\"" if len(re.findall(rf"(?<!\\){mark}", value)) % 2]
     if quotes:

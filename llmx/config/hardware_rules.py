@@ -21,6 +21,8 @@ from llmx.text import printable
 
 LEAST_BF16 = 8.0
 """Compute capability from which an NVIDIA GPU computes bf16; older ones emulate it, slowly."""
+PRECISIONS = ("fp32", "bf16", "fp16")
+"""What a run computes in."""
 
 
 def native_precisions(compute_capability: float) -> list[str]:
@@ -158,6 +160,12 @@ def _device(name: str, device: DeviceConfig) -> Iterator[str]:
             f"{where}: precisions has bf16, but compute_capability={device.compute_capability:g} "
             f"emulates it; GPUs compute it from {LEAST_BF16:g} on. Write precisions: [fp32, fp16]."
         )
+    for precision in device.peak_tflops:
+        if precision not in PRECISIONS:
+            yield (
+                f"{where}.peak_tflops.{shown(precision)}: runs compute in {', '.join(PRECISIONS)}."
+                f"{did_you_mean(precision[:100], PRECISIONS)} Set e.g. {where}.peak_tflops.bf16=312."
+            )
     if device.accelerator == "cpu" and device.compute_capability:
         yield f"{where}: compute_capability is for accelerator: cuda. Leave it out."
 

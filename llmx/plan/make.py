@@ -38,6 +38,7 @@ from llmx.plan.step_time import micro_step_exchange_s, with_time
 from llmx.plan.storage import with_storage
 from llmx.plan.types import (
     SUMMED,
+    USABLE,
     BalancePlan,
     BatchPlan,
     FrozenNetwork,
@@ -446,7 +447,7 @@ def _of_frozen(
             )
         needed = before_training_gib(one, exp.zero, precision, world_size)
         for part in memory:
-            if one.before_training and part.capacity_gib and needed > 0.95 * part.capacity_gib:
+            if one.before_training and part.capacity_gib and needed > USABLE * part.capacity_gib:
                 shard = " zero=stage3 shards it over the ranks." if exp.zero.stage < 3 else ""
                 yield (
                     f"{part.device}: the model {one.name!r} of task={exp.task.kind} takes "

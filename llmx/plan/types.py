@@ -140,6 +140,10 @@ class KnownSpeeds:
     """The file."""
 
 
+USABLE = 0.95
+"""Of a device's memory; the rest is kept free for fragmentation."""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Predicted peak of one rank, GiB, by part; and of its host's RAM."""
@@ -178,7 +182,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.capacity_gib == 0 or self.total_gib <= 0.95 * self.capacity_gib
+        return self.capacity_gib == 0 or self.total_gib <= USABLE * self.capacity_gib
 
 
 @dataclass(frozen=True)

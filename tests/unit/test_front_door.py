@@ -65,6 +65,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["optim.lr=[1"], "optim.lr=[1: cannot be read. A [ has no ];"),
         (["-m", "zero=stage1,[a"], "zero=stage1,[a: cannot be read. A [ has no ]"),
         (["name='a"], "name='a: cannot be read. A quote (') is not closed."),
+        (["hardware.hosts[0].slots=2"], "number behind a dot: hardware.hosts.0.slots=2"),
         (["optim.lr=1,2"], "several values are for a sweep: add -m."),
         (["+task.foo=1"], "task.foo: no such key."),
         (["launch.envv.A=1"], 'launch.envv.A: no such key. Did you mean "launch.env"?'),

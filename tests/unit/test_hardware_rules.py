@@ -219,6 +219,10 @@ def test_a_hostfile_that_cannot_be_read(path: str) -> None:
     ("device", "message"),
     [
         ({"memory_gib": 16}, "precisions is empty, so nothing says what it can compute"),
+        (
+            {"compute_capability": 8.0, "peak_tflops": {"fp61": 12}},
+            "peak_tflops.fp61: runs compute",
+        ),
         ({"memory_gib": -16, "precisions": ["fp16"]}, r"memory_gib=-16.*must be .*from 0"),
         ({"precisions": ["int8"]}, r"precisions\[0\]=int8: must be one of fp32, bf16, fp16"),
         ({"precisions": ["fp16", "fp16"]}, "has fp16 twice"),

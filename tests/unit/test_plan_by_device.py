@@ -243,10 +243,12 @@ def test_the_plan_says_what_each_type_does_and_why() -> None:
     assert lines[0].startswith("a100_40g: micro batch ")
     assert lines[0].endswith("at most 10 by memory), nothing computed again")
     assert lines[1].endswith("full activation checkpointing")
-    assert len(lines) == 2
-    small = composed([*WORDS, "batch.balance=even"])
-    lines = device_lines(small.plan, small.experiment)
+    assert lines[2].startswith("all alike: offload (none), since DeepSpeed")
+    assert len(lines) == 3
+    even = composed([*WORDS, "batch.balance=even", "zero=stage3_offload"])
+    lines = device_lines(even.plan, even.experiment)
     assert "micro batch 8 (batch.balance=even: one for all)" in lines[0]
-    assert lines[2].startswith("no offload for v100_32g alone: DeepSpeed")
+    assert "offload (optimizer on cpu, parameters on cpu)" in lines[2]
+    assert lines[2].endswith("activation checkpointing, since at stage 3 all ranks gather together")
     alone = composed([*WORDS, "hardware=a100x8"])
     assert device_lines(alone.plan, alone.experiment) == []

@@ -21,6 +21,7 @@ from llmx.config import (
     ModelConfig,
     OptimConfig,
     TaskConfig,
+    ZeroConfig,
 )
 from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.config.token_rules import added_tokens
@@ -35,7 +36,7 @@ from llmx.plan.choices import OPTIONS, Choice, choices
 from llmx.plan.geometry import model_geometry
 from llmx.plan.memory import not_measured
 from llmx.plan.predict import Traces
-from llmx.plan.types import ChosenPlan, HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.plan.types import USABLE, ChosenPlan, HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.text import plural, printable
 
 if TYPE_CHECKING:
@@ -46,13 +47,14 @@ if TYPE_CHECKING:
 MEMORY_PARTS = (
     ("parameters", "parameters_gib"),
     ("gradients", "gradients_gib"),
-    ("optimizer", "optimizer_gib"),
+    ("optimizer, master weights", "optimizer_gib"),
     ("activations", "activations_gib"),
-    ("logits", "logits_gib"),
-    ("buffers", "buffers_gib"),
+    ("logits, loss", "logits_gib"),
+    ("communication buckets", "buffers_gib"),
     ("update", "update_gib"),
-    ("context", "context_gib"),
 )
+CONTEXT = {"cuda": "CUDA context", "cpu": "process"}
+"""What a rank takes beside tensors."""
 
 
 def print_plan(
@@ -224,11 +226,10 @@ def balance_line(plan: Plan) -> str:
 
 def device_lines(plan: Plan, exp: Experiment) -> list[str]:
     """Where types of devices differ: of each its micro batch with what limits it, and its
-    activation checkpointing; and what is not by type, where that would help."""
+    activation checkpointing; and what cannot differ."""
     names = list(dict.fromkeys(rank.device for rank in plan.ranks))
     if len(names) < 2:
         return []
-    memory = {one.device: one for one in plan.memory}
     found = []
     for name in names:
         ranks = [rank for rank in plan.ranks if rank.device == name]
@@ -236,20 +237,27 @@ def device_lines(plan: Plan, exp: Experiment) -> list[str]:
         again = "nothing computed again" if how == "none" else f"{how} activation checkpointing"
         size = max(rank.micro_batch for rank in ranks)
         found.append(f"{name}: micro batch {size} ({_limited_by(plan, exp, ranks)}), {again}")
-    too_small = [name for name in names if name in memory and not memory[name].fits]
-    if len(too_small) == len(names):
-        return found
-    small = ", ".join(too_small)
-    if too_small and exp.zero.offload_optimizer == "none":
-        found.append(
-            f"no offload for {small} alone: DeepSpeed lays out and sums gradients by one setting "
-            "of all ranks"
-        )
-    if exp.zero.stage == 3 and any(checkpointing_on(exp, name) != "full" for name in too_small):
-        found.append(
-            f"no other activation checkpointing for {small} alone: at stage 3 all ranks gather "
-            "together"
-        )
+    return [*found, _alike(exp)]
+
+
+def _alike(exp: Experiment) -> str:
+    """What cannot differ by type of device, and why."""
+    where = _offloaded(exp.zero)
+    texts = [
+        f"offload ({', '.join(where) or 'none'}), since DeepSpeed lays out and sums gradients by "
+        "one setting of all ranks"
+    ]
+    if exp.zero.stage == 3:
+        texts.append("activation checkpointing, since at stage 3 all ranks gather together")
+    return f"all alike: {'; '.join(texts)}"
+
+
+def _offloaded(zero: ZeroConfig) -> list[str]:
+    found = []
+    if zero.offload_optimizer != "none":
+        found.append(f"optimizer on {zero.offload_optimizer}")
+    if zero.offload_param != "none":
+        found.append(f"parameters on {zero.offload_param}")
     return found
 
 
@@ -349,11 +357,7 @@ def _rates_line(optim: OptimConfig, adapter: AdapterConfig, model: ModelConfig) 
 def _zero_line(exp: Experiment) -> str:
     zero = exp.zero
     ways = checkpointing_by_device(exp) or {"": exp.model.activation_checkpointing}
-    words = [f"stage {zero.stage}"]
-    if zero.offload_optimizer != "none":
-        words.append(f"optimizer on {zero.offload_optimizer}")
-    if zero.offload_param != "none":
-        words.append(f"parameters on {zero.offload_param}")
+    words = [f"stage {zero.stage}", *_offloaded(zero)]
     if zero.hpz_partition_size > 1:
         words.append(f"hpZ {zero.hpz_partition_size}")
     if zero.quantized_weights:
@@ -402,11 +406,16 @@ def _memory(plan: Plan, *, sure: bool = True) -> Table:
     for name, attribute in MEMORY_PARTS:
         if traced and attribute == "logits_gib":
             continue
-        name = "activations, logits" if traced and name == "activations" else name
+        name = "activations, logits, loss" if traced and name == "activations" else name
         table.add_row(name, *(human.gib(getattr(memory, attribute)) for memory in plan.memory))
+    context = (human.gib(memory.context_gib) for memory in plan.memory)
+    table.add_row(CONTEXT[plan.accelerator], *context)
     table.add_section()
     table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
     table.add_row("device has", *(_capacity(memory) for memory in plan.memory))
+    if any(memory.capacity_gib for memory in plan.memory):
+        reserve = (_reserve(memory) for memory in plan.memory)
+        table.add_row(f"kept free ({1 - USABLE:.0%}: fragmentation)", *reserve)
     table.add_row("", *(_fits(memory, sure=sure) for memory in plan.memory))
     if plan.storage is not None:
         return table  # RAM has a table of its own
@@ -481,6 +490,10 @@ def _cell(choice: Choice, device: str) -> Text:
 
 def _capacity(memory: MemoryPlan) -> str:
     return human.gib(memory.capacity_gib) if memory.capacity_gib else "unknown"
+
+
+def _reserve(memory: MemoryPlan) -> str:
+    return human.gib((1 - USABLE) * memory.capacity_gib) if memory.capacity_gib else ""
 
 
 def _fits(memory: MemoryPlan, *, sure: bool = True) -> RenderableType:
