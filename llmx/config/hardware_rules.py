@@ -164,7 +164,7 @@ def _device(name: str, device: DeviceConfig) -> Iterator[str]:
         if precision not in PRECISIONS:
             yield (
                 f"{where}.peak_tflops.{shown(precision)}: runs compute in {', '.join(PRECISIONS)}."
-                f"{did_you_mean(precision[:100], PRECISIONS)} Set e.g. {where}.peak_tflops.bf16=312."
+                f"{did_you_mean(precision[:100], PRECISIONS)}"
             )
     if device.accelerator == "cpu" and device.compute_capability:
         yield f"{where}: compute_capability is for accelerator: cuda. Leave it out."
