@@ -183,6 +183,10 @@ def head_problem(config: dict[str, Any], head: str, where: str, *, trained: bool
             f"{where} holds a {named}: a classifier or a reward model, without an output head over "
             f"the vocabulary, where {what} is needed. {fix}"
         )
+    if named.endswith("ForConditionalGeneration") and config.get("is_encoder_decoder"):
+        return (
+            f"{where} holds a {named}: an encoder with a decoder, where {what} is needed. Give one."
+        )
     other = "ForMaskedLM" if head == "causal_lm" else "ForCausalLM"
     if named.endswith(other) and not config.get("is_decoder"):
         fits = "task=mlm, task=classify or task=embed" if head == "causal_lm" else "task=pretrain"

@@ -134,7 +134,7 @@ def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Tra
     if missing and make:
         made = _trace(exp, plan, missing)
         if made is None:
-            problem = "the process that traces it gave no answer"
+            problem = f"the process that traces it gave no answer within {TIME_LIMIT_S:.0f} s"
         for key, answer in zip(missing, made or (), strict=False):
             answers[key] = answer
             keep(places[key], answer)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -311,6 +311,11 @@ def _warnings(
             f"{exp.data.seq_len:,} x {exp.data.seq_len:,}, kept for each layer, and computes what "
             "it hides. model.attention=auto needs no mask."
         )
+    if unpriced := without_price(exp.hardware, hosts):
+        found.append(
+            f"hardware.price_per_hour has no price of {', '.join(unpriced)}, so what the run costs "
+            "is not known."
+        )
     if exp.zero.quantized_gradients and len(hosts) == 1:
         found.append("zero.quantized_gradients (qgZ) has no effect on one node.")
     if exp.hardware.env.get("NCCL_IB_DISABLE") == "1" and exp.zero.stage == 3 and len(hosts) > 2:
@@ -319,6 +324,14 @@ def _warnings(
             "InfiniBand or RoCE works."
         )
     return tuple(found)
+
+
+def without_price(hardware: HardwareConfig, hosts: Sequence[HostPlan]) -> list[str]:
+    """Types of devices that have none, where others have one."""
+    prices = hardware.price_per_hour
+    return [
+        name for name in dict.fromkeys(h.device for h in hosts) if prices and name not in prices
+    ]
 
 
 def _of_balance(

@@ -132,6 +132,11 @@ def test_weights_that_end_in_another_head(named: str, head: str, words: str) -> 
     # A decoder may be called a masked language model, and code of its own anything.
     if named == "BertForMaskedLM":
         assert not head_problem({"architectures": [named], "is_decoder": True}, head, "x")
+    # Images and text go into a decoder, too.
+    several = {"architectures": ["XForConditionalGeneration"]}
+    assert not head_problem(several, "causal_lm", "x")
+    found = head_problem({**several, "is_encoder_decoder": True}, "causal_lm", "model.path=x")
+    assert "model.path=x holds a XForConditionalGeneration: an encoder with a decoder" in found
     assert not head_problem({"architectures": [named], "auto_map": {"AutoConfig": "x"}}, head, "x")
 
 

@@ -55,6 +55,7 @@ def test_one_table_and_no_run_directory(here: Path) -> None:
     assert rows["step"].split()[-1] == "unknown"
     assert len(rows["cost"].split()) == 2
     assert "cpu2: the time is not known: hardware.devices.cpu.peak_tflops.fp32" in text
+    assert "cpu2: no price of cpu (hardware.price_per_hour)." in text
 
 
 def test_a_cluster_that_refuses_does_not_hide_the_others(here: Path) -> None:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from llmx.config import Experiment, ModelConfig, OptimConfig, TaskConfig, ZeroConfig
 from llmx.observe.report.plan_table import batch_line, print_plan
 from llmx.observe.report.time_table import time_rows
+from llmx.plan.predict import TraceKey, Traces
+from llmx.plan.trace import StepTrace, TracedParameter
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 from tests.composing import composed
 
@@ -68,9 +70,10 @@ def experiment(**task: object) -> Experiment:
     )
 
 
-def rendered(plan: Plan, exp: Experiment, *, width: int) -> str:
+def rendered(plan: Plan, exp: Experiment, *, width: int, traces: Traces | None = None) -> str:
     stream = io.StringIO()
-    print_plan(plan, exp, command=COMMAND, run_dir=Path("/runs/mixed"), stream=stream, width=width)
+    where = Path("/runs/mixed")
+    print_plan(plan, exp, command=COMMAND, run_dir=where, stream=stream, width=width, traces=traces)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
@@ -96,6 +99,13 @@ def test_what_is_not_known_is_said() -> None:
     assert "an unknown number of parameters" in text
     assert "1 epoch; steps follow from the number of samples" in text
     assert "Predicted peak memory" not in text
+    text = rendered(plan, experiment(), width=100, traces=Traces({}, "it took too long"))
+    assert "Predicted peak memory of one rank: not known (it took too long)" in text
+    parameters = (TracedParameter(3_000_000, True), TracedParameter(1_000_000, True))
+    trace = StepTrace(parameters, (), ())
+    known = Traces({TraceKey("sdpa", "none", 1): trace})
+    text = rendered(plan, experiment(), width=100, traces=known)
+    assert "llama2_7b, 4 M parameters, pretrained" in text
     unknown = dataclasses.replace(mixed_plan().memory[0], capacity_gib=0.0)
     text = rendered(dataclasses.replace(plan, memory=(unknown,)), experiment(), width=100)
     assert "not checked" in text

@@ -47,6 +47,8 @@ def test_waiting_is_what_a_backward_pass_has_beyond_its_proportion(tmp_path: Pat
     assert "One step by rank" in text
     assert text.count('class="step"') == 2
     assert "waits for other ranks, exchanges gradients: 120.0 ms" in text
+    assert "rank 1, localhost" in text
+    assert "<span>0 ms</span><span>55 ms</span><span>110 ms</span>" in text
 
 
 def test_a_run_that_measured_nothing_has_no_timeline(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_of_many_ranks_the_extremes_are_drawn(tmp_path: Path) -> None:
     text = page(finished(tmp_path, **times))
     assert text.count('class="step"') == MOST_RANKS
     assert "236 ranks between them are left out" in text
-    assert "rank 0<" in text
+    assert "rank 0, localhost<" in text
     assert "rank 299<" in text
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from llmx import text as human
 from llmx.observe.report.screen import open_console
 from llmx.observe.report.time_table import SHOWN_STEPS, seconds
+from llmx.plan.make import without_price
 from llmx.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ def notes(found: Sequence[tuple[str, Composed | str]]) -> list[str]:
     for name, plan in plans.items():
         if plan.time is not None and plan.time.unknown:
             lines.append(f"{name}: the time is not known: {plan.time.unknown}.")
-    lines += [f"{name}: {one}" for name, one in found if isinstance(one, str)]
+    for name, one in found:
+        if isinstance(one, str):
+            lines.append(f"{name}: {one}")
+        elif unpriced := without_price(one.experiment.hardware, one.plan.hosts):
+            lines.append(f"{name}: no price of {', '.join(unpriced)} (hardware.price_per_hour).")
     sources = [text for plan in plans.values() if plan.time for text in plan.time.sources]
     if sources:
         lines.append(f"From: {'; '.join(dict.fromkeys(sources))} (docs/planner.md).")

@@ -39,6 +39,7 @@ pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: 13px
 code { font-size: 13px; }
 .steps th { font-weight: 400; } .step { display: flex; height: 1.1rem; min-width: 15rem; }
 .step i { display: block; height: 100%; } .legend b { border-radius: 2px; }
+.steps .scale { display: flex; justify-content: space-between; font-size: .8rem; opacity: .7; }
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 .ok { color: #1a7f37; } .failed { color: #c9302c; } .open { color: #b08800; }
 @media (prefers-color-scheme: dark) {

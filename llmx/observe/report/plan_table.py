@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -93,11 +94,14 @@ def render_plan(
     from rich.text import Text
 
     title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
-    parts: list[RenderableType] = [title, hosts_table(plan), facts_table(plan, exp)]
+    parts: list[RenderableType] = [title, hosts_table(plan), facts_table(plan, exp, traces)]
     if plan.memory:
         table = _memory(plan, sure=not not_measured(exp, plan.frozen))
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
         parts += choice_tables(plan, exp, traces) if traces else []
+    elif traces is not None and traces.problem:
+        title = f"Predicted peak memory of one rank: not known ({traces.problem})"
+        parts.append(Text(f"\n{title}", style="bold yellow"))
     parts += storage_parts(plan, here)
     parts += time_parts(plan, now=now)
     if plan.warnings:
@@ -134,7 +138,7 @@ def hosts_table(plan: Plan) -> Table:
     return table
 
 
-def facts_table(plan: Plan, exp: Experiment) -> Table:
+def facts_table(plan: Plan, exp: Experiment, traces: Traces | None = None) -> Table:
     """What holds for the whole run: precision and why, batch, steps, model, ZeRO, transport."""
     from rich.table import Table
     from rich.text import Text
@@ -148,7 +152,7 @@ def facts_table(plan: Plan, exp: Experiment) -> Table:
         *([("balance", balance_line(plan))] if plan.balance is not None else []),
         *([("by device", "\n".join(lines))] if (lines := device_lines(plan, exp)) else []),
         ("steps", _steps_line(plan, exp.task)),
-        ("model", _model_line(plan, exp.model, exp.adapter)),
+        ("model", _model_line(_sized(plan, traces), exp.model, exp.adapter)),
         *([("tokens", line)] if (line := _tokens_line(exp.model, exp.adapter)) else []),
         *([("rates", line)] if (line := _rates_line(exp.optim, exp.adapter, exp.model)) else []),
         ("zero", _zero_line(exp)),
@@ -307,6 +311,15 @@ def _steps_line(plan: Plan, task: TaskConfig) -> str:
         epochs = plural(task.epochs, "epoch")
         return f"{epochs}; steps follow from the number of samples"
     return "not set; give task.steps or task.epochs"
+
+
+def _sized(plan: Plan, traces: Traces | None) -> Plan:
+    """With the size of a model that only its trace knows."""
+    trace = next(iter(traces.found.values()), None) if traces else None
+    if plan.num_parameters or trace is None:
+        return plan
+    whole, trained = trace.num_parameters, trace.num_trained
+    return replace(plan, num_parameters=whole, num_trained=None if trained == whole else trained)
 
 
 def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:

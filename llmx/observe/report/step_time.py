@@ -139,9 +139,14 @@ def drawn(data: RunData) -> str:
         for _, words, colour in PARTS
     )
     bars = "".join(
-        f'<tr><th>rank {one.rank}</th><td><div class="step">{_bar(one, longest)}</div></td></tr>'
+        f'<tr><th>{escaped(_label(one))}</th><td><div class="step">{_bar(one, longest)}</div></td>'
+        "</tr>"
         for one in ranks
     )
+    scale = "".join(
+        f"<span>{part * 1e3 * longest:,.4g} ms</span>" for part in (0, 0.25, 0.5, 0.75, 1)
+    )
+    bars += f'<tr><th></th><td><div class="scale">{scale}</div></td></tr>'
     heads = ["rank", "host", "device", *(f"{name}, ms" for name, _, _ in PARTS), "idle"]
     rows = [
         [
@@ -163,6 +168,10 @@ def drawn(data: RunData) -> str:
         f'<div class="scroll"><table class="steps"><tbody>{bars}</tbody></table></div>'
         f"{grid(heads, rows, kinds=kinds)}"
     )
+
+
+def _label(one: RankStep) -> str:
+    return f"rank {one.rank}, {one.host}" if one.host else f"rank {one.rank}"
 
 
 def _bar(one: RankStep, longest: float) -> str:
