@@ -514,9 +514,13 @@ def _fits(memory: MemoryPlan, *, sure: bool = True) -> RenderableType:
 
     if memory.capacity_gib == 0:
         return Text("not checked")
-    if memory.fits:
-        return Text("fits", style="green") if sure else Text("fits, not measured", style="yellow")
-    return Text("does not fit", style="bold red")
+    if not memory.fits:
+        return Text("does not fit", style="bold red")
+    if not sure:
+        return Text("fits, not measured", style="yellow")
+    if not memory.traced:
+        return Text("fits by formula", style="yellow")
+    return Text("fits", style="green")
 
 
 def _table() -> Table:
