@@ -100,8 +100,8 @@ def render_plan(
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
         parts += choice_tables(plan, exp, traces) if traces else []
     elif traces is not None and traces.problem:
-        title = f"Predicted peak memory of one rank: not known ({traces.problem})"
-        parts.append(Text(f"\n{title}", style="bold yellow"))
+        unknown = f"\nPredicted peak memory of one rank: not known ({traces.problem})"
+        parts.append(Text(unknown, style="bold yellow"))
     parts += storage_parts(plan, here)
     parts += time_parts(plan, now=now)
     if plan.warnings:
