@@ -178,6 +178,25 @@ def test_a_simulated_cluster_within_two_per_cent_of_brute_force(seed, same_steps
     assert found <= 1.02 * best
 
 
+@pytest.mark.parametrize("zero", ["stage1", "stage2"])
+def test_sixteen_hosts_of_four_types_are_planned_at_once(zero: str) -> None:
+    """The whole plan: memory by type, split, time and what hosts need."""
+    types = ("h100_80g", "a100_80g", "a100_40g", "v100_32g")
+    hosts = ", ".join(
+        f"{{name: n{i}, address: 10.0.0.{i + 1}, slots: 8, device: {types[i % 4]}}}"
+        for i in range(16)
+    )
+    words = ["model=llama3_8b", "model.activation_checkpointing=full", f"zero={zero}"]
+    words += ["hardware=a100x2_v100x2", f"hardware.hosts=[{hosts}]", "data.seq_len=2048"]
+    exp = composed([*words, "batch.global_batch=4096", "batch.micro_batch=16"]).experiment
+    began = time.process_time()
+    plan = make_plan(exp)
+    assert time.process_time() - began < 2.0
+    assert plan.world_size == 128
+    assert plan.time is not None
+    assert plan.time.step_s < 0.8 * plan.time.even_step_s
+
+
 def test_fast_ranks_have_more_micro_steps_where_they_may() -> None:
     fast, slow = RankSpeed(0, 10), RankSpeed(0, 40)
     arguments = {"speeds": [fast, slow], "limits": [4, 4], "seq_len": 8}
