@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmx.config import BatchConfig
 from llmx.errors import ConfigError
-from llmx.observe.report.plan_table import balance_line
+from llmx.observe.report.plan_table import balance_line, predicted
 from llmx.plan import make_plan
 from llmx.plan.balance import (
     balanced_batch,
@@ -291,6 +291,17 @@ def test_the_plan_says_what_it_gains_and_who_waits() -> None:
     assert balance_line(composed([*mixed, weights]).plan) == "by batch.weights"
     odd = ["batch.global_batch=13", "batch.micro_batch=2", "batch.accumulation=3", "zero=stage2"]
     assert "there is no even split" in balance_line(composed([*mixed[:1], *odd]).plan)
+
+
+def test_what_is_gained_is_against_an_even_split_that_fits_on_every_rank() -> None:
+    words = ["hardware=a100x2_v100x2", "batch.global_batch=28", "batch.micro_batch=10"]
+    plan = composed([*words, "batch.balance=spec"]).plan
+    assert plan.balance is not None
+    sample = plan.batch.seq_len
+    speeds = (RankSpeed(10 * sample, 1),) * 4
+    unequal = replace(plan.balance, speeds=speeds, limits=(10, 10, 2, 3))
+    _, even, _ = predicted(replace(plan, balance=unequal))
+    assert even == 4 * (10 + 2) * sample, "four micro steps of two samples, not one of seven"
 
 
 def test_a_plan_takes_the_speeds_of_an_earlier_run(tmp_path: Path) -> None:

@@ -174,6 +174,14 @@ def test_what_is_gathered_together_stays_until_the_last_of_it_is_needed() -> Non
     assert found.total == HELD + 2 * 4 * 3 * NUMEL
 
 
+def test_the_common_buffer_is_there_while_more_is_fetched() -> None:
+    layers = forward((0,), (1,), (2,), (3,))
+    found = peak_of(layers, replace(SHARDED, prefetch_bucket=2 * NUMEL))
+    # At the second layer it and the third are copied out of their buffer, which waits for the
+    # third; the fourth is fetched beside them.
+    assert found.total == HELD + 4 * (2 + 2 + 1) * NUMEL
+
+
 def test_more_is_fetched_ahead_at_a_module_without_parameters() -> None:
     rules = replace(SHARDED, prefetch_bucket=1)
     plain = peak_of(forward((0,), (1,), (2,), (3,)), rules)

@@ -227,6 +227,23 @@ def test_unequal_devices_wait_less_where_the_work_is_shared_out(zero: str) -> No
     assert {name for name, _ in spec.mfu} == {"a100_40g", "v100_32g"}
 
 
+def test_the_even_split_takes_what_fits_on_every_rank() -> None:
+    words = [*LLAMA, "hardware=a100x2_v100x2", "zero=stage1", "data.seq_len=128",
+             "zero.grad_accum_dtype=fp32", "batch.global_batch=16"]  # fmt: skip
+    done = composed([*words, "batch.micro_batch=4", "batch.balance=spec"])
+    assert done.plan.balance is not None
+    unequal = replace(done.plan, balance=replace(done.plan.balance, limits=(4, 4, 1, 2)))
+    one, four = (
+        composed([*words, f"batch.micro_batch={size}", "batch.balance=even"]).plan.time
+        for size in (1, 4)
+    )
+    assert one is not None
+    assert four is not None
+    assert one.step_s > four.step_s
+    assert step_time(done.experiment, unequal).even_step_s == one.step_s
+    assert step_time(done.experiment, done.plan).even_step_s == four.step_s
+
+
 def test_hours_and_cost() -> None:
     found = planned("task.steps=1000", "hardware.price_per_hour.a100_80g=2.5")
     assert found.hours == pytest.approx(1000 * found.step_s / 3600)
