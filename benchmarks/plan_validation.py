@@ -51,6 +51,7 @@ class Case:
     zero: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     vocab: int = 4000
+    world: int = WORLD
 
 
 LLAMA = {
@@ -116,6 +117,35 @@ def grid() -> list[Case]:
         Case("llama stage 2 sgd", "llama", LLAMA, 2, optim="sgd"),
         Case("llama stage 3 small buckets", "llama", LLAMA, 3, zero={"max_reuse_distance": 0}),
     ]
+    optimizer = {"offload_optimizer": "cpu"}
+    both = {**optimizer, "offload_param": "cpu"}
+    hpz = {"hpz_partition_size": 2}
+    found += [
+        Case("llama stage 2 offload", "llama", LLAMA, 2, zero=optimizer),
+        Case("opt stage 2 offload accumulation 2", "opt", OPT, 2, 2, 128, 2, zero=optimizer),
+        Case("llama stage 2 offload bf16", "llama", LLAMA, 2, precision="bf16", zero=optimizer),
+        Case(
+            "llama stage 2 offload bf16 accumulation 2", "llama", LLAMA, 2, 2, 128, 2, "bf16",
+            zero=optimizer,
+        ),
+        Case("llama stage 2 offload lora", "llama", LLAMA, 2, adapter=LORA, zero=optimizer),
+        Case("llama stage 3 offload", "llama", LLAMA, 3, zero=optimizer),
+        Case("opt stage 3 offload accumulation 2", "opt", OPT, 3, 2, 128, 2, zero=optimizer),
+        Case("llama stage 3 offload of all", "llama", LLAMA, 3, zero=both),
+        Case("gpt2 stage 3 offload of all", "gpt2", GPT2, 3, zero=both),
+        Case("llama stage 3 offload of all lora", "llama", LLAMA, 3, adapter=LORA, zero=both),
+        Case(
+            "llama stage 3 offload of all bf16 accumulation 2", "llama", LLAMA, 3, 2, 128, 2,
+            "bf16", zero=both,
+        ),
+        Case("llama stage 3 hpZ", "llama", LLAMA, 3, zero=hpz),
+        Case("opt stage 3 hpZ", "opt", OPT, 3, zero=hpz),
+        Case("llama stage 3 hpZ accumulation 2", "llama", LLAMA, 3, 2, 128, 2, zero=hpz),
+        Case("llama stage 3 hpZ bf16", "llama", LLAMA, 3, precision="bf16", zero=hpz),
+        Case("llama stage 3 hpZ lora", "llama", LLAMA, 3, adapter=LORA, zero=hpz),
+        Case("llama stage 3 hpZ micro batch 8", "llama", LLAMA, 3, 8, 128, zero=hpz),
+        Case("llama stage 3 hpZ of 4 ranks", "llama", LLAMA, 3, 1, 128, zero=hpz, world=4),
+    ]  # fmt: skip
     return found
 
 
@@ -147,7 +177,7 @@ def experiment_of(case: Case, root: Path) -> Experiment:
             "adapter": case.adapter,
             "hardware": {
                 "name": "cpu",
-                "hosts": [{"name": "localhost", "slots": WORLD, "device": "cpu"}],
+                "hosts": [{"name": "localhost", "slots": case.world, "device": "cpu"}],
                 "devices": {"cpu": {"accelerator": "cpu", "precisions": ["fp32", "bf16", "fp16"]}},
             },
             "optim": {"kind": case.optim, "lr": 1e-3, "warmup_steps": 1, "weight_decay": 0.1},
@@ -171,6 +201,30 @@ def tokenizer_directory(root: Path, size: int) -> Path:
             tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
         ).save_pretrained(directory)
     return directory
+
+
+def on_host(engine: Any) -> int:
+    """Bytes of what an offload has in host memory between two steps: on CPU ranks, whose device
+    is host memory too, the tensors that DeepSpeed puts there by name."""
+    import torch
+
+    optimizer, found = engine.optimizer, []
+    if getattr(optimizer, "cpu_offload", False):  # stages 1 and 2
+        found += optimizer.single_partition_of_fp32_groups
+        found += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+        found += [optimizer.temp_grad_buffer_for_cpu_offload]
+        found += optimizer.accumulated_grads_in_cpu.values()
+    if getattr(optimizer, "offload_optimizer", False):  # stage 3
+        found += optimizer.fp32_partitioned_groups_flat
+        found += [optimizer.grad_partitions_flat_buffer]
+    found += [one.grad for one in found if one.grad is not None]
+    if found:
+        for state in optimizer.optimizer.state.values():
+            found += [value for value in state.values() if torch.is_tensor(value)]
+    if getattr(optimizer, "offload_param", False):
+        found += [one.ds_tensor for one in engine.module.parameters() if not one.ds_persist]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in found}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
@@ -216,7 +270,7 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
         train_step(
             engine,
             Step(number, tuple(micro_batches), 1000, 1000, tokens=1000, square_tokens=1),
-            world=WORLD,
+            world=plan.world_size,
             before_update=lambda number=number: phases.update(
                 {f"backward {number}": allocator.llmx_peak() - before}
             ),
@@ -225,6 +279,7 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
     return {
         "peak": max(phases.values()),
         "phases": phases,
+        "host": on_host(engine.engine),
         "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "layout": engine.layout,
         "method": [engine.attention.implementation, engine.attention.isolation],
@@ -259,19 +314,22 @@ def others(exp: Experiment, plan: Any, parameters: int, largest: int) -> dict[st
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
-    stage = exp.zero.stage
+    stage, world = exp.zero.stage, plan.world_size
+    optimizer, params = (
+        where != "none" for where in (exp.zero.offload_optimizer, exp.zero.offload_param)
+    )
     found = {}
     if stage == 2:
-        _, gpu = estimate_zero2_model_states_mem_needs(
-            parameters, num_gpus_per_node=WORLD, num_nodes=1, cpu_offload=False
+        cpu, gpu = estimate_zero2_model_states_mem_needs(
+            parameters, num_gpus_per_node=world, num_nodes=1, cpu_offload=optimizer
         )
-        found["deepspeed"] = gpu
+        found["deepspeed"] = gpu + optimizer * cpu / world
     elif stage == 3:
-        _, gpu, _ = estimate_zero3_model_states_mem_needs(
-            parameters, largest, num_gpus_per_node=WORLD, num_nodes=1,
-            cpu_offload=False, cpu_offload_params=False, zero_init=True,
+        cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
+            parameters, largest, num_gpus_per_node=world, num_nodes=1,
+            cpu_offload=optimizer, cpu_offload_params=params, zero_init=True,
         )  # fmt: skip
-        found["deepspeed"] = gpu
+        found["deepspeed"] = gpu + optimizer * cpu / world
     # accelerate.commands.estimate: "Training using Adam" is four times the weights.
     found["accelerate"] = 4 * parameters * (4 if exp.precision == "fp32" else 2)
     return found
@@ -284,7 +342,7 @@ def run_case(case: Case, root: Path) -> dict[str, Any]:
     for old in out.iterdir():
         old.unlink()
     port = free_port()
-    jobs = [*range(WORLD), "predicted"]
+    jobs = [*range(case.world), "predicted"]
     pids = {}
     for job in jobs[:-1]:
         pids[job] = forked(lambda job=job: answer_of_rank(case, root, job, port, out))
@@ -294,7 +352,7 @@ def run_case(case: Case, root: Path) -> dict[str, Any]:
     for job in jobs:
         if "error" in read[job]:
             raise RuntimeError(f"{case.name}: {job}: {read[job]['error']}")
-    most = max((read[rank] for rank in range(WORLD)), key=lambda one: one["peak"])
+    most = max((read[rank] for rank in range(case.world)), key=lambda one: one["peak"])
     return {
         "case": dataclasses.asdict(case),
         "date": time.strftime("%Y-%m-%d"),
@@ -305,7 +363,7 @@ def run_case(case: Case, root: Path) -> dict[str, Any]:
 
 def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> None:
     place = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_SIZE": WORLD,
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world, "LOCAL_SIZE": case.world,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -324,7 +382,10 @@ def answer_predicted(case: Case, root: Path, out: Path) -> None:
     exp = experiment_of(case, root)
     plan = make_plan(exp)
     found = predicted(exp, plan)
-    formula = plan.memory[0].total_gib - plan.memory[0].context_gib if plan.memory else None
+    formula = None
+    if plan.memory:
+        of_rank = plan.memory[0]
+        formula = of_rank.total_gib - of_rank.context_gib + of_rank.host_gib / case.world
     answer = {
         "predicted": found,
         "formula": formula and formula * 2**30,
@@ -367,6 +428,10 @@ def write_table(found: list[dict[str, Any]]) -> None:
     def error(value: float | None, real: float) -> str:
         return "" if value is None else f"{value / real - 1:+.1%}"
 
+    def of_host(one: dict[str, Any]) -> str:
+        sizes = one["measured"]["host"], one["predicted"]["host"]
+        return " / ".join(f"{size / 2**20:.1f}" for size in sizes) if any(sizes) else ""
+
     rows, errors, others_errors = [], [], {"formula": [], "deepspeed": [], "accelerate": []}
     for one in found:
         real, others = one["measured"]["peak"], {"formula": one["formula"], **one["others"]}
@@ -377,6 +442,7 @@ def write_table(found: list[dict[str, Any]]) -> None:
         rows.append(
             f"| {one['case']['name']} | {real / 2**20:.1f} | "
             f"{one['predicted']['peak'] / 2**20:.1f} | {error(one['predicted']['peak'], real)} | "
+            f"{of_host(one)} | "
             + " | ".join(error(others.get(name), real) for name in others_errors)
             + " |"
         )
@@ -392,10 +458,13 @@ def write_table(found: list[dict[str, Any]]) -> None:
     lines = [
         *summary,
         "",
-        "Two ranks, three steps; MiB of the fuller rank. `accelerate`: four times the weights.",
+        "Two ranks (four where the name says so), three steps; MiB of the fuller rank. `in host "
+        "RAM`: of it what an offload has there between steps, measured / predicted. `accelerate`: "
+        "four times the weights.",
         "",
-        "| configuration | measured | predicted | error | formula | DeepSpeed | accelerate |",
-        "|---|---|---|---|---|---|---|",
+        "| configuration | measured | predicted | error | in host RAM | formula | DeepSpeed "
+        "| accelerate |",
+        "|---|---|---|---|---|---|---|---|",
         *rows,
     ]
     write_result("plan_validation", "Predicted against measured peak memory of a rank", lines)
@@ -463,7 +532,8 @@ def main() -> None:
                 host = found["predicted"]["host"] / 2**20
                 resident = found["measured"]["resident"] / 2**20
                 print(
-                    f"   {parts} host {host:.1f} {phases} {found['measured']['method']} "
+                    f"   {parts} host {host:.1f}, really {found['measured']['host'] / 2**20:.1f} "
+                    f"{phases} {found['measured']['method']} "
                     f"resident {resident:.0f}",
                     flush=True,
                 )

@@ -41,7 +41,8 @@ gradients); it has no setting."""
 
 CONTEXT_GIB = {"cuda": 1.0, "cpu": 0.6}
 """Beside tensors. On a GPU the CUDA context, with workspaces of cuBLAS and NCCL; of a CPU rank all
-that its process has resident: the libraries, gloo, the loader."""
+that its process has resident: the libraries, gloo, the loader. To that a plan adds what a CPU rank
+has freed: the C library keeps it, and little of it serves another purpose."""
 
 
 def fused_loss(model: ModelConfig, accelerator: str) -> bool:
@@ -146,6 +147,8 @@ def predict_memory(
         # Of a frozen network, at every target: a loss may compare them with the trained one's.
         beside = (tokens * one.vocab_size * frozen_width(one, width) for one in frozen)
         of_logits += max(beside, default=0)
+    in_backward, in_update = activations + of_logits + buffers, step.update - step.gradients
+    freed = max(0.0, min(in_backward, in_update)) if device.accelerator == "cpu" else 0.0
     return MemoryPlan(
         device=device_name,
         parameters_gib=parameters / GIB,
@@ -154,10 +157,10 @@ def predict_memory(
         activations_gib=activations / GIB,
         logits_gib=of_logits / GIB,
         buffers_gib=buffers / GIB,
-        context_gib=CONTEXT_GIB[device.accelerator],
+        context_gib=CONTEXT_GIB[device.accelerator] + freed / GIB,
         host_gib=host * slots / GIB,
         capacity_gib=device.memory_gib,
-        update_gib=max(0.0, step.update - step.gradients - activations - of_logits - buffers) / GIB,
+        update_gib=max(0.0, in_update - in_backward) / GIB,
         saves_host_gib=_save_bytes(exp.checkpoint, exp.optim, shard, precision) * slots / GIB,
     )
 
@@ -441,11 +444,6 @@ def not_measured(exp: Experiment, frozen: Sequence[FrozenNetwork] = ()) -> list[
     if quantizing := [f"zero.{name}" for name in names if getattr(zero, name)]:
         found.append(
             f"what {' and '.join(quantizing)} take for a moment is not known, and not in the plan"
-        )
-    if zero.hpz_partition_size > 1:
-        found.append(
-            f"the second copy of the parameters (zero.hpz_partition_size={zero.hpz_partition_size})"
-            " follows from its size alone"
         )
     if "nvme" in (zero.offload_optimizer, zero.offload_param):
         found.append("buffers for the traffic with NVMe are not in the plan")

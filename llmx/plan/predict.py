@@ -114,7 +114,8 @@ def memory_of(exp: Experiment, plan: Plan, trace: StepTrace, device: str) -> Mem
         activations_gib=part["activations"],
         logits_gib=0.0,
         buffers_gib=part["buffers"],
-        context_gib=CONTEXT_GIB[config.accelerator],
+        context_gib=CONTEXT_GIB[config.accelerator]
+        + (peaks.freed / GIB if config.accelerator == "cpu" else 0.0),
         host_gib=peaks.host * slots / GIB,
         capacity_gib=config.memory_gib,
         update_gib=part["update"],

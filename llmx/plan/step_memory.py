@@ -89,12 +89,20 @@ class Peaks:
     """By part, when the total was highest."""
     host: int = 0
     moment: str = ""
+    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    """The highest of each part, whenever that was."""
+
+    @property
+    def freed(self) -> int:
+        """What is freed in all parts when their sum is highest: the C library keeps it."""
+        return sum(self.most.values()) - self.total
 
     def add(self, part: str, size: float) -> None:
         """From now on."""
         whole = int(size)
         self.parts[part] += whole
         self.now += whole
+        self.most[part] = max(self.most[part], self.parts[part])
         if self.now > self.total:
             self._note({}, self.moment)
 
@@ -105,6 +113,7 @@ class Peaks:
 
     def look(self, moment: str, part: str, size: float) -> None:
         """Now, with so much more of a part for a moment."""
+        self.most[part] = max(self.most[part], self.parts[part] + int(size))
         if self.now + int(size) > self.total:
             self._note({part: int(size)}, moment)
 
@@ -126,7 +135,10 @@ def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
     if rules.stage == 0:
         return _Unsharded(trace, rules).play()
     if rules.stage == 3:
-        return _Sharded(trace, rules).play()
+        steps = [_Sharded(trace, rules)]
+        if rules.hpz > 1:
+            steps.append(_Sharded(trace, rules, first=True))
+        return max((step.play() for step in steps), key=lambda peaks: peaks.total)
     if rules.stage == 1 and rules.bf16 and rules.sums == 4 and not rules.offload_optimizer:
         return _WholeSums(trace, rules).play()
     return _Partitioned(trace, rules, rank).play()
@@ -455,14 +467,22 @@ class _Partitioned(_Engine):
 
 
 class _Sharded(_Engine):
-    """Stage 3 (stage3.py, partitioned_param_coordinator.py)."""
+    """Stage 3 (stage3.py, partitioned_param_coordinator.py).
 
-    def __init__(self, trace: StepTrace, rules: StepRules) -> None:
+    ``first``: the first step, which counts with hpZ: the second copy is whole since the network was
+    partitioned. Nothing is fetched ahead in it, nothing kept, and moments are made by its update.
+    In later steps that copy comes parameter by parameter, as they are released.
+    """
+
+    def __init__(self, trace: StepTrace, rules: StepRules, *, first: bool = False) -> None:
         super().__init__(trace, rules)
+        self.first = first
         self.part = [-(-one.numel // rules.world) for one in trace.parameters]
         self.persistent = {
             index for index, one in enumerate(trace.parameters) if one.numel <= rules.persistence
         }
+        self.second: set[int] = set()
+        """Of which there is a second copy."""
         self.coordinator = _Coordinator(self)
         self.bucket: list[int] = []
         self.bucket_elements = 0
@@ -476,17 +496,18 @@ class _Sharded(_Engine):
             peaks.host += rules.width * every
         else:
             peaks.add(PARAMETERS, rules.width * every)
-        if rules.hpz > 1:
-            peaks.add(
-                PARAMETERS,
-                rules.width * sum(one.numel for one in self.trace.parameters) / rules.hpz,
-            )
+        for index, one in enumerate(self.trace.parameters):
+            # invalidate_secondary_tensor leaves those that are not trained.
+            kept = rules.accumulation > 1 and index not in self.persistent
+            if self.first or kept or not one.trained:
+                self.partitioned(index)
         peaks.add(PARAMETERS, self.trace.buffers)
         # Whole on every rank, beside their parts.
         if rules.world > 1:
             peaks.add(PARAMETERS, rules.width * self.total(self.persistent))
         # In fp32 too: _create_fp32_partitions compares a device with its name.
-        own = 4 * shard + self.states({index: self.part[index] for index in self.trained})
+        states = self.states({index: self.part[index] for index in self.trained})
+        own = 4 * shard + (0 if self.first else states)
         if rules.offload_optimizer:
             # And a gradient for the optimizer, and the sums over micro steps.
             peaks.host += own + (4 + rules.sums) * shard
@@ -497,6 +518,8 @@ class _Sharded(_Engine):
         self.run_micro_step()
         self._reduce()
         self.coordinator.release_all()
+        if self.first:
+            peaks.add(OPTIMIZER, states)
         if not rules.offload_optimizer:
             # has_overflow: |gradients|, and what is infinite.
             peaks.look("overflow", UPDATE, (rules.sums + 1) * shard)
@@ -507,6 +530,14 @@ class _Sharded(_Engine):
                     flat = 4 * group
                 peaks.look("update", UPDATE, flat + rules.temporary_width * group)
         return peaks
+
+    def partitioned(self, index: int) -> None:
+        """_partition_param_sec: the second copy of hpZ, made where there is none."""
+        if self.rules.hpz > 1 and index not in self.second:
+            self.second.add(index)
+            padded = self.part[index] * self.rules.world
+            group = min(self.rules.hpz, self.rules.world)
+            self.peaks.add(PARAMETERS, self.rules.width * (padded // group))
 
     def _sub_groups(self) -> list[int]:
         """_create_fp16_sub_groups: elements of each."""
@@ -531,11 +562,14 @@ class _Sharded(_Engine):
 
     def gradient(self, index: int) -> None:
         rules, numel = self.rules, self.numel(index)
+        size = rules.width * numel
         if self.bucket and self.bucket_elements + numel > rules.reduce_bucket:
+            self.peaks.add(GRADIENTS, size)  # it waits
             self._reduce()
+            self.peaks.drop(GRADIENTS, size)
         if self.bucket_elements + numel > rules.reduce_bucket:
-            self.held[index] = rules.width * numel
-            self.peaks.add(GRADIENTS, self.held[index])
+            self.held[index] = size
+            self.peaks.add(GRADIENTS, size)
         self.bucket.append(index)
         self.bucket_elements += numel
 
@@ -551,6 +585,9 @@ class _Sharded(_Engine):
         cast = self.total(self.bucket) * sent if sent != rules.width else 0
         parts = padded // rules.world * rules.sums if rules.sums != sent else 0
         peaks.look("reduction", BUFFERS, cast + copied + parts)
+        if rules.offload_optimizer:  # _constant_buffered_norm2, of each part
+            largest = max(self.part[index] for index in self.bucket)
+            peaks.look("norm", BUFFERS, copied + parts + NORM_WIDTH * largest)
         for index in self.bucket:
             peaks.drop(GRADIENTS, self.held.pop(index, 0))
         self.bucket, self.bucket_elements = [], 0
@@ -593,6 +630,7 @@ class _Coordinator:
             self.fetched_for[index] = step
             seen.add(index)
         room = min(rules.max_live - self.elements, rules.prefetch_bucket)
+        room = 0 if self.engine.first else room
         ahead: list[int] = []
         elements = 0
         while self.queue and elements < room:
@@ -610,7 +648,12 @@ class _Coordinator:
             self.active[index] = max(0, self.active.get(index, 0) - 1)
             if index in self.engine.persistent or index not in self.available:
                 continue
-            if self.fetched_for.get(index, -1) > self.step or self.active[index]:
+            if self.active[index]:
+                continue
+            if self.engine.first:  # it does not know what is used again
+                self._free(index)
+                continue
+            if self.fetched_for.get(index, -1) > self.step:
                 continue
             if self.next_use.within(index, self.step, rules.max_reuse_distance):
                 continue
@@ -651,6 +694,7 @@ class _Coordinator:
             engine.peaks.drop(PARAMETERS, gathering.size)
 
     def _free(self, index: int) -> None:
+        self.engine.partitioned(index)
         self.available.discard(index)
         self.elements -= self.engine.numel(index)
         self.engine.peaks.drop(PARAMETERS, self.engine.rules.width * self.engine.numel(index))

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from llmx import text as human
-from llmx.config.schema import CheckpointConfig, Experiment, ZeroConfig
+from llmx.config.schema import CheckpointConfig, Experiment, ModelConfig, ZeroConfig
 from llmx.plan.geometry import model_geometry
 from llmx.plan.memory import BYTES, CONTEXT_GIB, GIB, adamw_elements, optimizer_bytes
 from llmx.plan.types import HostStorage, Plan, StoragePlan
@@ -157,6 +158,16 @@ def exported_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
     return BYTES[plan.precision] * elements + TEXT_BYTES
 
 
+def download_bytes(model: ModelConfig) -> int | None:
+    """Of the weights of a model of the Hub, which lie in its cache as they were trained."""
+    if model.init == "scratch" or not model.path or PurePath(model.path).is_absolute():
+        return 0
+    shape = model_geometry(model)
+    if shape is None or model.trained_dtype is None:
+        return None
+    return BYTES[model.trained_dtype] * shape.num_parameters
+
+
 def _certain(exp: Experiment, num_parameters: int) -> float:
     """A model from scratch has as many rows for tokens as its tokenizer has tokens, which only the
     ranks read: without those of embedding and output head."""
@@ -220,8 +231,8 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
     cpu = plan.accelerator == "cpu"
     training = offload = staging = saves = nvme = None
     if memory is not None:
-        # A CPU rank's device memory is RAM of its host.
-        of_rank = memory.total_gib - memory.context_gib if cpu else 0.0
+        # A CPU rank's device memory is RAM of its host, and so is what it has freed.
+        of_rank = memory.total_gib - CONTEXT_GIB["cpu"] if cpu else 0.0
         training = math.ceil(host.slots * of_rank * GIB)
         saves = math.ceil(host.slots * memory.saves_host_gib * GIB / ranks_there)
         offload = math.ceil(host.slots * memory.host_gib * GIB / ranks_there)
@@ -247,6 +258,7 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
         shm_bytes=host.slots * NCCL_CHANNELS * NCCL_CHANNEL_BYTES
         if host.slots > 1 and not cpu
         else 0,
+        download_bytes=download_bytes(exp.model),
     )
 
 

@@ -218,6 +218,8 @@ class HostStorage:
     """``model/``, written at the end, where it is on its file system."""
     shm_bytes: int
     """``/dev/shm``, where GPUs of the host do not reach each other."""
+    download_bytes: int | None = 0
+    """Weights from the Hub, in its cache (``HF_HOME``)."""
 
     @property
     def ram_bytes(self) -> int | None:

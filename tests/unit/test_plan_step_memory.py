@@ -231,3 +231,58 @@ def test_overlapped_reductions_at_stage_1_need_no_whole_gradients() -> None:
     behind = peak_of(big, rules)
     overlapped = peak_of(big, replace(rules, overlap=True))
     assert overlapped.total <= behind.total + 4 * NUMEL
+
+
+def test_hpz_copies_what_is_released() -> None:
+    big = trace(activations=100_000)
+    plain = replace(RULES, stage=3)
+    hpz = replace(plain, hpz=2)
+    second = 4 * N // 2
+    # All layers are kept whole for the backward pass: none is released before the peak.
+    assert peak_of(big, hpz).total == peak_of(big, plain).total
+    # But in the micro steps before.
+    twice = {"accumulation": 2}
+    assert peak_of(big, replace(hpz, **twice)).total == (
+        peak_of(big, replace(plain, **twice)).total + second
+    )
+    nothing = {"max_reuse_distance": 0}
+    assert peak_of(big, replace(hpz, **nothing)).total == (
+        peak_of(big, replace(plain, **nothing)).total + second
+    )
+    # Of four ranks two have a copy each.
+    four = {"max_reuse_distance": 0, "world": 4}
+    assert peak_of(big, replace(hpz, **four)).total == (
+        peak_of(big, replace(plain, **four)).total + second
+    )
+
+
+def test_with_hpz_the_first_step_has_copies_of_all() -> None:
+    rules = replace(RULES, stage=3, hpz=2, persistence=NUMEL, temporary_width=0)
+    half = N // 2
+    # Parts, all whole, and copies of them; master weights and moments; gradients, the bucket, and
+    # what is looked at for an overflow.
+    expected = 4 * half + 4 * N + 4 * half + 12 * half + 4 * half + 4 * 1500 + (4 + 1) * half
+    assert peak_of(trace(), rules).total == expected
+    # Its moments are made by the update: a backward pass of it has none.
+    big = trace(activations=100_000)
+    backward = expected - 4 * half - (4 + 1) * half + 4 * 100_000 + 4 * NUMEL
+    assert peak_of(big, rules).total == backward, "of a later step, without the copies"
+
+
+def test_an_offload_at_stage_3_takes_the_norm_of_each_part() -> None:
+    rules = replace(RULES, stage=3, offload_optimizer=True, reduce_bucket=0)
+    found = peak_of(trace(activations=0), rules)
+    # Parts and three whole layers; a gradient, reduced where it lies; its part in fp64; and the
+    # next one, which waits.
+    assert found.total == 4 * N // 2 + 4 * 3 * NUMEL + 4 * NUMEL + 8 * NUMEL // 2 + 4 * NUMEL
+    assert found.moment == "norm"
+    # Master weights, moments, a gradient for the optimizer, and the sums.
+    assert found.host == (4 + 8 + 4 + 4) * N // 2
+
+
+def test_what_a_part_has_freed_when_the_sum_is_highest() -> None:
+    found = peak_of(trace(activations=2000), replace(RULES, stage=0))
+    # When the gradients are copied flat for the all-reduce, the activations are gone (at most four
+    # layers' and a gradient), and the temporaries of the update are still to come.
+    assert found.moment == "all-reduce"
+    assert found.freed == 4 * 2000 + 4 * NUMEL + 8 * NUMEL

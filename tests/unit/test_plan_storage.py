@@ -3,9 +3,12 @@ compared in ``tests/integration/test_resume.py`` and ``test_adapter.py``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmx.config import CheckpointConfig, KeepConfig
+from llmx.plan.memory import CONTEXT_GIB
 from llmx.plan.storage import (
     MIB,
     NCCL_CHANNEL_BYTES,
@@ -13,6 +16,7 @@ from llmx.plan.storage import (
     PROCESS_BYTES,
     TEXT_BYTES,
     checkpoint_counts,
+    download_bytes,
     with_storage,
 )
 from llmx.plan.types import HostStorage, Plan, StoragePlan
@@ -95,6 +99,25 @@ def test_no_model_is_written_where_none_is_asked_for() -> None:
     assert storage_of("hardware=a100x8", "task.save_model=false").model_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), 2 * SIZE),
+        (("model.trained_dtype=fp32",), 4 * SIZE),
+        (("model.trained_dtype=null",), None),
+        (("model.init=scratch", "model.tokenizer=demo"), 0),
+    ],
+)
+def test_weights_of_the_hub_lie_in_its_cache(words, expected) -> None:
+    assert host_of("hardware=a100x8", *words).download_bytes == expected
+
+
+def test_a_directory_is_not_downloaded() -> None:
+    model = composed([*LLAMA, "hardware=a100x8"]).experiment.model
+    assert download_bytes(model) == 2 * SIZE
+    assert download_bytes(replace(model, path="/models/llama")) == 0
+
+
 def test_hosts_that_are_alike_are_one_column() -> None:
     storage = storage_of("hardware=a100x2_v100x2", "zero=stage3")
     assert [one.hosts for one in storage.hosts] == [("node-a",), ("node-b",)]
@@ -150,7 +173,8 @@ def test_what_cpu_ranks_train_in_is_ram() -> None:
     done = composed(["experiment=demo"])
     (host,) = done.plan.storage.hosts if done.plan.storage is not None else ()
     (memory,) = done.plan.memory
-    of_rank = memory.total_gib - memory.context_gib
+    of_rank = memory.total_gib - CONTEXT_GIB["cpu"]
+    assert memory.context_gib > CONTEXT_GIB["cpu"], "what it has freed is RAM, too"
     assert host.training_bytes == pytest.approx(2 * of_rank * GIB, abs=2)
     assert host.shm_bytes == 0, "DeepSpeed's all-reduce through /dev/shm is not used"
     assert host.ram_bytes is not None

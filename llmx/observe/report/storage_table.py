@@ -82,6 +82,7 @@ def rows(
     row("disk: model/", lambda host: host.model_bytes)
     found.append(("disk at most", tuple(_disk(storage, host) for host in hosts)))
     now("disk free now", "free_bytes")
+    row("disk: weights of the Hub", lambda host: host.download_bytes)
     row("/dev/shm without P2P", lambda host: host.shm_bytes)
     return found
 
