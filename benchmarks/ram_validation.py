@@ -46,7 +46,6 @@ GRID = {
     "768, stage 0": ["zero=stage0", *width(768)],
     "768, stage 2": ["zero=stage2", *width(768)],
     "768, stage 3": ["zero=stage3", *width(768)],
-    "768, stage 3, bf16": ["zero=stage3", "precision=bf16", *width(768)],
     "768, stage 2, rows of 1024": ["zero=stage2", "data.seq_len=1024", *width(768)],
     "768, stage 2, offload": ["zero=stage2_offload", *width(768)],
     "768, stage 3, all offloaded": ["zero=stage3_offload", *width(768)],

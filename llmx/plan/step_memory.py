@@ -92,10 +92,14 @@ class Peaks:
     most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     """The highest of each part, whenever that was."""
 
+    gathered: int = 0
+    """The most that stage 3 has gathered. It comes and goes in pieces of all sizes and leaves holes:
+    in processes it was measured to take up to twice its size."""
+
     @property
     def freed(self) -> int:
         """What is freed in all parts when their sum is highest: the C library keeps it."""
-        return sum(self.most.values()) - self.total
+        return sum(self.most.values()) + self.gathered - self.total
 
     def add(self, part: str, size: float) -> None:
         """From now on."""
@@ -515,9 +519,11 @@ class _Sharded(_Engine):
             peaks.add(OPTIMIZER, own)
             peaks.add(GRADIENTS, rules.sums * shard)
         peaks.add(BUFFERS, rules.width * rules.reduce_bucket)
+        sharded = peaks.parts[PARAMETERS]
         self.run_micro_step()
         self._reduce()
         self.coordinator.release_all()
+        peaks.gathered = peaks.most[PARAMETERS] - sharded
         if self.first:
             peaks.add(OPTIMIZER, states)
         if not rules.offload_optimizer:

@@ -286,3 +286,13 @@ def test_what_a_part_has_freed_when_the_sum_is_highest() -> None:
     # layers' and a gradient), and the temporaries of the update are still to come.
     assert found.moment == "all-reduce"
     assert found.freed == 4 * 2000 + 4 * NUMEL + 8 * NUMEL
+
+
+def test_what_stage_3_gathers_leaves_holes() -> None:
+    big = trace(activations=100_000)
+    kept = peak_of(big, replace(RULES, stage=3))
+    assert kept.moment == "activations"
+    # All layers were gathered; a gradient that waits, and what the update takes, come later.
+    assert kept.gathered == 4 * N
+    assert kept.freed == 4 * N + 4 * NUMEL + kept.most["update"]
+    assert peak_of(big, RULES).gathered == 0
