@@ -93,8 +93,8 @@ class Peaks:
     """The highest of each part, whenever that was."""
 
     gathered: int = 0
-    """The most that stage 3 has gathered. It comes and goes in pieces of all sizes and leaves holes:
-    in processes it was measured to take up to twice its size."""
+    """The most that stage 3 has gathered. It comes and goes in pieces of all sizes and leaves
+    holes: in processes it was measured to take up to twice its size."""
 
     @property
     def freed(self) -> int:
