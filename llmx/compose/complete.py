@@ -40,7 +40,14 @@ from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.adapter import freeze_problems, target_problems
-from llmx.plan.choices import auto_keys, choose, first_allowed, size_of_a_step
+from llmx.plan.choices import (
+    KnownFor,
+    auto_keys,
+    choose,
+    first_allowed,
+    no_runs,
+    size_of_a_step,
+)
 from llmx.plan.geometry import geometry, model_geometry, position_limit
 from llmx.plan.memory import frozen_network
 from llmx.plan.predict import Traces
@@ -102,11 +109,12 @@ def chosen_experiment(
     *,
     traces: Traces | None = None,
     without: Sequence[Experiment] = (),
+    known: KnownFor = no_runs,
 ) -> Composed:
     """With the fastest values that fit in the place of ``auto``, and planned.
 
     ``traces``: of the real micro step; without them by the formula. ``without``: variants that do
-    not fit after all.
+    not fit after all. ``known``: what finished runs have shown; without them by assumptions.
     """
 
     def allows(one: Experiment) -> str:
@@ -114,7 +122,9 @@ def chosen_experiment(
 
     size_of_a_step(exp)
     first = plan_experiment(first_allowed(exp, allows), is_checked=True)
-    taken, why = choose(exp, first.plan, traces or Traces({}), allows=allows, without=without)
+    taken, why = choose(
+        exp, first.plan, traces or Traces({}), allows=allows, without=without, known=known
+    )
     found = plan_experiment(taken, is_checked=True)
     plan = dataclasses.replace(found.plan, chosen=why)
     return dataclasses.replace(found, plan=plan, asked=exp)

@@ -3,7 +3,7 @@
 A run that ends well leaves the TFLOP/s that its devices have reached, and the speed of its
 collectives where it can be told; plans of later runs use them instead of assumptions, and say so.
 The file can be deleted at any time, or edited. ``LLMX_LEARNED=off`` neither reads nor writes it.
-Nothing that a run computes depends on it: only the predicted time in its ``plan.json``.
+It decides the predicted time in a ``plan.json``, and what ``auto`` takes where a run is planned.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
-from llmx.plan.learned import Measured, Observation, known_of, observe, with_sizes
+from llmx.plan.choices import KnownFor, no_runs
+from llmx.plan.learned import Measured, Observation, known_of, observe
 from llmx.plan.step_time import with_time
 from llmx.plan.types import Plan
-from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.run.rundir import RunDir, read_json, read_mapping, write_json
 from llmx.run.tail import read_records
 
 FORMAT = 1
 MOST_KEPT = 500
 LEAST_STEPS = 5
 """Steps of a run that teaches, after its first logged line, which is a warm-up."""
+
+
+OTHERWISE = ("resumed", "rebalanced")
+"""Events after which a run has other hosts, another split, or a warm-up again."""
 
 
 def learned_file() -> Path:
@@ -39,11 +45,8 @@ def learned_file() -> Path:
 
 def with_learned_time(composed: Composed) -> Composed:
     """With the time that finished runs let expect in its plan, where there are any."""
-    if _is_off():
-        return composed
-    path = learned_file()
     exp, plan = composed.experiment, composed.plan
-    known = known_of(read_observations(path), exp, plan, path=str(path))
+    known = known_runs()(exp, plan)
     if not known.tflops:
         return composed
     taught = with_time(plan, exp, known=known)
@@ -51,19 +54,28 @@ def with_learned_time(composed: Composed) -> Composed:
     return replace(composed, plan=taught) if taught.time and taught.time.step_s else composed
 
 
-def learn(run: RunDir, exp: Experiment, plan: Plan) -> list[Observation]:
+def known_runs() -> KnownFor:
+    """What finished runs have shown of any plan, as the file is now."""
+    path = learned_file()
+    found = [] if _is_off() else read_observations(path)
+    return partial(known_of, found, path=str(path)) if found else no_runs
+
+
+def learn(run: RunDir, exp: Experiment) -> list[Observation]:
     """Add what a run that has ended well has shown; returns it. Never raises: a run is not
     to fail by it."""
     if _is_off():
         return []
     path = learned_file()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ArithmeticError):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError):
         measured = measured_of(read_records(run.metrics))
         if measured is None:
             return []
-        sizes = read_mapping(run.balance).get("sizes")
-        used = with_sizes(plan, sizes) if plan.balance is not None and sizes else plan
-        found = observe(exp, used, measured)
+        # With the split and the hosts of the last attempt, which are not always those of the first.
+        plan = Plan.from_dict(read_json(run.plan))
+        if plan.balance is not None and plan.balance.pending:
+            return []  # the split was measured where this file is not
+        found = observe(exp, plan, measured)
         if found:
             kept = _stored(path)
             new = [{**one.to_dict(), "time": round(time.time())} for one in found]
@@ -90,10 +102,15 @@ def _stored(path: Path) -> list[Any]:
 
 
 def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
-    """Medians over the ``train`` lines of a run; None where there are too few."""
-    lines = [record for record in records if record.get("kind") == "train"]
+    """Medians over the ``train`` lines of a run since it last began to run as it did at its end;
+    None where there are too few."""
     counts, steps, tokens, forward, before = [], [], [], [], 0
-    for line in lines:
+    for line in records:
+        if line.get("kind") == "start" or line.get("event") in OTHERWISE:
+            counts, steps, tokens, forward = [], [], [], []
+            before = line.get("resumed_from") or line.get("step") or 0
+        if line.get("kind") != "train":
+            continue
         count, before = line["step"] - before, line["step"]
         if count < 1 or not line.get("step_time_s"):
             continue  # repeated after a restart

@@ -28,9 +28,10 @@ from llmx.lifecycle.aside import (
     keep,
     package_version,
 )
+from llmx.lifecycle.learned import known_runs
 from llmx.lifecycle.vocabulary import with_true_vocabulary
 from llmx.plan.by_device import checkpointing_on
-from llmx.plan.choices import traced_memory, with_traces
+from llmx.plan.choices import no_runs, traced_memory, with_traces
 from llmx.plan.predict import TraceKey, Traces, wanted_traces
 from llmx.plan.step_time import with_traced_time
 from llmx.plan.storage import ModelSize, with_storage
@@ -69,16 +70,17 @@ def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Tra
 
 def with_traced_choice(composed: Composed) -> Composed:
     """What the config left to the plan, chosen again by traces of the real micro step, which are
-    made. ConfigError where nothing fits."""
+    made, and by what finished runs have shown. ConfigError where nothing fits."""
     asked = composed.asked
     if asked is None:
         return composed
+    known = known_runs()
     without: list[Experiment] = []
     for _ in range(ROUNDS):
         traces = _traces_of(composed, make=True)
-        if not traces.found:
+        if not traces.found and known is no_runs:
             break
-        composed = chosen_experiment(asked, traces=traces, without=without)
+        composed = chosen_experiment(asked, traces=traces, without=without, known=known)
         # The choice is by bytes between two micro batches; this is the one that will run.
         exact = _traces_of(composed, make=True, others=False)
         memory = traced_memory(composed.experiment, composed.plan, exact)

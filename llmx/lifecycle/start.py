@@ -46,7 +46,7 @@ def run_composed(
 
     ``instead``: called instead of launching here.
     """
-    from llmx.launch import check_launch, supervise, write_launch_files
+    from llmx.launch import check_launch, write_launch_files
 
     out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
@@ -83,9 +83,17 @@ def run_composed(
         return instead(exp, plan, run, launch)
     for line in said_of_memory(plan):
         print(f"! {line}", file=out, flush=True)
+    return launched(exp, plan, run, launch)
+
+
+def launched(exp: Experiment, plan: Plan, run: RunDir, launch: LaunchSpec) -> int:
+    """Run what is ready to be launched, here; returns the exit code. If it ends well, it teaches
+    (``learned.json``)."""
+    from llmx.launch import supervise
+
     result = supervise(exp, plan, run, launch=launch)
     if result.exit_code == 0:
-        learn(run, exp, plan)
+        learn(run, exp)
     return result.exit_code
 
 

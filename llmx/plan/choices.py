@@ -40,6 +40,7 @@ from llmx.plan.make import LOCAL_NAMES, make_plan
 from llmx.plan.memory import does_not_fit
 from llmx.plan.predict import Traces, devices_of, memory_of
 from llmx.plan.speed import tokens_per_s
+from llmx.plan.step_time import NOTHING, Known, with_time
 from llmx.plan.storage import lacks_ram as short_of_ram
 from llmx.plan.storage import plan_storage, with_storage
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
@@ -77,9 +78,18 @@ Allows = Callable[[Experiment], str]
 """Why rules refuse an experiment; empty where they do not."""
 
 
+KnownFor = Callable[[Experiment, Plan], Known]
+"""What finished runs have shown of a plan."""
+
+
 def no_rules(exp: Experiment) -> str:
     """Allows all."""
     return ""
+
+
+def no_runs(exp: Experiment, plan: Plan) -> Known:
+    """Have shown anything."""
+    return NOTHING
 
 
 @dataclass(frozen=True)
@@ -192,7 +202,9 @@ def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPl
     return tuple(found)
 
 
-def planned(exp: Experiment, name: str, like: Plan, traces: Traces) -> Choice | None:
+def planned(
+    exp: Experiment, name: str, like: Plan, traces: Traces, *, known: KnownFor = no_runs
+) -> Choice | None:
     """A variant of the experiment that ``like`` is of; None where it cannot be planned. ``cost`` is
     seconds a token."""
     try:
@@ -204,6 +216,9 @@ def planned(exp: Experiment, name: str, like: Plan, traces: Traces) -> Choice | 
         if memory is None:
             return None
         plan = replace(plan, memory=memory)
+    shown = known(exp, plan)
+    if shown.tflops:
+        plan = with_time(plan, exp, known=shown)
     return Choice(name, exp, plan, 1 / tokens_per_s(exp, plan)) if plan.memory else None
 
 
@@ -243,6 +258,7 @@ def _all(
     sizes: Sequence[int],
     *,
     all_sizes: bool = True,
+    known: KnownFor = no_runs,
 ) -> Iterator[Choice]:
     """``all_sizes``: also micro batches that are larger than one that does not fit."""
     mine = checkpointing_by_device(exp)
@@ -261,7 +277,7 @@ def _all(
                 continue  # all ranks gather together
             for size in sizes:
                 other = with_values(with_checkpointing(exp, way), zero=zero, size=size)
-                one = planned(other, name, plan, traces)
+                one = planned(other, name, plan, traces, known=known)
                 if one is None:
                     continue
                 if not differ or way == mine or _is_of_use(one, partial(room_with, size=size)):
@@ -538,6 +554,7 @@ def choose(
     *,
     allows: Allows = no_rules,
     without: Sequence[Experiment] = (),
+    known: KnownFor = no_runs,
 ) -> tuple[Experiment, ChosenPlan]:
     """The experiment with plain values in the place of ``auto``, and why: the fastest that fits;
     where nothing does, the one that needs least memory (``ChosenPlan.problem``).
@@ -546,6 +563,7 @@ def choose(
         plan: of any variant of it.
         allows: why the rules refuse a variant.
         without: variants that do not fit after all.
+        known: what finished runs have shown.
     """
     keys = auto_keys(exp)
     plain = first_allowed(exp, allows)
@@ -564,7 +582,7 @@ def choose(
     sizes = micro_batches(plain, plan) if MICRO_BATCH in keys else [exp.batch.micro_batch]
     found: list[Choice] = []
     seen: set[object] = set()
-    for one in _all(exp, plan, traces, zeros, ways, sizes, all_sizes=False):
+    for one in _all(exp, plan, traces, zeros, ways, sizes, all_sizes=False, known=known):
         batch = one.plan.batch
         if batch.global_batch > MAX_GLOBAL_BATCH or one.experiment in without:
             continue
@@ -573,7 +591,7 @@ def choose(
             seen.add(run)
             found.append(one)
     if not found and traces.found:  # of another device, or one that took too long
-        return choose(exp, plan, Traces({}), allows=allows, without=without)
+        return choose(exp, plan, Traces({}), allows=allows, without=without, known=known)
     refused = _by_way(allows)
     ordered = _in_order([one for one in found if not refused(one)])
     if found and not ordered:
@@ -595,6 +613,8 @@ def choose(
         fitting = [one for one in fitting if _sums_exactly(one.plan)] or fitting
     best = _best(fitting)
     why = _why(best, ordered, fitting, keys, how)
+    if source := known(best.experiment, best.plan).source:
+        why = f"{why}; speeds {source}"
     return best.experiment, ChosenPlan(keys, _words(best, keys), why)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -155,13 +155,16 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
 def known_of(found: Sequence[Observation], exp: Experiment, plan: Plan, *, path: str = "") -> Known:
     """What they say of a plan: of each type of device the newest of those that are most like it,
     and the speed of collectives on the same hosts. ``found``: the oldest first."""
-    tflops, used, at_stage_3 = {}, [], set()
+    tflops, tokens, used, at_stage_3 = {}, {}, [], set()
     for name in dict.fromkeys(rank.device for rank in plan.ranks):
         like = [one for one in found if (one.device, one.precision) == (name, plan.precision)]
         if like and plan.num_parameters:
-            nearest = min(_distance(one, exp, plan, name) for one in like)
-            like = [one for one in like if _distance(one, exp, plan, name) == nearest][-MOST_USED:]
+            apart = _distance(exp, plan, name)
+            away = [apart(one) for one in like]
+            nearest = min(away)
+            like = [one for one, far in zip(like, away, strict=True) if far == nearest][-MOST_USED:]
             tflops[name] = statistics.median(_of_whole_rows(one, exp) for one in like)
+            tokens[name] = min(one.tokens for one in like)
             used += like
             if all(one.stage == 3 for one in like):
                 at_stage_3.add(name)
@@ -174,6 +177,7 @@ def known_of(found: Sequence[Observation], exp: Experiment, plan: Plan, *, path:
         tflops=tflops,
         link_gb_per_s=statistics.median(links[-MOST_USED:]) if links else None,
         at_stage_3=frozenset(at_stage_3),
+        tokens=tokens,
         source=f"learned from {runs}{f' in {path}' if path else ''}",
     )
 
@@ -183,20 +187,25 @@ def _of_whole_rows(one: Observation, exp: Experiment) -> float:
     return one.tflops / (one.fill if one.data == exp.data.name else 1.0)
 
 
-def _distance(one: Observation, exp: Experiment, plan: Plan, name: str) -> tuple[float, ...]:
+def _distance(exp: Experiment, plan: Plan, name: str) -> Callable[[Observation], tuple[float, ...]]:
     """How unlike a plan an observation is, the weightiest first."""
     tokens = plan.batch.seq_len * max(r.micro_batch for r in plan.ranks if r.device == name)
     slots = max(host.slots for host in plan.hosts if host.device == name)
-    return (
-        float(one.slots != slots),
-        # What stage 3 adds to each module counts as computing: it cannot be told apart.
-        float((one.stage == 3) != (exp.zero.stage == 3)),
-        float(one.task != exp.task.kind),
-        float(one.model != exp.model.kind),
-        float(one.attention != plan.attention_on(name)),
-        round(abs(one.size - math.log2(plan.num_parameters))),
-        round(abs(math.log2(one.tokens / tokens))),
-    )
+    attention, size = plan.attention_on(name), math.log2(plan.num_parameters)
+
+    def apart(one: Observation) -> tuple[float, ...]:
+        return (
+            float(one.slots != slots),
+            # What stage 3 adds to each module counts as computing: it cannot be told apart.
+            float((one.stage == 3) != (exp.zero.stage == 3)),
+            float(one.task != exp.task.kind),
+            float(one.model != exp.model.kind),
+            float(one.attention != attention),
+            round(abs(one.size - size)),
+            round(abs(math.log2(one.tokens / tokens))),
+        )
+
+    return apart
 
 
 def _link(exp: Experiment, plan: Plan, known: Known, exposed: float) -> float:
@@ -223,13 +232,3 @@ def _shares(plan: Plan, forward_s: Sequence[float]) -> dict[str, float]:
 def _rate(exp: Experiment, plan: Plan, name: str, seconds: float) -> float:
     """TFLOP/s at which a type of device computes its part of a step in so many seconds."""
     return computing_parts(exp, plan)[name] / 1e12 / seconds
-
-
-def with_sizes(plan: Plan, sizes: Sequence[Sequence[int]]) -> Plan:
-    """The plan with the split that its ranks have measured at the start."""
-    from llmx.plan.balance import batch_of
-
-    whole = tuple(tuple(int(size) for size in own) for own in sizes)
-    batch = batch_of(whole, seq_len=plan.batch.seq_len)
-    ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
-    return replace(plan, batch=batch, ranks=ranks)

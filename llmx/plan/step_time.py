@@ -81,6 +81,8 @@ class Known:
     """What collectives of all ranks reach, by rank."""
     at_stage_3: frozenset[str] = frozenset()
     """Types of devices whose speed is of runs at ZeRO-3: what that adds to each layer is in it."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Of the smallest micro batch of those runs, by type of device."""
     source: str = ""
     """For a person: ``learned from 3 runs``."""
 
@@ -271,7 +273,11 @@ class _Prediction:
         part = assumed_efficiency(name, device, precision)
         if peak:
             self.sources.append(f"{name}: {part:.0%} of {peak:g} TFLOP/s in {precision} (assumed)")
-        return peak * part
+        return self._assumed_tflops(name, device)
+
+    def _assumed_tflops(self, name: str, device: DeviceConfig) -> float:
+        precision = self.plan.precision
+        return device.peak_tflops.get(precision, 0.0) * assumed_efficiency(name, device, precision)
 
     def micro_batch_s(self, name: str, samples: int) -> float:
         """Forward and backward of a micro batch on a type of device."""
@@ -280,24 +286,26 @@ class _Prediction:
     def _limits(self, name: str, samples: int) -> dict[str, float]:
         """What bounds a micro batch: each alone would take so long."""
         device, flops = self.devices[name], self.by_device[name]
-        tokens = samples * self.plan.batch.seq_len
-        computing = flops.run * tokens / (1e12 * self._tflops(name, device))
-        learned = name in self.known.tflops
+        work = flops.run * self.plan.batch.seq_len * samples / 1e12
+        rate = self._tflops(name, device)
         layers = self.shape.num_layers if self.shape else 0
         more = layers * flops.run / flops.model
         hooks = 0.0
         if self.exp.zero.stage == 3 and name not in self.known.at_stage_3:
             hooks = STAGE_3_LAYER_S * more
         if device.accelerator != "cuda":
-            return {"computing": computing + hooks}  # by the same cores
-        found = {"computing": computing}
-        if hooks or not learned:
-            found["launching kernels"] = hooks + LAYER_S * more
-        if not learned:
-            # Weights are read forward and backward, and their gradients written.
-            speed = self._memory_speed(device)
-            found["reading weights"] = 3 * self.width * self.elements / speed
-        return found
+            return {"computing": work / rate + hooks}  # by the same cores
+        # Weights are read forward and backward, and their gradients written.
+        reading = 3 * self.width * self.elements / self._memory_speed(device)
+        at_least = {"launching kernels": LAYER_S * more, "reading weights": reading}
+        if name in self.known.tflops:
+            # No more than the micro batch took that was seen.
+            seen = flops.run * self.known.tokens.get(name, 0) / 1e12 / rate
+            if 0 < seen <= max(at_least.values()):  # it did not show how fast it computes
+                rate = max(rate, self._assumed_tflops(name, device))
+            at_least = {what: min(seen, seconds) for what, seconds in at_least.items()}
+        at_least["launching kernels"] += hooks
+        return {"computing": work / rate, **at_least}
 
     def _memory_speed(self, device: DeviceConfig) -> float:
         """Bytes a second that are reached."""

@@ -39,6 +39,11 @@ class Placed:
         return tuple(len(slots) for _, slots in self.shares)
 
     @property
+    def has_whole_hosts(self) -> bool:
+        """Whether no other trial can have a slot of its hosts meanwhile."""
+        return all(len(slots) == host.slots for host, slots in self.shares)
+
+    @property
     def ram_gib(self) -> float | None:
         """The least RAM that a host leaves to it; None where it is not known."""
         found = [share.memory_gib for share in map(_host, self.shares) if share.memory_gib]

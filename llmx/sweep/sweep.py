@@ -32,6 +32,7 @@ from llmx.config.schema import FAILURES
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.launch import start_report, supervise
 from llmx.launch.spec import LaunchSpec
+from llmx.lifecycle.learned import learn
 from llmx.plan.types import Plan
 from llmx.run.metrics import Metric
 from llmx.run.rundir import RunDir
@@ -275,9 +276,16 @@ class Sweep:
             taken.entry.job = job.number
             self.journal.put(taken.entry)
         else:
-            taken.process = TrialProcess(
-                run, lambda: supervise(exp, plan, run, launch=launch, is_trial=True).exit_code
-            )
+            # Beside another one it is slower than a run that has its hosts to itself.
+            teaches = taken.placed is None or taken.placed.has_whole_hosts
+
+            def supervised() -> int:
+                code = supervise(exp, plan, run, launch=launch, is_trial=True).exit_code
+                if code == 0 and teaches:
+                    learn(run, exp)
+                return code
+
+            taken.process = TrialProcess(run, supervised)
         self._runs.append(taken)
         if self.ending:  # a signal arrived meanwhile
             taken.process.signal(signal.SIGINT)

@@ -92,6 +92,8 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(
     assert [line["step"] for line in after] == list(range(1, 13))
     assert after[-1]["loss"] < 0.5 < before[0]["loss"]
     assert lines(run, "eval")[-1]["accuracy"] == 1.0
+    learned = json.loads((tmp_path / "cache" / "learned.json").read_text())
+    assert len(learned["observations"]) == 2, "what was resumed teaches, too"
     assert (run / "model" / "model.safetensors").is_file()
     provenance = json.loads((run / "provenance.json").read_text())
     assert list(provenance["task_code"]) == ["my_tasks.py"]

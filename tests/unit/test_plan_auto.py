@@ -15,17 +15,19 @@ from llmx.compose.complete import Composed, check, complete, plan_experiment, re
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.fields import AUTO
 from llmx.errors import ConfigError
-from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.learned import learned_file
+from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.resume.changed import keep_choice
 from llmx.lifecycle.resume.command import main as resume
 from llmx.lifecycle.start import run_composed
 from llmx.observe.report.plan_table import print_plan
 from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose
+from llmx.plan.learned import Observation
 from llmx.plan.predict import TraceKey, Traces
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import Plan
 from llmx.run import snapshot
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from tests.composing import composed, values
 
 ALL = ["zero=auto", "batch.micro_batch=auto", "model.activation_checkpointing=auto"]
@@ -282,6 +284,66 @@ def test_traces_that_cover_nothing_leave_the_formula() -> None:
 
 
 # --- What is kept --------------------------------------------------------------------------------
+
+
+def learned(*rates: tuple[int, float], link: float | None = None, **values: object) -> None:
+    """``learned.json`` with TFLOP/s of two CPU ranks by ZeRO stage."""
+    found = [
+        dataclasses.replace(
+            Observation("cpu", "fp32", "sft", "llama", 19.6, "sdpa", 2, 1024, rate),
+            stage=stage, hosts=("localhost",), link_gb_per_s=link, **values,
+        ).to_dict()
+        for stage, rate in rates
+    ]  # fmt: skip
+    learned_file().parent.mkdir(parents=True, exist_ok=True)
+    write_json(learned_file(), {"format": 1, "observations": found})
+
+
+def test_what_runs_have_shown_decides_and_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LLMX_LEARNED", "on")
+    words = ["zero=auto", *SMALL, "batch.micro_batch=2", "hardware.devices.cpu.memory_gib=8"]
+    found = composed(words)
+    assert found.plan.chosen is not None
+    assert with_traced_choice(found) is found  # no run has been seen
+    # ZeRO 3 has been seen to be ten times as fast.
+    learned((1, 0.01), (3, 0.1))
+    chosen = with_traced_choice(found)
+    assert chosen.experiment.zero.stage == 3 != found.experiment.zero.stage
+    assert chosen.plan.chosen is not None
+    assert f"; speeds learned from 1 run in {learned_file()}" in chosen.plan.chosen.reason
+    learned((1, 0.1), (3, 0.01))
+    assert with_traced_choice(found).experiment.zero.stage < 3
+    monkeypatch.setenv("LLMX_LEARNED", "off")
+    assert with_traced_choice(found) is found
+    assert "learned" not in found.plan.chosen.reason
+
+
+def test_a_slow_link_that_was_measured_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 2 sends in each of 4 micro steps, stage 1 once."""
+    monkeypatch.setenv("LLMX_LEARNED", "on")
+    words = ["zero=auto", *SMALL, "batch.micro_batch=2", "hardware.devices.cpu.memory_gib=8"]
+    learned((1, 1.0), link=0.001)
+    assert with_traced_choice(composed(words)).experiment.zero.stage < 2
+
+
+def test_a_trial_chooses_as_those_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever trials before it have shown."""
+    monkeypatch.setenv("LLMX_LEARNED", "on")
+    words = ["zero=auto", *SMALL, "batch.micro_batch=2", "hardware.devices.cpu.memory_gib=8"]
+    found = composed(words, run_dir=tmp_path / "run")
+    learned((1, 0.01), (3, 0.1))
+    stages = []
+
+    def launch(exp: Experiment, *_: object) -> int:
+        stages.append(exp.zero.stage)
+        return 0
+
+    assert run_composed(found, overrides=words, stream=io.StringIO(), instead=launch) == 0
+    assert stages == [found.experiment.zero.stage]
 
 
 def test_a_launch_keeps_the_choice_and_its_reason(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmx.compose.complete import Composed
+from llmx.config import Experiment
 from llmx.lifecycle.learned import (
     learn,
     learned_file,
@@ -16,10 +18,14 @@ from llmx.lifecycle.learned import (
     read_observations,
     with_learned_time,
 )
+from llmx.lifecycle.reproduce.command import main as reproduce
+from llmx.lifecycle.resume.command import main as resume
 from llmx.plan.geometry import model_geometry
-from llmx.plan.learned import Measured, Observation, known_of, observe, with_sizes
-from llmx.plan.step_time import Known, step_time, token_flops
-from llmx.run.rundir import RunDir
+from llmx.plan.learned import Measured, Observation, known_of, observe
+from llmx.plan.step_time import LAYER_S, Known, step_time, token_flops
+from llmx.plan.types import Plan
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
 
 TRUTH = Known(tflops={"cpu": 0.02}, link_gb_per_s=0.02, at_stage_3=frozenset({"cpu"}))
@@ -149,17 +155,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return directory
 
 
+def learned_from(run: RunDir, done: Composed) -> list[Observation]:
+    write_json(run.plan, done.plan.to_dict())
+    return learn(run, done.experiment)
+
+
 def test_a_run_teaches_the_next_plan_and_forgetting_is_deleting(run: RunDir) -> None:
     done = composed(["hardware=cpu2", "zero=stage1"])
     assert with_learned_time(done) is done
-    assert learn(run, done.experiment, done.plan)
+    assert learned_from(run, done)
     taught = with_learned_time(done)
     assert taught.plan.time is not None
     assert taught.plan.time.step_s == pytest.approx(0.4, rel=0.01)
     assert f"learned from 1 run in {learned_file()}" in taught.plan.time.sources[0]
     assert replace(taught.plan, time=None) == replace(done.plan, time=None)
     assert taught.ds_config == done.ds_config
-    learn(run, done.experiment, done.plan)
+    learned_from(run, done)
     assert len(read_observations(learned_file())) == 2
     learned_file().unlink()
     assert with_learned_time(done) is done
@@ -167,11 +178,11 @@ def test_a_run_teaches_the_next_plan_and_forgetting_is_deleting(run: RunDir) -> 
 
 def test_off_neither_reads_nor_writes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     done = composed(["hardware=cpu2", "zero=stage1"])
-    learn(run, done.experiment, done.plan)
+    learned_from(run, done)
     monkeypatch.setenv("LLMX_LEARNED", "off")
     assert with_learned_time(done) is done
     learned_file().unlink()
-    assert learn(run, done.experiment, done.plan) == []
+    assert learned_from(run, done) == []
     assert not learned_file().exists()
 
 
@@ -187,7 +198,7 @@ def test_a_damaged_file_is_no_file_and_the_next_run_writes_a_good_one(
     learned_file().parent.mkdir(parents=True)
     learned_file().write_text(text)
     assert with_learned_time(done) is done
-    assert learn(run, done.experiment, done.plan)
+    assert learned_from(run, done)
     assert with_learned_time(done) is not done
 
 
@@ -205,13 +216,77 @@ def test_a_run_that_is_cut_short_or_unwritable_teaches_nothing_and_fails_nothing
 ) -> None:
     done = composed(["hardware=cpu2", "zero=stage1"])
     (tmp_path / "cache").write_text("a file, no directory")
-    assert learn(run, done.experiment, done.plan) == []
+    assert learned_from(run, done) == []
     run.metrics.unlink()
-    assert learn(run, done.experiment, done.plan) == []
+    assert learned_from(run, done) == []
 
 
-def test_the_split_that_ranks_have_measured_counts() -> None:
-    plan = composed(["hardware=cpu2", "batch.balance=measured"]).plan
-    used = with_sizes(plan, [[6, 6], [2, 2]])
-    assert [rank.micro_batch for rank in used.ranks] == [6, 2]
-    assert used.batch.global_batch == 16
+def test_the_plan_of_the_last_attempt_counts(run: RunDir) -> None:
+    """Its split was measured, or it ran on fewer hosts: ``plan.json`` is written again."""
+    done = composed(["hardware=cpu2", "batch.balance=measured", "batch.global_batch=32"])
+    assert done.plan.balance is not None
+    assert done.plan.balance.pending
+    assert learned_from(run, done) == []  # nobody has measured the split
+    for size, tokens in (4, 512), (8, 1024):
+        found = composed(["hardware=cpu2", f"batch.micro_batch={size}", "data.seq_len=128"])
+        (shown,) = learned_from(run, found)
+        assert shown.tokens == tokens
+
+
+def test_what_has_run_otherwise_before_does_not_count() -> None:
+    """A resumed run, on other hosts maybe, has a warm-up again; so has one with another split."""
+    slow = records(6, step_time_s=3.0, tokens_per_s=700.0)
+    for event in ({"event": "resumed", "step": 11}, {"event": "rebalanced", "step": 11}):
+        later = [{**line, "step": 11 + line["step"]} for line in records(6) if "step" in line]  # type: ignore[operator]
+        lines = [*slow, {"kind": "event", **event}, *later]
+        assert measured_of(lines) == measured_of(records(6))
+        assert measured_of(lines[:-4]) is None  # too few since then
+    later[1]["event"] = "saved"
+    assert measured_of([*slow, {"kind": "event", "event": "saved", "step": 11}, *later]) != (
+        measured_of(records(6))
+    )
+
+
+@pytest.mark.parametrize("command", ["resume", "reproduce"])
+def test_what_is_resumed_or_reproduced_teaches(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    """In the place of its ranks, lines of ranks."""
+    done = composed(["hardware=cpu2", "zero=stage1", "task.steps=11"], run_dir=tmp_path / "first")
+    first = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=[])
+
+    def trained(exp: Experiment, plan: Plan, directory: RunDir, **_: object) -> SimpleNamespace:
+        directory.metrics.write_text(run.metrics.read_text())
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr("llmx.launch.supervise", trained)
+    assert read_observations(learned_file()) == []
+    assert {"resume": resume, "reproduce": reproduce}[command]([str(first.root)]) == 0
+    (shown,) = read_observations(learned_file())
+    assert shown.stage == 1
+
+
+def on_a_gpu(rate: float, tokens: int) -> Known:
+    return Known(tflops={"a100_80g": rate}, tokens={"a100_80g": tokens})
+
+
+def test_a_smaller_micro_batch_than_was_seen_still_takes_its_launches() -> None:
+    words = ["hardware=a100x8", "zero=stage1", "data.seq_len=128", "batch.global_batch=64"]
+
+    def seconds(size: int, known: Known) -> float:
+        done = composed([*words, f"batch.micro_batch={size}"])
+        found = step_time(done.experiment, done.plan, known=known)
+        return found.computing_s / done.plan.batch.accumulation
+
+    at_least = seconds(1, Known())  # as assumed, of a model so small
+    layers = 3
+    assert at_least == pytest.approx(layers * LAYER_S)
+    # Seen at 8 rows, which took twice that: so does no smaller one take less than that.
+    work = seconds(8, Known(tflops={"a100_80g": 1.0}))
+    slow = on_a_gpu(work / (2 * at_least), 8 * 128)
+    assert seconds(8, slow) == pytest.approx(2 * at_least)
+    assert seconds(4, slow) == pytest.approx(at_least)
+    assert seconds(1, slow) == pytest.approx(at_least)
+    # It took half of that: less than was assumed, and nothing is said of larger ones.
+    fast = on_a_gpu(work / (0.5 * at_least), 8 * 128)
+    assert seconds(8, fast) == seconds(1, fast) == pytest.approx(0.5 * at_least)

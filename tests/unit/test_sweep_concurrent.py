@@ -21,6 +21,7 @@ import yaml
 
 from llmx.__main__ import main
 from llmx.launch.supervision.journal import supervisor_lock
+from llmx.lifecycle.learned import learned_file, read_observations
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
 from llmx.sweep import journal as journals
@@ -157,6 +158,25 @@ def test_without_slots_of_their_own_they_run_in_turn(trials: Path) -> None:
     journal = sweep_of(trials)
     assert at_once(journal) == 1
     assert config_of(journal, 0)["hardware"]["hosts"][0]["slots"] == 2
+
+
+@pytest.mark.parametrize(("words", "count"), [
+    ([], 2), (["sweep.slots_per_trial=2"], 2), (["sweep.slots_per_trial=1"], 0),
+])  # fmt: skip
+def test_a_trial_teaches_where_no_other_shares_its_hosts(
+    trials: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], count: int
+) -> None:
+    def measured(exp: Any, plan: Any, run: RunDir, **options: Any) -> SimpleNamespace:
+        line = {"kind": "train", "step_time_s": 0.5, "tokens_per_s": 4000.0}
+        lines = [{**line, "step": step} for step in range(1, 8)]
+        run.metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
+        return supervised(exp, plan, run, **options)
+
+    monkeypatch.setenv("LLMX_LEARNED", "on")
+    monkeypatch.setenv("LLMX_CACHE", str(trials / "cache"))
+    monkeypatch.setattr("llmx.sweep.sweep.supervise", measured)
+    assert main(["-m", "optim.lr=1e-3,2e-3", "zero=stage2", *SMALL, *words]) == 0
+    assert len(read_observations(learned_file())) == count
 
 
 def test_one_that_dies_disturbs_no_other(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from llmx.lifecycle.reproduce.show import print_differences, print_outcome
 from llmx.lifecycle.reproduce.target import ALLOWED, fresh_sibling, next_experiment
 from llmx.lifecycle.resume.changed import keep_choice, plan_of
 from llmx.lifecycle.resume.rules import Change
+from llmx.lifecycle.start import launched
 from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
 from llmx.run.metrics.equality import compare_runs
@@ -140,7 +141,7 @@ def _start(
     run: RunDir, target: RunDir, words: RunCommand, changed: list[Change], composed: Any
 ) -> int:
     """With today's code, or with that of then; returns the exit code of the run."""
-    from llmx.launch import check_launch, supervise, write_launch_files
+    from llmx.launch import check_launch, write_launch_files
     from llmx.launch.supervision.journal import read_resume, write_resume
 
     said = [f"reproduce={run.root}", *words.overrides]
@@ -168,7 +169,7 @@ def _start(
         # The split over ranks that was measured then. Ranks on other devices measure anew.
         shutil.copyfile(run.balance, target.balance)
     launch = write_launch_files(new, plan, target)
-    return supervise(new, plan, target, launch=launch).exit_code
+    return launched(new, plan, target, launch)
 
 
 def _config_as_written(run: RunDir) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from llmx.lifecycle.resume.edited import edited_config
 from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
 from llmx.lifecycle.resume.rules import SAME, refuse_other_content, table
 from llmx.lifecycle.resume.run_state import RunState, read_state
-from llmx.lifecycle.start import Launch
+from llmx.lifecycle.start import Launch, launched
 from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
 from llmx.run.provenance import record
@@ -71,7 +71,7 @@ def resume(
     ``asked``: the experiment to go on with, where it is known whole. ``instead``: called instead of
     launching here.
     """
-    from llmx.launch import check_launch, supervise, write_launch_files
+    from llmx.launch import check_launch, write_launch_files
 
     run = RunDir(words.run)
     exp = snapshot.load(run)
@@ -108,7 +108,7 @@ def resume(
     launch = write_launch_files(new.experiment, new.plan, run)
     if instead is not None:
         return instead(new.experiment, new.plan, run, launch)
-    return supervise(new.experiment, new.plan, run, launch=launch).exit_code
+    return launched(new.experiment, new.plan, run, launch)
 
 
 def refuse_alive(run: RunDir) -> None:
