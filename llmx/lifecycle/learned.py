@@ -104,13 +104,13 @@ def _stored(path: Path) -> list[Any]:
 def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
     """Medians over the ``train`` lines of a run since it last began to run as it did at its end;
     None where there are too few."""
-    counts, steps, tokens, forward, before = [], [], [], [], 0
-    for line in records:
+    begun, before = 0, 0
+    for number, line in enumerate(records):
         if line.get("kind") == "start" or line.get("event") in OTHERWISE:
-            counts, steps, tokens, forward = [], [], [], []
-            before = line.get("resumed_from") or line.get("step") or 0
-        if line.get("kind") != "train":
-            continue
+            begun, before = number, line.get("resumed_from") or line.get("step") or 0
+    lines = [record for record in records[begun:] if record.get("kind") == "train"]
+    counts, steps, tokens, forward = [], [], [], []
+    for line in lines:
         count, before = line["step"] - before, line["step"]
         if count < 1 or not line.get("step_time_s"):
             continue  # repeated after a restart
