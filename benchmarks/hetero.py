@@ -270,10 +270,10 @@ def write(rows: list[dict[str, Any]]) -> int:
     cases = [list(rounds) for _, rounds in itertools.groupby(rows, key=key_of)]
     lines = [
         "Two hosts, one rank of one thread each; a Llama of 4 layers and width 128, "
-        f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens a step. Ideal: tokens/s of both alone. Splits: "
-        "the part of it that they reach, the median of the rounds (least to most).",
+        f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens a step. Ideal: tokens/s of both alone. "
+        "Splits: the part of it that they reach, the median of the rounds (least to most).",
         "",
-        "| task | ZeRO | cores of host 2 | Mbit/s | rounds | ideal | even | spec | measured | goal |",
+        "| task | ZeRO | cores of 2 | Mbit/s | rounds | ideal | even | spec | measured | goal |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *map(line_of, cases),
         "",
