@@ -64,6 +64,7 @@ def run(
 def write_model(session: Session) -> None:
     """``model/``: the main model whole, or its adapter alone. Collective."""
     engine = session.engine
+    engine.release_gathered()
     common: dict[str, Any] = {
         "tokenizer": session.tokenizer,
         "vocab_size": engine.vocab_size,

@@ -62,7 +62,10 @@ def finished(
             "eval_metrics": METRICS if tied else [],
         },
         optim={"lr": 1e-2, "warmup_steps": 0},
-        zero={"stage": stage},
+        # As of a large network: parameters are gathered one by one, and ahead.
+        zero={"stage": stage, "param_persistence_threshold": 0, "prefetch_bucket_size": 5_000}
+        if tied
+        else {"stage": stage},
     )
     run_dir = write_run(exp)
     done = launch("llmx.worker", str(run_dir.root), ranks=WORLD)

@@ -127,6 +127,13 @@ class Engine:
         """The prefix of the main network's parameters in ``module``."""
         return "" if len(self.networks) == 1 else f"{self.main.name}."
 
+    def release_gathered(self) -> None:
+        """Give back what ZeRO-3 has gathered, also what is under way: a forward pass without a
+        backward pass, as an evaluation makes, ends with parameters fetched ahead, and DeepSpeed
+        gathers none of these for anything else. Collective."""
+        if self.stage == 3:
+            self.engine.empty_partition_cache()
+
     def is_saved(self, parameter_name: str) -> bool:
         """Whether a checkpoint holds this parameter or buffer: those of frozen models, and of the
         frozen base of an adapter, come from their source again."""
