@@ -149,13 +149,11 @@ def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], lis
 
 
 def with_demo(overrides: Sequence[str]) -> list[str]:
-    """Add ``experiment=demo`` when nothing says what to train: no experiment, model or data.
-    Without its completions where another task is chosen: they are of ``task=sft``."""
-    chosen = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    """Add ``experiment=demo`` when nothing says what to train: no experiment, model or data."""
+    chosen = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     if any(group in chosen for group in _WHOLE_RUN):
         return list(overrides)
-    other = "sft" not in chosen.get("task", "sft").split(",")
-    return ["experiment=demo", *(["task.eval_generate=0"] if other else []), *overrides]
+    return ["experiment=demo", *overrides]
 
 
 def with_searched(overrides: Sequence[str]) -> list[str]:

@@ -62,10 +62,15 @@ def _metric_problems(exp: Experiment, task: Any) -> Iterator[str]:
             yield str(error)
 
 
+DEMO = "demo"
+"""The experiment that is run where none is named."""
+
+
 def task_warnings(exp: Experiment) -> tuple[str, ...]:
-    """Of values that the task has no use for."""
+    """Of values that the task has no use for. The demo has completions for its own task; whoever
+    trains another one on it has not asked for them."""
     asked = exp.task.eval_generate
-    if not asked or exp.task.kind not in shipped_tasks():
+    if not asked or exp.name == DEMO or exp.task.kind not in shipped_tasks():
         return ()
     try:
         kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)

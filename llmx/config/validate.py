@@ -29,7 +29,7 @@ from llmx.config.schema import (
     ZeroConfig,
 )
 from llmx.config.token_rules import added_token_problems
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, did_you_mean
 
 MAX_RANKS = 16384
 
@@ -203,12 +203,13 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
             "batch.rebalance=false, or zero=stage2. To measure anew at stage 3: stop the run, "
             "remove balance.json, resume."
         )
-    known = {host.name for host in exp.hardware.hosts} | {h.device for h in exp.hardware.hosts}
+    hosts = exp.hardware.hosts
+    known = sorted(filter(None, {host.name for host in hosts} | {host.device for host in hosts}))
     for name in batch.weights:
-        if exp.hardware.hosts and name not in known:
+        if hosts and name not in known:
             yield (
                 f"batch.weights.{shown(name)}: there is no such host or device type. Those of this "
-                f"run: {', '.join(sorted(filter(None, known)))}."
+                f"run: {', '.join(known)}.{did_you_mean(name[:100], known)}"
             )
     if optim.warmup_steps is not None and optim.warmup_steps > (exp.task.steps or float("inf")):
         yield (

@@ -84,7 +84,8 @@ def share_out(
             )
     else:
         parts = _cut(global_batch, step, micro_step_fs, overlap)
-    return tuple(zip(*(step.shares(part) for part in parts), strict=True))
+    shares = {part: step.shares(part) for part in set(parts)}  # most are alike
+    return tuple(zip(*(shares[part] for part in parts), strict=True))
 
 
 class _MicroStep:

@@ -66,10 +66,6 @@ def test_the_demo_runs_only_when_nothing_else_is_chosen() -> None:
     for chosen in ("model=gpt2", "data=file", "experiment=opt_1_3b_sft", "+data=file"):
         assert with_demo([chosen]) == [chosen]
     assert with_demo(["model.init=scratch"])[0] == "experiment=demo"
-    for words in (["task=sft"], ["task=sft,pretrain"], ["task.steps=5"]):
-        assert with_demo(words) == ["experiment=demo", *words]
-    words = ["task=pretrain", "task.eval_generate=8"]
-    assert with_demo(words) == ["experiment=demo", "task.eval_generate=0", *words]
 
 
 def test_sweep_file(tmp_path) -> None:

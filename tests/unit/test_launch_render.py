@@ -69,6 +69,10 @@ def experiment(
         }
         for i, count in enumerate(slots)
     ]
+    sheets = {
+        "a100": {"accelerator": "cuda", "precisions": ["fp32", "bf16", "fp16"]},
+        "cpu": {"accelerator": "cpu", "precisions": ["fp32"]},
+    }
     return experiment_from_dict(
         {
             "run_dir": "/runs/demo",
@@ -78,10 +82,7 @@ def experiment(
             "precision": "fp32",
             "hardware": {
                 "hosts": hosts,
-                "devices": {
-                    "a100": {"accelerator": "cuda", "precisions": ["fp32", "bf16", "fp16"]},
-                    "cpu": {"accelerator": "cpu", "precisions": ["fp32"]},
-                },
+                "devices": {device: sheets[device]},
                 "env": {"NCCL_IB_DISABLE": "1"},
             },
             "launch": {"transport": transport, **launch},

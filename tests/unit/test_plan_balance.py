@@ -293,6 +293,12 @@ def test_the_plan_says_what_it_gains_and_who_waits() -> None:
     assert "there is no even split" in balance_line(composed([*mixed[:1], *odd]).plan)
 
 
+def test_a_weight_of_a_device_that_is_not_there_names_what_is() -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed(["hardware=a100x2_v100x2", "batch.weights={v100: 2}"])
+    assert "a100_40g, node-a, node-b, v100_32g. Did you mean \"v100_32g\"?" in str(caught.value)
+
+
 def test_what_is_gained_is_against_an_even_split_that_fits_on_every_rank() -> None:
     words = ["hardware=a100x2_v100x2", "batch.global_batch=28", "batch.micro_batch=10"]
     plan = composed([*words, "batch.balance=spec"]).plan

@@ -60,7 +60,7 @@ def test_it_finds_the_fastest_and_leaves_an_experiment(
     trials: Trials, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", *SMALL]) == 0
-    assert trials.run[0].startswith("stage2 16")  # by the plan the fastest; it does not fit
+    assert trials.run[0].startswith("stage1 16")  # by the plan the fastest; it does not fit
     assert "stage1 4 none" in trials.run
     assert len(trials.run) <= 10
     said = capsys.readouterr().out

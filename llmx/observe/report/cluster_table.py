@@ -10,9 +10,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
+from llmx.observe.report.plan_table import VERDICTS, verdict
 from llmx.observe.report.screen import open_console
 from llmx.observe.report.time_table import SHOWN_STEPS, seconds
 from llmx.plan.make import without_price
+from llmx.plan.memory import not_measured
 from llmx.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def print_clusters(
     plans = [one.plan for _, one in found if not isinstance(one, str)]
     steps = all(plan.total_steps for plan in plans)
     columns = [
-        {"fits": "refused"} if isinstance(one, str) else cluster_values(one.plan, steps=steps)
+        {"fits": "refused"} if isinstance(one, str) else cluster_values(one, steps=steps)
         for _, one in found
     ]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
@@ -53,15 +55,15 @@ def print_clusters(
         console.print(Text(line))
 
 
-STYLES = {"fits": "green", "does not fit": "red", "refused": "red"}
+STYLES = {**VERDICTS, "refused": "bold red"}
 
 
-def cluster_values(plan: Plan, *, steps: bool) -> dict[str, str]:
+def cluster_values(found: Composed, *, steps: bool) -> dict[str, str]:
     """What a cluster's column says; ``steps``: the number of steps is known on all of them."""
-    known = [memory for memory in plan.memory if memory.capacity_gib]
-    fits = "fits" if known else "not checked"
-    if any(not memory.fits for memory in known):
-        fits = "does not fit"
+    plan = found.plan
+    sure = not not_measured(found.experiment, plan.frozen)
+    known = {verdict(memory, sure=sure) for memory in plan.memory if memory.capacity_gib}
+    fits = next((one for one in VERDICTS if one in known), "not checked")
     peaks = [
         human.gib(memory.total_gib)
         + (f" of {memory.capacity_gib:.0f}" if memory.capacity_gib else "")

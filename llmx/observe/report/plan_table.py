@@ -509,18 +509,32 @@ def _reserve(memory: MemoryPlan) -> str:
     return human.gib((1 - USABLE) * memory.capacity_gib) if memory.capacity_gib else ""
 
 
+VERDICTS = {
+    "not checked": "",
+    "does not fit": "bold red",
+    "fits, not measured": "yellow",
+    "fits by formula": "yellow",
+    "fits": "green",
+}
+"""What is said of a device's memory, the worst first, and its style."""
+
+
+def verdict(memory: MemoryPlan, *, sure: bool) -> str:
+    """One of ``VERDICTS``. ``sure``: all that the run does has been compared with real runs."""
+    if memory.capacity_gib == 0:
+        return "not checked"
+    if not memory.fits:
+        return "does not fit"
+    if not sure:
+        return "fits, not measured"
+    return "fits" if memory.traced else "fits by formula"
+
+
 def _fits(memory: MemoryPlan, *, sure: bool = True) -> RenderableType:
     from rich.text import Text
 
-    if memory.capacity_gib == 0:
-        return Text("not checked")
-    if not memory.fits:
-        return Text("does not fit", style="bold red")
-    if not sure:
-        return Text("fits, not measured", style="yellow")
-    if not memory.traced:
-        return Text("fits by formula", style="yellow")
-    return Text("fits", style="green")
+    words = verdict(memory, sure=sure)
+    return Text(words, style=VERDICTS[words])
 
 
 def _table() -> Table:
