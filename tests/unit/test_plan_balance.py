@@ -296,7 +296,7 @@ def test_the_plan_says_what_it_gains_and_who_waits() -> None:
 def test_a_weight_of_a_device_that_is_not_there_names_what_is() -> None:
     with pytest.raises(ConfigError) as caught:
         composed(["hardware=a100x2_v100x2", "batch.weights={v100: 2}"])
-    assert "a100_40g, node-a, node-b, v100_32g. Did you mean \"v100_32g\"?" in str(caught.value)
+    assert 'a100_40g, node-a, node-b, v100_32g. Did you mean "v100_32g"?' in str(caught.value)
 
 
 def test_what_is_gained_is_against_an_even_split_that_fits_on_every_rank() -> None:
