@@ -10,8 +10,9 @@ more. The two train that at the same time, since they share this machine's cache
 and after the splits. An invocation is a round, and a part of the ideal is always taken within one;
 the table has the median of all rounds that were kept (``hetero.json``; remove it to begin anew).
 
-It wants two cores to itself; anything else that runs is in the numbers. An invocation takes two to
-three minutes for each stage, and one more.
+It wants two cores to itself; anything else that runs is in the numbers. A round whose ideal differs
+by more than 15 % before and after, or that is above the ideal by more than 10 %, is not kept. An
+invocation takes two to four minutes for each stage, and one or two more.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ SKIPPED = 2
 GOALS = {0: 0.92, 1: 0.92, 2: 0.92, 3: 0.85}
 """Least part of the ideal that ``measured`` reaches on the fast link, by ZeRO stage."""
 FAST_LINK = 1000.0
+DRIFT = 1.15
+"""Times by which the ideal may differ before and after the splits."""
+BEYOND = 1.1
+"""Times the ideal that a split may seem to reach. None can reach more than the ideal: what is above
+is the machine, which was slower while the hosts trained alone."""
 
 
 def main() -> int:
@@ -87,11 +93,30 @@ def main() -> int:
                         "when": time.strftime("%Y-%m-%d %H:%M"),
                     }
                 )
-            own = [(a + b) / 2 for a, b in zip(before, cell.alone(), strict=True)]
+            after = cell.alone()
     for row in rows:
-        row["own"] = own
+        row["own"] = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
         print(line_of([row]), flush=True)
-    return write(read() + rows)
+    kept = sound(rows, before, after)
+    return write(read() + kept) or int(len(kept) < len(rows))
+
+
+def sound(
+    rows: list[dict[str, Any]], before: list[float], after: list[float]
+) -> list[dict[str, Any]]:
+    """Those rows that a machine with other work cannot have made; says which it leaves out."""
+    least, most = sorted((sum(before), sum(after)))
+    if most > DRIFT * least:
+        print(f"none is kept: the ideal was {sum(before):,.0f} before and {sum(after):,.0f} after")
+        return []
+    kept = []
+    for row in rows:
+        beyond = [split for split in SPLITS if part_of(row, split) > BEYOND]
+        if beyond:
+            print(f"ZeRO {row['stage']} is not kept: {', '.join(beyond)} above the ideal")
+        else:
+            kept.append(row)
+    return kept
 
 
 def data_words(task: str, place: Path) -> list[str]:
