@@ -11,7 +11,9 @@ PYTEST := $(BIN)/python -m pytest
 # Files of tests at the same time: they start processes, and wait for them most of the time. Whole
 # files, because the tests of one share a training; in their order, because the longest come first.
 JOBS ?= 3
-BY_FILE := --dist loadfile --no-loadscope-reorder --durations=20
+BY_FILE := --dist loadfile --no-loadscope-reorder --durations=40
+# Thousands of processes import llmx in the tests: compiled once, not in each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test fast test-oldest check fuzz chaos docs golden behaviour behaviour-record bench gpu clean venv system
 

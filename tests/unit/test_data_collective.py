@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llmx.config import Experiment, SourceConfig
 from llmx.data.distributed.collective import Host, prepare_together
@@ -34,6 +35,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
 )
+pytestmark = pytest.mark.xdist_group("collective")  # one set of ranks
+
 HOSTS = [Host("node-a", 0), Host("node-b", 1), Host("node-c", 3)]
 PLACES = [0, 1, 1, 2]
 """The host of each rank."""
@@ -47,14 +50,14 @@ class Ranks:
     """Four ranks on three hosts, which do what they are told together."""
 
     def __init__(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        fork = multiprocessing.get_context("fork")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.tasks = [spawn.Queue() for _ in PLACES]
-        self.results = [spawn.Queue() for _ in PLACES]
+        self.tasks = [fork.Queue() for _ in PLACES]
+        self.results = [fork.Queue() for _ in PLACES]
         self._processes = [
-            spawn.Process(target=_rank, args=(rank, port, *queues), daemon=True)
+            fork.Process(target=_rank, args=(rank, port, *queues), daemon=True)
             for rank, queues in enumerate(zip(self.tasks, self.results, strict=True))
         ]
         for process in self._processes:
@@ -82,8 +85,8 @@ class Ranks:
 
 
 def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
-    import torch.distributed as dist
-
+    dist = torch.distributed
+    torch.set_num_threads(1)  # those of the process that forked are not here
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
     dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
     split = as_under_nccl()

@@ -239,7 +239,7 @@ def test_a_killed_preparation_goes_on(tmp_path: Path, packing: str):
     whole = prepare(exp, tokenizer)
     exp.data.cache_dir = str(tmp_path / "killed")
     for rows in (20, 60):
-        process = multiprocessing.get_context("spawn").Process(
+        process = multiprocessing.get_context("fork").Process(
             target=_prepare_until_killed, args=(exp, rows)
         )
         process.start()
@@ -367,7 +367,7 @@ def _prepare_in_child(exp: Experiment, start, results) -> None:
 
 def test_processes_that_prepare_at_once_share_one_store(tmp_path: Path):
     exp = experiment(tmp_path, numbered(300))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     start, results = context.Event(), context.Queue()
     children = [
         context.Process(target=_prepare_in_child, args=(exp, start, results)) for _ in range(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
+
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from llmx.plan.batch import wanted_global_batch
 from llmx.plan.types import BalancePlan, RankSpeed
 from llmx.run.speeds import keep_speeds, known_speeds
 from tests.composing import composed
+from tests.effort import at_most
 from tests.rundirs import experiment
 
 SPEED = st.builds(
@@ -144,16 +145,15 @@ def test_a_simulated_cluster_within_two_per_cent_of_brute_force(seed, same_steps
     parts of micro steps, too, at their part of the cost, which no real split can have."""
     speeds, limits = simulated(seed)
     seq_len, total, each = 2048, 6000, 10**11
-    began = time.process_time()
-    sizes = share_out(
-        total,
-        speeds=speeds,
-        limits=limits,
-        seq_len=seq_len,
-        same_steps=same_steps,
-        micro_step_fs=each,
-    )
-    assert time.process_time() - began < 2.0
+    with at_most(lines=200_000):
+        sizes = share_out(
+            total,
+            speeds=speeds,
+            limits=limits,
+            seq_len=seq_len,
+            same_steps=same_steps,
+            micro_step_fs=each,
+        )
     assert sum(map(sum, sizes)) == total
     found = step_fs(sizes, speeds, seq_len, same_steps=same_steps)
     found += each * len(sizes[0]) if same_steps else 0
@@ -189,9 +189,8 @@ def test_sixteen_hosts_of_four_types_are_planned_at_once(zero: str) -> None:
     words = ["model=llama3_8b", "model.activation_checkpointing=full", f"zero={zero}"]
     words += ["hardware=a100x2_v100x2", f"hardware.hosts=[{hosts}]", "data.seq_len=2048"]
     exp = composed([*words, "batch.global_batch=4096", "batch.micro_batch=16"]).experiment
-    began = time.process_time()
-    plan = make_plan(exp)
-    assert time.process_time() - began < 2.0
+    with at_most(lines=500_000):
+        plan = make_plan(exp)
     assert plan.world_size == 128
     assert plan.time is not None
     assert plan.time.step_s < 0.8 * plan.time.even_step_s
@@ -239,9 +238,8 @@ def test_equal_ranks_are_given_equal_parts() -> None:
 @pytest.mark.parametrize("same_steps", [False, True])
 def test_a_large_batch_is_shared_out_at_once(size, same_steps) -> None:
     speeds = [RankSpeed(10**9, 10**7), RankSpeed(10**9, 3 * 10**7), RankSpeed(10**10, 10**8)]
-    began = time.process_time()
-    sizes = share_out(size, speeds=speeds, limits=[64] * 3, seq_len=8, same_steps=same_steps)
-    assert time.process_time() - began < 2.0
+    with at_most(lines=500_000):
+        sizes = share_out(size, speeds=speeds, limits=[64] * 3, seq_len=8, same_steps=same_steps)
     assert sum(map(sum, sizes)) == size
 
 

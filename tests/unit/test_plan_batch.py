@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import pytest
 from hypothesis import given
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from llmx.config import BatchConfig
 from llmx.errors import ConfigError
 from llmx.plan.batch import apportion, solve_batch
+from tests.effort import at_most
 
 
 def test_accumulation_follows_from_the_global_batch() -> None:
@@ -77,10 +77,8 @@ def test_the_smallest_accumulation_that_fits_is_found(target, micro, world) -> N
 @pytest.mark.parametrize("size", [2**24, 2**24 - 3, 16_777_199])
 def test_a_large_batch_is_solved_at_once(size) -> None:
     """Divisors, not every number up to the batch."""
-    started = time.process_time()
-    with contextlib.suppress(ConfigError):
+    with at_most(lines=10_000), contextlib.suppress(ConfigError):
         solve_batch(BatchConfig(global_batch=size), seq_len=8, world=3)
-    assert time.process_time() - started < 1.0
 
 
 def test_a_step_of_too_many_samples_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+
 from dataclasses import replace
 
 import pytest
@@ -21,6 +21,7 @@ from llmx.plan.step_time import (
 from llmx.plan.trace import StepTrace, TracedParameter
 from llmx.plan.types import Plan, TimePlan
 from tests.composing import composed
+from tests.effort import at_most
 
 LLAMA = [
     "model=llama3_8b",
@@ -267,12 +268,11 @@ def test_a_plan_keeps_its_time_through_json() -> None:
     assert Plan.from_dict(older) == replace(plan, time=None)
 
 
-def test_it_takes_milliseconds_for_a_large_cluster() -> None:
+def test_it_is_little_work_for_a_large_cluster() -> None:
     hosts = ", ".join(f"{{name: n{i}, slots: 8, device: a100_80g}}" for i in range(128))
     done = composed([*LLAMA, f"hardware.hosts=[{hosts}]", "batch.global_batch=4096"])
-    began = time.process_time()
-    step_time(done.experiment, done.plan)
-    assert time.process_time() - began < 0.1
+    with at_most(lines=40_000):
+        step_time(done.experiment, done.plan)
 
 
 @pytest.mark.parametrize("how", ["none", "full"])

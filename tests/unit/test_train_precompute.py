@@ -109,8 +109,8 @@ PLACES = [0, 0, 1]
 
 
 def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
-    import torch.distributed as dist
-
+    torch.set_num_threads(1)  # those of the process that forked are not here
+    dist = torch.distributed
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
     dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
 
@@ -156,14 +156,14 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
 
 class Ranks:
     def __init__(self, root: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        fork = multiprocessing.get_context("fork")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.jobs = [spawn.Queue() for _ in PLACES]
-        self.results = [spawn.Queue() for _ in PLACES]
+        self.jobs = [fork.Queue() for _ in PLACES]
+        self.results = [fork.Queue() for _ in PLACES]
         self.processes = [
-            spawn.Process(target=_rank, args=(rank, port, root, *queues), daemon=True)
+            fork.Process(target=_rank, args=(rank, port, root, *queues), daemon=True)
             for rank, queues in enumerate(zip(self.jobs, self.results, strict=True))
         ]
         for process in self.processes:
