@@ -9,10 +9,11 @@ It decides the predicted time in a ``plan.json``, and what ``auto`` takes where 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from llmx.run.tail import read_records
 
 FORMAT = 1
 MOST_KEPT = 500
+LOCK_S = 5.0
 LEAST_STEPS = 5
 """Steps of a run that teaches, after its first logged line, which is a warm-up."""
 
@@ -77,13 +79,33 @@ def learn(run: RunDir, exp: Experiment) -> list[Observation]:
             return []  # the split was measured where this file is not
         found = observe(exp, plan, measured)
         if found:
-            kept = _stored(path)
             new = [{**one.to_dict(), "time": round(time.time())} for one in found]
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [*kept, *new][-MOST_KEPT:]
-            write_json(path, {"format": FORMAT, "observations": kept})
+            with _alone(path.parent):
+                kept = [*_stored(path), *new][-MOST_KEPT:]
+                write_json(path, {"format": FORMAT, "observations": kept})
         return found
     return []
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Runs that end together add their lines one after the other. A disk that knows no locks, or
+    a holder that stands still, is not waited for: at worst a line is lost."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + LOCK_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_observations(path: Path) -> list[Observation]:

@@ -25,6 +25,7 @@ from llmx.config.schema import (
 )
 from llmx.plan.adapter import AdapterSize, adapter_size, trained_parameters
 from llmx.plan.geometry import Geometry
+from llmx.plan.step_memory import ALL_REDUCED_ELEMENTS
 from llmx.plan.types import NO_LOGITS, SUMMED, FrozenNetwork, MemoryPlan
 
 GIB = 1024.0**3
@@ -34,11 +35,6 @@ FUSED_LOSS_CHUNK_BYTES = 512 * 2**20
 """Logits that a fused loss has in memory at a time (``llmx.models.loss``)."""
 LOSS_CHUNK_BYTES = {"cuda": 128 * 2**20, "cpu": 4 * 2**20}
 """Logits in fp32 at a time."""
-ALLREDUCE_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's, where it does not shard gradients (stage 0, and stage 1 with fp32 sums of bf16
-gradients); it has no setting."""
-
-
 CONTEXT_GIB = {"cuda": 1.0, "cpu": 0.6}
 """Beside tensors. On a GPU the CUDA context, with workspaces of cuBLAS and NCCL; of a CPU rank all
 that its process has resident: the libraries, gloo, the loader. To that a plan adds what a CPU rank
@@ -127,7 +123,7 @@ def predict_memory(
     if width < 4 and zero.extra.get("communication_data_type") == "fp32":
         # Each bucket is copied to fp32 on its way.
         buffers += 4 * (
-            min(trained, ALLREDUCE_BUCKET_ELEMENTS) if step.buffers else buckets["reduce"]
+            min(trained, ALL_REDUCED_ELEMENTS) if step.buffers else buckets["reduce"]
         )
     if world_size == 1:
         buffers = 0.0
@@ -278,7 +274,7 @@ def step_bytes(
     temporary = _temporary_bytes(optim.kind, fused=cuda or offload)
     half = width < 4
     if stage == 0:
-        bucket = width * min(n, ALLREDUCE_BUCKET_ELEMENTS)
+        bucket = width * min(n, ALL_REDUCED_ELEMENTS)
         return StepBytes(width * n, (width + (4 if half else 0)) * n, bucket)
     if stage == 1 and half and accum == 4:
         if bf16 and not offload:
@@ -286,7 +282,7 @@ def step_bytes(
             # flattened in fp32 and reduced in bf16.
             whole = (4 + width) * n
             # All matrices are one tensor: where it is larger than a bucket, it is reduced alone.
-            reduced = 6 * n if n <= ALLREDUCE_BUCKET_ELEMENTS else width * n
+            reduced = 6 * n if n <= ALL_REDUCED_ELEMENTS else width * n
             return StepBytes(whole, whole + temporary * shard, reduced)
         return StepBytes((4 + width) * n, 4 * n + (4 + temporary) * shard)
     if stage == 1:

@@ -28,7 +28,8 @@ ALIGNMENT = 2
 """Elements by rank that a partition of stages 1 and 2 is padded to (nccl_start_alignment_factor).
 """
 ALL_REDUCED_ELEMENTS = 500_000_000
-"""That DeepSpeed reduces at a time where it does not shard gradients."""
+"""That DeepSpeed reduces at a time where it does not shard gradients (stage 0, and stage 1 with
+fp32 sums of bf16 gradients); it has no setting."""
 MOMENTUM_WIDTH = 4
 NORM_WIDTH = 8
 """Bytes of an element whose norm is computed: gradients are copied to fp64 for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
+from llmx.lifecycle import learned
 from llmx.lifecycle.learned import (
     learn,
     learned_file,
@@ -174,6 +176,26 @@ def test_a_run_teaches_the_next_plan_and_forgetting_is_deleting(run: RunDir) -> 
     assert len(read_observations(learned_file())) == 2
     learned_file().unlink()
     assert with_learned_time(done) is done
+
+
+def test_runs_that_end_together_lose_no_line(run: RunDir) -> None:
+    done = composed(["hardware=cpu2", "zero=stage2"])
+    (line,) = learned_from(run, done)
+    with ThreadPoolExecutor(8) as pool:
+        taught = list(pool.map(lambda _: learn(run, done.experiment), range(40)))
+    assert taught == [[line]] * 40
+    assert read_observations(learned_file()) == [line] * 41
+
+
+def test_a_lock_that_is_not_given_up_is_not_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned, "LOCK_S", 0.1)
+    done = composed(["hardware=cpu2", "zero=stage2"])
+    learned_from(run, done)
+    with learned._alone(learned_file().parent):
+        assert learn(run, done.experiment)
+    assert len(read_observations(learned_file())) == 2
 
 
 def test_off_neither_reads_nor_writes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
