@@ -1,7 +1,7 @@
 """How much work something is, whatever the machine: lines of Python that run, not seconds.
 
-    with at_most(lines=20_000):
-        solve_batch(...)
+with at_most(lines=20_000):
+    solve_batch(...)
 """
 
 from __future__ import annotations

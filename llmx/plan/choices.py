@@ -41,8 +41,7 @@ from llmx.plan.memory import does_not_fit
 from llmx.plan.predict import Traces, devices_of, memory_of
 from llmx.plan.speed import tokens_per_s
 from llmx.plan.step_time import NOTHING, Known, with_time
-from llmx.plan.storage import lacks_ram as short_of_ram
-from llmx.plan.storage import plan_storage, with_storage
+from llmx.plan.storage import plan_storage, ram_warning, with_storage
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -359,7 +358,7 @@ def said_of_memory(plan: Plan) -> list[str]:
     count = sum(not one.fits for one in plan.memory)
     of_devices = list(plan.warnings[: count + 1]) if count else []
     hosts = plan.storage.hosts if plan.storage is not None else ()
-    return [*of_devices, *dict.fromkeys(text for one in hosts if (text := short_of_ram(one)))]
+    return [*of_devices, *dict.fromkeys(text for one in hosts if (text := ram_warning(one)))]
 
 
 def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules) -> str:

@@ -122,9 +122,7 @@ def predict_memory(
     buffers += step.buffers
     if width < 4 and zero.extra.get("communication_data_type") == "fp32":
         # Each bucket is copied to fp32 on its way.
-        buffers += 4 * (
-            min(trained, ALL_REDUCED_ELEMENTS) if step.buffers else buckets["reduce"]
-        )
+        buffers += 4 * (min(trained, ALL_REDUCED_ELEMENTS) if step.buffers else buckets["reduce"])
     if world_size == 1:
         buffers = 0.0
     activations = _activation_bytes(exp.model, geometry, tokens, width, device.accelerator)

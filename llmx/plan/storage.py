@@ -60,10 +60,10 @@ class ModelSize:
 def with_storage(plan: Plan, exp: Experiment, *, size: ModelSize | None = None) -> Plan:
     """The plan with what it takes of its hosts, and a warning where that is more RAM than the
     config says they have. ``size``: of a model that only its trace knows."""
-    said = {text for one in _hosts(plan) if (text := lacks_ram(one))}
+    said = {text for one in _hosts(plan) if (text := ram_warning(one))}
     kept = tuple(text for text in plan.warnings if text not in said)
     plan = replace(plan, storage=plan_storage(exp, plan, size=size))
-    new = dict.fromkeys(text for one in _hosts(plan) if (text := lacks_ram(one)))
+    new = dict.fromkeys(text for one in _hosts(plan) if (text := ram_warning(one)))
     return replace(plan, warnings=(*kept, *new))
 
 
@@ -71,7 +71,7 @@ def _hosts(plan: Plan) -> tuple[HostStorage, ...]:
     return plan.storage.hosts if plan.storage is not None else ()
 
 
-def lacks_ram(host: HostStorage) -> str:
+def ram_warning(host: HostStorage) -> str:
     """The sentence where a host has less than it needs; empty where it fits or is not known."""
     needed, has = host.ram_bytes, host.ram_has_bytes
     if needed is None or has is None or needed <= has:
