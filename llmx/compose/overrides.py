@@ -174,6 +174,8 @@ def _unreadable(word: str) -> str:
         return "A number has more than 4000 digits."
     if not value.isascii():
         return f"Letters beyond ASCII inside brackets are quoted: '{key}={{0: \"é\"}}'."
+    if value.strip().endswith(","):
+        return "Nothing follows the comma at its end; leave it out."
     return (
         "A value with commas, colons, brackets or = is quoted: "
         f"'{key if len(key) < 60 else 'key'}=\"a, b\"'."

@@ -63,6 +63,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["sweep", "zero_x"], 'Did you mean "zero_x_micro_batch"?'),
         (["reproduce", "nowhere"], "no run directory"),
         (["optim.lr=[1"], "optim.lr=[1: cannot be read. A [ has no ];"),
+        (["-m", "seed=1,2,"], "seed=1,2,: cannot be read. Nothing follows the comma at its end"),
         (["-m", "zero=stage1,[a"], "zero=stage1,[a: cannot be read. A [ has no ]"),
         (["name='a"], "name='a: cannot be read. A quote (') is not closed."),
         (["hardware.hosts[0].slots=2"], "number behind a dot: hardware.hosts.0.slots=2"),
