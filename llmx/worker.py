@@ -21,7 +21,7 @@ from llmx.config import Experiment, experiment_from_dict, migrate
 from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.types import Plan
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, load_yaml, read_json
 from llmx.train.signals import ShutdownRequest, handle_signals
 from llmx.train.status import RankStatus
 
@@ -135,9 +135,7 @@ def choose_interface(plan: Plan, environment: MutableMapping[str, str]) -> None:
 
 def read_experiment(run_dir: RunDir) -> Experiment:
     """The snapshot's config, typed. Hydra and OmegaConf are not needed for it."""
-    import yaml
-
-    values = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
+    values = load_yaml(run_dir.config)
     return experiment_from_dict(migrate(values, source=str(run_dir.config)).values)
 
 

@@ -25,6 +25,7 @@ from llmx.data.store.preview import print_samples
 from llmx.data.store.summary import draw_histogram, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
+from llmx.run.rundir import load_yaml
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.text import printable
 
@@ -38,9 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(config: Path, own: dict[str, str]) -> int:
-    import yaml
-
-    exp = experiment_from_dict(yaml.safe_load(config.read_text(encoding="utf-8")))
+    exp = experiment_from_dict(load_yaml(config))
     splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
     wanted = own.get("split")
     if wanted is not None and wanted not in splits:

@@ -156,7 +156,7 @@ def _compose(
     part = argv[argv.index("--package") + 1] if "--package" in argv else None
     unheard = contextlib.redirect_stderr(io.StringIO()) if part else contextlib.nullcontext()
     try:
-        with unheard:
+        with unheard, _mode_as_typed(argv):
             decorated(job)()
     except SystemExit:  # how Hydra ends where the config has no such part
         if not part:
@@ -188,6 +188,25 @@ def _compose(
         if isinstance(end, LlmxError):
             raise end
     return next((end for end in ended if isinstance(end, int) and end), 0)
+
+
+@contextlib.contextmanager
+def _mode_as_typed(argv: Sequence[str]) -> Iterator[None]:
+    """Hydra composes the whole config once more only to read ``hydra.mode`` in it: a quarter of
+    what a command takes before it does anything. Where no word, and no file of the user's, can set
+    it, ``--multirun`` alone decides."""
+    from hydra._internal.hydra import Hydra
+
+    set_by = ("hydra.mode", "hydra=", "hydra@", "--config-dir")
+    asked: Any = getattr(Hydra, "get_mode", None)
+    if asked is None or any(word.lstrip("+~").startswith(set_by) for word in argv):
+        yield
+        return
+    Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = asked  # type: ignore[method-assign]
 
 
 def known_parts(keys: Iterable[str]) -> list[str]:

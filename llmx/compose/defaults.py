@@ -7,12 +7,20 @@ as ``5e8`` and rules stay with ``llmx.config``, which snapshots use as well.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 
 
 def register_defaults() -> None:
     """Idempotent; called before Hydra composes."""
     from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="llmx_defaults", node=_node())
+
+
+@functools.cache
+def _node() -> typing.Any:
+    """The same each time: Hydra copies what it is given."""
     from omegaconf import OmegaConf
 
     from llmx.config import Experiment, to_dict
@@ -25,7 +33,7 @@ def register_defaults() -> None:
     for key in free_mappings(Experiment):
         # `launch.env.NCCL_DEBUG=INFO` is no typo, and needs no `+`.
         OmegaConf.set_struct(OmegaConf.select(node, key), False)
-    ConfigStore.instance().store(name="llmx_defaults", node=node)
+    return node
 
 
 def free_mappings(cls: type, prefix: str = "") -> list[str]:

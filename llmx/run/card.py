@@ -21,7 +21,7 @@ import yaml
 from llmx.config.launch_rules import is_secret
 from llmx.run.metrics.declared import declared_of, measured, metric_of
 from llmx.run.metrics.lines import Record, read_metrics, step_of
-from llmx.run.rundir import RunDir, read_mapping, write_text
+from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_text
 from llmx.text import plural
 
 CARD = "README.md"
@@ -290,7 +290,7 @@ def _sources(config: Mapping[str, Any]) -> list[str]:
 def _overrides(run: RunDir) -> list[str]:
     """What was typed, without what is private."""
     try:
-        words = yaml.safe_load(run.overrides.read_text(encoding="utf-8"))
+        words = load_yaml(run.overrides)
     except (OSError, ValueError, yaml.YAMLError):
         return []
     found = []
@@ -340,7 +340,7 @@ def _of(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -22,7 +22,7 @@ from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.run.provenance import record
-from llmx.run.rundir import RunDir, no_run, read_json, write_json, write_text
+from llmx.run.rundir import RunDir, load_yaml, no_run, read_json, write_json, write_text
 
 
 def write(
@@ -75,7 +75,7 @@ def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:
 def config_values(path: Path) -> dict[str, Any] | None:
     """The mapping in a ``config.yaml``; None where it is missing or not one."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path)
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return values if isinstance(values, dict) else None
@@ -84,7 +84,7 @@ def config_values(path: Path) -> dict[str, Any] | None:
 def read_overrides(run: RunDir) -> list[str]:
     """What the user typed (``overrides.yaml``); empty where it cannot be read."""
     try:
-        words = yaml.safe_load(run.overrides.read_text(encoding="utf-8"))
+        words = load_yaml(run.overrides)
     except (OSError, ValueError, yaml.YAMLError):
         return []
     return [str(word) for word in words] if isinstance(words, list) else []
@@ -161,7 +161,7 @@ def migrations(run: RunDir) -> tuple[str, ...]:
 
 def _migrated(run: RunDir) -> Migrated:
     try:
-        values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        values = load_yaml(run.config)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         read_yaml(run.config)  # says what is wrong, and in which line
         raise ConfigError(f"{run.config}: cannot be read as YAML. Is the file whole?") from error

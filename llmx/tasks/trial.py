@@ -12,7 +12,7 @@ from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.models.trial import try_model
-from llmx.run.rundir import write_json
+from llmx.run.rundir import load_yaml, write_json
 from llmx.tasks import task_class
 
 
@@ -33,10 +33,8 @@ def try_task(exp: Experiment, *, accelerator: str) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> int:
-    import yaml
-
     config, result, accelerator = words
-    values = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    values = load_yaml(Path(config))
     write_json(Path(result), try_task(experiment_from_dict(values), accelerator=accelerator))
     return 0
 

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from llmx.config import Experiment, TrackingConfig, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.metrics.lines import MetricsTail, Record
-from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
 
 POLL_S = 0.5
@@ -219,10 +219,9 @@ def fresh_result(run: RunDir, *, token: str, started: float) -> Record | None:
 
 
 def _read_config(run: RunDir) -> tuple[Experiment, dict[str, Any]]:
-    import yaml
 
     try:
-        values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        values = load_yaml(run.config)
     except OSError as error:
         raise ConfigError(
             f"{run.root}: not a run directory ({error.strerror}: config.yaml); "

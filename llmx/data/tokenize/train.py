@@ -22,14 +22,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmx.config import DataConfig, TokenizerConfig, experiment_from_dict
 from llmx.data.format.templates import TEMPLATES, choose_template
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.split import DatasetSplit
 from llmx.data.tokenize.text_sample import TextSample, texts_of
 from llmx.errors import ConfigError, DataError, exit_code
+from llmx.run.rundir import load_yaml
 
 SENTENCE_CHARS = 1000
 """SentencePiece learns from lines; longer ones are cut, for it would leave them out."""
@@ -366,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         if not words:
             raise ConfigError("one composed config: python -m llmx.data.tokenize.train FILE.yaml")
-        values = yaml.safe_load(Path(words[0]).read_text(encoding="utf-8"))
+        values = load_yaml(Path(words[0]))
         for word in words[1:]:
             key, _, value = word.partition("=")
             if key not in OWN_KEYS:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmx.compose.apply_overrides import RunCommand, parse_run_command
 from llmx.compose.complete import check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
@@ -28,7 +26,7 @@ from llmx.run.metrics.equality import compare_runs
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.provenance import code_files, git_state, record
 from llmx.run.provenance.differences import HARMLESS, not_recorded
-from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
 from llmx.text import plural
 from llmx.tracking.packages import check_packages
 
@@ -174,7 +172,7 @@ def _start(
 
 def _config_as_written(run: RunDir) -> dict[str, Any]:
     """``config.yaml`` in the schema of then."""
-    return dict(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+    return dict(load_yaml(run.config))
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:

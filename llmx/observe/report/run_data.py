@@ -18,7 +18,7 @@ from llmx.errors import ConfigError
 from llmx.run.metrics import Metric, declared_of, measured
 from llmx.run.metrics.lines import MetricsTail, Record, step_of
 from llmx.run.metrics.summary import Summary
-from llmx.run.rundir import RunDir, no_run, read_json, read_mapping
+from llmx.run.rundir import RunDir, load_yaml, no_run, read_json, read_mapping
 from llmx.run.snapshot import read_overrides
 from llmx.run.tail import read_records
 from llmx.text import plural
@@ -187,7 +187,7 @@ def _read_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return load_yaml(path)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
