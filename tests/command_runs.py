@@ -66,7 +66,7 @@ class Finished:
 
 
 def llmx(
-    directory: Path, *words: str, timeout_s: float = 300.0, **environment: str
+    directory: Path, *words: str, timeout_s: float = 900.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """``python -m llmx WORDS`` in ``directory``, on one thread a process."""
     return subprocess.run(

@@ -51,7 +51,7 @@ class Ranks:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
 
-    def until(self, condition: Callable[[], Any], *, timeout_s: float = 120.0) -> Any:
+    def until(self, condition: Callable[[], Any], *, timeout_s: float = 400.0) -> Any:
         """Wait for a condition while the ranks run."""
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
@@ -59,7 +59,7 @@ class Ranks:
             time.sleep(0.005)
         return value
 
-    def wait(self, *, timeout_s: float = 180.0) -> list[int]:
+    def wait(self, *, timeout_s: float = 600.0) -> list[int]:
         """Exit codes; negative: ended by that signal."""
         codes = self._server.ask({"wait": self.pids}, timeout_s=timeout_s)["codes"]
         self._server.forget(self.pids)
@@ -92,13 +92,13 @@ class Server:
             text=True,
         )
         self._started: list[int] = []
-        assert self._read(timeout_s=240) == {"ready": True}
+        assert self._read(timeout_s=900) == {"ready": True}
 
     def start(self, *run_dirs: RunDir, ranks: int = 2, **env: str) -> Ranks:
         """Start a run: ``ranks`` of one directory, or one rank for each of several."""
         dirs = list(run_dirs) if len(run_dirs) > 1 else [run_dirs[0]] * ranks
         asked = {"start": [str(each.root) for each in dirs], "port": free_port(), "env": env}
-        pids = self.ask(asked, timeout_s=60)["pids"]
+        pids = self.ask(asked, timeout_s=240)["pids"]
         self._started += pids
         return Ranks(self, dirs, pids)
 
@@ -159,7 +159,7 @@ def server() -> Iterator[Server]:
 
 
 def launch(
-    target: str, *arguments: str, ranks: int, timeout_s: float = 300.0, **environment: str
+    target: str, *arguments: str, ranks: int, timeout_s: float = 900.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """``tests.rundirs.launch``, forked."""
     return launched(

@@ -113,7 +113,7 @@ def rank_environment(**more: str) -> dict[str, str]:
 
 
 def launch(
-    target: str, *arguments: str, ranks: int, timeout_s: float = 300.0, **environment: str
+    target: str, *arguments: str, ranks: int, timeout_s: float = 900.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Start ``ranks`` processes of a module (or of a script, by its path) with ``deepspeed``.
 

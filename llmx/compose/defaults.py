@@ -10,6 +10,9 @@ import dataclasses
 import functools
 import typing
 
+from llmx.config import Experiment, to_dict
+from llmx.config.build import hints_of
+
 
 def register_defaults() -> None:
     """Idempotent; called before Hydra composes."""
@@ -22,8 +25,6 @@ def register_defaults() -> None:
 def _node() -> typing.Any:
     """The same each time: Hydra copies what it is given."""
     from omegaconf import OmegaConf
-
-    from llmx.config import Experiment, to_dict
 
     values = to_dict(Experiment())
     # OmegaConf lets a "???" of a group not override a value: with the schema's own default,
@@ -39,7 +40,7 @@ def _node() -> typing.Any:
 def free_mappings(cls: type, prefix: str = "") -> list[str]:
     """Dotted keys of the schema's fields that are mappings with keys of the user's choice."""
     found: list[str] = []
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):

@@ -62,7 +62,7 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 def _auto_fields(cls: type) -> tuple[tuple[str, str], ...]:
     """(section, name) of each number that takes ``auto``; the section of its own is empty."""
     parts = {"": cls} | {
-        name: hint for name, hint in typing.get_type_hints(cls).items() if isinstance(hint, type)
+        name: hint for name, hint in hints_of(cls).items() if isinstance(hint, type)
     }
     return tuple(
         (section, field.name)
@@ -73,10 +73,16 @@ def _auto_fields(cls: type) -> tuple[tuple[str, str], ...]:
     )
 
 
+@cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """The types of its fields; reading them takes longer than building what they describe."""
+    return typing.get_type_hints(cls)
+
+
 def known_keys(cls: type = Experiment, prefix: str = "") -> list[str]:
     """Every dotted key of the schema, in order (groups included)."""
     keys: list[str] = []
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         keys.append(prefix + field.name)
         if dataclasses.is_dataclass(hints[field.name]):
@@ -91,7 +97,7 @@ def _dataclass(cls: type[T], values: Any, path: str, problems: list[str]) -> T:
             f"{', '.join(_names(cls))}."
         )
         return cls()
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     kwargs: dict[str, Any] = {}
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in values.items():

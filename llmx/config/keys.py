@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from functools import cache
 from typing import Any
 
-from llmx.config.build import known_keys, shown
+from llmx.config.build import hints_of, known_keys, shown
 from llmx.config.schema import Experiment
 from llmx.errors import did_you_mean
 
@@ -25,7 +24,7 @@ def key_problem(key: str) -> str:
         if hint is Any:
             return ""
         if dataclasses.is_dataclass(hint):
-            inner = _hints(typing.cast(type, hint))
+            inner = hints_of(typing.cast(type, hint))
             if part not in inner:
                 return _no_such(key, ".".join(parts[: index + 1]), before, list(inner))
             hint = inner[part]
@@ -48,7 +47,7 @@ def shape(key: str) -> str:
         if hint is Any:
             return ""
         if dataclasses.is_dataclass(hint):
-            hint = _hints(typing.cast(type, hint))[part]
+            hint = hints_of(typing.cast(type, hint))[part]
         else:
             hint = typing.get_args(hint)[-1]
     hint = _without_none(hint)
@@ -74,11 +73,6 @@ def _no_such(key: str, where: str, before: str, names: list[str]) -> str:
             words = f" Known here: {', '.join(names)}."
     see = f"help {before.split('.')[0]}" if before else "--help"
     return f"{shown(key)}: no such key.{words} See python -m llmx {see}."
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _without_none(hint: Any) -> Any:

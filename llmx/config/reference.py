@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmx.config import schema
+from llmx.config.build import hints_of
 from llmx.config.fields import plain
 
 NAME = "NAME"
@@ -267,7 +268,7 @@ def typed(value: Any) -> str:
 
 
 def _keys(cls: type, prefix: str) -> Iterator[Key]:
-    hints, docs = typing.get_type_hints(cls), _docs()[cls.__name__]
+    hints, docs = hints_of(cls), _docs()[cls.__name__]
     for field in dataclasses.fields(cls):
         name, (hint, nullable) = prefix + field.name, _plain(hints[field.name])
         if dataclasses.is_dataclass(hint):
@@ -358,7 +359,7 @@ def _plain(hint: Any) -> tuple[Any, bool]:
 
 
 def _sections(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         hint, name = hints[field.name], prefix + field.name
         args = typing.get_args(hint)

@@ -13,7 +13,7 @@ from tests.chaos.campaign import campaign
 from tests.chaos.kinds import KINDS
 from tests.cluster.requirements import missing
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.chaos
 
 FAULTS = 30
 SEED = 20_300_101

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from llmx.bench.part import PARTS
+from tests.forked_ranks import shared
 
 NEEDS_GPUS = {"fp16", "synchronisations", "several_gpus"}
 
 
-def bench(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llmx", "bench", "--tiny", *words]
+def bench(
+    *words: str, cwd: Path, python: Path | str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    command = [str(python), "-m", "llmx", "bench", "--tiny", *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
@@ -26,7 +29,8 @@ def outcomes(directory: Path) -> dict[str, dict]:
 
 @pytest.mark.deepspeed
 def test_every_part_runs_to_its_end_with_shrunken_sizes(tmp_path) -> None:
-    done = bench("--out", "results", "--work-dir", "work", cwd=tmp_path)
+    # Forked ranks: what starts them otherwise is tested elsewhere (test_launch_local).
+    done = bench("--out", "results", "--work-dir", "work", cwd=tmp_path, python=shared().python)
     found = outcomes(tmp_path / "results")
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(found) == list(PARTS)

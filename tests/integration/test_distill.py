@@ -21,7 +21,7 @@ from tests.forked_ranks import Server
 from tests.integration.test_dpo import measured
 from tests.rundirs import TINY_LLAMA, experiment, write_run
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.deepspeed
 
 STEPS, TOP = 6, 32
 

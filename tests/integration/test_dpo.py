@@ -21,7 +21,7 @@ from tests.realdata import real_tokenizer_dir
 from tests.resumed_runs import MEASURED
 from tests.rundirs import experiment, write_run
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.deepspeed
 
 STEPS = 8
 

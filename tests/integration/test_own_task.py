@@ -20,7 +20,7 @@ from llmx.run.rundir import RunDir, read_json
 from tests.command_runs import SMALL, forked, lines, succeeds
 from tests.resumed_runs import events, has_saved, measurements
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.deepspeed
 
 PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
 TOPICS = ("rain", "snow", "tea", "bread", "a river", "the sea", "a lamp", "a horse")

@@ -38,7 +38,7 @@ def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
         cwd=PROGRAM.parents[1],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

@@ -18,7 +18,7 @@ from tests.forked_ranks import launch
 from tests.programs.state import job_experiment, task_of
 from tests.reference import naive_gradient, paired_store, word_tokenizer, write_pretrained
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.deepspeed
 
 DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 OWN_TASK = "tests.programs.own_task:Everything"

@@ -11,7 +11,7 @@ import torch
 
 from tests.command_runs import lines, succeeds
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.deepspeed
 
 CORPUS = "CLUECorpusSmall_sampled.txt"
 

@@ -22,7 +22,7 @@ from tests.forked_ranks import Server
 from tests.resumed_runs import events, measurements
 from tests.rundirs import TINY_LLAMA
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.deepspeed
 
 STEPS, SAVED = 4, 2
 PAIRS = "data=file data.path={data}/dpo_en_demo.json data.seq_len=512 data.over_long=truncate"

@@ -21,7 +21,7 @@ from llmx.run.speeds import known_speeds
 from tests.forked_ranks import Server
 from tests.rundirs import experiment, write_run
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.deepspeed
 STEPS = 4
 
 

@@ -18,7 +18,7 @@ from tests.forked_ranks import Server
 from tests.resumed_runs import events, measurements
 from tests.rundirs import experiment, write_run
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.deepspeed
 STEPS = 12
 
 

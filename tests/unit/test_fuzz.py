@@ -1,4 +1,4 @@
-"""300 random command lines, config files and hostfiles; more by ``python -m tests.fuzz``."""
+"""500 random command lines, config files and hostfiles; more by ``python -m tests.fuzz``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz.__main__ import base_run
 from tests.fuzz.cases import make_case
 from tests.fuzz.check import run_case
 
-CHUNK = 30
+CHUNK = 50
 
 
 @pytest.fixture(scope="module")
