@@ -97,7 +97,7 @@ def _dataclass(cls: type[T], values: Any, path: str, problems: list[str]) -> T:
             f"{', '.join(_names(cls))}."
         )
         return cls()
-    hints = hints_of(cls)
+    hints = hints_of(typing.cast(type, cls))
     kwargs: dict[str, Any] = {}
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in values.items():
