@@ -28,10 +28,10 @@ demo: venv ## set up, then train the bundled demo (GPU if there is one, else two
 	@echo 'Tab completion: eval "$$(llmx completion bash)"   (or zsh; fish: llmx completion fish | source)'
 
 test: system venv ## set up, then run every test (clusters of network namespaces need root)
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel"
-	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "deepspeed or wheel or cluster or chaos"
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel and not long"
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "deepspeed or wheel or cluster or chaos or long"
 
-fast: venv ## the tests that start neither DeepSpeed nor clusters
+fast: venv ## the tests that start neither DeepSpeed nor clusters, and take no minutes
 	$(PYTEST) -n $(JOBS) --dist loadgroup
 
 # The oldest versions that pyproject.toml allows, in an environment of its own (about 6 GB: PyPI has

@@ -28,9 +28,9 @@ from tests.forked_ranks import Server, shared
 settings.register_profile("llmx", deadline=None)
 settings.load_profile("llmx")
 
-SLOW = ("deepspeed", "wheel", "cluster", "chaos")
+SLOW = ("deepspeed", "wheel", "cluster", "chaos", "long")
 FIRST = (
-    "test_chaos.py", "test_tasks_proof.py", "test_train_golden.py", "test_train.py",
+    "test_chaos.py", "test_tasks_proof.py", "test_fuzz.py", "test_train_golden.py", "test_train.py",
     "test_resume.py", "test_launch_failures.py",
 )  # fmt: skip
 """Of the slow files, where time is limited: every task, a run on two hosts, what it survives."""

@@ -93,8 +93,8 @@ ENVIRONMENT = {
         "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line "
         "of code, where a training waits for the GPU (python -m llmx bench does).",
         "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests anew (make golden).",
-        "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests that have not begun by then are skipped, "
-        "those of tests/conftest.py's FIRST not (CI).",
+        "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests that have not begun by then are "
+        "skipped, those of tests/conftest.py's FIRST not (CI).",
     },
     "Set by llmx for its own processes; do not set them": {
         "LLMX_RUN_TOKEN": "The id of a run, in the environment of each of its processes: by it "

@@ -10,6 +10,8 @@ from tests.fuzz.__main__ import base_run
 from tests.fuzz.cases import make_case
 from tests.fuzz.check import run_case
 
+pytestmark = pytest.mark.long
+
 CHUNK = 50
 
 

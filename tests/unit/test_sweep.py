@@ -20,6 +20,8 @@ from llmx.sweep.journal import Entry, Journal
 from tests.composing import composed
 from tests.made_up_trials import enter, only_sweep
 
+pytestmark = pytest.mark.long
+
 PLAN_ONLY = ["dry_run=true", "hardware=cpu2", "model.config.num_hidden_layers=1"]
 GRID = ["-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *PLAN_ONLY]
 

@@ -218,6 +218,8 @@ from tests.unit import test_sweep_concurrent as here
 import llmx.sweep.sweep as sweep
 sweep.supervise = here.supervised
 from llmx.__main__ import main
+
+pytestmark = pytest.mark.long
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -19,6 +19,8 @@ from llmx.sweep.halving import Rungs, at_rung, better, continued
 from tests.composing import composed
 from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
 
+pytestmark = pytest.mark.long
+
 RATES = ["1e-4", "2e-4", "3e-4", "4e-4", "5e-4", "6e-4", "7e-4"]
 LOSSES = dict(zip(RATES, [5.0, 3.0, 1.0, 2.0, 4.0, 6.0, 7.0], strict=True))
 SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "task.steps=100", "batch=demo"]

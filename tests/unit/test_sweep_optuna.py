@@ -13,6 +13,8 @@ from llmx.compose.complete import Composed
 from llmx.run import snapshot
 from tests.made_up_trials import enter, leave, only_sweep
 
+pytestmark = pytest.mark.long
+
 optuna = pytest.importorskip("optuna")
 
 SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "hydra/sweeper=optuna"]

@@ -16,6 +16,8 @@ from llmx.run import snapshot
 from tests.composing import composed
 from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
 
+pytestmark = pytest.mark.long
+
 SMALL = [
     *("hardware=cpu2", "model.config.num_hidden_layers=1", "batch.global_batch=32"),
     *("zero=stage0,stage1,stage2", "model.activation_checkpointing=none,full"),
