@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,19 @@ from tests.cluster.requirements import missing
 pytestmark = pytest.mark.chaos
 
 FAULTS = 30
+ENOUGH_S = 15 * 60
+"""Before the end of a CI run that has little time left (tests/conftest.py), each kind once."""
 SEED = 20_300_101
 
 
 def test_as_if_undisturbed(tmp_path: Path) -> None:
     if reason := missing("pdsh", "rsync"):
         pytest.skip(f"no test cluster: {reason}")
-    report = campaign(tmp_path, faults=FAULTS, seed=SEED)
+    left_s = float(os.environ.get("LLMX_TEST_UNTIL") or "inf") - time.time()
+    faults = FAULTS if left_s > ENOUGH_S else len(KINDS)
+    report = campaign(tmp_path, faults=faults, seed=SEED)
     assert not report.problems, report.problems[0]
-    assert report.survived == len(report.strikes) == FAULTS
+    assert report.survived == len(report.strikes) == faults
     assert {strike.kind for strike in report.strikes} == {kind.name for kind in KINDS}
     assert report.equal_losses == report.steps
     assert len(report.weights_hash) >= 16
