@@ -31,7 +31,7 @@ test: system venv ## set up, then run every test (clusters of network namespaces
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel and not long"
 	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "deepspeed or wheel or cluster or chaos or long"
 
-fast: venv ## the tests that start neither DeepSpeed nor clusters, and take no minutes
+fast: venv ## the quick tests: no DeepSpeed, no clusters, no sweeps
 	$(PYTEST) -n $(JOBS) --dist loadgroup
 
 # The oldest versions that pyproject.toml allows, in an environment of its own (about 6 GB: PyPI has

@@ -197,7 +197,7 @@ def _mode_as_typed(argv: Sequence[str]) -> Iterator[None]:
     it, ``--multirun`` alone decides."""
     from hydra._internal.hydra import Hydra
 
-    set_by = ("hydra.mode", "hydra=", "hydra@", "--config-dir")
+    set_by = ("hydra.mode", "hydra.searchpath", "hydra=", "hydra@", "--config-dir")
     asked: Any = getattr(Hydra, "get_mode", None)
     if asked is None or any(word.lstrip("+~").startswith(set_by) for word in argv):
         yield

@@ -219,7 +219,6 @@ def fresh_result(run: RunDir, *, token: str, started: float) -> Record | None:
 
 
 def _read_config(run: RunDir) -> tuple[Experiment, dict[str, Any]]:
-
     try:
         values = load_yaml(run.config)
     except OSError as error:

@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from llmx.run.rundir import RunDir
-from tests.cluster.host import PATIENCE
 from tests.cluster.netns import INTERFACE, Cluster, Host, wait_until
 
 SMALL = (
@@ -79,7 +78,7 @@ class LlmxRun:
 
     def wait(self, *, timeout_s: float) -> int:
         try:
-            return self.process.wait(timeout=PATIENCE * timeout_s)
+            return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"not over within {timeout_s:g} s\n{self.output()}") from None

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmx.run.rundir import RunDir, read_json
+from tests.cluster.netns import wait_until
 from tests.command_runs import SMALL, forked, lines, succeeds
 from tests.resumed_runs import events, has_saved, measurements
 
@@ -137,11 +137,10 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
-    deadline = time.monotonic() + 240
-    while not has_saved(run, 4):
-        assert command.poll() is None, (tmp_path / "out").read_text()
-        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
-        time.sleep(0.02)
+    wait_until(
+        lambda: has_saved(run, 4) or command.poll() is not None, timeout_s=240, what="a checkpoint"
+    )
+    assert command.poll() is None, (tmp_path / "out").read_text()
     os.kill(read_json(run.rank_status(1))["pid"], signal.SIGKILL)
     assert command.wait(timeout=240) == 0, (tmp_path / "out").read_text()
     assert [event["step"] for event in events(run, "resumed")] in ([4], [6])

@@ -287,7 +287,7 @@ def test_server_that_is_not_there(
         one = tracker(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=url)
         out = one.wait()
         took_s = time.monotonic() - begun
-    assert took_s < 12.0 + 30.0, "finish_timeout_s, and the start of Python"
+    assert took_s < 12.0 + 5.0, "finish_timeout_s, and the start of Python"
     assert_whole(only_wandb_file(run, prefix="offline-"), run, records)
     (line,) = out.splitlines()
     assert line.startswith("wandb: offline: ")
@@ -311,7 +311,7 @@ def test_server_lost_during_the_run(
         begun = time.monotonic()
         out = one.wait()
         took_s = time.monotonic() - begun
-        assert took_s < 12.0 + 30.0
+        assert took_s < 12.0 + 3.0
     assert_whole(only_wandb_file(run, prefix=""), run, records)
     first, last = out.splitlines()
     assert first.startswith("wandb: online: ")

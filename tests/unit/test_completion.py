@@ -185,13 +185,14 @@ def test_an_answer_waits_for_no_heavy_library() -> None:
     code = (
         "import sys; from llmx.__main__ import main; "
         f"main(['completion', '--answer', 'bash', {BREAKS!r}, 'llmx optim.']); "
-        "print(*{name.partition('.')[0] for name in sys.modules})"
+        "print(len(sys.modules), *{name.partition('.')[0] for name in sys.modules})"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *_, imported = said.stdout.splitlines()
+    count, _, imported = said.stdout.splitlines()[-1].partition(" ")
     heavy = {"hydra", "omegaconf", "antlr4", "numpy", "torch", "transformers", "wandb", "rich"}
     assert "llmx" in imported.split()
     assert heavy.isdisjoint(imported.split())
+    assert int(count) < 180  # 130 when this was written
 
 
 # --- The shells themselves -------------------------------------------------------------------

@@ -95,10 +95,8 @@ def test_the_main_thread_may_be_busy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         connection.request("handshake", token=secrets.token_hex(8), silence_s=0.5, timeout_s=10)
         # Fifteen replies take three times as long as the agent waits for a message.
         wait_until(lambda: len(connection._clock_samples) >= 15, timeout_s=30)
-        asked = time.monotonic()
         assert connection.request("flush", timeout_s=10)["event"] == "flush"
         assert connection.lost_at is None
-        assert connection.last_message_at > asked
     finally:
         connection.close(timeout_s=10)
 

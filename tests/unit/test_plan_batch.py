@@ -77,8 +77,11 @@ def test_the_smallest_accumulation_that_fits_is_found(target, micro, world) -> N
 @pytest.mark.parametrize("size", [2**24, 2**24 - 3, 16_777_199])
 def test_a_large_batch_is_solved_at_once(size) -> None:
     """Divisors, not every number up to the batch."""
+    plan = None
     with at_most(lines=10_000), contextlib.suppress(ConfigError):
-        solve_batch(BatchConfig(global_batch=size), seq_len=8, world=3)
+        plan = solve_batch(BatchConfig(global_batch=size), seq_len=8, world=3)
+    assert (plan is not None) == (size % 3 == 0)
+    assert plan is None or plan.global_batch == size
 
 
 def test_a_step_of_too_many_samples_is_refused() -> None:

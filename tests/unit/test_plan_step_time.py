@@ -271,7 +271,9 @@ def test_it_is_little_work_for_a_large_cluster() -> None:
     hosts = ", ".join(f"{{name: n{i}, slots: 8, device: a100_80g}}" for i in range(128))
     done = composed([*LLAMA, f"hardware.hosts=[{hosts}]", "batch.global_batch=4096"])
     with at_most(lines=40_000):
-        step_time(done.experiment, done.plan)
+        found = step_time(done.experiment, done.plan)
+    assert found == done.plan.time
+    assert len(found.idle) == 1024
 
 
 @pytest.mark.parametrize("how", ["none", "full"])

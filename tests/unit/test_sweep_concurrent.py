@@ -27,6 +27,7 @@ from llmx.run.rundir import RunDir, write_json
 from llmx.sweep import journal as journals
 from llmx.sweep.process import TrialProcess, end_earlier
 from llmx.sweep.tracked import Replays
+from tests.cluster.netns import wait_until
 from tests.composing import composed
 from tests.wandb_file import WandbFile
 
@@ -312,17 +313,12 @@ def test_an_earlier_attempt_that_does_not_end_is_killed(tmp_path: Path) -> None:
         return 0
 
     process = TrialProcess(run, stuck)
-    deadline = time.monotonic() + 30
-    while not run.supervisor_lock.is_file() or not run.supervisor_lock.stat().st_size:
-        assert time.monotonic() < deadline, "the trial does not take its lock"
-        assert process.poll() is None
-        time.sleep(0.02)
+    lock = run.supervisor_lock
+    wait_until(lambda: lock.is_file() and lock.stat().st_size, timeout_s=30, what="the lock")
+    assert process.poll() is None
     end_earlier(run, grace_s=0.2, notify=said.append)
     assert said == ["waiting for the earlier attempt of 0_run, which is ending"]
-    deadline = time.monotonic() + 10
-    while (end := process.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    end = wait_until(process.poll, timeout_s=10, what="the end of the trial")
     assert "ended by SIGKILL" in str(end.error)
     end_earlier(run, grace_s=0.0, notify=said.append)
     assert len(said) == 1
