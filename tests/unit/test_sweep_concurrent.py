@@ -31,6 +31,8 @@ from tests.cluster.netns import wait_until
 from tests.composing import composed
 from tests.wandb_file import WandbFile
 
+pytestmark = pytest.mark.long
+
 SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "sweep.trial_steps=3"]
 LR = "optim.lr=1e-3,2e-3,3e-3,4e-3"
 
@@ -195,10 +197,9 @@ def test_one_that_dies_disturbs_no_other(trials: Path, capsys: pytest.CaptureFix
 def test_fail_fast_stops_what_runs_beside(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = "optim.lr=9e-3,7e-3,1e-3,2e-3"
     words = ["-m", grid, *SMALL, "sweep.slots_per_trial=1", "sweep.fail_fast=true"]
-    started = time.monotonic()
     assert main(words) == 1
-    assert time.monotonic() - started < 50
     journal = sweep_of(trials)
+    # The first one would have ended well on its own, a minute later.
     assert [entry.outcome for entry in journal.trials] == ["interrupted", "crash", "", ""]
     assert "trials not started: 2" in capsys.readouterr().err
 
@@ -219,8 +220,6 @@ from tests.unit import test_sweep_concurrent as here
 import llmx.sweep.sweep as sweep
 sweep.supervise = here.supervised
 from llmx.__main__ import main
-
-pytestmark = pytest.mark.long
 sys.exit(main(sys.argv[1:]))
 """
 
