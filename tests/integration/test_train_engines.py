@@ -98,6 +98,20 @@ def test_ranks_that_compute_again_add_up_the_same_parameters(out: Path) -> None:
         assert found["1"]["reductions"] < found["2"]["reductions"]
 
 
+def test_a_step_after_an_evaluation_gathers_as_little_as_before_it(out: Path) -> None:
+    """DeepSpeed alone gathers each parameter once more from then on, and one at a time."""
+    for found in answers(out, "gatherings"):
+        plain = found["plain"]
+        # Once the order of modules is known, all are fetched ahead together.
+        assert plain["counts"][0] > plain["parameters"]
+        assert plain["counts"][1:] == [1] * 5
+        for name in ("evaluated", "completed"):
+            assert found[name]["counts"] == plain["counts"], name
+            assert found[name]["numbers"] == plain["numbers"], name
+        # Two micro steps, each with two passes: all of them are known.
+        assert found["joint"]["counts"][1:] == [4] * 5
+
+
 def test_ranks_whose_gradients_come_in_another_order_do_not_train(out: Path) -> None:
     for said in answers(out, "another_order"):
         assert "on rank 1 as on rank 0" in said

@@ -41,10 +41,11 @@ from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine.build import Engine, build_engine, whole_weights
 from llmx.train.engine.frozen import frozen_models
 from llmx.train.engine.process_group import join_process_group
+from llmx.train.evaluation import evaluate_task
 from llmx.train.step import train_step
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
-from tests.programs.state import build, fp16_allowed, job_experiment, store_of, train
+from tests.programs.state import build, fp16_allowed, job_experiment, store_of, task_of, train
 from tests.reference import SEQ_LEN, VOCABULARY, synthetic_store, word_tokenizer
 from tests.rundirs import experiment, free_port
 from tests.synchronisations import Synchronisations
@@ -249,6 +250,54 @@ class Reductions:
 
     def __exit__(self, *_: object) -> None:
         self._patch.stop()
+
+
+@check
+def gatherings(out: Path) -> Any:
+    """How often each of six steps at ZeRO-3 gathers parameters, and what it computes: with and
+    without evaluations before the first and after the third, and with completions after those; of
+    a task whose loss takes a pass without gradients in each step, too."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    answer: dict[str, Any] = {}
+    for name, task, between in (
+        ("plain", "pretrain", ""),
+        ("evaluated", "pretrain", "evaluate"),
+        ("completed", "pretrain", "evaluate and complete"),
+        ("joint", "embed", ""),
+    ):
+        job = {
+            "name": "x",
+            "world": WORLD,
+            "stage": 3,
+            "task": task,
+            "micro_batches": [2, 2],
+            "accumulation": 2 if task == "embed" else 1,
+            "zero": {"param_persistence_threshold": 0},
+        }
+        exp, plan = job_experiment(job, out)
+        engine = build(job, exp, plan, first_weights=exp.seed)
+        store = store_of(job, out)
+        numbers, counts = [], []
+        real = partition_parameters._dist_allgather_fn
+        for step in range(6):
+            if between and step in (0, 3):
+                evaluated(engine, exp, plan, store)
+            if between.endswith("complete") and step in (0, 3):
+                with whole_weights(engine):
+                    generate(engine.main, PROMPTS, Sampling(max_new_tokens=2), batch_size=1)
+            with mock.patch.object(partition_parameters, "_dist_allgather_fn", wraps=real) as calls:
+                numbers += train(engine, exp, plan, store, steps=range(step, step + 1))
+            counts.append(calls.call_count)
+        whole = sum(1 for _ in engine.module.parameters())
+        answer[name] = {"numbers": numbers, "counts": counts, "parameters": whole}
+        engine.engine.destroy()
+    return answer
+
+
+def evaluated(engine: Engine, exp: Any, plan: Any, store: Any) -> None:
+    layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=engine.layout)
+    assert evaluate_task(engine, task_of(exp), store, batch=plan.batch, layout=layout)
 
 
 @check

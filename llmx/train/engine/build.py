@@ -53,6 +53,7 @@ from llmx.models.spec import are_bases
 from llmx.plan.by_device import on_device
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
+from llmx.train.engine.gathering import know_evaluations_apart
 from llmx.train.engine.learning_rates import lr_scales
 from llmx.train.engine.loss_scale import grow_after_step
 from llmx.train.engine.muon import Muon, hidden_matrices
@@ -128,9 +129,9 @@ class Engine:
         return "" if len(self.networks) == 1 else f"{self.main.name}."
 
     def release_gathered(self) -> None:
-        """Give back what ZeRO-3 has gathered, also what is under way: a forward pass without a
-        backward pass, as an evaluation makes, ends with parameters fetched ahead, and DeepSpeed
-        gathers none of these for anything else. Collective."""
+        """Give back what ZeRO-3 has gathered, also what is under way: a forward pass that is
+        shorter than the one before it ends with parameters fetched ahead, and DeepSpeed gathers
+        none of these for anything else. Collective."""
         if self.stage == 3:
             self.engine.empty_partition_cache()
 
@@ -275,6 +276,7 @@ def build_engine(
     )
     forget_dummy_step(engine)
     grow_after_step(engine)
+    know_evaluations_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.distribute(
             state_layout(engine), matrices=shapes.keys(), shapes=shapes, device=device
