@@ -27,7 +27,9 @@ def know_evaluations_apart(engine: Any) -> None:
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is not None:
-        offload.param_coordinator = ByGradients(offload.param_coordinator, another(offload))
+        offload.param_coordinator = ByGradients(
+            offload.param_coordinator, another(offload), list(offload.module.modules())
+        )
 
 
 def another(offload: Any) -> Any:
@@ -51,24 +53,46 @@ def another(offload: Any) -> Any:
 
 
 class ByGradients:
-    """Both coordinators in the place of one: the one of the pass that is under way. What computes
-    again within a backward pass (activation checkpointing) begins no pass."""
+    """Both coordinators in the place of one: forward passes go to the one that is theirs, what
+    happens within a backward pass (what is computed again there, too) to that of training. So a
+    pass without gradients may lie between a forward pass and its backward pass."""
 
-    def __init__(self, training: Any, other: Any) -> None:
-        self._training, self._other = training, other
+    def __init__(self, training: Any, other: Any, modules: list[Any]) -> None:
+        self._training, self._other, self._modules = training, other, modules
         self._current = training
+        self._foreign = {training: 0, other: 0}
 
     def reset_step(self) -> None:
         """A forward pass begins: DeepSpeed calls this before each one. Collective while an order is
         being learned."""
-        wanted = self._training if torch.is_grad_enabled() else self._other
-        if wanted is not self._current:
-            # An order that was just learned counts from here on. Left for later, it would have
-            # modules whose hooks, and ids, are others by then (``whole_weights``).
-            if self._current.is_record_trace():
-                self._current.reset_step()
-            self._current = wanted
+        self._current = self._training if torch.is_grad_enabled() else self._other
+        # Parameters of other modules that a module has used (peft's layers look at the weights of
+        # their adapters) are fetched for it from then on. An order without them is an error.
+        foreign = sum(len(module._external_params) for module in self._modules)
+        if foreign != self._foreign[self._current] and self._current.is_complete_trace():
+            self._current._invalidate_trace()
+        self._foreign[self._current] = foreign
         self._current.reset_step()
 
+    def release_backward_leftovers(self) -> None:
+        """A backward pass has ended."""
+        self._training.release_backward_leftovers()
+
+    def _invalidate_trace(self) -> None:
+        """Hooks are registered anew (``whole_weights``). Passes without them were of the current
+        coordinator; what the other one has learned counts. It must not be left for later: modules
+        have other ids by then."""
+        if not self._current.is_invalid_trace():
+            self._current._invalidate_trace()
+        for one in (self._training, self._other):
+            if one is not self._current and one.is_record_trace():
+                one.reset_step()
+
+    def is_invalid_trace(self) -> bool:
+        """Whether nothing is known, nor being learned."""
+        return bool(self._training.is_invalid_trace() and self._other.is_invalid_trace())
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._current, name)
+        # DeepSpeed asks in the same way, in the thread of the hook.
+        in_backward = torch._C._current_graph_task_id() != -1
+        return getattr(self._training if in_backward else self._current, name)
