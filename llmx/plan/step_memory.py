@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from llmx.plan.trace import (
     FETCH,
@@ -67,8 +68,6 @@ class StepRules:
     has its momentum."""
     temporary_width: int
     """Bytes an element takes while it is updated."""
-    by_tensor: bool = True
-    """The update takes one tensor after the other, and so its temporaries."""
     offload_optimizer: bool = False
     offload_param: bool = False
     hpz: int = 1
@@ -214,13 +213,18 @@ class _Unsharded(_Engine):
             sent = rules.sent if rules.sent not in (0, rules.width) else 0
             at_a_time = min(trained, ALL_REDUCED_ELEMENTS)
             peaks.look("all-reduce", BUFFERS, (rules.width + sent) * at_a_time)
-        if master:  # whole fp32 gradients beside the others
-            peaks.look("update", UPDATE, 4 * trained + rules.temporary_width * trained)
-        largest = max((self.numel(index) for index in self.trained), default=0)
-        peaks.look(
-            "update", UPDATE, rules.temporary_width * (largest if rules.by_tensor else trained)
-        )
+        # In half precision whole fp32 gradients, beside the others.
+        peaks.look("update", UPDATE, master * trained + self._temporaries())
         return peaks
+
+    def _temporaries(self) -> int:
+        """Tensors are updated one after the other; a variable holds the last result of the one
+        before until the next one is there."""
+        width = self.rules.temporary_width
+        last = min(width, 4)
+        sizes = [self.numel(i) for _, indices in sorted(self.groups.items()) for i in indices]
+        both = (width * size + last * before for before, size in pairwise([0, *sizes]))
+        return max(both, default=0)
 
     def gradient(self, index: int) -> None:
         if not self.summed:
@@ -235,7 +239,7 @@ class _WholeSums(_Engine):
         rules, peaks = self.rules, self.peaks
         every = self.total(range(len(self.trace.parameters)))
         peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
-        flat, whole, states = [], 0, {}
+        flat, states = [], {}
         for _, indices in sorted(self.groups.items()):
             padded = self.total(indices) + padding(self.total(indices), rules.world)
             size = padded // rules.world
@@ -245,7 +249,6 @@ class _WholeSums(_Engine):
             peaks.add(OPTIMIZER, 4 * size)
             peaks.add(GRADIENTS, 4 * padded)
             flat.append(padded)
-            whole += size
             states[indices[0]] = size
         peaks.add(OPTIMIZER, self.states(states))
         if rules.accumulation > 1:  # those of the micro step before, zeroed
@@ -256,9 +259,7 @@ class _WholeSums(_Engine):
         if rules.world > 1:
             peaks.look("all-reduce", BUFFERS, _all_reduced(flat, rules.sent or rules.width))
         largest = max(flat, default=0) // rules.world
-        peaks.look(
-            "update", UPDATE, rules.temporary_width * (largest if rules.by_tensor else whole)
-        )
+        peaks.look("update", UPDATE, rules.temporary_width * largest)
         return peaks
 
     def gradient(self, index: int) -> None:

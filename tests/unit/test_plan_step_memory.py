@@ -65,8 +65,15 @@ def test_stage_0_has_all_and_a_copy_of_the_gradients() -> None:
     assert found.total == 4 * N + 4 * N + 8 * N + 4 * N
     assert found.moment == "all-reduce"
     alone = peak_of(trace(), replace(RULES, stage=0, world=1))
-    # The update makes two temporaries of one tensor at a time.
-    assert alone.total == 16 * N + 8 * NUMEL
+    # The update makes two temporaries of one tensor at a time, beside one of the tensor before.
+    assert alone.total == 16 * N + (8 + 4) * NUMEL
+
+
+def test_stage_0_in_half_precision_has_whole_gradients_in_fp32_too() -> None:
+    found = peak_of(trace(), replace(RULES, stage=0, width=2, sums=2, bf16=True))
+    # Parameters and gradients twice; two moments; the temporaries of one tensor after the other.
+    assert found.total == (2 + 4) * N + (2 + 4) * N + 8 * N + (8 + 4) * NUMEL
+    assert found.moment == "update"
 
 
 def test_stage_2_updates_a_partition() -> None:
@@ -285,7 +292,7 @@ def test_what_a_part_has_freed_when_the_sum_is_highest() -> None:
     # When the gradients are copied flat for the all-reduce, the activations are gone (at most four
     # layers' and a gradient), and the temporaries of the update are still to come.
     assert found.moment == "all-reduce"
-    assert found.freed == 4 * 2000 + 4 * NUMEL + 8 * NUMEL
+    assert found.freed == 4 * 2000 + 4 * NUMEL + (8 + 4) * NUMEL
 
 
 def test_what_stage_3_gathers_leaves_holes() -> None:
