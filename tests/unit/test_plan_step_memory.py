@@ -189,6 +189,13 @@ def test_the_common_buffer_is_there_while_more_is_fetched() -> None:
     assert found.total == HELD + 4 * (2 + 2 + 1) * NUMEL
 
 
+def test_what_fetching_ahead_has_passed_over_is_kept_for_its_next_use() -> None:
+    again = forward((0,), (1,), (2,), (0,))
+    found = peak_of(again, replace(SHARDED, prefetch_bucket=3 * NUMEL))
+    # The first layer, and two in one buffer, copied out of it.
+    assert found.total == HELD + 4 * (1 + 2 + 2) * NUMEL
+
+
 def test_more_is_fetched_ahead_at_a_module_without_parameters() -> None:
     rules = replace(SHARDED, prefetch_bucket=1)
     plain = peak_of(forward((0,), (1,), (2,), (3,)), rules)
@@ -263,6 +270,18 @@ def test_hpz_copies_what_is_released() -> None:
     )
 
 
+def test_with_hpz_frozen_weights_keep_their_copies() -> None:
+    big = trace(activations=100_000)
+    parameters = tuple(replace(one, trained=at < 2) for at, one in enumerate(big.parameters))
+    events = tuple(e for e in big.events if e.kind != GRADIENT or e.index < 2)
+    half_frozen = replace(big, parameters=parameters, events=events)
+    plain = replace(RULES, stage=3)
+    # Two of the four layers, half of each on a rank; those of trained ones go with each step.
+    assert peak_of(half_frozen, replace(plain, hpz=2)).total == (
+        peak_of(half_frozen, plain).total + 4 * 2 * NUMEL // 2
+    )
+
+
 def test_with_hpz_the_first_step_has_copies_of_all() -> None:
     rules = replace(RULES, stage=3, hpz=2, persistence=NUMEL, temporary_width=0)
     half = N // 2
@@ -283,6 +302,7 @@ def test_an_offload_at_stage_3_takes_the_norm_of_each_part() -> None:
     # next one, which waits.
     assert found.total == 4 * N // 2 + 4 * 3 * NUMEL + 4 * NUMEL + 8 * NUMEL // 2 + 4 * NUMEL
     assert found.moment == "norm"
+    assert found.parts["gradients"] == 0, "each goes when it is reduced"
     # Master weights, moments, a gradient for the optimizer, and the sums.
     assert found.host == (4 + 8 + 4 + 4) * N // 2
 
