@@ -226,6 +226,16 @@ def test_a_slow_network_is_met_less_often() -> None:
     assert fast.time.step_s < 0.8 * fast.time.even_step_s
 
 
+def test_what_is_not_measured_yet_does_not_decide_how_many_samples_a_step_has() -> None:
+    words = ["hardware=a100x2_v100x2", "model=llama3_8b", "batch.micro_batch=8", "zero=stage3"]
+    words += ["batch.global_batch=null", "batch.tokens_per_step=null"]
+    by_sheet, measured, even = (
+        composed([*words, f"batch.balance={how}"]).plan.batch.global_batch
+        for how in ("spec", "measured", "even")
+    )
+    assert by_sheet < measured == even == 4 * 8
+
+
 def test_equal_ranks_are_given_equal_parts() -> None:
     speeds = [RankSpeed(100, 10)] * 4
     for same_steps in (False, True):

@@ -24,7 +24,7 @@ from llmx.lifecycle.reproduce.command import main as reproduce
 from llmx.lifecycle.resume.command import main as resume
 from llmx.plan.geometry import model_geometry
 from llmx.plan.learned import Measured, Observation, known_of, observe
-from llmx.plan.step_time import LAYER_S, Known, step_time, token_flops
+from llmx.plan.step_time import LAYER_S, Known, flops_by_device, step_time, token_flops
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
@@ -91,6 +91,32 @@ def test_unequal_devices_are_told_apart_by_their_forward_passes() -> None:
     )
     # Without them the slowest device alone would decide, and which it is is not known.
     assert observe(done.experiment, done.plan, measured(done, truth, timed=False)) == []
+
+
+def test_a_type_of_device_that_computes_again_is_no_slower_for_it() -> None:
+    words = ["hardware=a100x2_v100x2", "zero=stage1", "model=llama3_8b", "batch.global_batch=64"]
+    done = composed(
+        [*words, "batch.balance=off", "hardware.devices.v100_32g.activation_checkpointing=full"]
+    )
+    assert done.plan.checkpointing
+    # Per second both types compute as much; what is computed again is not in a forward pass.
+    flops = flops_by_device(done.experiment, done.plan, model_geometry(done.experiment.model))
+    rates = {"a100_40g": 120.0, "v100_32g": 30.0}
+    forward = [flops[r.device].forward / rates[r.device] for r in done.plan.ranks]
+    tokens = done.plan.batch.tokens_per_step
+    seen = Measured(2 * sum(forward), tokens, tuple(forward))
+    found = {one.device: one.tflops for one in observe(done.experiment, done.plan, seen)}
+    assert found["a100_40g"] / found["v100_32g"] == pytest.approx(4.0, rel=0.01)
+
+
+def test_links_are_those_of_the_same_hosts() -> None:
+    done = composed(["hardware=cpu2"])
+    hosts = tuple(host.name for host in done.plan.hosts)
+    found = [
+        an_observation(hosts=hosts, link_gb_per_s=2.0),
+        an_observation(hosts=("node-a", "node-b"), link_gb_per_s=9.0),
+    ]
+    assert known_of(found, done.experiment, done.plan).link_gb_per_s == 2.0
 
 
 def test_padding_counts_for_other_data_alone() -> None:
