@@ -156,9 +156,14 @@ class Dpo(Task):
         return {REFERENCE: models["reference"].log_probabilities(batch).sums()}
 
     def loss(self, models: Models, batch: Batch) -> Loss:
+        live = None
+        if self._reference == "live":
+            # Before the policy's pass: nothing lies between that and its backward pass, for which
+            # activations wait, and at ZeRO-3 gathered parameters.
+            live = models["reference"].log_probabilities(batch).sums()
         found = models["policy"].log_probabilities(batch)
         logp, counts = found.sums(), found.counts().clamp(min=1)
-        reference = self._reference_logp(models, batch, logp)
+        reference = self._reference_logp(batch, logp) if live is None else live
         per_token = logp / counts
         options = self.options
         if options.length_normalised or options.loss in BY_TOKEN:
@@ -185,12 +190,10 @@ class Dpo(Task):
             },
         )
 
-    def _reference_logp(self, models: Models, batch: Batch, like: torch.Tensor) -> torch.Tensor:
-        """fp32 [sequences]: sums over the tokens of an answer."""
+    def _reference_logp(self, batch: Batch, like: torch.Tensor) -> torch.Tensor:
+        """fp32 [sequences]: sums over the tokens of an answer, stored or none."""
         if self._reference == "stored":
             return batch[REFERENCE].to(like.device)
-        if self._reference == "live":
-            return models["reference"].log_probabilities(batch).sums()
         return like.detach() * 0.0
 
     def _kto(

@@ -108,6 +108,9 @@ def test_a_step_after_an_evaluation_gathers_as_little_as_before_it(out: Path) ->
         for name in ("evaluated", "completed"):
             assert found[name]["counts"] == plain["counts"], name
             assert found[name]["numbers"] == plain["numbers"], name
+        # What the pass within a step uses is released by it, and gathered again; nothing else is.
+        assert found["within"]["numbers"] == plain["numbers"]
+        assert max(found["within"]["counts"][1:]) <= plain["parameters"] + 1
         # Two micro steps, each with two passes: all of them are known.
         assert found["joint"]["counts"][1:] == [4] * 5
 

@@ -255,8 +255,9 @@ class Reductions:
 @check
 def gatherings(out: Path) -> Any:
     """How often each of six steps at ZeRO-3 gathers parameters, and what it computes: with and
-    without evaluations before the first and after the third, and with completions after those; of
-    a task whose loss takes a pass without gradients in each step, too."""
+    without evaluations before the first two and the fourth, and with completions after those; with
+    a pass without gradients between each forward pass and its backward pass; of a task whose loss
+    takes such a pass in each step."""
     from deepspeed.runtime.zero import partition_parameters
 
     answer: dict[str, Any] = {}
@@ -264,6 +265,7 @@ def gatherings(out: Path) -> Any:
         ("plain", "pretrain", ""),
         ("evaluated", "pretrain", "evaluate"),
         ("completed", "pretrain", "evaluate and complete"),
+        ("within", "pretrain", "evaluate"),
         ("joint", "embed", ""),
     ):
         job = {
@@ -280,10 +282,12 @@ def gatherings(out: Path) -> Any:
         store = store_of(job, out)
         numbers, counts = [], []
         real = partition_parameters._dist_allgather_fn
+        if name == "within":
+            look_before_backward(engine)
         for step in range(6):
-            if between and step in (0, 3):
+            if between and step in (0, 1, 3):
                 evaluated(engine, exp, plan, store)
-            if between.endswith("complete") and step in (0, 3):
+            if between.endswith("complete") and step in (0, 1, 3):
                 with whole_weights(engine):
                     generate(engine.main, PROMPTS, Sampling(max_new_tokens=2), batch_size=1)
             with mock.patch.object(partition_parameters, "_dist_allgather_fn", wraps=real) as calls:
@@ -293,6 +297,20 @@ def gatherings(out: Path) -> Any:
         answer[name] = {"numbers": numbers, "counts": counts, "parameters": whole}
         engine.engine.destroy()
     return answer
+
+
+def look_before_backward(engine: Engine) -> None:
+    """Let each backward pass follow a forward pass without gradients."""
+    backward = engine.backward
+    ids = torch.arange(4)[None]
+    one = {"input_ids": ids, "position_ids": ids, "segment_ids": torch.ones_like(ids)}
+
+    def look(loss: torch.Tensor) -> None:
+        with torch.no_grad():
+            engine.main.log_probabilities({**one, "labels": ids})
+        backward(loss)
+
+    engine.backward = look  # type: ignore[method-assign]
 
 
 def evaluated(engine: Engine, exp: Any, plan: Any, store: Any) -> None:
