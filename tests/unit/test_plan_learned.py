@@ -99,7 +99,7 @@ def test_a_type_of_device_that_computes_again_is_no_slower_for_it() -> None:
         [*words, "batch.balance=off", "hardware.devices.v100_32g.activation_checkpointing=full"]
     )
     assert done.plan.checkpointing
-    # Per second both types compute as much; what is computed again is not in a forward pass.
+    # Forward passes at four times the speed; what is computed again is not in them.
     flops = flops_by_device(done.experiment, done.plan, model_geometry(done.experiment.model))
     rates = {"a100_40g": 120.0, "v100_32g": 30.0}
     forward = [flops[r.device].forward / rates[r.device] for r in done.plan.ranks]

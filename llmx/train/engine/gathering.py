@@ -60,18 +60,18 @@ class ByGradients:
     def __init__(self, training: Any, other: Any, modules: list[Any]) -> None:
         self._training, self._other, self._modules = training, other, modules
         self._current = training
-        self._foreign = {training: 0, other: 0}
+        self._external = {training: 0, other: 0}
 
     def reset_step(self) -> None:
         """A forward pass begins: DeepSpeed calls this before each one. Collective while an order is
         being learned."""
         self._current = self._training if torch.is_grad_enabled() else self._other
-        # Parameters of other modules that a module has used (peft's layers look at the weights of
-        # their adapters) are fetched for it from then on. An order without them is an error.
-        foreign = sum(len(module._external_params) for module in self._modules)
-        if foreign != self._foreign[self._current] and self._current.is_complete_trace():
+        # DeepSpeed's external parameters are of other modules: peft's layers look at the weights of
+        # their adapters. Once used, they are fetched for it; an order without them is an error.
+        external = sum(len(module._external_params) for module in self._modules)
+        if external != self._external[self._current] and self._current.is_complete_trace():
             self._current._invalidate_trace()
-        self._foreign[self._current] = foreign
+        self._external[self._current] = external
         self._current.reset_step()
 
     def release_backward_leftovers(self) -> None:
