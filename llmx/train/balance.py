@@ -3,8 +3,9 @@
 Each rank passes a few micro batches of real samples forward and backward, with the task's loss and
 the engine's own networks, and without communication: gradients are computed and dropped
 (``torch.autograd.grad`` runs none of DeepSpeed's hooks; at ZeRO-3 every rank holds the whole model
-meanwhile). ``balance.json`` keeps the speeds for every later start of the run; a cache on each host
-keeps them for other runs of the same model there. docs/unequal.md.
+meanwhile, or as many of its blocks as it has room for). ``balance.json`` keeps the speeds for every
+later start of the run; a cache on each host keeps them for other runs of the same model there.
+docs/unequal.md.
 
 Tried by ``python -m pytest -m deepspeed tests/integration/test_train_balance.py``.
 """
@@ -28,17 +29,18 @@ import torch
 from llmx.collectives import all_gather
 from llmx.config import Experiment, to_dict
 from llmx.data.order import samples_of_step
+from llmx.models.blocks import Stack, stack_of
 from llmx.models.model import ForwardOfBase, Models
 from llmx.models.parameters import whole_shape
 from llmx.plan.balance import FS, evened, fit_speed, sample_fs, with_balance
 from llmx.plan.by_device import on_device
-from llmx.plan.types import BalancePlan, Plan, RankSpeed
+from llmx.plan.types import BalancePlan, MemoryPlan, Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.run.speeds import keep_speeds, speeds_directory
 from llmx.tasks import Task
 from llmx.text import plural
 from llmx.train.batches import Layout, micro_batch
-from llmx.train.engine.build import Engine, whole_weights
+from llmx.train.engine.build import Engine, first_blocks, whole_weights
 from llmx.train.step import random_state, seed_step, set_random_state, transform_of
 
 FORMAT = 1
@@ -133,7 +135,9 @@ def with_measured_speeds(
             log(f"balance: not measured ({problem}); samples are shared out by the data sheets")
         else:
             if not cached:
-                log(f"balance: measured in {time.perf_counter() - began:.1f} s")
+                part, _ = held_part(subject)
+                by = f" by {part}" if part else ""
+                log(f"balance: measured{by} in {time.perf_counter() - began:.1f} s")
             balance = replace(
                 balance,
                 speeds=tuple(one.speed for one in found),
@@ -343,18 +347,19 @@ def measure(subject: Subject, *, check: bool = False) -> tuple[list[Timing], str
     if task.generates or task.joint:
         kind = "generates its samples" if task.generates else "has one loss for all of a step"
         return [], f"task={task.name} {kind}"
-    if problem := _no_room(subject):
+    part, problem = held_part(subject)
+    if problem:
         return [], problem
     state = random_state()
     before = [model.gradient_scale for model in engine.models.values()]
     timings: list[Timing] = []
-    problem = ""
-    with whole_weights(engine):
+    held = first_blocks(engine, part.stacks, part.held) if part else whole_weights(engine)
+    with held:
         try:
             seed_step(subject.exp.seed, 0, subject.rank)
             chosen = _places(subject)
             chosen = [max(chosen, key=lambda one: len(one[1]))] if check else chosen
-            timings = [_timed(subject, places) for places in chosen]
+            timings = [_timed(subject, places, part) for places in chosen]
         except Exception as error:  # the run itself may still fit, and says so if it does not
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     set_random_state(state)
@@ -367,19 +372,71 @@ def measure(subject: Subject, *, check: bool = False) -> tuple[list[Timing], str
     return timings, problem
 
 
-def _no_room(subject: Subject) -> str:
-    """Why ZeRO-3 cannot hold the model whole on a device; empty where it can, as far as is known.
+@dataclass(frozen=True)
+class Part:
+    """The blocks that ranks hold while they measure, where the whole networks have no room."""
+
+    stacks: tuple[Stack, ...]
+    """Of every network; each has ``blocks`` of them."""
+    least: int
+    """Blocks that are the fewest that are timed."""
+    held: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.held} of {self.blocks} blocks"
+
+
+def held_part(subject: Subject) -> tuple[Part | None, str]:
+    """What of the networks every rank holds while it measures, None: all; or why that cannot be.
     The same on every rank."""
-    plan = subject.plan
-    if subject.engine.stage != 3:
-        return ""
-    of_each = torch.finfo(subject.engine.dtype).bits // 8
-    whole_gib = 2 * plan.num_parameters * of_each / 2**30  # weights and their gradients
-    for memory in plan.memory:
-        room = memory.capacity_gib * 0.9 - memory.activations_gib - memory.logits_gib
-        if memory.capacity_gib and whole_gib + memory.context_gib > room:
-            return f"the whole model has no room on a {memory.device} beside its activations"
-    return ""
+    plan, engine = subject.plan, subject.engine
+    if engine.stage != 3:
+        return None, ""
+    of_each = torch.finfo(engine.dtype).bits // 8 / 2**30
+
+    def gib(module: torch.nn.Module) -> float:
+        """Weights and their gradients."""
+        return sum(
+            (1 + one.requires_grad) * math.prod(whole_shape(one)) * of_each
+            for one in module.parameters()
+        )
+
+    whole_gib = gib(engine.module)
+    room_gib, tightest = min(
+        ((_room_gib(memory), memory.device) for memory in plan.memory if memory.capacity_gib),
+        default=(math.inf, ""),
+    )
+    if whole_gib <= room_gib:
+        return None, ""
+    no_room = f"the whole model has no room on a {tightest} beside its activations"
+    stacks = [stack_of(model.module) for model in engine.networks.values()]
+    found = tuple(stack for stack in stacks if stack is not None)
+    if len(found) < len(stacks) or len({len(stack.blocks) for stack in found}) != 1:
+        return None, f"{no_room}, and its blocks differ"
+    blocks, least = len(found[0].blocks), max(stack.least for stack in found)
+    block_gib = sum(gib(stack.blocks[-1]) for stack in found)
+    held = math.floor(blocks - (whole_gib - room_gib) / block_gib)
+    if held <= least:
+        return None, f"{no_room}, nor have {least + 1} of its {blocks} blocks"
+    return Part(found, least, held, blocks), ""
+
+
+def _room_gib(memory: MemoryPlan) -> float:
+    """On a device beside the shards, and what a micro batch keeps for its backward pass."""
+    shards = memory.parameters_gib + memory.gradients_gib + memory.optimizer_gib
+    kept = memory.activations_gib + memory.logits_gib + memory.context_gib
+    return memory.capacity_gib * 0.9 - shards - kept
+
+
+def of_all_blocks(few: Timing, held: Timing, part: Part) -> Timing:
+    """The time with all blocks, from that with the fewest and that with those that are held: each
+    further block takes as long as the others."""
+    times = (part.blocks - part.least) / (part.held - part.least)
+    (tokens, squares, least), (_, _, most) = few.point, held.point
+    seconds = max(most, least + times * (most - least))
+    apart = math.hypot((times - 1) * least * few.noise, times * most * held.noise)
+    return Timing((tokens, squares, seconds), apart / seconds)
 
 
 def _places(subject: Subject) -> list[tuple[Any, list[int]]]:
@@ -398,8 +455,21 @@ def _places(subject: Subject) -> list[tuple[Any, list[int]]]:
     return [(samples, sorted(places)) for places in found]
 
 
-def _timed(subject: Subject, chosen: tuple[Any, list[int]]) -> Timing:
+def _timed(subject: Subject, chosen: tuple[Any, list[int]], part: Part | None) -> Timing:
     """The mean time of a micro batch, forward and backward."""
+    if part is None:
+        return _timed_as_it_is(subject, chosen)
+    held = _timed_as_it_is(subject, chosen)
+    for stack in part.stacks:
+        stack.cut(part.least)
+    few = _timed_as_it_is(subject, chosen)
+    for stack in part.stacks:
+        stack.cut(part.held)
+    return of_all_blocks(few, held, part)
+
+
+def _timed_as_it_is(subject: Subject, chosen: tuple[Any, list[int]]) -> Timing:
+    """With the blocks that the networks have now."""
     engine, task = subject.engine, subject.task
     samples, places = chosen
     tensors = micro_batch(

@@ -7,28 +7,35 @@ a resume that repeats the split bit for bit, and speeds that are measured at the
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from llmx.config import experiment_from_dict
 from llmx.plan import make_plan
-from llmx.plan.types import Plan
+from llmx.plan.types import MemoryPlan, Plan
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.run.speeds import known_speeds
 from tests.forked_ranks import Server
-from tests.rundirs import experiment, write_run
+from tests.rundirs import EXPERT_MODELS, TINY_LLAMA, experiment, write_run
 
 pytestmark = pytest.mark.deepspeed
 STEPS = 4
 
 
-def run_of(place: Path, *, stage: int, balance: str, **task: Any) -> RunDir:
+def run_of(
+    place: Path, *, stage: int, balance: str, model: dict[str, Any] | None = None, **task: Any
+) -> RunDir:
     """Chats of all lengths, each in a row of its own."""
     exp = experiment(
         place,
+        model=model or {},
         data={"seq_len": 64, "max_rows": 60, "packing": "none"},
         task={"steps": STEPS, **task},
         zero={"stage": stage},
@@ -57,6 +64,10 @@ def with_speeds(run: RunDir, *, same_steps: bool) -> RunDir:
         },
     )
     return run
+
+
+def num_weights(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
 
 
 def trained(run: RunDir) -> list[dict[str, Any]]:
@@ -124,3 +135,50 @@ def test_ranks_measure_themselves_once(stage: int, tmp_path: Path, ranks: Server
     assert planned.balance is not None
     assert planned.balance.pending
     assert Plan.from_dict(json.loads(json.dumps(planned.to_dict()))) == planned
+
+
+def test_ranks_measure_the_blocks_that_have_room(tmp_path: Path, ranks: Server) -> None:
+    """Devices that have no room for the whole model and its gradients beside the shards."""
+
+    config = {**TINY_LLAMA, "num_hidden_layers": 5}
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **config))
+    whole, block = map(num_weights, (network, network.model.layers[0]))
+
+    def tight(name: str, *, room_for: float) -> RunDir:
+        """A run of five blocks, with room for the rest of the model and so many of them."""
+        run = run_of(tmp_path / name, stage=3, balance="measured", model={"config": config})
+        plan = Plan.from_dict(read_json(run.plan))
+        held_gib = (whole + (room_for - 5) * block) * 2 * 4 / 2**30  # weights, gradients
+        # 1 GiB each of shards, their gradients, states, activations, logits and context.
+        used = MemoryPlan("cpu", 1, 1, 1, 1, 1, 1, 1, 0, capacity_gib=(6 + held_gib) / 0.9)
+        write_json(run.plan, replace(plan, memory=(used,)).to_dict())
+        return run
+
+    first = ranks.start(tight("first", room_for=3.5)).finish()
+    log = first.rank_log(0).read_text()
+    assert f"{whole:,} parameters" in log
+    assert "balance: measured by 3 of 5 blocks in" in log
+    # It has changed nothing: what a cached speed trains is the same, bit for bit.
+    second = ranks.start(tight("second", room_for=3.5)).finish()
+    assert "balance: measured" not in second.rank_log(0).read_text()
+    assert numbers(second) == numbers(first)
+    shutil.rmtree(tmp_path / "cache")
+    third = ranks.start(tight("third", room_for=1.5)).finish()
+    log = third.rank_log(0).read_text()
+    assert "balance: not measured (rank 0: the whole model has no room on a cpu" in log
+    assert "nor have 2 of its 5 blocks" in log
+
+
+def test_experts_are_measured_at_zero_3(tmp_path: Path, ranks: Server) -> None:
+    """DeepSpeed hands over the gradients of experts from a hook that every backward pass calls:
+    measured with it, the run failed at its first step."""
+    MixtralConfig(vocab_size=1024, **EXPERT_MODELS["mixtral"]).save_pretrained(tmp_path / "model")
+    model = {"kind": "hf", "path": str(tmp_path / "model"), "config": {}}
+    runs = []
+    for name in ("first", "second"):
+        run = run_of(tmp_path / name, stage=3, balance="measured", model=model)
+        runs.append(ranks.start(run).finish())
+    logs = [run.rank_log(0).read_text() for run in runs]
+    assert ["balance: measured in" in log for log in logs] == [True, False]
+    assert "not measured" not in logs[0]
+    assert numbers(runs[0]) == numbers(runs[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,15 @@ from llmx.plan import make_plan
 from llmx.plan.balance import corrected_speeds, evened
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json
-from llmx.train.balance import BLOCK_S, LEAST_S, LONGEST_S, mean_time
+from llmx.train.balance import (
+    BLOCK_S,
+    LEAST_S,
+    LONGEST_S,
+    Part,
+    Timing,
+    mean_time,
+    of_all_blocks,
+)
 from llmx.train.rebalance import Change, Line, Rebalance, record_change
 from tests.rundirs import experiment
 
@@ -155,6 +164,19 @@ def test_a_rank_under_a_cpu_quota_is_measured(burst_ms: int, run_ms: int) -> Non
         assert noise < 1e-3
         assert took < LEAST_S + 2 * BLOCK_S
     assert took < LONGEST_S + 2 * BLOCK_S
+
+
+def test_the_time_of_all_blocks_is_that_of_some_and_of_the_others_like_them() -> None:
+    part = Part((), least=2, held=6, blocks=40)
+    few, held = Timing((512.0, 4096.0, 0.5), 0.01), Timing((512.0, 4096.0, 0.9), 0.02)
+    found = of_all_blocks(few, held, part)
+    # A tenth of a second a block, and 0.3 s for all else; each error as often as its time counts.
+    assert found.point == pytest.approx((512.0, 4096.0, 0.3 + 40 * 0.1))
+    assert found.noise == pytest.approx(
+        math.hypot(8.5 * 0.5 * 0.01, 9.5 * 0.9 * 0.02) / (0.3 + 40 * 0.1)
+    )
+    # Noise alone: never less than what was seen.
+    assert of_all_blocks(held, few, part).point[2] == 0.5
 
 
 def test_what_cannot_be_rebalanced_is_refused(tmp_path: Path) -> None:

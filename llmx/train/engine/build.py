@@ -7,7 +7,8 @@ tests/integration/test_train_export.py``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -25,6 +26,7 @@ from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze
 from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.blocks import Stack
 from llmx.models.classification import has_score
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
@@ -648,5 +650,32 @@ def whole_weights(engine: Engine) -> Iterator[None]:
         return
     from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
-    with unwrap_model_for_generation(engine.engine):
+    with unwrap_model_for_generation(engine.engine), _without_backward_hooks(engine.module):
         yield
+
+
+@contextlib.contextmanager
+def _without_backward_hooks(network: nn.Module) -> Iterator[None]:
+    """Inside, modules call nothing in a backward pass. DeepSpeed leaves those on experts
+    (``gather_experts_together``), which hand over gradients, and zeros for experts without any."""
+    hooks = [(module, module._backward_hooks) for module in network.modules()]
+    for module, _ in hooks:
+        module._backward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, own in hooks:
+            module._backward_hooks = own
+
+
+@contextlib.contextmanager
+def first_blocks(engine: Engine, stacks: Sequence[Stack], count: int) -> Iterator[None]:
+    """Inside, networks have the first ``count`` blocks of their stacks only, and every rank holds
+    what is left of them whole. Collective. As ``whole_weights``, where that has no room."""
+    with contextlib.ExitStack() as all_blocks:
+        for stack in stacks:
+            all_blocks.callback(stack.restore)
+            stack.cut(count)
+        # Before DeepSpeed's hooks are back, which belong on every block.
+        with whole_weights(engine), all_blocks.pop_all():
+            yield
