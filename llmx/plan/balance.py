@@ -10,9 +10,10 @@ different machines compute the same. The method, and what it gains: docs/unequal
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 from llmx.errors import ConfigError
 from llmx.plan.types import BalancePlan, BatchPlan, Plan, RankSpeed
@@ -36,6 +37,8 @@ LEAST_GAIN = 0.02
 """What a measured split must save of the step time of the even one: less is noise."""
 TIMES_NOISE = 2.0
 """... and at least so many times the noise of what was measured (a relative standard error)."""
+RECORD_FORMAT = 1
+"""Of ``balance.json``."""
 ALIKE = 0.05
 """Ranks of one device type on one host that differ by less count as equally fast."""
 
@@ -311,6 +314,30 @@ def with_balance(plan: Plan, balance: BalancePlan) -> Plan:
     batch = balanced_batch(plan.batch.global_batch, balance, seq_len=plan.batch.seq_len)
     ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
     return replace(plan, batch=batch, balance=balance, ranks=ranks)
+
+
+def identity(plan: Plan) -> dict[str, Any]:
+    """What the speeds of a run are for; values of JSON."""
+    assert plan.balance is not None
+    values: dict[str, Any] = {
+        "format": RECORD_FORMAT,
+        "devices": [rank.device for rank in plan.ranks],
+        "seq_len": plan.batch.seq_len,
+        "precision": plan.precision,
+        "limits": list(plan.balance.limits),
+        "same_steps": plan.balance.same_steps,
+    }
+    if plan.checkpointing:
+        values["checkpointing"] = [list(one) for one in plan.checkpointing]
+    return values
+
+
+def is_of(found: Mapping[str, Any], plan: Plan) -> bool:
+    """Whether what ``balance.json`` holds is for these ranks."""
+    if plan.balance is None:
+        return False
+    wanted: dict[str, Any] = {"checkpointing": None, **identity(plan)}
+    return all(found.get(key) == value for key, value in wanted.items())
 
 
 def planned_fs(plan: Plan, speeds: Sequence[RankSpeed]) -> int:

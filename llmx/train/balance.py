@@ -32,7 +32,7 @@ from llmx.data.order import samples_of_step
 from llmx.models.blocks import Stack, stack_of
 from llmx.models.model import ForwardOfBase, Models
 from llmx.models.parameters import whole_shape
-from llmx.plan.balance import FS, evened, fit_speed, sample_fs, with_balance
+from llmx.plan.balance import FS, evened, fit_speed, identity, is_of, sample_fs, with_balance
 from llmx.plan.by_device import on_device
 from llmx.plan.types import BalancePlan, MemoryPlan, Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
@@ -43,7 +43,6 @@ from llmx.train.batches import Layout, micro_batch
 from llmx.train.engine.build import Engine, first_blocks, whole_weights
 from llmx.train.step import random_state, seed_step, set_random_state, transform_of
 
-FORMAT = 1
 CACHE_FORMAT = 2
 LEAST_S = 0.4
 """Of each micro batch: several periods of a CPU quota, and more than a clock's noise."""
@@ -169,28 +168,6 @@ def described(plan: Plan) -> str:
         ] = None
     shown = list(found)
     return "; ".join(shown[:8]) + ("; ..." if len(shown) > 8 else "")
-
-
-def identity(plan: Plan) -> dict[str, Any]:
-    """What the speeds of a run are for; values of JSON."""
-    assert plan.balance is not None
-    values: dict[str, Any] = {
-        "format": FORMAT,
-        "devices": [rank.device for rank in plan.ranks],
-        "seq_len": plan.batch.seq_len,
-        "precision": plan.precision,
-        "limits": list(plan.balance.limits),
-        "same_steps": plan.balance.same_steps,
-    }
-    if plan.checkpointing:
-        values["checkpointing"] = [list(one) for one in plan.checkpointing]
-    return values
-
-
-def is_of(found: dict[str, Any], plan: Plan) -> bool:
-    """Whether what ``balance.json`` holds is for these ranks."""
-    wanted: dict[str, Any] = {"checkpointing": None, **identity(plan)}
-    return all(found.get(key) == value for key, value in wanted.items())
 
 
 def record(plan: Plan) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmx.collectives import all_gather
-from llmx.plan.balance import corrected_speeds, planned_fs, with_balance
+from llmx.plan.balance import corrected_speeds, is_of, planned_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.metrics.lines import read_metrics, step_of
 from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.train.balance import described, is_of, record
+from llmx.train.balance import described, record
 from llmx.train.step_times import LEAST_S, LINES
 
 LEAST_GAIN = 0.05

@@ -154,7 +154,7 @@ def test_a_plan_goes_through_its_file() -> None:
 
 def test_speeds_are_of_what_is_computed(tmp_path: Path) -> None:
     """Neither a cluster's speeds nor those of a run are taken for another checkpointing."""
-    from llmx.train.balance import identity, is_of
+    from llmx.plan.balance import identity, is_of
 
     plain, mixed = composed(WORDS), composed(MIXED)
     paths = {speeds._path(one.experiment, one.plan) for one in (plain, mixed)}

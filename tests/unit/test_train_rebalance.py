@@ -11,10 +11,11 @@ import pytest
 
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
+from llmx.lifecycle.reproduce.before import as_trained
 from llmx.plan import make_plan
-from llmx.plan.balance import corrected_speeds, evened
+from llmx.plan.balance import corrected_speeds, evened, with_balance
 from llmx.plan.types import Plan, RankSpeed
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.balance import (
     BLOCK_S,
     LEAST_S,
@@ -23,6 +24,7 @@ from llmx.train.balance import (
     Timing,
     mean_time,
     of_all_blocks,
+    record,
 )
 from llmx.train.rebalance import Change, Line, Rebalance, record_change
 from tests.rundirs import experiment
@@ -208,3 +210,23 @@ def test_a_task_that_cannot_be_rebalanced_says_so(
     assert found == (plan, None)
     (text,) = said
     assert f"batch.rebalance=true has no effect: task=mine {why}" in text
+
+
+def test_a_reproduction_is_compared_with_the_split_that_its_ranks_will_take(tmp_path: Path) -> None:
+    """That of ``balance.json``: what is composed before the start does not know it."""
+    run, plan = RunDir(tmp_path / "run"), planned(tmp_path / "run")
+    assert plan.balance is not None
+    speeds = (RankSpeed(10, 10), RankSpeed(10, 30))
+    trained = with_balance(plan, replace(plan.balance, speeds=speeds))
+    write_json(run.plan, trained.to_dict())
+    assert trained.batch != plan.batch
+    assert as_trained(run, plan) == plan.to_dict(), (
+        "without a record ranks measure, or share evenly"
+    )
+    write_json(run.balance, record(trained))
+    assert as_trained(run, plan)["batch"] == read_json(run.plan)["batch"]
+    assert as_trained(run, plan)["ranks"] == plan.to_dict()["ranks"]
+    other = planned(tmp_path / "run", ranks=3)
+    assert as_trained(run, other) == other.to_dict()
+    unbalanced = replace(plan, balance=None)
+    assert as_trained(run, unbalanced) == unbalanced.to_dict()

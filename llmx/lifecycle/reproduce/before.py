@@ -10,6 +10,8 @@ from llmx.compose.complete import Composed
 from llmx.config import Experiment
 from llmx.lifecycle.resume.edited import edited_config
 from llmx.lifecycle.resume.history import history
+from llmx.plan.balance import is_of
+from llmx.plan.types import Plan
 from llmx.run.provenance.differences import (
     BREAKS,
     MAY,
@@ -37,13 +39,23 @@ def all_differences(
         *hosts_then_and_now(run, new.launch, new.run_dir, composed.plan),
         *plan_differences(
             read_mapping(run.plan),
-            composed.plan.to_dict(),
+            as_trained(run, composed.plan),
             ds_then=read_mapping(run.ds_config),
             ds_now=composed.ds_config,
         ),
         *_of_the_run_itself(run, new.deterministic, composed.plan.accelerator),
     ]
     return sorted(found, key=lambda difference: SEVERITIES.index(difference.severity))
+
+
+def as_trained(run: RunDir, plan: Plan) -> dict[str, Any]:
+    """The values of a plan; with the split of then, where its ranks take that from
+    ``balance.json``."""
+    values = plan.to_dict()
+    then = read_mapping(run.plan)
+    if then and is_of(read_mapping(run.balance), plan):
+        values["batch"] = then["batch"]
+    return values
 
 
 def _of_the_run_itself(
