@@ -6,13 +6,16 @@ The hosts are network namespaces of this machine (``tests/cluster``; it needs ro
 of one thread each. The second host has a CPU quota of ``--cpu`` cores (1: equal hosts), the link
 between them ``--link`` Mbit/s. ``spec`` knows the quota as if it stood in a data sheet;
 ``measured`` does not. The ideal is the sum of what each rank trains on its own: no split can reach
-more. The two train that at the same time, since they share this machine's caches and memory, before
-and after the splits. An invocation is a round, and a part of the ideal is always taken within one;
-the table has the median of all rounds that were kept (``hetero.json``; remove it to begin anew).
+more. The two train that at the same time, since they share this machine's caches and memory.
 
-It wants two cores to itself; anything else that runs is in the numbers. A round whose ideal differs
-by more than 15 % before and after, or that is above the ideal by more than 10 %, is not kept. An
-invocation takes two to four minutes for each stage, and one or two more.
+All runs are started, and their ranks stopped (SIGSTOP). Then they train a few steps in turn: both
+ranks alone, even, spec, measured, both alone, measured, spec and so on. A step that was stopped on
+its way is not counted. So how fast this machine is at the time is in all of them alike. A round is
+from one ideal to the next, and a part of the ideal is always taken within one; the table has the
+median of all rounds that were kept (``hetero.json``; remove it to begin anew). A round whose ideal
+differs by more than 15 % before and after is not kept.
+
+It wants two cores to itself. An invocation takes one minute, and three or four more for each stage.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -34,17 +39,16 @@ from machine import RESULTS, write_result  # noqa: E402
 
 ROWS = RESULTS / "hetero.json"
 SPLITS = ("even", "spec", "measured")
-SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 128, 192, 64
+SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 128, 192, 96
 SKIPPED = 2
 """Steps of warming up, not counted."""
+COUNTED = 2
+"""Whole steps of a turn, at least."""
 GOALS = {0: 0.92, 1: 0.92, 2: 0.92, 3: 0.85}
 """Least part of the ideal that ``measured`` reaches on the fast link, by ZeRO stage."""
 FAST_LINK = 1000.0
 DRIFT = 1.15
-"""Times by which the ideal may differ before and after the splits."""
-BEYOND = 1.1
-"""Times the ideal that a split may seem to reach. None can reach more than the ideal: what is above
-is the machine, which was slower while the hosts trained alone."""
+"""Times by which the ideal may differ before and after the splits of a round."""
 
 
 def main() -> int:
@@ -54,12 +58,12 @@ def main() -> int:
     parser.add_argument("--stages", default="0", help="ZeRO stages, e.g. 0,1 (default 0)")
     parser.add_argument("--cpu", type=float, default=0.5, help="cores of the second host")
     parser.add_argument("--link", type=float, default=FAST_LINK, help="Mbit/s")
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep", type=Path, help="an empty directory: the runs stay there")
     parser.add_argument("--table", action="store_true", help="write the table of known rows only")
     options = parser.parse_args()
-    if options.steps <= SKIPPED + 1:
-        parser.error(f"--steps {options.steps}: more than {SKIPPED + 1} are needed")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least one")
     if not 0.05 <= options.cpu <= 1:
         parser.error(f"--cpu {options.cpu}: 0.05 to 1 cores")
     stages = [int(word) for word in options.stages.split(",")]
@@ -79,44 +83,15 @@ def main() -> int:
             for host in cluster.hosts:
                 host.limit_bandwidth(options.link)
             cell = Cell(cluster, place, words, options)
-            before = cell.alone()
-            rows = []
+            alone = cell.alone()
             for stage in stages:
-                found = {split: cell.together(split, stage) for split in SPLITS}
-                rows.append(
-                    {
-                        "task": options.task,
-                        "stage": stage,
-                        "cpu": options.cpu,
-                        "link": options.link,
-                        **found,
-                        "when": time.strftime("%Y-%m-%d %H:%M"),
-                    }
-                )
-            after = cell.alone()
-    for row in rows:
-        row["own"] = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
-        print(line_of([row]), flush=True)
-    kept = sound(rows, before, after)
-    return write(read() + kept) or int(len(kept) < len(rows))
-
-
-def sound(
-    rows: list[dict[str, Any]], before: list[float], after: list[float]
-) -> list[dict[str, Any]]:
-    """Those rows that a machine with other work cannot have made; says which it leaves out."""
-    least, most = sorted((sum(before), sum(after)))
-    if most > DRIFT * least:
-        print(f"none is kept: the ideal was {sum(before):,.0f} before and {sum(after):,.0f} after")
-        return []
-    kept = []
-    for row in rows:
-        beyond = [split for split in SPLITS if part_of(row, split) > BEYOND]
-        if beyond:
-            print(f"ZeRO {row['stage']} is not kept: {', '.join(beyond)} above the ideal")
-        else:
-            kept.append(row)
-    return kept
+                rows = cell.rounds(stage, alone)
+                for row in rows:
+                    print("  " + line_of([row]), flush=True)
+                write(read() + rows)  # after each stage: a later one may fail
+                if rows:
+                    print(line_of(rows), flush=True)
+    return 1 if any(goal_of(rounds) == "MISSED" for rounds in cases(read())) else 0
 
 
 def data_words(task: str, place: Path) -> list[str]:
@@ -145,7 +120,8 @@ class Cell:
             f"data.seq_len={SEQ_LEN}",
             f"batch.micro_batch={MICRO_BATCH}",
             "task.epochs=null",
-            f"task.steps={options.steps}",
+            "task.steps=100000",
+            "launch.hang_timeout_s=3600",
             "task.log_every_steps=1",
             "task.save_model=false",
             "task.evaluate=false",
@@ -154,8 +130,8 @@ class Cell:
             "launch.transport=pdsh",
         ]
 
-    def alone(self) -> list[float]:
-        """Tokens/s of each host that trains its share alone, while the other one does so, too."""
+    def alone(self) -> Turn:
+        """Each host with its share of a step, as a run of its own."""
         self._unthrottle()
         runs = []
         for index in (0, 1):
@@ -163,36 +139,60 @@ class Cell:
             slots = [0, 0]
             slots[index] = 1
             words = [f"batch.global_batch={round(GLOBAL_BATCH * share)}", "zero=stage0"]
-            # Started one after the other, they train at the same time for most of it.
-            words += ["batch.balance=even", f"task.steps={2 * self.options.steps}"]
-            runs.append(self._start(f"alone-{index}", slots, words))
+            runs.append(self._start(f"alone-{index}", slots, [*words, "batch.balance=even"]))
         self._throttle_once_loading(runs[1], rank=0)
-        lines = [self._lines(run) for run in runs]
-        began = max(one[0]["time"] for one in lines)
-        ended = min(one[-1]["time"] for one in lines)
-        both = [[r for r in one if began <= r["time"] <= ended] for one in lines]
-        if min(map(len, both)) < 4:
-            raise SystemExit(f"the runs of the ideal met in {[len(one) for one in both]} steps")
-        found = [speed_of(one) for one in both]
-        print(f"  alone: {found[0]:,.0f} and {found[1]:,.0f} tokens/s", flush=True)
-        return found
+        return Turn(runs)
 
-    def together(self, split: str, stage: int) -> float:
-        """Tokens/s of both hosts with this split."""
+    def rounds(self, stage: int, alone: Turn) -> list[dict[str, Any]]:
+        """Rows of the rounds that were kept."""
+        there = [set(host.processes()) for host in self.cluster.hosts]
+        turns = {split: self._together(split, stage) for split in SPLITS}
+        rows = []
+        before = alone.speeds()
+        for number in range(self.options.rounds):
+            order = SPLITS if number % 2 == 0 else SPLITS[::-1]
+            found = {split: sum(turns[split].speeds()) for split in order}
+            after = alone.speeds()
+            least, most = sorted((sum(before), sum(after)))
+            if most > DRIFT * least:
+                print(f"  not kept: ideal {sum(before):,.0f} before, {sum(after):,.0f} after")
+            else:
+                rows.append(
+                    {
+                        "task": self.options.task,
+                        "stage": stage,
+                        "cpu": self.options.cpu,
+                        "link": self.options.link,
+                        **{split: found[split] for split in SPLITS},
+                        "own": [(a + b) / 2 for a, b in zip(before, after, strict=True)],
+                        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+                    }
+                )
+            before = after
+        for turn in turns.values():
+            turn.end()
+        from tests.cluster.netns import wait_until
+
+        def gone() -> bool:
+            now = [set(host.processes()) for host in self.cluster.hosts]
+            return all(a <= b for a, b in zip(now, there, strict=True))
+
+        wait_until(gone, timeout_s=60, what="no process of the splits is left")
+        return rows
+
+    def _together(self, split: str, stage: int) -> Turn:
+        """A run on both hosts with this split."""
         self._unthrottle()
         words = [f"batch.global_batch={GLOBAL_BATCH}", f"batch.balance={split}"]
         run = self._start(f"{split}-{stage}", [1, 1], [*words, f"zero=stage{stage}"])
         self._throttle_once_loading(run, rank=1)
-        lines = self._lines(run)
-        speed = speed_of(lines)
+        turn = Turn([run])
         batch = json.loads(run.path(run.dir.plan).read_text())["batch"]
         sizes = batch.get("sizes") or [
             [size] * batch["accumulation"] for size in batch["micro_batches"]
         ]
-        idle = [r["idle_share"] for r in lines if "idle_share" in r]
-        waited = f", idle {statistics.fmean(idle):.0%}" if idle else ""
-        print(f"  {split}-{stage}: {speed:,.0f} tokens/s, {sizes}{waited}", flush=True)
-        return speed
+        print(f"  {split}-{stage}: {sizes}", flush=True)
+        return turn
 
     def _start(self, name: str, slots: list[int], words: list[str]) -> Any:
         from tests.cluster.launching import start_llmx
@@ -215,15 +215,11 @@ class Cell:
             devices=sheets,
         )
 
-    def _lines(self, run: Any) -> list[dict[str, Any]]:
-        """Those of the steps that are counted, once the run has ended."""
-        code = run.wait(timeout_s=500)
-        if code:
-            raise SystemExit(f"{run.dir.root.name} failed:\n{run.output()[-3000:]}")
-        return [r for r in run.records() if r["kind"] == "train"][SKIPPED:]
-
     def _unthrottle(self) -> None:
-        self.cluster.hosts[1].limit_cpu(4.0)  # imports are not what is measured
+        """Imports are not what is measured."""
+        self.cluster.hosts[1].limit_cpu(4.0)
+        for host in self.cluster.hosts:
+            host.pin_to_core(None)
 
     def _throttle_once_loading(self, run: Any, *, rank: int) -> None:
         """Before the ranks measure themselves, and after they have imported what they need."""
@@ -234,6 +230,71 @@ class Cell:
                 break
             time.sleep(0.05)
         self.cluster.hosts[1].limit_cpu(self.options.cpu)
+        for core, host in enumerate(self.cluster.hosts):
+            host.pin_to_core(core)  # two hosts do not compete for one
+
+
+class Turn:
+    """Runs that train at the same time, and are stopped while others have their turn."""
+
+    def __init__(self, runs: list[Any]) -> None:
+        self.runs = runs
+        for run in runs:
+            run.until_step(SKIPPED, timeout_s=300)
+        self._signal(signal.SIGSTOP)
+
+    def speeds(self) -> list[float]:
+        """Tokens/s of each run, over the whole steps of one turn."""
+        began = time.time()
+        self._signal(signal.SIGCONT)
+        while True:
+            time.sleep(0.2)  # reading the lines takes time of a core that ranks use
+            lines = [whole_steps(run, began) for run in self.runs]
+            if min(map(len, lines)) >= COUNTED:
+                break
+            for run in self.runs:
+                if run.process.poll() is not None:
+                    raise SystemExit(f"{run.dir.root.name} has ended:\n{run.output()[-3000:]}")
+        self._signal(signal.SIGSTOP)
+        return [speed_of(one) for one in lines]
+
+    def end(self) -> None:
+        """Kill the runs: what they write at their end is not what is measured."""
+        for run in self.runs:
+            run.kill()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for run in self.runs:
+            ranks = ranks_of(run)
+            if not ranks:
+                raise SystemExit(f"{run.dir.root.name} has no ranks:\n{run.output()[-3000:]}")
+            for pid in ranks:
+                os.kill(pid, number)
+
+
+def ranks_of(run: Any) -> list[int]:
+    """The processes of a run's ranks on all hosts, numbered as they are here."""
+    from tests.cluster.launching import is_rank
+
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            argv = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has just ended
+            continue
+        words = argv.rstrip("\0").split("\0")
+        if is_rank(words) and words[-1] == str(run.dir.root):
+            found.append(int(entry.name))
+    return found
+
+
+def whole_steps(run: Any, began: float) -> list[dict[str, Any]]:
+    """Lines of the steps that were trained since then from their beginning."""
+    lines = [r for r in run.records() if r["kind"] == "train"]
+    return [r for r in lines if r["time"] - r["step_time_s"] > began]
 
 
 def speed_of(lines: list[dict[str, Any]]) -> float:
@@ -287,12 +348,17 @@ def read() -> list[dict[str, Any]]:
     return list(json.loads(ROWS.read_text())) if ROWS.is_file() else []
 
 
+def cases(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows of the same kind together."""
+    ordered = sorted(rows, key=lambda row: (key_of(row), row["when"]))
+    return [list(rounds) for _, rounds in itertools.groupby(ordered, key=key_of)]
+
+
 def write(rows: list[dict[str, Any]]) -> int:
     """The rows of all rounds, and their table."""
     rows = sorted(rows, key=lambda row: (key_of(row), row["when"]))
     ROWS.parent.mkdir(exist_ok=True)
     ROWS.write_text(json.dumps(rows, indent=1) + "\n")
-    cases = [list(rounds) for _, rounds in itertools.groupby(rows, key=key_of)]
     lines = [
         "Two hosts, one rank of one thread each; a Llama of 4 layers and width 128, "
         f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens a step. Ideal: tokens/s of both alone. "
@@ -300,13 +366,13 @@ def write(rows: list[dict[str, Any]]) -> int:
         "",
         "| task | ZeRO | cores of 2 | Mbit/s | rounds | ideal | even | spec | measured | goal |",
         "|---|---|---|---|---|---|---|---|---|---|",
-        *map(line_of, cases),
+        *map(line_of, cases(rows)),
         "",
         "Goal of measured: 92 % of the ideal on the fast link (85 % at stage 3); on equal hosts at "
         "most 2 % slower than even.",
     ]
     write_result("hetero", "Hosts of unequal speed", lines)
-    return 1 if any(goal_of(rounds) == "MISSED" for rounds in cases) else 0
+    return 0
 
 
 if __name__ == "__main__":

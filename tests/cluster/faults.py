@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.cluster.leftovers import CPU_GROUPS, MEMORY_GROUPS
+from tests.cluster.leftovers import CORE_GROUPS, CPU_GROUPS, MEMORY_GROUPS
 from tests.cluster.requirements import Unsupported
 
 if TYPE_CHECKING:
@@ -59,6 +59,12 @@ class Faults:
             "cpu.cfs_quota_us": str(int(cores * period_us)),
         }
         self._limit(CPU_GROUPS, limits, what="a CPU quota")
+
+    def pin_to_core(self: Host, core: int | None) -> None:
+        """All that runs on the host, now and later, on one core of this machine; None: on all."""
+        cores = (CORE_GROUPS / "cpuset.cpus").read_text() if core is None else str(core)
+        limits = {"cpuset.mems": "0", "cpuset.cpus": cores}
+        self._limit(CORE_GROUPS, limits, what="a core of its own")
 
     def limit_memory(self: Host, mib: float) -> None:
         """So much RAM for all that runs on the host, now and later: the kernel's OOM killer ends

@@ -158,16 +158,19 @@ def start_llmx(
     return LlmxRun(cluster.first, process, run_dir, out)
 
 
-def rank_pids(host: Host) -> list[int]:
-    """The ranks on a host, by process number there; without DeepSpeed's launcher and srun."""
-    return [
-        pid
-        for pid, argv in host.processes().items()
-        if len(argv) > 2
+def is_rank(argv: Sequence[str]) -> bool:
+    """Whether a process with these words is a rank; DeepSpeed's launcher and srun are not."""
+    return (
+        len(argv) > 2
         and argv[-2].endswith(("llmx.worker", "/worker.py"))
         and Path(argv[0]).name.startswith("python")
         and not any("deepspeed" in part for part in argv)
-    ]
+    )
+
+
+def rank_pids(host: Host) -> list[int]:
+    """The ranks on a host, by process number there."""
+    return [pid for pid, argv in host.processes().items() if is_rank(argv)]
 
 
 def nothing_left(cluster: Cluster, *, timeout_s: float = 30.0) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 PREFIX = "llmx-cluster-"
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
+CORE_GROUPS = Path("/sys/fs/cgroup/cpuset")
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 HOSTS = "hosts.json"
 """Host name -> pid of its process 1."""
@@ -44,7 +45,7 @@ def sweep() -> list[Path]:
 
 def remove_cgroups(directory: Path) -> None:
     """Remove the control groups of the cluster in ``directory``."""
-    for groups in (CPU_GROUPS, MEMORY_GROUPS):
+    for groups in (CPU_GROUPS, CORE_GROUPS, MEMORY_GROUPS):
         for group in groups.glob(f"{directory.name}-*"):
             with contextlib.suppress(OSError):  # a process is still ending: the next sweep has it
                 group.rmdir()

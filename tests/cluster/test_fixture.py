@@ -146,6 +146,19 @@ def test_a_cpu_quota_holds_for_old_and_new_programs(make_cluster: Make) -> None:
     assert used_s < 0.45
 
 
+def test_a_host_on_one_core(make_cluster: Make) -> None:
+    host = make_cluster().first
+    all_cores = os.sched_getaffinity(0)
+    last = max(all_cores)
+    host.pin_to_core(last)
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    assert host.run([sys.executable, "-S", "-c", code]).stdout.strip() == f"[{last}]"
+    ssh = ["ssh", "-F", host.cluster.ssh_config, host.name, sys.executable, "-S", "-c"]
+    assert host.run([*ssh, f"'{code}'"]).stdout.strip() == f"[{last}]"
+    host.pin_to_core(None)
+    assert host.run([sys.executable, "-S", "-c", code]).stdout.strip() == f"{sorted(all_cores)}"
+
+
 def test_latency(make_cluster: Make) -> None:
     cluster = make_cluster()
     cluster["node-b"].add_latency(100)
