@@ -8,7 +8,7 @@ are summed) stays with the formula, so that a run does not depend on what this m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmx.config.schema import Experiment
 from llmx.plan.by_device import CHECKPOINTING, checkpointing_on
@@ -39,12 +39,20 @@ class Traces:
     found: Mapping[TraceKey, StepTrace]
     problem: str = ""
     """Why there are none."""
+    _between: dict[TraceKey, StepTrace | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def get(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
         """That of this micro batch, or between those of two others: bytes are linear in it."""
-        exact = self.found.get(TraceKey(attention, checkpointing, micro_batch))
-        if exact is not None:
-            return exact
+        key = TraceKey(attention, checkpointing, micro_batch)
+        if key in self.found:
+            return self.found[key]
+        if key not in self._between:
+            self._between[key] = self._mixed(attention, checkpointing, micro_batch)
+        return self._between[key]
+
+    def _mixed(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
         sizes = sorted(
             key.micro_batch
             for key in self.found

@@ -10,6 +10,7 @@ allocate by ``benchmarks/plan_validation.py`` (docs/planner.md) and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from llmx.plan.trace import (
     GRADIENT,
     RELEASE,
     RELEASE_BACKWARD,
+    Event,
     StepTrace,
 )
 
@@ -126,8 +128,28 @@ class Peaks:
         self.at = {name: size + extra.get(name, 0) for name, size in self.parts.items()}
 
 
+class _This:
+    """A trace by identity: it is long, and equal to itself alone as far as a plan is concerned."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+
+    def __hash__(self) -> int:
+        return id(self.trace)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _This) and other.trace is self.trace
+
+
 def peak_of(trace: StepTrace, rules: StepRules) -> Peaks:
-    """Of the rank that needs most: the first, the last and one between them are played."""
+    """Of the rank that needs most: the first, the last and one between them are played. Kept: who
+    looks for what fits plans the same more than once."""
+    return _peak_of(_This(trace), rules)
+
+
+@functools.lru_cache(maxsize=256)
+def _peak_of(this: _This, rules: StepRules) -> Peaks:
+    trace = this.trace
     ranks = sorted({0, rules.world // 2, rules.world - 1})
     if rules.stage in (0, 3):
         ranks = ranks[:1]
@@ -146,6 +168,19 @@ def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
     if rules.stage == 1 and rules.bf16 and rules.sums == 4 and not rules.offload_optimizer:
         return _WholeSums(trace, rules).play()
     return _Partitioned(trace, rules, rank).play()
+
+
+@functools.lru_cache(maxsize=64)
+def _of_gradients(this: _This) -> tuple[tuple[Event, ...], int]:
+    """The gradients of a trace, each with the highest peak since the one before; and that after the
+    last one."""
+    found, peak = [], 0
+    for event in this.trace.events:
+        peak = max(peak, event.peak)
+        if event.kind == GRADIENT:
+            found.append(Event(GRADIENT, event.index, peak, event.live))
+            peak = event.live
+    return tuple(found), max(peak, this.trace.last_peak)
 
 
 class _Engine:
@@ -172,10 +207,15 @@ class _Engine:
     def total(self, indices: Iterable[int]) -> int:
         return sum(self.numel(index) for index in indices)
 
+    def events(self) -> tuple[Sequence[Event], int]:
+        """Those that something happens at, and the peak after the last of them."""
+        return _of_gradients(_This(self.trace))
+
     def run_micro_step(self) -> None:
         """The last one of a step."""
         peaks, activations = self.peaks, 0
-        for event in self.trace.events:
+        events, last_peak = self.events()
+        for event in events:
             peaks.look("activations", ACTIVATIONS, event.peak - activations)
             peaks.drop(ACTIVATIONS, activations - event.live)
             activations = event.live
@@ -183,14 +223,14 @@ class _Engine:
                 self.gradient(event.index)
             else:
                 self.module(event.kind, event.index)
-        peaks.look("activations", ACTIVATIONS, self.trace.last_peak - activations)
+        peaks.look("activations", ACTIVATIONS, last_peak - activations)
         peaks.drop(ACTIVATIONS, activations)
 
     def gradient(self, index: int) -> None:
         raise NotImplementedError
 
     def module(self, kind: int, index: int) -> None:
-        """A module begins or ends."""
+        """A module begins or ends; where ``events`` has that."""
 
 
 class _Unsharded(_Engine):
@@ -493,6 +533,9 @@ class _Sharded(_Engine):
         self.bucket: list[int] = []
         self.bucket_elements = 0
         self.held: dict[int, int] = {}
+
+    def events(self) -> tuple[Sequence[Event], int]:
+        return self.trace.events, self.trace.last_peak
 
     def play(self) -> Peaks:
         rules, peaks = self.rules, self.peaks

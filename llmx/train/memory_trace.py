@@ -31,6 +31,7 @@ from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models.adapter import add_adapter, freeze
 from llmx.models.attention import AttentionMethod, methods
+from llmx.models.blocks import Stack, stack_of
 from llmx.models.experts import Routing, expert_blocks
 from llmx.models.factory import DTYPES, build_model, padded_vocab, plain_config, true_vocab
 from llmx.models.model import CAUSAL_LM, LANGUAGE_MODELS, Model, Models, ModelSpec
@@ -51,6 +52,7 @@ from llmx.run.rundir import write_json
 from llmx.train.engine.learning_rates import lr_scales
 from llmx.train.engine.muon import hidden_matrices
 from llmx.train.engine.optimizer import parameter_groups
+from llmx.train.trace_blocks import BEYOND, Numbers, Run, with_all_blocks
 
 WHOLE = {"zero_optimization": {"stage": 0}}
 """The part of DeepSpeed's configuration that a network is built by, without sharding."""
@@ -68,11 +70,18 @@ class Recorder(TorchDispatchMode):
         self.live = self.peak = 0
         self.flops = 0.0
         self.events: list[Event] = []
+        self.flops_until: list[float] = []
+        """Counted until each event."""
         self._known: dict[int, weakref.ref[Any]] = {}
+
+    def run(self) -> Run:
+        """What was seen."""
+        return Run(self.events, self.flops_until, self.peak, self.flops)
 
     def mark(self, kind: int, index: int) -> None:
         """An event now."""
         self.events.append(Event(kind, index, self.peak, self.live))
+        self.flops_until.append(self.flops)
         self.peak = self.live
 
     def leave_out(self, values: Iterable[torch.Tensor]) -> None:
@@ -240,10 +249,29 @@ class Untraced(Exception):
 def trace_step(
     exp: Experiment, *, precision: str, accelerator: str, attention: str, micro_batch: int
 ) -> StepTrace:
-    """One forward and backward pass of the experiment's task, on fake tensors.
+    """One forward and backward pass of the experiment's task, on fake tensors: of a few of its
+    blocks, where the others do the same.
 
     Raises Untraced, or whatever the network or the task raises where it cannot be run so.
     """
+    how = (precision, accelerator, attention, micro_batch)
+    found = _trace(exp, *how, by_blocks=True)
+    if found is None:
+        found = _trace(exp, *how, by_blocks=False)
+        assert found is not None, "all blocks were run"
+    return found
+
+
+def _trace(
+    exp: Experiment,
+    precision: str,
+    accelerator: str,
+    attention: str,
+    micro_batch: int,
+    *,
+    by_blocks: bool,
+) -> StepTrace | None:
+    """``by_blocks``: of a few of them; None where those that are compared do not agree."""
     from llmx.tasks import task_class
 
     register()
@@ -286,21 +314,53 @@ def trace_step(
         buffers = sum(one.numel() * one.element_size() for one in network.buffers())
         batch = _batch(exp, task, micro_batch, layout=method.layout)
         network.train()
-        with recorder:
-            loss = task.loss(Models({name: model}), batch)
-            total = loss.sum * 1.0
-            total = model.routing.objective(total, factor=1.0)
-            del loss
-            total.backward()
-            del total
+        # A loss of routers is of all of them.
+        stack = stack_of(network) if by_blocks and not expert_blocks(network) else None
+        if stack is not None and len(stack.blocks) > (kept := stack.least + BEYOND):
+            blocks = numbers_of(network, stack)
+            stack.cut(kept)
+            run = with_all_blocks(_run(recorder, task, model, batch), blocks, kept)
+        else:
+            run = _run(recorder, task, model, batch)
+    if run is None:
+        return None
     return replace(
         found,
         parameters=parameters,
-        events=tuple(recorder.events),
-        last_peak=recorder.peak,
+        events=tuple(run.events),
+        last_peak=run.last_peak,
         buffers=buffers,
-        flops=recorder.flops,
+        flops=run.last_flops,
     )
+
+
+def _run(recorder: Recorder, task: Any, model: Model, batch: Any) -> Run:
+    with recorder:
+        loss = task.loss(Models({model.name: model}), batch)
+        total = loss.sum * 1.0
+        total = model.routing.objective(total, factor=1.0)
+        del loss
+        total.backward()
+        del total
+    return recorder.run()
+
+
+def numbers_of(network: nn.Module, stack: Stack) -> list[Numbers]:
+    """Of each block of the stack, as ``watch`` numbers modules and parameters."""
+    modules = {id(module): number for number, (module, _) in enumerate(_hooked(network))}
+    parameters = {id(one): number for number, one in enumerate(network.parameters())}
+
+    def whole(numbers: Iterable[int]) -> range:
+        found = sorted(numbers)
+        return range(found[0], found[-1] + 1)
+
+    return [
+        Numbers(
+            whole(modules[id(module)] for module, _ in _hooked(block)),
+            whole(parameters[id(one)] for one in block.parameters()),
+        )
+        for block in stack.blocks
+    ]
 
 
 class _TracedModel(Model):

@@ -17,6 +17,7 @@ from llmx.plan.predict import TraceKey
 from llmx.plan.trace import GRADIENT, StepTrace
 from llmx.train import memory_trace
 from llmx.train.memory_trace import Untraced, trace_step
+from llmx.train.trace_blocks import Run
 from tests.live_memory import LiveMemory
 from tests.rundirs import PARITY_MODELS, experiment
 
@@ -63,9 +64,8 @@ class Counted(LiveMemory):
     def mark(self, kind: int, index: int) -> None:
         """Nothing is noted."""
 
-    @property
-    def events(self) -> list[Any]:
-        return []
+    def run(self) -> Run:
+        return Run([], [], self.peak, 0.0)
 
 
 def really(exp: Any, monkeypatch: pytest.MonkeyPatch, **run: Any) -> int:

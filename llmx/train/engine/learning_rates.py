@@ -38,7 +38,8 @@ def lr_scales(
         if parameter.requires_grad
     ]
     _check_patterns(optim, [name for name, _, _ in named])
-    decays = {id(network): LayerDecay(network, optim) for _, _, network in named}
+    trained = {id(network): network for _, _, network in named}
+    decays = {key: LayerDecay(network, optim) for key, network in trained.items()}
     beside_adapter = 1.0
     if adapter.kind != "none" and adapter.lr is not None:
         beside_adapter = optim.lr / adapter.lr
