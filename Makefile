@@ -75,6 +75,7 @@ behaviour-record: venv ## record these results anew, on purpose (before a redesi
 bench: venv ## start-up, throughput, tokenizing and checkpoints against what others use
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/compose.py
+	$(BIN)/python benchmarks/plan_blocks.py
 	$(BIN)/python benchmarks/zero3_after_eval.py
 	$(BIN)/python benchmarks/sft_throughput.py
 	$(BIN)/python benchmarks/trl_throughput.py lora --only defaults
