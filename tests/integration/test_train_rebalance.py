@@ -7,6 +7,7 @@ before or after the change repeats it bit for bit.
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ def test_a_drift_is_corrected_and_resume_repeats_it(
     assert stage == 1 or len(sizes[0]) == len(sizes[1])
     assert "rebalance: a step should take" in run.rank_log(0).read_text()
     assert read_json(run.plan)["balance"]["method"] == "even"
-    idle = {line["step"]: line["idle_share"] for line in trained(run)}
-    assert idle[event["step"]] > max(0.15, idle[STEPS])
+    idle = [line["idle_share"] for line in trained(run)]
+    # Of the three lines that decided, and after it: a pause of the machine is in one line.
+    before, after = idle[event["step"] - 3 : event["step"]], idle[event["step"] :]
+    assert statistics.median(before) > max(0.15, statistics.median(after))
     assert all(len(line["backward_s"]) == len(line["update_s"]) == 2 for line in trained(run))
     # From a checkpoint after the change, then from one before it.
     for step, again in ((event["step"] // 2 * 2 + 2, []), (2, [event])):
