@@ -14,7 +14,7 @@ from llmx.train.memory_trace import trace_step
 from llmx.train.trace_blocks import Numbers, Run, with_all_blocks
 from tests.rundirs import PARITY_MODELS, experiment
 
-BLOCKS = 7
+BLOCKS = 8
 LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "dropout": 0.1}
 
 
