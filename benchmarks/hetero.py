@@ -163,6 +163,7 @@ class Cell:
                         "stage": stage,
                         "cpu": self.options.cpu,
                         "link": self.options.link,
+                        "micro_batch": MICRO_BATCH,
                         **{split: found[split] for split in SPLITS},
                         "own": [(a + b) / 2 for a, b in zip(before, after, strict=True)],
                         "when": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -305,7 +306,7 @@ def speed_of(lines: list[dict[str, Any]]) -> float:
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What a row is of."""
-    return (row["task"], row["stage"], row["cpu"], row["link"])
+    return (row["task"], row["stage"], row["cpu"], row["link"], row["micro_batch"])
 
 
 def part_of(row: dict[str, Any], split: str) -> float:
@@ -320,7 +321,7 @@ def line_of(rounds: list[dict[str, Any]]) -> str:
     parts = " | ".join(parts_of(rounds, split) for split in SPLITS)
     return (
         f"| {first['task']} | {first['stage']} | {first['cpu']:g} | {first['link']:g} "
-        f"| {len(rounds)} | {ideal:,.0f} | {parts} | {goal_of(rounds)} |"
+        f"| {first['micro_batch']} | {len(rounds)} | {ideal:,.0f} | {parts} | {goal_of(rounds)} |"
     )
 
 
@@ -364,9 +365,12 @@ def write(rows: list[dict[str, Any]]) -> int:
         f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens a step. Ideal: tokens/s of both alone. "
         "Splits: the part of it that they reach, the median of the rounds (least to most).",
         "",
-        "| task | ZeRO | cores of 2 | Mbit/s | rounds | ideal | even | spec | measured | goal |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| task | ZeRO | cores of 2 | Mbit/s | micro batch | rounds | ideal | even | spec | measured | goal |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         *map(line_of, cases(rows)),
+        "",
+        "Rows with a micro batch of 64 are of an earlier way: each split a run of its own, one after "
+        "the other, hosts not bound to a core.",
         "",
         "Goal of measured: 92 % of the ideal on the fast link (85 % at stage 3); on equal hosts at "
         "most 2 % slower than even.",

@@ -255,7 +255,9 @@ def trace_step(
     Raises Untraced, or whatever the network or the task raises where it cannot be run so.
     """
     how = (precision, accelerator, attention, micro_batch)
-    found = _trace(exp, *how, by_blocks=True)
+    found = None
+    with contextlib.suppress(Exception):  # a network may count on all of its blocks
+        found = _trace(exp, *how, by_blocks=True)
     if found is None:
         found = _trace(exp, *how, by_blocks=False)
         assert found is not None, "all blocks were run"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaModel
 
 from llmx.plan.trace import FETCH, FETCH_BACKWARD, GRADIENT, RELEASE, Event, StepTrace
 from llmx.train import memory_trace
@@ -76,6 +77,21 @@ def test_blocks_that_do_not_agree_are_all_traced(
     """After a try that is given up nothing of it is left."""
     expected = whole(monkeypatch, lambda: traced(tmp_path, "llama"))
     monkeypatch.setattr(memory_trace, "with_all_blocks", lambda *_given: None)
+    assert traced(tmp_path, "llama") == expected
+
+
+def test_a_network_that_counts_on_all_of_its_blocks_is_traced_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some take them by their numbers."""
+    expected = whole(monkeypatch, lambda: traced(tmp_path, "llama"))
+    forward = LlamaModel.forward
+
+    def by_number(self: Any, *args: Any, **keywords: Any) -> Any:
+        assert self.layers[self.config.num_hidden_layers - 1] is not None
+        return forward(self, *args, **keywords)
+
+    monkeypatch.setattr(LlamaModel, "forward", by_number)
     assert traced(tmp_path, "llama") == expected
 
 
