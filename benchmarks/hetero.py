@@ -365,12 +365,13 @@ def write(rows: list[dict[str, Any]]) -> int:
         f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens a step. Ideal: tokens/s of both alone. "
         "Splits: the part of it that they reach, the median of the rounds (least to most).",
         "",
-        "| task | ZeRO | cores of 2 | Mbit/s | micro batch | rounds | ideal | even | spec | measured | goal |",
+        "| task | ZeRO | cores of 2 | Mbit/s | micro batch | rounds | ideal | even | spec "
+        "| measured | goal |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *map(line_of, cases(rows)),
         "",
-        "Rows with a micro batch of 64 are of an earlier way: each split a run of its own, one after "
-        "the other, hosts not bound to a core.",
+        "Rows with a micro batch of 64 are of an earlier way: each split a run of its own, one "
+        "after the other, hosts not bound to a core.",
         "",
         "Goal of measured: 92 % of the ideal on the fast link (85 % at stage 3); on equal hosts at "
         "most 2 % slower than even.",

@@ -69,6 +69,25 @@ def test_stage_0_has_all_and_a_copy_of_the_gradients() -> None:
     assert alone.total == 16 * N + (8 + 4) * NUMEL
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("place", "gradients"), [(-4, LAYERS - 1), (-1, LAYERS)])
+def test_a_peak_between_gradients_and_after_the_last(
+    stage: int, place: int, gradients: int
+) -> None:
+    """At stages 0 to 2 modules do nothing; what is allocated while they run counts."""
+    high, made = 10**7, trace()
+    events = [*made.events]
+    assert events[place].kind == RELEASE_BACKWARD
+    assert sum(event.kind == GRADIENT for event in events[: place % len(events)]) == gradients
+    events[place] = replace(events[place], peak=high)
+    rules = replace(RULES, stage=stage, world=1, reduce_bucket=10**6)
+    found = peak_of(replace(made, events=tuple(events)), rules)
+    assert found.moment == "activations"
+    assert found.at["activations"] == high
+    if stage == 0:
+        assert found.total == 4 * N + 8 * N + 4 * NUMEL * gradients + high
+
+
 def test_stage_0_in_half_precision_has_whole_gradients_in_fp32_too() -> None:
     found = peak_of(trace(), replace(RULES, stage=0, width=2, sums=2, bf16=True))
     # Parameters and gradients twice; two moments; the temporaries of one tensor after the other.

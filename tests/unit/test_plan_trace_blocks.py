@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from llmx.plan.trace import FETCH, FETCH_BACKWARD, GRADIENT, RELEASE, Event, Ste
 from llmx.train import memory_trace
 from llmx.train.memory_trace import trace_step
 from llmx.train.trace_blocks import Numbers, Run, with_all_blocks
-from tests.rundirs import PARITY_MODELS, experiment
+from tests.rundirs import EXPERT_MODELS, PARITY_MODELS, experiment
 
 BLOCKS = 8
 LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "dropout": 0.1}
@@ -21,7 +22,7 @@ LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "dropout": 0.1}
 
 def traced(root: Path, kind: str, *, run: dict[str, Any] | None = None, **groups: Any) -> StepTrace:
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    model = {"kind": kind, "config": {**PARITY_MODELS[kind], layers: BLOCKS}}
+    model = {"kind": kind, "config": {**PARITY_MODELS.get(kind, {}), layers: BLOCKS}}
     groups["model"] = {**model, **groups.get("model", {})}
     groups["data"] = {"seq_len": 32, **groups.get("data", {})}
     exp = experiment(root / "run", task={"kind": "pretrain"}, **groups)
@@ -63,6 +64,15 @@ def test_frozen_blocks_at_the_beginning(tmp_path: Path, monkeypatch: pytest.Monk
     found, held = both(monkeypatch, lambda: traced(tmp_path, "llama", model=FROZEN))
     assert held == [True]
     assert found == whole(monkeypatch, lambda: traced(tmp_path, "llama", model=FROZEN))
+
+
+def test_experts_are_all_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of their routers is of all blocks together: nothing is left out."""
+    config = {**EXPERT_MODELS["mixtral"], "model_type": "mixtral", "num_hidden_layers": BLOCKS}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 96}))
+    experts = {"model": {"kind": "hf", "path": str(tmp_path), "config": {}}}
+    _, held = both(monkeypatch, lambda: traced(tmp_path, "mixtral", **experts))
+    assert held == []
 
 
 def test_few_blocks_are_traced_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
