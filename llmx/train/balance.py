@@ -48,6 +48,9 @@ LEAST_S = 0.4
 """Of each micro batch: several periods of a CPU quota, and more than a clock's noise."""
 LONGEST_S = 1.6
 """... while its times vary: under a quota some take the whole rest of a period."""
+VARIED_CALLS = 5
+"""... and of one that takes so long that this is only a few times: what two differ by says little
+of the noise, and a measured split that seems to be noise is given up for the even one."""
 MOST_S = 20.0
 """A further run of a micro batch is not begun after so long."""
 STEADY = 0.01
@@ -58,6 +61,9 @@ OTHER_SPEED = 1.25
 """Speeds of a cache are measured anew where one rank's has changed so much against another's."""
 SAMPLES = 256
 """Samples that are looked at for long and short ones."""
+MOST_TIMED = 8
+"""Micro batches that a rank times: one sample, half, all and short ones, each with some blocks and
+with fewer."""
 LINK_BYTES = (1 << 20, 1 << 24)
 """An exchange of the first number is timed, and one of the second where that takes no long time."""
 LINK_S = 0.05
@@ -210,7 +216,7 @@ def _speeds(subject: Subject, *, group: Any) -> tuple[list[Measured] | None, str
     known = [one for one in found if one is not None]
     if len(known) == len(found) and _still_right(subject, known, group=group):
         return known, "", True
-    timings, problem = measure(subject)
+    timings, problem = measure(subject, group=group)
     table = all_gather((timings, problem), group=group)
     problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(table) if text]
     if problems:
@@ -240,7 +246,7 @@ def _still_right(subject: Subject, known: list[Measured], *, group: Any) -> bool
     ranks = subject.plan.ranks
     if len({(rank.host, rank.device) for rank in ranks}) == 1:
         return True  # whatever its speed, all ranks have it
-    timings, problem = measure(subject, check=True)
+    timings, problem = measure(subject, group=group, check=True)
     rate = 0.0
     for tokens, squares, seconds in (one.point for one in timings):
         rate = seconds * FS / known[subject.rank].speed.time_fs(int(tokens), int(squares))
@@ -315,8 +321,8 @@ def _key(subject: Subject) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def measure(subject: Subject, *, check: bool = False) -> tuple[list[Timing], str]:
-    """Times of a few micro batches on this rank; or why there are none. Collective at ZeRO-3.
+def measure(subject: Subject, *, group: Any, check: bool = False) -> tuple[list[Timing], str]:
+    """Times of a few micro batches on this rank; or why there are none. Collective.
 
     ``check``: of the largest one only.
     """
@@ -331,12 +337,12 @@ def measure(subject: Subject, *, check: bool = False) -> tuple[list[Timing], str
     before = [model.gradient_scale for model in engine.models.values()]
     timings: list[Timing] = []
     held = first_blocks(engine, part.stacks, part.held) if part else whole_weights(engine)
-    with held:
+    with held, AtOnce(group) as at_once:
         try:
             seed_step(subject.exp.seed, 0, subject.rank)
             chosen = _places(subject)
             chosen = [max(chosen, key=lambda one: len(one[1]))] if check else chosen
-            timings = [_timed(subject, places, part) for places in chosen]
+            timings = [_timed(subject, places, part, at_once) for places in chosen]
         except Exception as error:  # the run itself may still fit, and says so if it does not
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     set_random_state(state)
@@ -347,6 +353,35 @@ def measure(subject: Subject, *, check: bool = False) -> tuple[list[Timing], str
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return timings, problem
+
+
+class AtOnce:
+    """Has all ranks time their micro batches at the same time: a rank that knows the time of one
+    goes on with it until the others do.
+
+    What slows all of them for a while then counts for all alike. And ranks of one host have each
+    other's load on its memory, its buses and its power while they measure, as in training.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.left = MOST_TIMED
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Others have more to time, or this rank has failed: they do not wait for it."""
+        while self.left:
+            self.ready()
+        torch.distributed.barrier(group=self.group)
+
+    def ready(self) -> Callable[[], bool]:
+        """Tells the others that this rank knows its time. Returns whether all of them do."""
+        assert self.left, f"more than {MOST_TIMED} micro batches"
+        self.left -= 1
+        work = torch.distributed.barrier(group=self.group, async_op=True)
+        return work.is_completed  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -432,20 +467,22 @@ def _places(subject: Subject) -> list[tuple[Any, list[int]]]:
     return [(samples, sorted(places)) for places in found]
 
 
-def _timed(subject: Subject, chosen: tuple[Any, list[int]], part: Part | None) -> Timing:
+def _timed(
+    subject: Subject, chosen: tuple[Any, list[int]], part: Part | None, at_once: AtOnce
+) -> Timing:
     """The mean time of a micro batch, forward and backward."""
     if part is None:
-        return _timed_as_it_is(subject, chosen)
-    held = _timed_as_it_is(subject, chosen)
+        return _timed_as_it_is(subject, chosen, at_once)
+    held = _timed_as_it_is(subject, chosen, at_once)
     for stack in part.stacks:
         stack.cut(part.least)
-    few = _timed_as_it_is(subject, chosen)
+    few = _timed_as_it_is(subject, chosen, at_once)
     for stack in part.stacks:
         stack.cut(part.held)
     return of_all_blocks(few, held, part)
 
 
-def _timed_as_it_is(subject: Subject, chosen: tuple[Any, list[int]]) -> Timing:
+def _timed_as_it_is(subject: Subject, chosen: tuple[Any, list[int]], at_once: AtOnce) -> Timing:
     """With the blocks that the networks have now."""
     engine, task = subject.engine, subject.task
     samples, places = chosen
@@ -484,7 +521,7 @@ def _timed_as_it_is(subject: Subject, chosen: tuple[Any, list[int]]) -> Timing:
             torch.cuda.synchronize(engine.device)
 
     run()  # kernels are chosen, memory is taken
-    seconds, noise = mean_time(run)
+    seconds, noise = mean_time(run, ready=at_once.ready)
     lines, length = tensors["input_ids"].shape
     squares = lines * length * length
     if not subject.layout.whole_rows:
@@ -494,14 +531,19 @@ def _timed_as_it_is(subject: Subject, chosen: tuple[Any, list[int]]) -> Timing:
 
 
 def mean_time(
-    run: Callable[[], None], *, clock: Callable[[], float] = time.perf_counter
+    run: Callable[[], None],
+    *,
+    ready: Callable[[], Callable[[], bool]] = lambda: lambda: True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:
     """Mean seconds of a call, and the relative standard error of this mean.
 
-    Calls go on while their times vary, up to ``LONGEST_S``: a rank under a CPU quota computes at
-    full speed for a part of each period, and not at all for the rest.
+    Calls go on while their times vary, for ``LONGEST_S`` and ``VARIED_CALLS``: a rank under a CPU
+    quota computes at full speed for a part of each period, and not at all for the rest. Then
+    ``ready`` is called once, and calls go on until what it returned is true.
     """
     began = last = clock()
+    all_are: Callable[[], bool] | None = None
     blocks: list[tuple[int, float]] = []
     calls = count = 0
     while True:
@@ -512,8 +554,11 @@ def mean_time(
             blocks.append((count, now - last))
             count, last = 0, now
         elapsed, noise = now - began, _noise(blocks)
-        steady = noise <= STEADY or elapsed >= LONGEST_S
-        if (elapsed >= LEAST_S and calls >= 2 and steady) or elapsed >= MOST_S:
+        steady = noise <= STEADY or (elapsed >= LONGEST_S and calls >= VARIED_CALLS)
+        enough = (elapsed >= LEAST_S and calls >= 2 and steady) or elapsed >= MOST_S
+        if all_are is None and enough:
+            all_are = ready()
+        if all_are is not None and all_are():
             return elapsed / calls, noise if math.isfinite(noise) else 0.0
 
 

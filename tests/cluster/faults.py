@@ -81,6 +81,8 @@ class Faults:
                 (group / name).write_text(value)
         except OSError as error:
             raise Unsupported(f"{what} needs control groups v1 at {groups}: {error}") from None
+        if group in self.cgroups:
+            return  # all that runs is in it
         self.cgroups.add(group)
         for pid in self._outer_pids():
             (group / "cgroup.procs").write_text(str(pid))

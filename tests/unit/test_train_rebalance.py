@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from llmx.train.balance import (
     BLOCK_S,
     LEAST_S,
     LONGEST_S,
+    VARIED_CALLS,
     Part,
     Timing,
     mean_time,
@@ -166,6 +168,46 @@ def test_a_rank_under_a_cpu_quota_is_measured(burst_ms: int, run_ms: int) -> Non
         assert noise < 1e-3
         assert took < LEAST_S + 2 * BLOCK_S
     assert took < LONGEST_S + 2 * BLOCK_S
+
+
+@pytest.mark.parametrize(
+    ("times_s", "calls"),
+    [
+        ((4.0, 4.0), 2),
+        ((3.0, 4.3, 3.2, 4.4, 3.1), VARIED_CALLS),  # two would seem to differ by 18 % or by none
+        ((8.0, 11.0, 9.0), 3),  # MOST_S
+    ],
+)
+def test_long_calls_are_repeated_where_they_vary(times_s: tuple[float, ...], calls: int) -> None:
+    now = [0.0]
+    left = list(times_s)
+
+    def run() -> None:
+        now[0] += left.pop(0)
+
+    seconds, _ = mean_time(run, clock=lambda: now[0])
+    assert len(times_s) - len(left) == calls
+    assert seconds == pytest.approx(sum(times_s[:calls]) / calls)
+
+
+def test_calls_go_on_until_all_ranks_know_their_time() -> None:
+    now = [0.0]
+    asked: list[float] = []
+
+    def run() -> None:
+        now[0] += 0.125 if now[0] < 1 else 0.25  # another rank begins to compute, too
+
+    def all_are() -> bool:
+        return now[0] >= 3
+
+    def ready() -> Callable[[], bool]:
+        asked.append(now[0])
+        return all_are
+
+    seconds, noise = mean_time(run, ready=ready, clock=lambda: now[0])
+    assert asked == [0.5]
+    assert seconds == 3 / 16
+    assert noise > 0.05
 
 
 def test_the_time_of_all_blocks_is_that_of_some_and_of_the_others_like_them() -> None:

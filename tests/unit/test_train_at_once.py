@@ -1,0 +1,58 @@
+"""Ranks that time their micro batches at the same time: real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import torch
+
+from llmx.train.balance import AtOnce, mean_time
+
+
+def spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def on_rank(rank: int, place: Path) -> None:
+    """Rank 0 is fast and times three micro batches; rank 1 is slow and fails at its second one."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place / 'meet'}", rank=rank, world_size=2
+    )
+    found = {"ready": [], "ended": [], "took": []}
+    try:
+        with AtOnce(None) as at_once:
+
+            def ready():  # type: ignore[no-untyped-def]
+                found["ready"].append(time.time())
+                return at_once.ready()
+
+            for number in range(3):
+                if (rank, number) == (1, 1):
+                    raise MemoryError
+                seconds, _ = mean_time(lambda: spin((0.02, 0.6)[rank]), ready=ready)
+                found["ended"].append(time.time())
+                found["took"].append(seconds)
+    except MemoryError:
+        found["failed"] = [time.time()]
+    (place / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_fast_rank_goes_on_and_none_waits_for_one_that_failed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=on_rank, args=(rank, tmp_path)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(timeout=120)
+        assert each.exitcode == 0
+    fast, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert fast["ready"][0] < slow["ready"][0] <= fast["ended"][0]
+    assert len(fast["ended"]) == 3
+    assert slow["failed"]
+    assert fast["took"][0] < 0.3 < slow["took"][0]
