@@ -52,7 +52,8 @@ def test_a_fast_rank_goes_on_and_none_waits_for_one_that_failed(tmp_path: Path) 
         each.join(timeout=120)
         assert each.exitcode == 0
     fast, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert fast["ready"][0] < slow["ready"][0] <= fast["ended"][0]
+    # Which is ready first is up to the machine's load.
+    assert max(fast["ready"][0], slow["ready"][0]) <= min(fast["ended"][0], slow["ended"][0])
     assert len(fast["ended"]) == 3
     assert slow["failed"]
     assert fast["took"][0] < 0.3 < slow["took"][0]
