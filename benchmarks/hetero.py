@@ -75,6 +75,13 @@ def main() -> int:
         parser.error(f"--rounds {options.rounds}: at least one")
     if not 0.05 <= options.cpu <= 1:
         parser.error(f"--cpu {options.cpu}: 0.05 to 1 cores")
+    if not 1 <= options.micro_batch <= options.global_batch:
+        parser.error(f"--micro-batch {options.micro_batch}: 1 to --global-batch")
+    if options.link <= 0:
+        parser.error(f"--link {options.link}: more than 0 Mbit/s")
+    known = [str(stage) for stage in GOALS]
+    if wrong := set(options.stages.split(",")) - set(known):
+        parser.error(f"--stages {options.stages}: {', '.join(known)}, not {', '.join(wrong)}")
     stages = [int(word) for word in options.stages.split(",")]
     if options.table:
         return write(read())

@@ -370,8 +370,10 @@ class AtOnce:
     def __enter__(self) -> AtOnce:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Others have more to time, or this rank has failed: they do not wait for it."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Others may have more to time: they do not wait for this rank."""
+        if kind is not None:
+            return  # it is interrupted, and waits for nobody
         while self.left:
             self.ready()
         torch.distributed.barrier(group=self.group)
@@ -543,7 +545,7 @@ def mean_time(
     ``ready`` is called once, and calls go on until what it returned is true.
     """
     began = last = clock()
-    all_are: Callable[[], bool] | None = None
+    all_ready: Callable[[], bool] | None = None
     blocks: list[tuple[int, float]] = []
     calls = count = 0
     while True:
@@ -556,9 +558,9 @@ def mean_time(
         elapsed, noise = now - began, _noise(blocks)
         steady = noise <= STEADY or (elapsed >= LONGEST_S and calls >= VARIED_CALLS)
         enough = (elapsed >= LEAST_S and calls >= 2 and steady) or elapsed >= MOST_S
-        if all_are is None and enough:
-            all_are = ready()
-        if all_are is not None and all_are():
+        if all_ready is None and enough:
+            all_ready = ready()
+        if all_ready is not None and all_ready():
             return elapsed / calls, noise if math.isfinite(noise) else 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -18,42 +19,52 @@ def spin(seconds: float) -> None:
         pass
 
 
-def on_rank(rank: int, place: Path) -> None:
-    """Rank 0 is fast and times three micro batches; rank 1 is slow and fails at its second one."""
+def on_rank(rank: int, place: Path, goes_on: Event) -> None:
+    """Rank 0 is fast and times three micro batches; rank 1 is slow and fails at its second one.
+
+    Rank 1 does not begin before rank 0 knows its time and goes on (``goes_on``).
+    """
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{place / 'meet'}", rank=rank, world_size=2
     )
-    found = {"ready": [], "ended": [], "took": []}
-    try:
-        with AtOnce(None) as at_once:
+    found: dict[str, list[float]] = {"ready": [], "ended": [], "took": [], "failed": []}
+    with AtOnce(None) as at_once:
 
-            def ready():  # type: ignore[no-untyped-def]
-                found["ready"].append(time.time())
-                return at_once.ready()
+        def ready():  # type: ignore[no-untyped-def]
+            found["ready"].append(time.time())
+            return at_once.ready()
 
+        def run() -> None:
+            if rank == 1:
+                assert goes_on.wait(timeout=60)
+            elif found["ready"]:
+                goes_on.set()
+            spin((0.02, 0.6)[rank])
+
+        try:
             for number in range(3):
                 if (rank, number) == (1, 1):
                     raise MemoryError
-                seconds, _ = mean_time(lambda: spin((0.02, 0.6)[rank]), ready=ready)
+                seconds, _ = mean_time(run, ready=ready)
                 found["ended"].append(time.time())
                 found["took"].append(seconds)
-    except MemoryError:
-        found["failed"] = [time.time()]
+        except MemoryError:
+            found["failed"] = [time.time()]
     (place / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
 def test_a_fast_rank_goes_on_and_none_waits_for_one_that_failed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=on_rank, args=(rank, tmp_path)) for rank in range(2)]
+    goes_on = context.Event()
+    ranks = [context.Process(target=on_rank, args=(rank, tmp_path, goes_on)) for rank in range(2)]
     for each in ranks:
         each.start()
     for each in ranks:
         each.join(timeout=120)
         assert each.exitcode == 0
     fast, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    # Which is ready first is up to the machine's load.
-    assert max(fast["ready"][0], slow["ready"][0]) <= min(fast["ended"][0], slow["ended"][0])
+    assert fast["ready"][0] < slow["ready"][0] <= fast["ended"][0]
     assert len(fast["ended"]) == 3
     assert slow["failed"]
     assert fast["took"][0] < 0.3 < slow["took"][0]

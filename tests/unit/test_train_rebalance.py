@@ -197,12 +197,12 @@ def test_calls_go_on_until_all_ranks_know_their_time() -> None:
     def run() -> None:
         now[0] += 0.125 if now[0] < 1 else 0.25  # another rank begins to compute, too
 
-    def all_are() -> bool:
+    def all_ready() -> bool:
         return now[0] >= 3
 
     def ready() -> Callable[[], bool]:
         asked.append(now[0])
-        return all_are
+        return all_ready
 
     seconds, noise = mean_time(run, ready=ready, clock=lambda: now[0])
     assert asked == [0.5]
