@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import time
@@ -50,6 +51,9 @@ def on_rank(rank: int, place: Path, goes_on: Event) -> None:
                 found["took"].append(seconds)
         except MemoryError:
             found["failed"] = [time.time()]
+    if rank == 1:  # alone: interrupted, it does not wait for rank 0
+        with contextlib.suppress(KeyboardInterrupt), AtOnce(None):
+            raise KeyboardInterrupt
     (place / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
