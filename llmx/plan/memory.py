@@ -449,6 +449,6 @@ def not_measured(exp: Experiment, frozen: Sequence[FrozenNetwork] = ()) -> list[
 def does_not_fit(memory: MemoryPlan) -> str:
     """The sentence of a plan that does not."""
     return (
-        f"{memory.device}: {memory.total_gib:.1f} GiB predicted, {memory.capacity_gib:.0f} GiB "
+        f"{memory.device}: {memory.total_gib:.1f} GiB predicted, {memory.capacity_gib:.3g} GiB "
         "available: expect it to run out of memory."
     )

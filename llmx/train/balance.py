@@ -157,19 +157,25 @@ def with_measured_speeds(
         keep_speeds(subject.exp, balanced, run_dir=run_dir.root)
     if subject.rank == 0:
         write_json(run_dir.plan, balanced.to_dict())
-    log(f"balance: {described(balanced)}")
+    measured = bool(plan.balance.source) or balance.speeds != plan.balance.speeds
+    log(f"balance: {described(balanced, measured=measured)}")
     return balanced
 
 
-def described(plan: Plan) -> str:
-    """Speed and micro batches, a host and device type each, on one line."""
+def described(plan: Plan, *, measured: bool = True) -> str:
+    """Speed and micro batches, a host and device type each, on one line.
+
+    Speeds that are not measured are proportions, and are left out.
+    """
     assert plan.balance is not None
+    measured = measured and plan.balance.method == "measured"
     found: dict[str, None] = {}
     for rank, speed in zip(plan.ranks, plan.balance.speeds, strict=True):
         sizes = plan.batch.sizes_of(rank.rank)
         tokens_per_s = plan.batch.seq_len * FS / sample_fs(speed, plan.batch.seq_len)
         found[
-            f"{plan.hosts[rank.host].name} ({rank.device}) {tokens_per_s:,.0f} tokens/s, "
+            f"{plan.hosts[rank.host].name} ({rank.device}) "
+            f"{f'{tokens_per_s:,.0f} tokens/s, ' if measured else ''}"
             f"{plural(sum(sizes), 'sample')} in {plural(len(sizes), 'micro step')}"
         ] = None
     shown = list(found)

@@ -117,6 +117,7 @@ def test_ranks_measure_themselves_once(stage: int, tmp_path: Path, ranks: Server
     log = first.rank_log(0).read_text()
     assert "balance: measured in" in log
     assert "not measured" not in log
+    assert " tokens/s, " in log.split("balance: ")[-1].splitlines()[0]
     speeds = read_json(first.balance)["speeds"]
     # Alike, on one host; a millisecond to a minute for a row of 64 tokens.
     assert speeds[0] == speeds[1]
@@ -167,6 +168,7 @@ def test_ranks_measure_the_blocks_that_have_room(tmp_path: Path, ranks: Server) 
     log = third.rank_log(0).read_text()
     assert "balance: not measured (rank 0: the whole model has no room on a cpu" in log
     assert "nor have 2 of its 5 blocks" in log
+    assert "tokens/s, " not in log.split("balance: ")[-1].splitlines()[0]
 
 
 def test_experts_are_measured_at_zero_3(tmp_path: Path, ranks: Server) -> None:
