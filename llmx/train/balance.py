@@ -137,7 +137,8 @@ def with_measured_speeds(
         found, problem, cached = _speeds(subject, group=group)
         balance = replace(plan.balance, pending=False)
         if found is None:
-            log(f"balance: not measured ({problem}); samples are shared out by the data sheets")
+            by = "as an earlier run measured" if plan.balance.source else "by the data sheets"
+            log(f"balance: not measured ({problem}); samples are shared out {by}")
         else:
             if not cached:
                 part, _ = held_part(subject)
@@ -157,6 +158,7 @@ def with_measured_speeds(
         keep_speeds(subject.exp, balanced, run_dir=run_dir.root)
     if subject.rank == 0:
         write_json(run_dir.plan, balanced.to_dict())
+    # A pending plan has the speeds of an earlier run, or of the data sheets until others are known.
     measured = bool(plan.balance.source) or balance.speeds != plan.balance.speeds
     log(f"balance: {described(balanced, measured=measured)}")
     return balanced

@@ -113,6 +113,7 @@ def test_a_step_after_an_evaluation_gathers_as_little_as_before_it(out: Path) ->
         assert max(found["within"]["counts"][1:]) <= plain["parameters"] + 1
         # Two micro steps, each with two passes: all of them are known.
         assert found["joint"]["counts"][1:] == [4] * 5
+        assert {name: one["left"] for name, one in found.items()} == {name: [] for name in found}
 
 
 def test_ranks_whose_gradients_come_in_another_order_do_not_train(out: Path) -> None:

@@ -257,7 +257,8 @@ def gatherings(out: Path) -> Any:
     """How often each of six steps at ZeRO-3 gathers parameters, and what it computes: with and
     without evaluations before the first two and the fourth, and with completions after those; with
     a pass without gradients between each forward pass and its backward pass; of a task whose loss
-    takes such a pass in each step."""
+    takes such a pass in each step; of a low-rank adapter, whose layers look at each other's
+    parameters. And which parameters a backward pass has left gathered, in any step."""
     from deepspeed.runtime.zero import partition_parameters
 
     answer: dict[str, Any] = {}
@@ -267,6 +268,7 @@ def gatherings(out: Path) -> Any:
         ("completed", "pretrain", "evaluate and complete"),
         ("within", "pretrain", "evaluate"),
         ("joint", "embed", ""),
+        ("adapter", "pretrain", "evaluate"),
     ):
         job = {
             "name": "x",
@@ -277,10 +279,13 @@ def gatherings(out: Path) -> Any:
             "accumulation": 2 if task == "embed" else 1,
             "zero": {"param_persistence_threshold": 0},
         }
+        if name == "adapter":
+            job["adapter"] = {"kind": "lora", "rank": 2, "targets": ["all-linear"]}
         exp, plan = job_experiment(job, out)
         engine = build(job, exp, plan, first_weights=exp.seed)
         store = store_of(job, out)
         numbers, counts = [], []
+        left = gathered_at_steps(engine)
         real = partition_parameters._dist_allgather_fn
         if name == "within":
             look_before_backward(engine)
@@ -293,10 +298,31 @@ def gatherings(out: Path) -> Any:
             with mock.patch.object(partition_parameters, "_dist_allgather_fn", wraps=real) as calls:
                 numbers += train(engine, exp, plan, store, steps=range(step, step + 1))
             counts.append(calls.call_count)
-        whole = sum(1 for _ in engine.module.parameters())
-        answer[name] = {"numbers": numbers, "counts": counts, "parameters": whole}
+        answer[name] = {
+            "numbers": numbers,
+            "counts": counts,
+            "parameters": sum(1 for _ in engine.module.parameters()),
+            "left": sorted(left),
+        }
         engine.engine.destroy()
     return answer
+
+
+def gathered_at_steps(engine: Engine) -> set[str]:
+    """The parameters that are gathered when an optimizer step begins, of all steps from now on."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    found: set[str] = set()
+    step = engine.engine.step
+
+    def note() -> None:
+        for path, parameter in engine.module.named_parameters():
+            if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                found.add(path)
+        step()
+
+    engine.engine.step = note
+    return found
 
 
 def look_before_backward(engine: Engine) -> None:
