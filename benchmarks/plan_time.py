@@ -4,7 +4,7 @@ Two real ranks on the CPUs of this machine, which should do nothing else. The fi
 is run once and teaches (``learned.json``, in a cache of its own); of each other one the step is
 predicted from that one run, by ``plan``, and then measured by a run that teaches nothing. The
 median of a run's logged lines is its step time, the first line left out. At the end the first one
-runs again: how far it is off is the noise.
+runs again: how far it is off is the noise. Each round begins anew: it knows one run, its own.
 """
 
 from __future__ import annotations
@@ -76,40 +76,53 @@ def one(words: list[str], root: Path, number: int, *, teaches: bool) -> dict[str
     return {"words": words, "predicted": time["step_s"], "measured": measured_s(run)}
 
 
+def one_round(grid: list[list[str]], root: Path) -> tuple[list[dict[str, Any]], float]:
+    """Each configuration with its relative error; and how far the first one is off, run again."""
+    taught = one([], root, 0, teaches=True)
+    print(f"taught by {' '.join(BASE)}: {taught['measured']:.3f} s a step", flush=True)
+    found = []
+    for number, words in enumerate(grid, start=1):
+        case = one(words, root, number, teaches=False)
+        case["error"] = case["predicted"] / case["measured"] - 1
+        found.append(case)
+        print(
+            f"{' '.join(words):60} {case['predicted']:.3f} s, measured {case['measured']:.3f} "
+            f"s, {case['error']:+.1%}",
+            flush=True,
+        )
+    again = one([], root, len(grid) + 1, teaches=False)
+    return found, again["measured"] / taught["measured"] - 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=len(GRID), help="so many configurations")
-    limit = parser.parse_args().limit
-    found = []
-    with tempfile.TemporaryDirectory(prefix="llmx-plan-time-") as name:
-        root = Path(name)
-        taught = one([], root, 0, teaches=True)
-        print(f"taught by {' '.join(BASE)}: {taught['measured']:.3f} s a step", flush=True)
-        for number, words in enumerate(GRID[:limit], start=1):
-            case = one(words, root, number, teaches=False)
-            case["error"] = case["predicted"] / case["measured"] - 1
-            found.append(case)
-            print(
-                f"{' '.join(words):60} {case['predicted']:.3f} s, measured {case['measured']:.3f} "
-                f"s, {case['error']:+.1%}",
-                flush=True,
-            )
-        again = one([], root, len(GRID) + 1, teaches=False)
-    errors = [abs(case["error"]) for case in found]
-    noise = again["measured"] / taught["measured"] - 1
+    parser.add_argument("--rounds", type=int, default=3)
+    typed = parser.parse_args()
+    rounds, noise = [], []
+    for _ in range(typed.rounds):
+        with tempfile.TemporaryDirectory(prefix="llmx-plan-time-") as name:
+            found, again = one_round(GRID[: typed.limit], Path(name))
+        rounds.append(found)
+        noise.append(again)
+    errors = [abs(case["error"]) for found in rounds for case in found]
+    rows = []
+    for cases in zip(*rounds, strict=True):  # one configuration in all rounds
+        measured, predicted = (
+            " ".join(f"{1000 * case[key]:.0f}" for case in cases)
+            for key in ("measured", "predicted")
+        )
+        shown = " ".join(f"{case['error']:+.1%}" for case in cases)
+        rows.append(f"| {' '.join(cases[0]['words'])} | {measured} | {predicted} | {shown} |")
     summary = (
-        f"{len(found)} configurations: median error {statistics.median(errors):.1%}, worst "
-        f"{max(errors):.1%}. The run that taught, again at the end: {noise:+.1%}."
+        f"{len(rows)} configurations, {len(rounds)} rounds: median error "
+        f"{statistics.median(errors):.1%}, worst {max(errors):.1%}. The run that taught, again at "
+        f"the end of its round: {', '.join(f'{one:+.1%}' for one in noise)}."
     )
-    rows = [
-        f"| {' '.join(case['words'])} | {1000 * case['measured']:.0f} | "
-        f"{1000 * case['predicted']:.0f} | {case['error']:+.1%} |"
-        for case in found
-    ]
     lines = [
         summary,
         "",
-        f"Taught by one run: `{' '.join(BASE)}`; each row changes what it names.",
+        f"Taught by one run in each round: `{' '.join(BASE)}`; each row changes what it names.",
         "",
         "| configuration | measured, ms | predicted, ms | error |",
         "|---|---|---|---|",
