@@ -370,7 +370,9 @@ def evened(plan: Plan, balance: BalancePlan, *, noise: float = 0.0) -> BalancePl
     return balance if ours <= (1 - max(LEAST_GAIN, TIMES_NOISE * noise)) * even else same
 
 
-def corrected_speeds(plan: Plan, seconds: Sequence[float], work: Sequence[int]) -> list[RankSpeed]:
+def corrected_speeds(
+    plan: Plan, seconds: Sequence[float], work: Sequence[float]
+) -> list[RankSpeed]:
     """The speeds of a balanced plan after a drift.
 
     Args:

@@ -65,7 +65,6 @@ class Rebalance:
     def _begin(self) -> None:
         self._lines: list[Line] = []
         self._warm = False
-        self._since = 0.0
 
     def after_step(self, step: int, line: Line | None) -> Plan | None:
         """The plan from the next step on, where it changes; every rank gets the same answer.
@@ -97,12 +96,18 @@ class Rebalance:
         if not _gain(self.plan, [line]):
             self._lines = []
             return None
-        if not self._lines:
-            self._since = line.now
         self._lines.append(line)
-        if len(self._lines) < LINES or line.now - self._since < LEAST_S:
+        if len(self._lines) < LINES or line.now - self._lines[0].now < LEAST_S:
             return None
-        return _gain(self.plan, self._lines)
+        speeds = _gain(self.plan, self._lines)
+        if speeds is None:
+            return None
+        # A pause of another rank is no part of this drift: it would have gained by the opposite.
+        wrong = [at for at, one in enumerate(self._lines) if not _gains_by(self.plan, speeds, one)]
+        if wrong:
+            self._lines = self._lines[wrong[-1] + 1 :]
+            return None
+        return speeds
 
 
 def changed(plan: Plan, speeds: tuple[RankSpeed, ...]) -> Plan:
@@ -120,6 +125,12 @@ def _gain(plan: Plan, lines: Sequence[Line]) -> tuple[RankSpeed, ...] | None:
     speeds = tuple(corrected_speeds(plan, seconds, work))
     ours, others = planned_fs(plan, speeds), planned_fs(changed(plan, speeds), speeds)
     return speeds if others <= (1 - LEAST_GAIN) * ours else None
+
+
+def _gains_by(plan: Plan, speeds: tuple[RankSpeed, ...], line: Line) -> bool:
+    """Whether the steps of this line would have been faster with the split by these speeds."""
+    then = tuple(corrected_speeds(plan, line.seconds, line.work))
+    return planned_fs(changed(plan, speeds), then) < planned_fs(plan, then)
 
 
 def trained_until(run_dir: RunDir, *, rank: int, group: Any) -> int:

@@ -17,7 +17,7 @@ from llmx.train import rebalance
 rebalance.LEAST_S = 0.0  # three lines in a row are enough
 SLOW_FROM = 3
 """Steps that were trained before, in this process."""
-TOKENS_PER_S = 2000.0, 667.0
+TOKENS_PER_S = 800.0, 267.0
 """Of rank 0 always, of rank 1 when it is slow: slow enough that a busy machine does not matter."""
 
 

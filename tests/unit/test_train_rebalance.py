@@ -102,6 +102,17 @@ def test_noise_moments_and_small_drifts_change_nothing(tmp_path: Path) -> None:
         assert rebalance.after_step(step, line) is None
 
 
+def test_a_pause_of_another_rank_is_no_part_of_a_drift(tmp_path: Path) -> None:
+    alone = Rebalance(planned(tmp_path), [], step=0)
+    assert run_on(alone, [1.0, 3.0], steps=4) == [4]
+    rebalance = Rebalance(planned(tmp_path), [], step=0)
+    assert run_on(rebalance, [1.0, 1.0], steps=1) == []
+    assert run_on(rebalance, [2.0, 1.0], steps=1, begin=2) == []
+    # With the pause these are three lines, and by their sum rank 1 is 1.75 times as slow.
+    assert run_on(rebalance, [1.0, 3.0], steps=3, begin=3) == [5]
+    assert samples(rebalance.plan) == samples(alone.plan) == [18, 6]
+
+
 def test_what_was_decided_is_repeated_at_its_step(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     first = Rebalance(plan, [], step=0)
