@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -37,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         tmp_path_factory.mktemp("run") / "talker", ranks=1, data={"system": "Be brief."}
     )
     run_dir, tokenizer = write_run(exp), tokenizer_of(exp)
-    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8192)
     model.save_pretrained(run_dir.final_model)
     tokenizer.save_pretrained(run_dir.final_model)
     return run_dir
@@ -320,6 +321,9 @@ def test_a_peft_directory_finds_its_base(
 # --- A terminal ------------------------------------------------------------------------------
 
 
+ESCAPE_CODE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?)?")  # or the first part of one
+
+
 class Terminal:
     """``python -m llmx chat`` behind a pseudo-terminal."""
 
@@ -349,8 +353,9 @@ class Terminal:
         return found
 
     def some(self) -> str:
-        """The next that is printed, blanks left out."""
-        while not self.seen.strip():
+        """The next that is printed and can be seen: readline's escape codes around a line, which
+        may come by themselves, are no answer."""
+        while not ESCAPE_CODE.sub("", self.seen).strip():
             assert select.select([self.controller], [], [], 120.0)[0]
             self.seen += os.read(self.controller, 65536).decode(errors="replace")
         found, self.seen = self.seen, ""
@@ -383,7 +388,7 @@ def _own_terminal() -> None:
 
 def test_a_terminal_streams_stops_and_remembers(run: RunDir, tmp_path: Path) -> None:
     terminal = Terminal(
-        str(run.root), "max_new_tokens=450", "--max-new-tokens", "450",
+        str(run.root), "max_new_tokens=8000", "--max-new-tokens", "8000",
         XDG_STATE_HOME=str(tmp_path / "state"),
     )  # fmt: skip
     try:
@@ -395,10 +400,9 @@ def test_a_terminal_streams_stops_and_remembers(run: RunDir, tmp_path: Path) -> 
         terminal.type("first\\\nsecond\n")
         terminal.until("... ")
         terminal.until("\n")
-        begun = terminal.some()
+        terminal.some()  # the answer has begun to appear
         terminal.type("\x03")
-        said = begun + terminal.until("(ended)")
-        assert said.strip(), "the answer has begun to appear"
+        terminal.until("(ended)")
         terminal.until("> ")
         terminal.type('"""\nthird\nfourth\n"""\n')
         for _ in range(3):
