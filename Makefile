@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 TORCH := $(if $(CONSTRAINTS),$(shell grep '^torch==' $(CONSTRAINTS)),torch)
+# The index of the torch build: cu126 where a GPU or a driver is too old for PyPI's build, else PyPI.
+# TORCH_INDEX= takes PyPI's in any case; another one is installed over what is there.
+TORCH_INDEX ?= $(shell scripts/torch-index.sh)
 PYTEST := $(BIN)/python -m pytest
 # Files of tests at the same time: they start processes, and wait for them most of the time. Whole
 # files, because the tests of one share a training; in their order, because the longest come first.
@@ -15,7 +18,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder --durations=40
 # Thousands of processes import llmx in the tests: compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test fast test-oldest check fuzz chaos docs golden behaviour behaviour-record bench gpu clean venv system
+.PHONY: help demo test fast test-oldest check fuzz chaos docs golden behaviour behaviour-record bench gpu clean venv system again
 
 
 help: ## this list
@@ -91,14 +94,15 @@ gpu: ## what the GPUs of this machine do, in about ten minutes; the table lands 
 
 venv: $(VENV)/.installed
 
-# torch first: its pin decides the build, so that nothing later drags in another one.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# torch first: its pin decides the build, so that nothing later drags in another one. The suffix
+# (+cu126) keeps pip from taking the build that is there for satisfied.
+$(VENV)/.installed: pyproject.toml constraints.txt $(if $(filter undefined file,$(origin TORCH_INDEX)),,again)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "llmx needs Python 3.10 or newer; set PYTHON=python3.11, say"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || scripts/install-system-packages.sh --minimal
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),'$(TORCH)$(if $(CONSTRAINTS),+$(notdir $(TORCH_INDEX)))' --index-url $(TORCH_INDEX),$(TORCH))
 	$(BIN)/python -m pip install --quiet $(CONSTRAIN) -e ".[dev]"
 	@# Aside: DeepSpeed imports mlflow where it is installed, which doubles the time of its import.
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/trackers $(CONSTRAIN) \
@@ -107,6 +111,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/quantized \
 		$(CONSTRAIN) bitsandbytes || echo "no bitsandbytes for this machine: its tests are skipped"
 	touch $@
+
+again:
 
 system:
 	scripts/install-system-packages.sh

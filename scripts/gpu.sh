@@ -40,6 +40,10 @@ if [ ! -e "$VENV/.installed" ]; then
   if [ -n "$WHEELS" ]; then
     pip install --quiet --no-index --no-deps --no-compile --upgrade "$WHEELS"/*.whl
   else
+    index=$(scripts/torch-index.sh)
+    if [ -n "$index" ] && ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+      pip install --quiet "$(grep '^torch==' constraints.txt)" --index-url "$index"
+    fi
     pip install --quiet -e .
   fi
   touch "$VENV/.installed"

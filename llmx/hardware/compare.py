@@ -124,10 +124,13 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
     for package in packages:
         versions = {name: facts["packages"].get(package) for name, facts in surveys.items()}
         if len(set(versions.values())) > 1:
-            line = (
-                f"{package} differs between hosts: {_by_value(versions)}. Install the same "
-                "everywhere (pip install -c constraints.txt ...)."
-            )
+            fix = "Install the same everywhere (pip install -c constraints.txt ...)."
+            if package == "torch" and any(facts["gpus"] for facts in surveys.values()):
+                fix = cuda_builds.advice(
+                    *cuda_builds.requirements(surveys.values()),
+                    torch=max(map(str, filter(None, versions.values()))),
+                )
+            line = f"{package} differs between hosts: {_by_value(versions)}. {fix}"
             (errors if package in ("torch", "deepspeed") else warnings).append(line)
     # What torch has loaded counts; the names of packages only where it could not be asked.
     loaded = {name: _torch(facts).get("nccl") for name, facts in surveys.items()}
@@ -144,6 +147,18 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
 def _torch(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of the build of torch; empty in a survey of an older llmx."""
     return facts.get("torch_build") or {}
+
+
+def _torch_again(facts: Mapping[str, Any]) -> str:
+    """The command that installs the torch of a host with what it needs."""
+    version, cuda = facts["packages"].get("torch") or "", _torch(facts).get("cuda")
+    if not version or not cuda:
+        return "pip install --force-reinstall torch"
+    public, build = version.split("+")[0], "cu" + cuda.replace(".", "")
+    return (
+        f'pip install --force-reinstall "torch=={public}+{build}" '
+        f"--index-url {cuda_builds.INDEX}{build}"
+    )
 
 
 def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -193,11 +208,18 @@ def _host(
         )
     if len(facts["nccl"]) > 1:
         errors.append(
-            f"{name}: several NCCL builds are installed ({', '.join(facts['nccl'])}); torch loads "
-            "one of them by chance. Uninstall the one that is not torch's (pip uninstall)."
+            f"{name}: several NCCL builds are installed ({', '.join(facts['nccl'])}), and each "
+            "overwrites the files of the other. Uninstall all of them and install torch again: "
+            f"pip uninstall -y {' '.join(nccl.split('==')[0] for nccl in facts['nccl'])}; "
+            f"{_torch_again(facts)}."
         )
     needed = extensions(zero, optim)
     errors += [line for each in needed for line in _cannot_build(each, plan, name, facts)]
+    if any(extension.cuda for extension in needed) and _skips_cuda_check(facts):
+        warnings.append(
+            f"{name}: DS_SKIP_CUDA_CHECK=1: DeepSpeed compiles its extensions with CUDA "
+            f"{facts['nvcc']} for a torch of CUDA {_torch(facts)['cuda']}, which is untested."
+        )
     needs_build = bool(needed)
     errors += _nvme(zero, plan, name, facts)
     module, package = ATTENTION.get(model.attention, ("", ""))
@@ -251,14 +273,25 @@ def _cannot_build(
         nvcc = facts["nvcc"]
         if not nvcc:
             missing.append(f"the CUDA toolkit {cuda or ''}".rstrip() + " (nvcc; set CUDA_HOME)")
-        elif cuda and nvcc.split(".")[0] != cuda.split(".")[0]:
-            missing.append(f"the CUDA toolkit {cuda} of torch (nvcc there is of {nvcc})")
+        elif cuda and not cuda_builds.compiles_for(nvcc, cuda) and not _skips_cuda_check(facts):
+            same_major = nvcc.split(".")[0] == cuda.split(".")[0]
+            instead = "; or set launch.env.DS_SKIP_CUDA_CHECK=1" if same_major else ""
+            missing.append(f"the CUDA toolkit {cuda} of torch (nvcc is {nvcc}{instead})")
     if not missing:
         return []
     return [
         f"{name}: {extension.setting} is an extension that DeepSpeed compiles on each host, and "
         f"this one lacks {' and '.join(missing)}. Install it, or set {extension.instead}."
     ]
+
+
+def _skips_cuda_check(facts: Mapping[str, Any]) -> bool:
+    """Whether DS_SKIP_CUDA_CHECK=1 lets DeepSpeed compile with another minor version of CUDA;
+    another major one torch itself refuses."""
+    nvcc, cuda = facts.get("nvcc"), _torch(facts).get("cuda")
+    if not nvcc or not cuda or cuda_builds.compiles_for(nvcc, cuda):
+        return False
+    return bool(facts.get("skips_cuda_check")) and nvcc.split(".")[0] == cuda.split(".")[0]
 
 
 def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> list[str]:

@@ -83,6 +83,7 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
         "nvcc": once("nvcc", nvcc),
+        "skips_cuda_check": os.environ.get("DS_SKIP_CUDA_CHECK") == "1",
         "libaio": once("libaio", has_libaio) if asked.get("aio") else None,
         "nvme": directory_facts(asked["nvme"]) if asked.get("nvme") else None,
         "modules": [name for name in MODULES if has_module(name)],

@@ -358,9 +358,9 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "config",
         r"no kernel image is available",
         "this build of torch has no code for the GPU of this host",
-        "on every host: pip install torch --index-url https://download.pytorch.org/whl/cu126 for "
-        "V100s and older, .../cu130 for newer ones; torch.cuda.get_arch_list() must have "
-        "the GPU's compute capability",
+        'on every host: pip install --force-reinstall "torch==2.13.0+cu126" --index-url '
+        "https://download.pytorch.org/whl/cu126 for V100s and older, cu130 in both places for "
+        "newer ones; torch.cuda.get_arch_list() must have the GPU's compute capability",
     ),
     _known(
         "gpu_twice",

@@ -25,9 +25,28 @@ class Index:
     cuda: int
     oldest: float
     newest: float
+    first_torch: tuple[int, int]
+    last_torch: tuple[int, int] = (99, 0)
+
+    def command(self, torch: str | None) -> str:
+        """What installs this build, also over another one. ``torch``: the version that is there,
+        kept where the index has it. Without the suffix pip takes any build for satisfied."""
+        match = re.match(r"(\d+)\.(\d+)\.\d+", torch or "")
+        if match is None:
+            return f"pip install --force-reinstall torch --index-url {INDEX}{self.name}"
+        minor = (int(match[1]), int(match[2]))
+        nearest = min(max(minor, self.first_torch), self.last_torch)
+        version = match[0] if nearest == minor else f"{nearest[0]}.{nearest[1]}.0"
+        return (
+            f'pip install --force-reinstall "torch=={version}+{self.name}" '
+            f"--index-url {INDEX}{self.name}"
+        )
 
 
-INDICES = (Index("cu130", 13, 7.5, 12.1), Index("cu126", 12, 5.0, 9.0))
+INDICES = (
+    Index("cu130", 13, 7.5, 12.1, first_torch=(2, 9)),
+    Index("cu126", 12, 5.0, 9.0, first_torch=(2, 6), last_torch=(2, 14)),
+)
 """The preferred one first. cu126 is the last that has Volta (V100)."""
 
 
@@ -71,26 +90,45 @@ def driver_branch(driver: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def advice(capabilities: Sequence[float], drivers: Sequence[int]) -> str:
-    """What to install so that one torch runs on all of these GPUs with these drivers."""
-    listed = ", ".join(f"{each:g}" for each in sorted(set(capabilities)))
+def compiles_for(nvcc: str, cuda: str) -> bool:
+    """Whether DeepSpeed compiles its extensions with this nvcc for a torch of this CUDA: with the
+    same version, or another minor one of those that it lists (``cuda_minor_mismatch_ok`` in
+    ``deepspeed/ops/op_builder/builder.py``), which CUDA 13 is not among."""
+    versions = [".".join(version.split(".")[:2]) for version in (nvcc, cuda)]
+    listed = all(re.fullmatch(r"11\.[0-8]|12\.[0-689]", version) for version in versions)
+    return versions[0] == versions[1] or (listed and versions[0][:2] == versions[1][:2])
+
+
+def requirements(hosts: Iterable[Mapping[str, object]]) -> tuple[list[float], list[int]]:
+    """Compute capabilities of the GPUs and branches of the drivers of all hosts."""
+    facts = list(hosts)
+    capabilities = [each for host in facts for each in _floats(host, "capabilities")]
+    branches = [driver_branch(_text(host, "driver")) for host in facts]
+    return capabilities, [branch for branch in branches if branch]
+
+
+def advice(
+    capabilities: Sequence[float], drivers: Sequence[int], *, torch: str | None = None
+) -> str:
+    """What to install so that one torch runs on all of these GPUs with these drivers. ``torch``:
+    the version that is installed."""
     fitting = [
         index
         for index in INDICES
-        if all(index.oldest <= each <= index.newest for each in capabilities)
+        if all(index.oldest <= capability <= index.newest for capability in capabilities)
     ]
-    now = [each for each in fitting if all(branch >= DRIVERS[each.cuda] for branch in drivers)]
-    if now:
-        return (
-            "On every host of the run install torch from one index: pip install torch "
-            f"--index-url {INDEX}{now[0].name}"
-        )
+    runnable = [
+        index for index in fitting if all(branch >= DRIVERS[index.cuda] for branch in drivers)
+    ]
+    if runnable:
+        return f"Run on every host: {runnable[0].command(torch)}"
     if fitting:
         least = DRIVERS[fitting[0].cuda]
         return (
-            f"Install NVIDIA driver {least} or newer, and on every host of the run: pip install "
-            f"torch --index-url {INDEX}{fitting[0].name}"
+            f"Install NVIDIA driver {least} or newer, and run on every host: "
+            f"{fitting[0].command(torch)}"
         )
+    listed = ", ".join(f"{capability:g}" for capability in sorted(set(capabilities)))
     return (
         f"No build of torch has code for all GPUs of this run (compute capabilities {listed}): "
         "leave out the hosts of one kind."
@@ -104,37 +142,33 @@ def problems(hosts: Mapping[str, Mapping[str, object]]) -> list[str]:
     torch and of the CUDA it is built for; ``arch_list``; ``works``: torch could use a GPU there.
     What is not known is left out.
     """
-    capabilities = [each for facts in hosts.values() for each in _floats(facts, "capabilities")]
-    drivers = [
-        branch for facts in hosts.values() if (branch := driver_branch(_text(facts, "driver")))
-    ]
-    found = []
+    capabilities, drivers = requirements(hosts.values())
+    sentences = []
     for name, facts in hosts.items():
         torch, cuda = _text(facts, "torch"), _text(facts, "cuda")
         needed, branch = least_driver(cuda), driver_branch(_text(facts, "driver"))
+        fix = advice(capabilities, drivers, torch=torch)
         if torch and not cuda and capabilities:
-            found.append(
-                f"{name}: torch {torch} is built without CUDA. {advice(capabilities, drivers)}"
-            )
+            sentences.append(f"{name}: torch {torch} is built without CUDA. {fix}")
         # NVIDIA's package of forward compatibility (cuda-compat, in most containers) lets an older
         # driver run it.
         if needed and branch and branch < needed and not facts.get("works"):
-            found.append(
+            sentences.append(
                 f"{name}: NVIDIA driver {facts['driver']} is too old for torch {torch}, which is "
                 f"built for CUDA {cuda} and needs driver {needed}. Install a newer driver there. "
-                f"Or: {advice(capabilities, drivers)}"
+                f"Or: {fix}"
             )
         archs = [str(arch) for arch in _list(facts, "arch_list")]
         lacking = sorted(
             {each for each in _floats(facts, "capabilities") if not has_code_for(each, archs)}
         )
         if archs and lacking:
-            found.append(
+            sentences.append(
                 f"{name}: torch {torch} (CUDA {cuda}) has no code for its GPUs: their compute "
                 f"capability is {', '.join(f'{each:g}' for each in lacking)}, torch has "
-                f"{', '.join(archs)}. {advice(capabilities, drivers)}"
+                f"{', '.join(archs)}. {fix}"
             )
-    return found
+    return sentences
 
 
 def _text(facts: Mapping[str, object], key: str) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +41,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "ninja": True,
         "compiler": True,
         "nvcc": "12.6",
+        "skips_cuda_check": False,
         "libaio": None,
         "nvme": None,
         "modules": ["flash_attn"],
@@ -157,7 +160,10 @@ def test_the_index_that_serves_all_hosts() -> None:
     """PyPI's torch of CUDA 13 runs on the A100s and not on the V100s, and its driver is newer."""
     newest = {"cuda": "13.0", "arch_list": CU130, "nccl": "2.27.3"}
     old = judge(facts(torch_build=newest), facts(torch_build=newest), "precision=fp16").errors
-    index = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+    index = (
+        'pip install --force-reinstall "torch==2.13.0+cu126" '
+        "--index-url https://download.pytorch.org/whl/cu126"
+    )
     assert len(old) == 3
     assert all(index in error for error in old)
     assert "node-a: NVIDIA driver 570.86.15 is too old for torch 2.13.0" in old[0]
@@ -197,10 +203,134 @@ def test_code_for_one_kind_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("torch", "command"),
+    [
+        ("2.13.0", '"torch==2.13.0+cu126" --index-url https://download.pytorch.org/whl/cu126'),
+        ("2.13.0+cu130", '"torch==2.13.0+cu126" --index-url'),
+        ("2.15.1+cu132", '"torch==2.14.0+cu126" --index-url'),  # the last one of that index
+        ("2.4.0", '"torch==2.6.0+cu126" --index-url'),
+        (None, "torch --index-url https://download.pytorch.org/whl/cu126"),
+    ],
+)
+def test_the_printed_command_replaces_an_installed_build(torch: str | None, command: str) -> None:
+    """pip takes any build of a version for satisfied, unless its suffix is asked for."""
+    advice = cuda_builds.advice([7.0, 8.0], [570], torch=torch)
+    assert f"pip install --force-reinstall {command}" in advice
+
+
+def test_hosts_with_two_builds_of_torch_get_one_that_runs_on_all() -> None:
+    packages = {"torch": "2.13.0+cu126", "deepspeed": "0.19.8", "numpy": "2.4.6"}
+    newest = {"cuda": "13.0", "arch_list": CU130, "nccl": "2.27.3"}
+    findings = judge(facts(torch_build=newest, driver="580.65.06"), facts(packages=packages))
+    (error,) = [error for error in findings.errors if error.startswith("torch differs")]
+    assert "2.13.0 on node-a; 2.13.0+cu126 on node-b" in error
+    assert '--force-reinstall "torch==2.13.0+cu126" --index-url' in error
+
+
+def test_two_builds_of_nccl_are_removed_together() -> None:
+    """They share the path of libnccl.so.2: without one of them the other has lost its library."""
+    both = facts(nccl=["nvidia-nccl-cu12==2.27.3", "nvidia-nccl-cu13==2.28.3"])
+    (error,) = judge(facts(), both).errors[-1:]
+    assert "pip uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13; pip install" in error
+    assert '"torch==2.13.0+cu126"' in error
+
+
+def test_the_tested_versions_are_within_the_bounds() -> None:
+    """Each bound of pyproject.toml admits the pin of constraints.txt; the newest torch that is
+    admitted has a build for V100s."""
+    root = Path(__file__).parents[2]
+    pins = dict(
+        line.strip().split("==") for line in (root / "constraints.txt").open() if "==" in line
+    )
+    bounds = re.findall(
+        r'^  "([A-Za-z0-9_-]+)>=([0-9.]+),<([0-9.]+)"', (root / "pyproject.toml").read_text(), re.M
+    )
+    assert {"torch", "deepspeed", "transformers", "datasets", "peft"} <= {n for n, _, _ in bounds}
+    for name, least, below in bounds:
+        if name in pins:
+            assert version(least) <= version(pins[name]) < version(below), name
+    cu126 = cuda_builds.INDICES[1]
+    (limit,) = [below for name, _, below in bounds if name == "torch"]
+    assert version(limit) <= (cu126.last_torch[0], cu126.last_torch[1] + 1)
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "index"),
+    [
+        ("7.0, 570.86.15", "cu126"),
+        ("8.0, 570.86.15", "cu126"),
+        ("8.0, 580.65.06\n7.0, 580.65.06", "cu126"),
+        ("8.0, 580.65.06\n12.0, 580.65.06", ""),
+        ("[N/A], 580.65.06", ""),
+    ],
+)
+def test_make_takes_the_index_of_this_machines_gpus(tmp_path, gpus: str, index: str) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{gpus}\\n'\n")
+    program.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    make = ["make", "--dry-run", "--no-print-directory", "venv", f"VENV={tmp_path}/venv"]
+    root = Path(__file__).parents[2]
+
+    def installs(*words: str) -> str:
+        done = subprocess.run(
+            [*make, *words], cwd=root, env=environ, capture_output=True, text=True, check=True
+        )
+        (line,) = [line for line in done.stdout.splitlines() if "torch==" in line]
+        return line.split("--quiet ")[1]
+
+    url = "https://download.pytorch.org/whl/"
+    of_index = f"'torch==2.13.0+{index}' --index-url {url}{index}"
+    assert installs() == (of_index if index else "torch==2.13.0")
+    assert installs("TORCH_INDEX=") == "torch==2.13.0"
+    assert installs(f"TORCH_INDEX={url}cu999") == f"'torch==2.13.0+cu999' --index-url {url}cu999"
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "cuda", "skips", "error", "warning"),
+    [
+        ("12.4", "12.6", False, "", ""),
+        ("13.0", "13.0", False, "", ""),
+        ("13.2", "13.0", False, "(nvcc is 13.2; or set launch.env.DS_SKIP_CUDA_CHECK=1)", ""),
+        ("13.2", "13.0", True, "", "compiles its extensions with CUDA 13.2 for a torch of CUDA 13"),
+        ("12.8", "13.0", True, "(nvcc is 12.8)", ""),
+        ("13.0", "13.0", True, "", ""),
+    ],
+)
+def test_the_minor_version_of_nvcc(nvcc, cuda, skips, error, warning) -> None:
+    """DeepSpeed has no list of minor versions of CUDA 13 that go together."""
+    host = facts(
+        nvcc=nvcc,
+        skips_cuda_check=skips,
+        torch_build={"cuda": cuda, "arch_list": CU126, "nccl": "2.27.3"},
+        driver="580.65.06",
+    )
+    findings = judge(host, host, "optim.kind=fused_adam")
+    assert [text for text in findings.errors if error in text] == list(findings.errors)
+    assert bool(findings.errors) == bool(error)
+    assert bool(findings.warnings) == bool(warning)
+    assert all(warning in text for text in findings.warnings)
+
+
+def test_deepspeeds_own_list_of_minor_versions() -> None:
+    from deepspeed.ops.op_builder.builder import cuda_minor_mismatch_ok as listed
+
+    versions = [f"{major}.{minor}" for major in (11, 12, 13) for minor in range(10)]
+    for nvcc in versions:
+        for cuda in versions:
+            together = {nvcc, cuda} <= set(listed.get(int(nvcc[:2]), ())) or nvcc == cuda
+            assert cuda_builds.compiles_for(nvcc, cuda) is together, (nvcc, cuda)
+
+
+@pytest.mark.parametrize(
     ("overrides", "change", "message"),
     [
         (["optim.kind=fused_adam"], {"nvcc": None}, "lacks the CUDA toolkit 12.6 (nvcc"),
-        (["optim.kind=fused_adam"], {"nvcc": "11.8"}, "(nvcc there is of 11.8)"),
+        (["optim.kind=fused_adam"], {"nvcc": "11.8"}, "(nvcc is 11.8)"),
         (["zero=stage3", "zero.quantized_weights=true"], {"nvcc": None}, "quantized_weights=false"),
         (["zero=stage3_zeropp"], {"compiler": False}, "a C++ compiler (apt-get install g++)"),
         (["zero=infinity"], {"libaio": False}, "libaio with its header"),

@@ -98,6 +98,29 @@ def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
             check_quantized_gradients(exp.zero, done.plan, visible=visible)
 
 
+def test_the_device_is_set_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question to torch about bf16 makes a tensor, and so a context, on the current GPU: GPU 0
+    for each rank of the host, before its own is set."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    calls: list[object] = []
+    accelerator = get_accelerator()
+    for name in ("set_device", "is_fp16_supported", "is_bf16_supported"):
+        monkeypatch.setattr(
+            accelerator, name, lambda *words, name=name: calls.append((name, *words)) or True
+        )
+    monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
+    monkeypatch.setattr(devices, "gpus_here", lambda: V100)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: calls.append("init"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    plan = composed(["hardware=a100x2_v100x2"]).plan
+    devices.join_process_group(plan)
+    assert calls == [("set_device", 1), ("is_fp16_supported",), "init"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_here_without_a_gpu() -> None:
     assert devices.gpus_here().capabilities == ()

@@ -225,7 +225,7 @@ def check_environments(
     space = _check_disks(spec, {None: here}, is_restart=is_restart)
     asked = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
     ranks = rank_env(spec)
-    names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR")
+    names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR", "DS_SKIP_CUDA_CHECK")
     asked["env"] = {name: ranks[name] for name in names if name in ranks}
     if not any(connection.is_remote for connection in connections):
         return (*space, *_check_this_machine(spec, asked, here))

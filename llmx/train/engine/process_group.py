@@ -56,10 +56,11 @@ def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeo
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         # DeepSpeed reads the variable, too.
         os.environ["LOCAL_RANK"] = str(choose_gpu(plan, rank=rank, local_rank=local_rank))
+    # Before anything else: what asks a device in passing would make a CUDA context on GPU 0.
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     _need_precision(plan.precision)
     if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
         deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,
@@ -69,15 +70,13 @@ def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeo
 
 
 def _need_precision(precision: str) -> None:
-    """DeepSpeed would refuse it, too, but only after the model is built."""
+    """DeepSpeed would refuse it, too, but only after the model is built. Only this one is asked
+    for: torch answers for bf16 on a V100 by making a tensor there."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
-    missing = {
-        "fp16": not device.is_fp16_supported(),
-        "bf16": not device.is_bf16_supported(),
-    }
-    if missing.get(precision, False):
+    supported = {"fp16": device.is_fp16_supported, "bf16": device.is_bf16_supported}
+    if precision in supported and not supported[precision]():
         raise ConfigError(
             f"precision={precision} is not supported by the {device.device_name()} of host "
             f"{socket.gethostname()}. Set precision=fp32, or precision=auto with the true "
