@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +22,8 @@ from llmx.bench.measure import Measure, Outcome, mark, markdown
 from llmx.bench.part import PARTS
 from llmx.cli.flags import Parser
 from llmx.errors import ConfigError, did_you_mean, exit_code
+from llmx.run.rundir import write_json, write_text
+from llmx.run.scratch import scratch_directory
 
 END_S = 45.0
 """What a part that is told to end is given for ending its own ranks."""
@@ -75,7 +76,7 @@ def run_all(options: argparse.Namespace, names: list[str]) -> tuple[list[Outcome
     with contextlib.ExitStack() as stack:
         root = options.work_dir
         if root is None:
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmx-bench-")))
+            root = stack.enter_context(scratch_directory())
         root = root.absolute()
         (root / "logs").mkdir(parents=True, exist_ok=True)
         context = find_context(root, tiny=options.tiny)
@@ -212,9 +213,9 @@ def write(directory: Path, outcomes: list[Outcome], machine: list[str]) -> None:
     lines = [f"# What `python -m llmx bench` measured: {machine[0].split('; ')[1]}", ""]
     lines += markdown(outcomes, machine=machine)
     text = "\n".join(lines).rstrip() + "\n"
-    (directory / f"gpu-{chip}.md").write_text(text, encoding="utf-8")
+    write_text(directory / f"gpu-{chip}.md", text)
     values = {"machine": machine, "outcomes": [outcome.to_dict() for outcome in outcomes]}
-    (directory / f"gpu-{chip}.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+    write_json(directory / f"gpu-{chip}.json", values)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from llmx.data.format.templates import TEMPLATES
 from llmx.data.format.turns import Message
 from llmx.errors import ConfigError, LlmxError, did_you_mean, exit_code
 from llmx.models.sampling import Sampling
+from llmx.run.rundir import is_stream, replacing
 from llmx.text import printable
 
 OWN_KEYS = tuple(name for name in KEYS if name != "n")
@@ -473,11 +474,12 @@ def _save(chat: Chat, rest: str, *, saved: set[Path]) -> None:
     if not chat.turns:
         raise ConfigError("/save: the conversation is empty.")
     path = Path(rest).expanduser()
-    if path.exists() and path.resolve() not in saved:
-        raise ConfigError(f"/save {printable(rest)}: is there already. Give another name.")
+    if path.exists() and path.resolve() not in saved and not is_stream(path):
+        raise ConfigError(f"/save {printable(rest)}: exists already. Give another name.")
     try:
-        path.write_text(json.dumps({"messages": chat.messages()}, ensure_ascii=False) + "\n",
-                        encoding="utf-8")  # fmt: skip
+        with replacing(path) as stream:
+            line = json.dumps({"messages": chat.messages()}, ensure_ascii=False) + "\n"
+            stream.write(line.encode())
     except OSError as error:
         raise ConfigError(
             f"/save {printable(rest)}: cannot be written ({error.strerror or error})."

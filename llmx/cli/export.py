@@ -490,7 +490,7 @@ def _set_dtype(config: Any, dtype: str) -> bool:
 def _refuse_existing(directory: Path) -> None:
     # Not Path.exists(), which raises for a name that is too long.
     if os.path.lexists(directory):
-        raise ConfigError(f"{directory} is there already. Remove it, or set --out to another name.")
+        raise ConfigError(f"{directory} exists already. Remove it, or set --out to another name.")
 
 
 def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:

@@ -9,6 +9,7 @@ Tried by ``python -m pytest tests/unit/test_generate_file.py``.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -30,6 +31,8 @@ from llmx.data.source.records import Where
 from llmx.errors import ConfigError, DataError
 from llmx.models.sampling import Sampling, sample_seed
 from llmx.run.provenance.content import fingerprint
+from llmx.run.rundir import is_stream, replacing
+from llmx.run.scratch import scratch_directory
 
 FORMAT = 1
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -85,8 +88,8 @@ def complete_file(
     """
     check_generates(target)
     out = Path(os.path.abspath(out.expanduser()))
-    if os.path.lexists(out):
-        raise ConfigError(f"{out} is there already. Remove it, or set --out to another name.")
+    if out.exists() and not is_stream(out):
+        raise ConfigError(f"{out} exists already. Remove it, or set --out to another name.")
     prompts = read_prompts(path.expanduser())
     if seed is None and not sampling.greedy:
         seed = secrets.randbits(32)
@@ -106,8 +109,11 @@ def complete_file(
         "plain": plain,
         "json": details,
     }
-    work = _Partial.open(out.with_name(f"{out.name}.partial"), header, own_seed=own_seed)
-    with work:
+    with contextlib.ExitStack() as stack:
+        place = out.with_name(f"{out.name}.partial")
+        if is_stream(out):  # nothing can lie beside a device, and nothing goes on from there
+            place = stack.enter_context(scratch_directory()) / "partial"
+        work = stack.enter_context(_Partial.open(place, header, own_seed=own_seed))
         if not sampling.greedy:
             seed = int(work.header["seed"])
         if len(work.places) < len(prompts) * n:
@@ -487,11 +493,10 @@ class _Progress:
 
 def _write(out: Path, prompts: list[Prompt], work: _Partial, *, n: int) -> str:
     """``out``, in the order of the prompts; ``OUT.partial`` goes. A line that says so."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     ended: dict[str, int] = {}
     sampled = work.header["temperature"] != 0
     try:
-        with temporary.open("wb") as stream:
+        with replacing(out) as stream:
             for index, prompt in enumerate(prompts):
                 for sample in range(n):
                     record = work.record((index, sample))
@@ -503,11 +508,7 @@ def _write(out: Path, prompts: list[Prompt], work: _Partial, *, n: int) -> str:
                             int(work.header["seed"]), step=0, prompt=index, sample=sample
                         )
                     stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, out)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise _unwritable(out, error) from error
     work.path.unlink()
     ways = {

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -219,6 +218,7 @@ def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) ->
     """Hand the completed config to a command's process; returns its exit code."""
     from llmx.compose.complete import check, complete
     from llmx.config import experiment_from_dict
+    from llmx.run.scratch import scratch_directory
     from llmx.run.snapshot import dump_config
 
     chosen = CONFIG_COMMANDS[command]
@@ -227,8 +227,8 @@ def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) ->
         check(exp, problems)
     elif problems:
         raise ConfigError("\n".join(problems))
-    with tempfile.TemporaryDirectory(prefix=f"llmx-{command}-") as directory:
-        config = Path(directory) / "config.yaml"
+    with scratch_directory() as directory:
+        config = directory / "config.yaml"
         config.write_text(dump_config(exp), encoding="utf-8")
         return run_module(chosen.module, [str(config), *own])
 

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from llmx.config import Experiment
 from llmx.config.user_code import user_task
 from llmx.run.rundir import write_json
+from llmx.run.scratch import scratch_directory
 
 PACKAGES = ("torch", "transformers")
 
@@ -30,8 +30,8 @@ def ask(exp: Experiment, program: str, given: str, *words: str, timeout_s: float
     or code of the Hub, which only the ranks run."""
     if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
         return None
-    with tempfile.TemporaryDirectory(prefix="llmx-") as name:
-        file, answer = Path(name) / "given", Path(name) / "answer.json"
+    with scratch_directory() as directory:
+        file, answer = directory / "given", directory / "answer.json"
         file.write_text(given, encoding="utf-8")
         # No GPU is touched before the launch, and nothing is downloaded.
         environment = {

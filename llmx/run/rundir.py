@@ -1,17 +1,23 @@
 """The run directory: the only place where the control process and the ranks meet.
 
-Names of the files of the contract, and the two ways of writing one: replaced atomically,
-or appended line by line. ``launch`` and ``train`` never import each other.
+Names of the files of the contract, and the two ways of writing one: replaced atomically
+(``replacing``, which every ``--out`` goes through, too), or appended line by line. ``launch`` and
+``train`` never import each other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import os
+import stat
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from llmx.errors import did_you_mean
 
@@ -238,21 +244,63 @@ def _runs_in(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace ``path`` atomically: a reader sees the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """A stream to the new content of ``path``: a reader sees the old content or the new.
+
+    Links are followed. A device or a pipe (``/dev/stdout`` among them) is written to and never
+    replaced: root could move a file onto ``/dev/null``.
+    """
+    if is_stream(path):
+        sys.stdout.flush()
+        number = _printed_to(path)
+        descriptor = os.open(path, os.O_WRONLY) if number is None else os.dup(number)
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+        return
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         # A full disk: the old content stays, and nothing else.
         temporary.unlink(missing_ok=True)
         raise
+
+
+def is_stream(path: Path) -> bool:
+    """Whether ``path`` is a device, a pipe, or where this process prints (``/dev/stdout`` that the
+    shell sends to a file)."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    if _printed_to(path) is not None:
+        return True
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _printed_to(path: Path) -> int | None:
+    """1 or 2 where ``path`` is what the standard output or the standard error goes to."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(number)):
+                return number
+    return None
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Replace ``path`` atomically (see ``replacing``); directories above it are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, mode=mode) as stream:
+        stream.write(text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from llmx.checkpoint.export.model import (
@@ -17,6 +15,7 @@ from llmx.checkpoint.manifest import FORMAT, MODEL
 from llmx.checkpoint.state.engine_state import state_values
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir
+from llmx.run.scratch import scratch_directory
 from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine.build import Engine
 from llmx.train.schedule import RunLength
@@ -70,8 +69,7 @@ def small_files(
     """Relative path -> content: the run's config and plan, and the model's description with its
     tokenizer and ``files`` (``Task.export_files``). They stay the same through an attempt."""
     found = {path.name: path.read_bytes() for path in (run_dir.config, run_dir.plan)}
-    with tempfile.TemporaryDirectory(prefix="llmx-") as name:
-        directory = Path(name)
+    with scratch_directory() as directory:
         write_description(
             directory,
             engine.main.module,

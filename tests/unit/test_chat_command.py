@@ -232,7 +232,7 @@ def test_mistakes_say_what_to_type(
         '/undoo: no such command. Did you mean "/undo"?',
         "/save needs a file",
         "/save: the conversation is empty.",
-        "/save there: is there already",
+        "/save there: exists already",
         "/save no/such/x: cannot be written (No such file or directory).",
     ):
         assert problem in err

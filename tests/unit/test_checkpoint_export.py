@@ -194,7 +194,7 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
         assert torch.equal(found.state_dict()[key], tensor), key
     # The same again: it is there.
     assert main([str(run.root)]) == 2
-    assert "is there already. Remove it" in capsys.readouterr().err
+    assert "exists already. Remove it" in capsys.readouterr().err
     assert main([str(run.root), "--step", "3"]) == 5
     assert "Other steps: 1, 2." in capsys.readouterr().err
     assert main([str(run.root), "--step", "4"]) == 2
@@ -271,7 +271,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
         (tmp_path / "file" / "out", "Not a directory"),
         (Path("/dev/null/out"), "Not a directory"),
         (tmp_path / ("x" * 300), "File name too long"),
-        (tmp_path / "file", "is there already. Remove it, or set --out to another name"),
+        (tmp_path / "file", "exists already. Remove it, or set --out to another name"),
     ):
         assert main([str(run.root), "--out", str(out)]) == ConfigError.exit_code
         said = [line for line in capsys.readouterr().err.splitlines() if "llmx:" in line]

@@ -74,7 +74,7 @@ def test_lines_are_in_the_order_of_the_prompts_and_as_one_by_one(
         assert one["tokens"] == other["tokens"]
         assert one["logps"] == pytest.approx(other["logps"], abs=1e-4)
     command(run, "--prompts", path, "--out", out, "max_new_tokens=6", code=2)
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keys", [(), ("temperature=1.2", "top_p=0.95", "seed=5", "n=2")])

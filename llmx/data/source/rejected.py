@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from llmx.data.source.records import RecordError
 from llmx.errors import DataError
+from llmx.run.rundir import replacing
 from llmx.text import printable
 
 MEMORY_BYTES = 1 << 20
@@ -106,19 +107,13 @@ def write_rejected(path: Path, groups: Sequence[RejectedRecords]) -> Path | None
     """Write one JSON line a rejected record, whole or not at all; None where there is none."""
     if not any(group.counts for group in groups):
         return None
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as stream:
+        with replacing(path) as stream:
             for group in groups:
                 group.copy_to(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise RejectedUnwritten(
             f"Cannot write the rejected rows to {printable(str(path))}: {error}. Free some space, "
             "or set data.cache_dir to another disk."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

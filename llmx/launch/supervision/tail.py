@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, replacing
 
 _STREAMED = re.compile(
     r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl|samples\.json|inputs\.json", re.ASCII
@@ -103,9 +103,8 @@ def apply_update(run_dir: RunDir, message: dict[str, Any], data: bytes) -> None:
     path = run_dir.root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if message["event"] == "replace":
-        temporary = path.with_name(f".{path.name}.agent.tmp")  # the next start removes leftovers
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+        with replacing(path) as stream:
+            stream.write(data)
         return
     with path.open("ab") as stream:
         stream.write(data)

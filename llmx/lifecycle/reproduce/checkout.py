@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,6 +19,7 @@ import yaml
 
 from llmx.errors import ConfigError
 from llmx.run.provenance.code import code_files, git, package_dir
+from llmx.run.scratch import scratch_directory
 
 _DRIVER = """
 import sys
@@ -153,8 +153,8 @@ def run_there(code: Path, values: Mapping[str, Any], overrides: Sequence[str]) -
     """Start the run with the code of ``code``; its exit code. Signals go to it, not to us."""
     paths = [str(code), str(code / "launchers"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    with tempfile.TemporaryDirectory(prefix="llmx-reproduce-") as directory:
-        config = Path(directory) / "config.yaml"
+    with scratch_directory() as directory:
+        config = directory / "config.yaml"
         config.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
         child = subprocess.Popen(
             [sys.executable, "-c", _DRIVER, str(config), *overrides], cwd=code, env=env

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmx import text as human
 from llmx.observe.report.run_data import RunData
+from llmx.run.rundir import replacing
 
 SMOOTHED_FROM = 40
 """Points from which on a smoothed line helps."""
@@ -61,19 +62,16 @@ def loss_axes(path: Path) -> Iterator[Any]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
-    # Written beside and renamed: a reader never sees half a picture.
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield axes
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("loss (nats per target token)")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(temporary, format="png")
-        temporary.replace(path)
+        with replacing(path) as stream:
+            figure.savefig(stream, format="png")
     finally:
         pyplot.close(figure)
-        temporary.unlink(missing_ok=True)
 
 
 def set_floor(axes: Any, losses: Iterable[float]) -> None:

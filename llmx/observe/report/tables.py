@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llmx.observe.report.figure import drawable, installed_fonts
 from llmx.observe.report.run_data import RunData
+from llmx.run.rundir import replacing
 
 WRITTEN_UP_TO = 20
 """Columns up to which a picture has the numbers in its cells."""
@@ -78,7 +79,6 @@ def draw_table(table: Numbers, path: Path) -> None:
     fonts = installed_fonts()
     size = min(3.0 + 0.5 * len(table.columns), 14.0)
     figure, axes = pyplot.subplots(figsize=(size + 1, size), dpi=120, layout="constrained")
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         axes.imshow([shares(row) for row in table.values], cmap="Blues", vmin=0, vmax=1)
         for number, names in ((0, table.rows), (1, table.columns)):
@@ -98,8 +98,7 @@ def draw_table(table: Numbers, path: Path) -> None:
         axes.set_xlabel(predicted.strip())
         title = drawable(table.name, fonts)
         axes.set_title(title, fontfamily=fonts, loc="left", parse_math=False)
-        figure.savefig(temporary, format="png")
-        temporary.replace(path)
+        with replacing(path) as stream:
+            figure.savefig(stream, format="png")
     finally:
         pyplot.close(figure)
-        temporary.unlink(missing_ok=True)

@@ -7,11 +7,9 @@ are asked again, with the same program, so that a difference is known before the
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from llmx.config import LaunchConfig
@@ -20,6 +18,7 @@ from llmx.plan.types import HostPlan, Plan
 from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
 from llmx.run.provenance.machine import PACKAGES
 from llmx.run.rundir import RunDir, read_mapping
+from llmx.run.scratch import scratch_directory
 
 TIMEOUT_S = 30.0
 
@@ -39,8 +38,8 @@ def ask_hosts(launch: LaunchConfig, run_dir: str, plan: Plan) -> dict[str, dict[
     from llmx.launch.render.ssh_config import render_ssh_config, ssh_argv
 
     python = launch.python or sys.executable
-    with tempfile.TemporaryDirectory(prefix="llmx-hosts-") as directory:
-        config = Path(directory) / "ssh_config"
+    with scratch_directory() as directory:
+        config = directory / "ssh_config"
         config.write_text(render_ssh_config(plan.hosts), encoding="utf-8")
 
         def ask(host: HostPlan) -> dict[str, Any]:
