@@ -3,16 +3,22 @@ on a GPU. What comes from a batch, which lies in host memory on purpose, does no
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+
+import llmx
 
 WAITING = {
     torch.ops.aten._local_scalar_dense.default,
@@ -21,6 +27,8 @@ WAITING = {
     torch.ops.aten.equal.default,
 }
 COPYING = {"cpu", "tolist", "numpy"}
+PACKAGES = [Path(str(module.__file__)).parent for module in (llmx, deepspeed, transformers)]
+"""Directories of the packages, wherever they are installed: a clone may be called ``llmx`` too."""
 
 
 class _Functions(TorchFunctionMode):
@@ -91,8 +99,8 @@ def place() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        for package in ("/llmx/", "/deepspeed/", "/transformers/"):
-            if package in file:
-                return f"{package[1:]}{file.rpartition(package)[2]}:{frame.f_code.co_name}"
+        for package in PACKAGES:
+            if file.startswith(f"{package}{os.sep}"):
+                return f"{os.path.relpath(file, package.parent)}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
