@@ -50,7 +50,7 @@ def run_composed(
 
     out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
-    check_launch(composed.experiment.launch, composed.experiment.run_dir, composed.plan)
+    check_launch(composed.experiment, composed.plan)
     check_paths(
         composed.experiment.data, composed.experiment.model, composed.experiment.task, composed.plan
     )
@@ -68,13 +68,14 @@ def run_composed(
     if exp.dry_run:
         from llmx.hardware.space import problems_here
         from llmx.hardware.survey import space_facts
-        from llmx.launch.render.files import render_command
+        from llmx.launch.render.files import path_problems, render_command
         from llmx.observe.report.plan_table import print_plan
 
         command = render_command(launch)
         here = space_facts(str(run.root))
         lacking = problems_here(plan, str(run.root), here)
-        plan = replace(plan, warnings=(*plan.warnings, *lacking))
+        warnings = (*plan.warnings, *path_problems(exp, plan), *lacking)
+        plan = replace(plan, warnings=warnings)
         print_plan(
             plan, exp, command=command, run_dir=run.root, stream=out, traces=traces, here=here
         )

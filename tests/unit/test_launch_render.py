@@ -27,7 +27,13 @@ from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.render.environment import launcher_env, rank_env, render_ds_env
-from llmx.launch.render.files import check_launch, check_programs, rendered_files, runner_env
+from llmx.launch.render.files import (
+    check_launch,
+    check_programs,
+    path_problems,
+    rendered_files,
+    runner_env,
+)
 from llmx.launch.render.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec, share_of_cores, slurm_cores
@@ -327,13 +333,18 @@ def test_paths_that_another_shell_would_read(letter: str) -> None:
     exp = experiment("pdsh", (1, 1))
     exp.run_dir = f"/runs/a{letter}b"
     with pytest.raises(ConfigError, match="run_dir="):
-        check_launch(exp.launch, exp.run_dir, make_plan(exp))
+        check_launch(exp, make_plan(exp))
     exp = experiment("pdsh", (1, 1), python=f"/opt/py{letter}x/bin/python")
     with pytest.raises(ConfigError, match="launch.python="):
-        check_launch(exp.launch, exp.run_dir, make_plan(exp))
+        check_launch(exp, make_plan(exp))
+    exp.dry_run = True  # a plan warns, and may be launched from another place
+    check_launch(exp, make_plan(exp))
+    assert [problem.partition("=")[0] for problem in path_problems(exp, make_plan(exp))] == [
+        "launch.python"
+    ]
     local = experiment("local", (1,))
     local.run_dir = f"/runs/a{letter}b"
-    check_launch(local.launch, local.run_dir, make_plan(local))
+    check_launch(local, make_plan(local))
 
 
 def test_paths_that_travel() -> None:
@@ -342,9 +353,9 @@ def test_paths_that_travel() -> None:
         "/家/运行",
         "/runs/1_data.columns-[a,b]",
     ):
-        exp = experiment("pdsh", (1, 1))
+        exp = experiment("pdsh", (1, 1), python="/usr/bin/python3")
         exp.run_dir = run_dir
-        check_launch(exp.launch, exp.run_dir, make_plan(exp))
+        check_launch(exp, make_plan(exp))
 
 
 def test_what_people_have_in_their_own_ssh_config(tmp_path: Path) -> None:
@@ -380,7 +391,7 @@ def test_local_refuses_other_machines() -> None:
     plan = make_plan(exp)
     far = dataclasses.replace(plan.hosts[0], name="far", is_local=False)
     with pytest.raises(ConfigError, match='"far" is another machine'):
-        check_launch(exp.launch, exp.run_dir, dataclasses.replace(plan, hosts=(far,)))
+        check_launch(exp, dataclasses.replace(plan, hosts=(far,)))
 
 
 def test_a_host_name_with_a_port() -> None:

@@ -316,7 +316,7 @@ def test_forms(found: str, expected: str) -> None:
 def test_ascii_terminal(run: RunDir) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "llmx.observe.report", str(run.root)],
-        env={"PATH": "", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
+        env={"PATH": "", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
         capture_output=True,
         check=False,
     )

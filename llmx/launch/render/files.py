@@ -27,30 +27,36 @@ DEFAULT_PORT = 29500
 """Shown in a dry run; a run takes a free one."""
 
 
-def check_launch(launch: LaunchConfig, run_dir: str, plan: Plan) -> None:
+def check_launch(exp: Experiment, plan: Plan) -> None:
     """ConfigError for what would fail with this plan's transport, before anything is written.
 
     The rules that need no plan are in ``llmx.config.launch_rules``.
     """
-    problems: list[str] = []
+    problems = [] if exp.dry_run else path_problems(exp, plan)
     if plan.transport == "local":
         problems += [
             f'launch.transport=local: "{host.name}" is another machine. Use launch.transport=pdsh.'
             for host in plan.hosts
             if not host.is_local
         ]
-    else:
-        # DeepSpeed writes paths into the command for the other hosts without quotes.
-        paths = {"run_dir": run_dir, "launch.python": launch.python or sys.executable}
-        for key, path in paths.items():
-            special = _SPECIAL_TO_SHELLS.search(path)
-            if special is not None:
-                problems.append(
-                    f"{key}={path!r}: pdsh, mpirun or a shell on the other hosts would interpret "
-                    f"{special[0]!r}. Use a path without it."
-                )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def path_problems(exp: Experiment, plan: Plan) -> list[str]:
+    """Paths that a launch cannot use. A plan only warns of them: it may be made in another place
+    than where it is launched."""
+    if plan.transport == "local":
+        return []
+    # DeepSpeed writes paths into the command for the other hosts without quotes.
+    paths = {"run_dir": exp.run_dir, "launch.python": exp.launch.python or sys.executable}
+    special = {key: _SPECIAL_TO_SHELLS.search(path) for key, path in paths.items()}
+    return [
+        f"{key}={paths[key]!r}: pdsh, mpirun or a shell on the other hosts would interpret "
+        f"{match[0]!r}. Use a path without it."
+        for key, match in special.items()
+        if match is not None
+    ]
 
 
 def check_programs(launch: LaunchConfig, plan: Plan) -> None:
@@ -70,7 +76,7 @@ def check_programs(launch: LaunchConfig, plan: Plan) -> None:
 
 def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSpec:
     """Check a launch and write its files; returns the spec from which they were rendered."""
-    check_launch(exp.launch, exp.run_dir, plan)
+    check_launch(exp, plan)
     port = exp.launch.master_port or DEFAULT_PORT
     spec = make_spec(exp, plan, run_dir, port=port, token=write_identity(run_dir))
     write_rendered(spec)

@@ -126,7 +126,7 @@ class Attempt:
     def _prepare(self) -> None:
         spec, log = self.spec, self.log
         write_resume(spec.run_dir, step=self.step, skip_steps=self.skip_steps, attempt=self.number)
-        check_launch(spec.exp.launch, spec.exp.run_dir, spec.plan)
+        check_launch(spec.exp, spec.plan)
         check_programs(spec.exp.launch, spec.plan)
         self.connections = start_agents(spec, self.inbox)
         handshake(spec, self.connections)

@@ -143,7 +143,7 @@ def _start(
     from llmx.launch.supervision.journal import read_resume, write_resume
 
     said = [f"reproduce={run.root}", *words.overrides]
-    check_launch(composed.experiment.launch, composed.experiment.run_dir, composed.plan)
+    check_launch(composed.experiment, composed.plan)
     check_packages(composed.experiment.tracking)
     skipped = set(read_resume(run)[1])
     skipped |= {

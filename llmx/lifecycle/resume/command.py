@@ -85,7 +85,7 @@ def resume(
         return 0
     origin = first_step(run, state, step)
     new = upcoming.composed
-    check_launch(new.experiment.launch, new.experiment.run_dir, new.plan)
+    check_launch(new.experiment, new.plan)
     check_paths(new.experiment.data, new.experiment.model, new.experiment.task, new.plan)
     check_packages(new.experiment.tracking)
     now = record(new.experiment, new.plan, list(typed))
