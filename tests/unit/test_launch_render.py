@@ -38,6 +38,7 @@ from llmx.launch.render.hostfile import HostSlots, parse_hostfile, render_hostfi
 from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec, share_of_cores, slurm_cores
 from llmx.launch.transports import TRANSPORTS, transport_of
+from llmx.launch.transports.base import deepspeed_argv
 from llmx.plan import make_plan
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.rundir import RunDir
@@ -507,3 +508,22 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["env", "an environment", "e" * 130])
+def test_the_script_of_deepspeed_is_run_where_a_kernel_can(tmp_path: Path, name: str) -> None:
+    """pip writes the path of Python into its first line, which holds no blank and 127 bytes."""
+    programs = tmp_path / name / "bin"
+    programs.mkdir(parents=True)
+    python, script = programs / "python", programs / "deepspeed"
+    python.symlink_to(sys.executable)
+    script.write_text(f"#!{python}\nprint('started')\n")
+    script.chmod(0o755)
+    spec = spec_of(experiment("local", (1,)), python=str(python))
+    argv = deepspeed_argv(spec, [])
+    if argv[0] == str(script):
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        assert done.stdout == "started\n"
+    else:
+        assert argv[:3] == [str(python), "-m", "deepspeed.launcher.runner"]
+    assert (argv[0] == str(script)) == (name == "env")

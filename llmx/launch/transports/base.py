@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -61,11 +62,10 @@ def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:
     told not to; the address and the port would be ``hostname -I`` and 29500.
     """
     script = Path(spec.python).parent / "deepspeed"
-    program = (
-        [str(script)] if script.is_file() else [spec.python, "-m", "deepspeed.launcher.runner"]
-    )
+    # The first line of the script names its Python: a kernel reads no blank in it, and 127 bytes.
+    runs = script.is_file() and " " not in str(script) and len(os.fsencode(spec.python)) < 125
     return [
-        *program,
+        *([str(script)] if runs else [spec.python, "-m", "deepspeed.launcher.runner"]),
         f"--hostfile={spec.run_dir.hostfile}",
         "--no_ssh_check",
         f"--master_addr={spec.plan.master_addr}",
