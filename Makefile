@@ -18,7 +18,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder --durations=40
 # Thousands of processes import llmx in the tests: compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test fast test-oldest check fuzz chaos docs golden behaviour behaviour-record bench gpu clean venv system again
+.PHONY: help demo test test-real-data fast test-oldest check fuzz chaos docs golden behaviour behaviour-record bench gpu clean venv system again
 
 
 help: ## this list
@@ -33,6 +33,9 @@ demo: venv ## set up, then train the bundled demo (GPU if there is one, else two
 test: system venv ## set up, then run every test (clusters of network namespaces need root)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel and not long"
 	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "deepspeed or wheel or cluster or chaos or long"
+
+test-real-data: system venv ## the tests that need real data sets (LLMX_REAL_DATA=DIR)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m real_data
 
 fast: venv ## the quick tests: no DeepSpeed, no clusters, no sweeps
 	$(PYTEST) -n $(JOBS) --dist loadgroup

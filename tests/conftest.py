@@ -56,8 +56,13 @@ def _is_slow(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in SLOW)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where time is limited: what must run, then the rest from where this commit begins."""
+    """Mark what needs real data. Where time is limited: what must run, then the rest from where
+    this commit begins."""
+    for item in items:
+        if "real_data" in getattr(item, "fixturenames", ()):
+            item.add_marker("real_data")
     if _until_s() is None:
         return
     files = list(dict.fromkeys(item.path.name for item in items if _is_slow(item)))
