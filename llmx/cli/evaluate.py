@@ -141,7 +141,8 @@ def measured_of(options: argparse.Namespace) -> Measured:
         key = group_of(word) or word.split(".", 1)[0]
         if key not in ("data", "task"):
             raise ConfigError(f"{word}: eval takes data and task (data.path=FILE, task=pretrain).")
-    asked = any(group_of(word) == "data" or word.startswith(PLACES) for word in words)
+    keys = {word.lstrip("+").split("=", 1)[0] for word in words}
+    asked = keys & PLACES or any(group_of(word) == "data" for word in words)
     target = find_target(options.target, command="eval", model=options.model)
     if target.exp is None and not asked:
         raise ConfigError(
@@ -152,7 +153,7 @@ def measured_of(options: argparse.Namespace) -> Measured:
         model=target.base or ModelConfig(path=os.path.abspath(target.directory)), task=TaskConfig()
     )
     exp = apply(exp, words)
-    data = all_rows(exp.data) if asked else exp.data
+    data = typed_data(exp.data, keys) if asked else exp.data
     task = exp.task
     if options.generate:
         task = dataclasses.replace(task, eval_generate=options.generate)
@@ -165,17 +166,22 @@ def measured_of(options: argparse.Namespace) -> Measured:
     return Measured(target, exp, options.out or out / f"eval-{name}.json")
 
 
-PLACES = ("data.path=", "data.eval_path=", "data.sources=")
-"""Words that name other data."""
+PLACES = {"data.path", "data.eval_path", "data.sources"}
+"""Keys that name other data."""
 
 
-def all_rows(data: DataConfig) -> DataConfig:
-    """Evaluated whole: what was named is the evaluation data."""
-    if data.sources:
+def typed_data(data: DataConfig, keys: set[str]) -> DataConfig:
+    """The data that was typed is the evaluation data: ``data.eval_path``, else all rows of
+    ``data.path``, whatever the run itself had beside them."""
+    if "data.max_rows" not in keys:
+        data = dataclasses.replace(data, max_rows=None)
+    has_own = data.eval_path and ("data.eval_path" in keys or "data.path" not in keys)
+    if "data.sources" in keys or (data.sources and "data.path" not in keys and not has_own):
         raise ConfigError("data.sources: eval measures one source. Set data.path.")
-    if data.eval_path or data.path == "demo":
+    if has_own:
         return data
-    return dataclasses.replace(data, eval_path=data.path, eval_samples=0)
+    eval_path = None if data.path == "demo" else data.path
+    return dataclasses.replace(data, sources=[], eval_path=eval_path, eval_samples=0)
 
 
 def run(options: argparse.Namespace) -> int:

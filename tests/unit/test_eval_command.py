@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from llmx.cli import evaluate
+from llmx.errors import ConfigError
 from llmx.run import snapshot
 from llmx.run.metrics.completions import METRICS, load_metric, score, words
 from llmx.run.rundir import RunDir, read_json
@@ -108,6 +111,39 @@ def test_other_data_completions_and_a_metric_of_ones_own(
     assert "mean length" in out
 
 
+def test_the_data_that_is_typed_is_measured_whatever_the_run_had(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the evaluation file, the sources or the limit of rows of the run."""
+    monkeypatch.chdir(tmp_path)
+    of_run = {
+        "own": {"path": "train.jsonl", "eval_path": "dev.jsonl", "max_rows": 3},
+        "mixture": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}], "eval_samples": 7},
+    }
+    for name, data in of_run.items():
+        shutil.copytree(run.root, tmp_path / name)
+        write_run(experiment(tmp_path / name, ranks=1, data=data))
+
+    def data_of(*words: str) -> tuple[str | None, str, int | None, int]:
+        options = argparse.Namespace(
+            target=Path(words[0]), overrides=words[1:], model=None, out=None,
+            generate=None, max_new_tokens=None,
+        )  # fmt: skip
+        data = evaluate.measured_of(options).exp.data
+        return data.eval_path, data.path, data.max_rows, len(data.sources)
+
+    for name in of_run:
+        typed = data_of(name, "data.path=test.jsonl")
+        assert typed == ("test.jsonl", "test.jsonl", None, 0)
+        assert data_of(name, "data.eval_path=test.jsonl")[0] == "test.jsonl"
+        assert data_of(name, "data.path=demo")[:2] == (None, "demo")
+    limited = data_of("own", "data.path=test.jsonl", "data.max_rows=5")
+    assert limited == ("test.jsonl", "test.jsonl", 5, 0)
+    assert data_of("own")[0] == "dev.jsonl"
+    with pytest.raises(ConfigError, match="eval measures one source"):
+        data_of("own", "data.sources=[{path: a.jsonl}]")
+
+
 def test_a_model_directory_needs_data_and_may_take_a_task(
     run: RunDir, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,8 +232,6 @@ def test_a_metric_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "failing_metrics_of_a_test.py").write_text(
         "class Mine:\n    @staticmethod\n    def f(a, b):\n        return a[5]\n"
     )
-    from llmx.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"ZeroDivisionError.*broken_metrics\w*.py, line 1\)"):
         load_metric("broken_metrics_of_a_test:f")
     with pytest.raises(ConfigError, match=r"SyntaxError.*unread_metrics\w*.py, line 1\)"):
