@@ -177,8 +177,8 @@ class Encoding(Protocol):
     """Whether the "weight" of an assistant's turn is that of its tokens: a number from 0. It
     needs the column ``weight``. Without it, rows with such weights are rejected."""
 
-    wraps_as_tokenizer: ClassVar[bool]
-    """Documents begin and end as the tokenizer itself begins and ends a text."""
+    verbatim: ClassVar[bool]
+    """Documents are what ``tokenizer(text)`` gives, conversations what the chat template gives."""
 
     @property
     def name(self) -> str:

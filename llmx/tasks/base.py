@@ -185,9 +185,11 @@ class Task:
     """What examples have beside their tokens: ``Column("label", per="example", dtype="int64")``.
     ``Column("weight", per="token")`` gives targets a weight each."""
 
-    wraps_as_tokenizer: ClassVar[bool] = False
-    """A document begins and ends as the tokenizer itself begins and ends a text (``[CLS]``,
-    ``[SEP]``); else with its BOS token, where it uses one, and its EOS token."""
+    verbatim: ClassVar[bool] = False
+    """A document is what ``tokenizer(text)`` gives and a conversation what
+    ``tokenizer.apply_chat_template(messages)`` gives, so that a head which looks at one token, or
+    at all of them, is used as it was trained. Else a document ends with the EOS token, and a
+    conversation with the end of its last learned turn."""
 
     normaliser: ClassVar[Normaliser] = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's

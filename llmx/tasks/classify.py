@@ -85,6 +85,7 @@ class Classify(Task):
     """A classification head over a causal backbone, or over an encoder such as BERT."""
 
     takes: ClassVar[tuple[type, ...]] = (Labelled,)
+    verbatim = True
     normaliser = "examples"
     Options = Options
     logits = "none"

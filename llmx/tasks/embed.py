@@ -83,7 +83,7 @@ class Embed(Task):
     takes: ClassVar[tuple[type, ...]] = (TextPair,)
     columns = (Column(TEXT, per="sequence", dtype="int64"),)
     loss_on = "all"
-    wraps_as_tokenizer = True
+    verbatim = True
     normaliser = "examples"
     joint = True
 

@@ -48,7 +48,7 @@ class Mlm(Task):
     Options = Options
     takes: ClassVar[tuple[type, ...]] = (Document,)
     loss_on = "all"
-    wraps_as_tokenizer = True
+    verbatim = True
     normaliser = "batch"
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:

@@ -37,7 +37,8 @@ class Reward(Task):
     """``-log sigmoid(score of the better - score of the worse - margin)``, mean over pairs."""
 
     takes: ClassVar[tuple[type, ...]] = (Preference,)
-    loss_on = "last"  # sequences end where the last answer ends
+    loss_on = "last"
+    verbatim = True
     normaliser = "examples"
     columns = (Column("margin", per="example"),)
     Options = Options
@@ -45,7 +46,7 @@ class Reward(Task):
 
     def encoding_identity(self) -> dict[str, Any]:
         """What decides the examples: no option does."""
-        return {"kind": "reward", "version": 1}
+        return {"kind": "reward", "version": 2}
 
     def encode(self, row: Preference) -> Example:
         """Both conversations: never separated, and their prompts cut together."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from llmx import data
 from llmx.cli.evaluate import load, measure
 from llmx.cli.target import Target
 from llmx.config import Experiment
@@ -22,6 +23,7 @@ from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.classify import Classify, class_weights, multi_label_losses, single_label_losses
 from llmx.train.evaluation import together
 from tests.rundirs import TINY_LLAMA, experiment
+from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_models_classification import model_of
 
 ROWS = [{"text": f"row {n} of {n % 7}", "label": ("good", "bad", "so")[n % 3]} for n in range(30)]
@@ -69,7 +71,7 @@ def network_of(task: Classify) -> Any:
 
 def batch_of(store: SampleStore, *numbers: int) -> dict[str, torch.Tensor]:
     return collate(
-        [store[number] for number in numbers], seq_len=128, pad_id=0, layout="packed",
+        [store[number] for number in numbers], seq_len=store.seq_len, pad_id=0, layout="packed",
         columns=store.batch_columns,
     )  # fmt: skip
 
@@ -285,3 +287,15 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     config.id2label = {0: "good", 1: "bad"}
     with pytest.raises(DataError, match="with 'so', which is none of the labels"):
         fresh.see_model(config, store)
+
+
+@pytest.mark.parametrize("begin", [None, "<s>"])
+def test_texts_are_exactly_what_the_tokenizer_gives(begin: str | None, tmp_path: Path) -> None:
+    """The head looks at the last token, and `pipeline("text-classification")` adds no EOS token."""
+    texts = ["x", "a text", "another text"]
+    rows = [{"text": text, "label": str(number % 2)} for number, text in enumerate(texts)]
+    exp = experiment_of(tmp_path, rows)
+    tokenizer = byte_tokenizer(begin=begin)
+    store = data.prepare(exp.data, exp.seed, tokenizer, task_of(exp, tokenizer))
+    trained = [s[0].tolist() for n in range(len(store)) for s in store[n].sequences()]
+    assert sorted(trained) == sorted(tokenizer(texts)["input_ids"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from llmx import data
 from llmx.config import Experiment
 from llmx.data import SampleStore
 from llmx.errors import DataError
@@ -19,6 +20,7 @@ from llmx.models.classification import give_pooled_forward
 from llmx.models.model import Models
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.reward import Reward
+from tests.chat_templates import PUBLISHED
 from tests.rundirs import TINY_LLAMA, experiment
 from tests.unit.test_models_classification import model_of
 from tests.unit.test_tasks_classify import batch_of
@@ -146,3 +148,77 @@ def test_a_margin_that_is_no_number(tmp_path: Path) -> None:
     exp = experiment_of(tmp_path, [*TEXTS, {**TEXTS[0], "margin": "much"}])
     with pytest.raises(DataError, match="margin\" is 'much'"):
         prepared(exp)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sequences_are_exactly_what_the_template_renders(name: str, tmp_path: Path) -> None:
+    """The head looks at the last token, so what follows the answer is there in training, too."""
+    tokenizer = PUBLISHED[name].tokenizer()
+    exp = experiment_of(tmp_path, MESSAGES)
+    exp.data.seq_len = 1024
+    store = data.prepare(exp.data, exp.seed, tokenizer, task_of(exp, tokenizer))
+    trained = {
+        tuple(tokens.tolist()) for n in range(len(store)) for tokens, _ in store[n].sequences()
+    }
+    used = {
+        tuple(tokenizer.apply_chat_template(row[side], return_dict=True)["input_ids"])
+        for row in MESSAGES
+        for side in ("chosen", "rejected")
+    }
+    assert trained == used
+
+
+def test_a_model_that_has_learned_its_pairs_tells_them_apart_where_it_is_used(
+    tmp_path: Path,
+) -> None:
+    """As docs/tasks.md says: the tokenizer's template, and transformers' own forward; the loss is
+    that of TRL's RewardTrainer."""
+    trl = pytest.importorskip("trl")
+    tokenizer = PUBLISHED["qwen2.5"].tokenizer()
+    exp = experiment_of(tmp_path, MESSAGES)
+    exp.data.seq_len = 1024
+    task = task_of(exp, tokenizer)
+    store = data.prepare(exp.data, exp.seed, tokenizer, task)
+    tokenizer.pad_token = tokenizer.eos_token
+    config = AutoConfig.for_model(
+        "llama", **TINY_LLAMA, vocab_size=len(tokenizer), num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    forward = model.forward
+    give_pooled_forward(model)
+    models = Models(policy=model_of(model, "mask", "packed"))
+    batch = batch_of(store, *range(len(store)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    first = None
+    for _ in range(15):
+        loss = task.loss(models, batch)
+        first = first or float(loss.sum.detach()) / loss.weight
+        optimizer.zero_grad()
+        (loss.sum / loss.weight).backward()
+        optimizer.step()
+    model.forward = forward
+
+    def score(messages: list[dict[str, str]]) -> float:
+        inputs = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")
+        with torch.no_grad():
+            return float(model(**inputs).logits)
+
+    assert all(score(row["chosen"]) > score(row["rejected"]) for row in MESSAGES)
+
+    from datasets import Dataset
+
+    torch.manual_seed(0)
+    untrained = AutoModelForSequenceClassification.from_config(config)
+    trainer = trl.RewardTrainer(
+        untrained,
+        trl.RewardConfig(
+            str(tmp_path / "trl"), per_device_train_batch_size=len(MESSAGES), max_length=None,
+            report_to="none", use_cpu=True, bf16=False,
+        ),
+        train_dataset=Dataset.from_list(MESSAGES),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    theirs = trainer.compute_loss(untrained, next(iter(trainer.get_train_dataloader())))
+    assert first == pytest.approx(float(theirs), abs=1e-5)

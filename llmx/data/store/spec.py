@@ -99,9 +99,9 @@ def dataset_spec(
     encoding.check_source(source)
     _check(encoding, source)
     chats = any(one.record_type in (Conversation, Preference) for one in source.sources)
-    wraps = encoding.wraps_as_tokenizer
+    verbatim = encoding.verbatim
     renderer = Renderer(
-        tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats, wraps=wraps
+        tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats, verbatim=verbatim
     )
     identity = {
         "format_version": SAMPLES_VERSION,
@@ -114,7 +114,7 @@ def dataset_spec(
         "packing": data.packing,
         "over_long": data.over_long,
     }
-    if wraps:
+    if verbatim:
         identity["wrapping"] = [renderer.bos, renderer.eos]
     if own := encoding.encoding_identity():
         columns = [column.to_dict() for column in encoding.columns]

@@ -57,11 +57,11 @@ class Renderer:
         template: str = "auto",
         loss_on: str = "assistant",
         chats: bool = True,
-        wraps: bool = False,
+        verbatim: bool = False,
     ) -> None:
         """``chats``: there will be conversations, so that a template that does not go with the
-        tokenizer is an error now; else only where a conversation comes. ``wraps``: documents begin
-        and end as the tokenizer itself begins and ends a text."""
+        tokenizer is an error now; else only where a conversation comes. ``verbatim``: sequences
+        are exactly what the template, or the tokenizer itself, makes of a text."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 f"The tokenizer of {tokenizer.name_or_path!r} is a {type(tokenizer).__name__} "
@@ -85,7 +85,8 @@ class Renderer:
         """The tokens that begin every text: the BOS token where the tokenizer uses one."""
         self.eos: list[int] | None = None
         """The tokens that end every document, which a cut keeps; None: the EOS token."""
-        if wraps:
+        self._verbatim = verbatim
+        if verbatim:
             self.bos, self.eos = wrapping_tokens(tokenizer)
         self._spans = TemplateSpans(
             tokenizer, name=self.template_name, template=self.template, special=self.special
@@ -154,6 +155,8 @@ class Renderer:
         learned = list(zip(completions, weights or [1.0] * len(completions), strict=True))
         for (first, last), weight in learned[-1:] if loss_on == "last" else learned:
             targets[first:last] = weight
+        if self._verbatim:
+            return TokenSequence(tokens, targets)
         if end_missing:
             tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
             targets = np.append(targets, targets.dtype.type(learned[-1][1]))
