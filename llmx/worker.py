@@ -20,6 +20,7 @@ if __package__ in (None, ""):
 from llmx.config import Experiment, experiment_from_dict, migrate
 from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
+from llmx.plan.threads import threads_per_rank
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, load_yaml, read_json
 from llmx.train.signals import ShutdownRequest, handle_signals
@@ -64,6 +65,7 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
     check_place(plan, os.environ)
     os.environ["LOCAL_SIZE"] = str(local_size(plan, int(os.environ["RANK"])))
     choose_interface(plan, os.environ)
+    choose_threads(exp, plan, os.environ)
     if exp.deterministic and plan.accelerator == "cuda":
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -131,6 +133,21 @@ def choose_interface(plan: Plan, environment: MutableMapping[str, str]) -> None:
         name = names[plan.ranks[int(environment["RANK"])].host]
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
         environment.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def choose_threads(exp: Experiment, plan: Plan, environment: MutableMapping[str, str]) -> None:
+    """This rank's share of the cores of its host, which the launching machine may not know. Before
+    torch is imported: OpenMP reads the variable once."""
+    if "OMP_NUM_THREADS" in environment:
+        return
+    ranks = int(environment["LOCAL_SIZE"])
+    # What srun gives to one task, whether it binds the task to them or not.
+    of_task = environment.get("SLURM_CPUS_PER_TASK", "")
+    cores = int(of_task) * ranks if of_task.isdecimal() else len(os.sched_getaffinity(0))
+    threads = threads_per_rank(
+        exp, plan.accelerator, cores=cores, ranks=ranks, environment=environment
+    )
+    environment["OMP_NUM_THREADS"] = str(threads)
 
 
 def read_experiment(run_dir: RunDir) -> Experiment:

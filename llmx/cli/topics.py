@@ -100,6 +100,7 @@ ENVIRONMENT = {
         "LLMX_RUN_TOKEN": "The id of a run, in the environment of each of its processes: by it "
         "leftovers are found and ended.",
         "LLMX_INTERFACES": "The network interface of each host, in their order, where they differ.",
+        "LLMX_RANKS_PER_HOST": "Ranks that share the cores of a host with those of other trials.",
     },
 }
 

@@ -64,26 +64,46 @@ def _number(text: str) -> float:
     return float(text) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else 0.0
 
 
-def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves to this process, in its order.
+HIDES_ALL = ("", "-1", "NoDevFiles")
+"""Values of ``CUDA_VISIBLE_DEVICES`` that say: no GPU. Slurm sets the last one."""
 
-    As CUDA reads it: numbers or (the beginning of) UUIDs; the first that is no GPU ends the list.
-    None where it is not set: all of them.
+
+def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves to this process, in its order: numbers or (the
+    beginning of) UUIDs. None where it is not set: all of them.
+
+    Raises:
+        ConfigError: a word of it names no GPU. CUDA would end the list there without a word.
     """
     if visible is None:
         return gpus
-    found: list[Gpu] = []
+    if visible.strip() in HIDES_ALL:
+        return []
+    chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
-        chosen = [
+        if word.startswith("MIG-"):
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher cannot start ranks on MIG "
+                "slices. Name whole GPUs, e.g. CUDA_VISIBLE_DEVICES=0, or set it empty to train on "
+                "the CPU."
+            )
+        matches = [
             gpu
             for gpu in gpus
             if (word.isdecimal() and gpu.index == int(word))
             or (word.startswith("GPU-") and gpu.uuid.startswith(word))
         ]
-        if len(chosen) != 1 or chosen[0] in found:
-            break
-        found += chosen
-    return found
+        if len(matches) != 1 or matches[0] in chosen:
+            problem = {0: f"{word!r} is not a GPU of this machine", 1: f"{word!r} stands twice"}
+            listed = ", ".join(f"{gpu.index}: {gpu.name} {gpu.uuid}".strip() for gpu in gpus)
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES={visible}: "
+                f"{problem.get(len(matches), f'{word!r} is the beginning of several UUIDs')}, "
+                f"which has {listed or 'no GPU'}. Change the variable, unset it, or set it empty "
+                "to train on the CPU."
+            )
+        chosen += matches
+    return chosen
 
 
 def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, DeviceConfig]:

@@ -38,8 +38,9 @@ class LaunchSpec:
     """The module that a rank runs."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The environment of the supervisor; rendering copies allow-listed names from it."""
-    cores: int = 1
-    """CPU cores of this machine; under Slurm those of the smallest host."""
+    cores: int | None = None
+    """CPU cores of each host, where they are known here: of this machine in a local run, of the
+    smallest host under Slurm. None: each rank looks at its host."""
     cpus_per_task: int | None = None
     """Under Slurm: cores of a rank; None where the cores of the hosts are unknown."""
     interfaces: tuple[str | None, ...] = ()
@@ -68,14 +69,15 @@ def make_spec(
     worker: str = "llmx.worker",
 ) -> LaunchSpec:
     """The spec of a launch from this machine, with its current environment."""
-    cores, cpus_per_task = len(os.sched_getaffinity(0)), None
+    cores = len(os.sched_getaffinity(0)) if plan.transport == "local" else None
+    cpus_per_task = None
     if plan.transport == "slurm":
         names = [host.name for host in plan.hosts]
         slots = max(host.slots for host in plan.hosts)
         cpus_per_task = exp.launch.slurm.cpus_per_task or share_of_cores(
             slurm_cores(os.environ, names), slots
         )
-        cores = cpus_per_task * slots if cpus_per_task else cores
+        cores = cpus_per_task * slots if cpus_per_task else None
     return LaunchSpec(
         exp=exp,
         plan=plan,

@@ -1,5 +1,5 @@
 """Which slots of the cluster a trial gets (``sweep.slots_per_trial``). Pure, but for the cores of
-this machine.
+Slurm's hosts.
 
 The hosts of ``hardware`` are one pool. A trial gets slots of one device type: on one host where any
 host of that type has so many, else on several. What it gets is written into its own hardware as
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from llmx.config import Experiment, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
 from llmx.launch.spec import share_of_cores, slurm_cores
+from llmx.plan.threads import SHARED_BY
 from llmx.text import plural
-
-THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _choose(
 
 
 def placed_on(exp: Experiment, placed: Placed) -> Experiment:
-    """The experiment on its slots: hosts, devices, RAM and threads as plain values."""
+    """The experiment on its slots: hosts, devices, RAM and the share of cores as plain values."""
     hardware = exp.hardware
     hosts = [_host(share) for share in placed.shares]
     if hardware.devices[placed.device].accelerator == "cpu":
@@ -150,8 +149,8 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
             share = share_of_cores(slurm_cores(os.environ, names), most)
             slurm = dataclasses.replace(launch.slurm, cpus_per_task=share)
             launch = dataclasses.replace(launch, slurm=slurm)
-    elif not (THREADS in os.environ or THREADS in env or THREADS in exp.launch.env):
-        env[THREADS] = str(_threads(hardware, placed))
+    else:
+        env[SHARED_BY] = str(max(host.slots for host, _ in placed.shares))
     return dataclasses.replace(
         exp,
         launch=launch,
@@ -171,14 +170,6 @@ def _host(share: tuple[HostConfig, tuple[int, ...]]) -> HostConfig:
     indices = [host.device_indices[slot] for slot in slots] if host.device_indices else list(slots)
     memory = host.memory_gib and host.memory_gib * len(slots) / host.slots
     return dataclasses.replace(host, slots=len(slots), device_indices=indices, memory_gib=memory)
-
-
-def _threads(hardware: HardwareConfig, placed: Placed) -> int:
-    """Threads of a rank: its share of the cores of a host that all slots are used of."""
-    cores = len(os.sched_getaffinity(0))
-    share = max(1, cores // max(host.slots for host, _ in placed.shares))
-    on_cpu = hardware.devices[placed.device].accelerator == "cpu"
-    return share if on_cpu else min(8, share)
 
 
 def _place(host: HostConfig) -> tuple[str, int]:

@@ -65,8 +65,6 @@ EIGHT = "".join(f"NVIDIA H100 80GB HBM3, 81559, 9.0, {i}, GPU-{i}f3a\n" for i in
         ("3,1", [3, 1]),
         (" 2 , 5 ", [2, 5]),
         ("GPU-4f", [4]),
-        ("1,9,2", [1]),
-        ("1,1,2", [1]),
         ("", []),
         ("-1", []),
         ("NoDevFiles", []),
@@ -81,6 +79,32 @@ def test_the_gpus_that_are_visible(visible, indices, catalogue, monkeypatch) -> 
     hardware = HardwareConfig(kind="local", devices=catalogue)
     (host,) = detect.detect_hardware(hardware, environ=environ).hosts
     assert (host.slots, host.device) == ((len(indices), "h100_80g") if indices else (2, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "problem"),
+    [
+        ("MIG-3f2a", "cannot start ranks on MIG slices"),
+        ("MIG-GPU-1f3a/1/0", "cannot start ranks on MIG slices"),
+        ("9", "'9' is not a GPU of this machine, which has 0: NVIDIA H100 80GB HBM3 GPU-0f3a, 1:"),
+        ("1,9,2", "'9' is not a GPU"),
+        ("1,1,2", "'1' stands twice"),
+        ("1,GPU-1f", "'GPU-1f' stands twice"),
+        ("GPU-", "'GPU-' is the beginning of several UUIDs"),
+        ("cuda:0", "'cuda:0' is not a GPU"),
+    ],
+)
+def test_a_variable_that_names_no_gpu_is_an_error(visible, problem, catalogue, monkeypatch) -> None:
+    """Not two CPU ranks, nor fewer GPUs than were listed."""
+    monkeypatch.setattr(detect, "detect_gpus", lambda: detect.parse_gpus(EIGHT))
+    hardware = HardwareConfig(kind="local", devices=catalogue)
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={visible}: .*{problem}"):
+        detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": visible})
+    monkeypatch.setattr(detect, "detect_gpus", list)
+    with pytest.raises(
+        ConfigError, match=r"MIG slices|which has no GPU\. .*empty to train on the C"
+    ):
+        detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": visible})
 
 
 def test_gpus_of_two_kinds_in_this_machine(catalogue, monkeypatch) -> None:

@@ -26,6 +26,7 @@ from llmx.config.launch_rules import is_secret
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
+from llmx.hardware.detect import Gpu
 from llmx.launch.render.environment import launcher_env, rank_env, render_ds_env
 from llmx.launch.render.files import (
     check_launch,
@@ -36,7 +37,7 @@ from llmx.launch.render.files import (
 )
 from llmx.launch.render.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.render.ssh_config import render_ssh_config
-from llmx.launch.spec import LaunchSpec, share_of_cores, slurm_cores
+from llmx.launch.spec import LaunchSpec, make_spec, share_of_cores, slurm_cores
 from llmx.launch.transports import TRANSPORTS, transport_of
 from llmx.launch.transports.base import deepspeed_argv
 from llmx.plan import make_plan
@@ -108,7 +109,7 @@ def spec_of(exp: Experiment, **changes: object) -> LaunchSpec:
         python="/opt/venv/bin/python3",
         code_root="/home/ada/llmx",
         environ=ENVIRON,
-        cores=16,
+        cores=16 if plan.transport in ("local", "slurm") else None,
         interfaces=tuple(host.interface for host in plan.hosts),
     )
     return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
@@ -418,12 +419,27 @@ def test_chosen_gpus_stay_chosen() -> None:
     assert rendered_files(spec)["hostfile"] == "localhost slots=4\n"
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("GPU-1f,GPU-2f", "indices"), ("0", "1 GPUs for 2")]
-)
-def test_gpus_that_cannot_be_chosen(value: str, expected: str) -> None:
-    spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": value})
-    with pytest.raises(LaunchError, match=expected):
+def test_gpus_are_chosen_by_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's launcher takes numbers only."""
+    gpus = [Gpu("NVIDIA A100", 80.0, 8.0, index, f"GPU-{index}f3a") for index in range(4)]
+    monkeypatch.setattr("llmx.launch.transports.base.detect_gpus", lambda: gpus)
+    spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": "GPU-3f3a,GPU-1f"})
+    assert "--include=localhost:3,1" in transport_of("local").argv(spec)
+    spec = dataclasses.replace(spec, environ={"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-7f"})
+    with pytest.raises(ConfigError, match="'GPU-7f' is not a GPU of this machine"):
+        transport_of("local").argv(spec)
+
+
+def test_gpus_of_this_machine_stay_chosen_beside_other_hosts() -> None:
+    exp = experiment("pdsh", (2, 1))
+    spec = spec_of(exp, plan=make_plan(exp, local_names=frozenset({"10.0.0.1"})))
+    assert spec.plan.hosts[0].is_local
+    assert "--include=node-a:2,3@node-b:0" in transport_of("pdsh").argv(spec)
+
+
+def test_gpus_that_are_too_few() -> None:
+    spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": "0"})
+    with pytest.raises(LaunchError, match="1 GPU for 2 slots. List 2, or set hardware.slots=1"):
         transport_of("local").argv(spec)
 
 
@@ -440,6 +456,28 @@ def test_slurm_gives_each_rank_its_cores() -> None:
     (words,) = [part for part in transport_of("slurm").argv(spec) if "launcher_args" in part]
     assert "--cpus-per-task=24 --cpu-bind=cores --gpus-per-node=2 --gpu-bind=none" in words
     assert rank_env(spec)["OMP_NUM_THREADS"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("transport", "overrides", "environ", "threads"),
+    [
+        ("local", {}, {}, "8"),  # of 64 cores and 4 ranks 16 each
+        ("local", {"offload_optimizer": "cpu", "stage": 2}, {}, "16"),
+        ("local", {}, {"LLMX_RANKS_PER_HOST": "16"}, "4"),
+        ("local", {}, {"OMP_NUM_THREADS": "3"}, "3"),
+        ("pdsh", {}, {}, None),  # each rank looks at its own host
+        ("pdsh", {}, {"OMP_NUM_THREADS": "3"}, "3"),
+    ],
+)
+def test_threads_of_a_rank(transport, overrides, environ, threads, monkeypatch) -> None:
+    """A login node of 2 cores says nothing of its hosts."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    exp = experiment(transport, (4,) if transport == "local" else (4, 2))
+    exp = dataclasses.replace(exp, zero=dataclasses.replace(exp.zero, **overrides))
+    spec = make_spec(exp, make_plan(exp), RunDir(Path(exp.run_dir)), port=1)
+    env = rank_env(dataclasses.replace(spec, environ=environ))
+    assert env.get("OMP_NUM_THREADS") == threads
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ LR = "optim.lr=1e-3,2e-3,3e-3,4e-3"
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return tmp_path
 
 
@@ -120,7 +119,7 @@ def test_trials_run_beside_each_other_on_slots_of_their_own(
     for index in range(4):
         values = config_of(journal, index)
         assert values["hardware"]["hosts"][0]["slots"] == 1
-        assert values["hardware"]["env"]["OMP_NUM_THREADS"]
+        assert values["hardware"]["env"]["LLMX_RANKS_PER_HOST"] == "2"
     log = journal.directory / journal.trials[0].run_dir / "logs" / "console.log"
     assert log.read_text() == "in the log\n"
     said = capsys.readouterr().out

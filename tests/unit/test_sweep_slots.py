@@ -13,7 +13,7 @@ from llmx.launch.spec import make_spec
 from llmx.launch.transports import transport_of
 from llmx.plan import make_plan
 from llmx.run.rundir import RunDir
-from llmx.sweep.slots import THREADS, Placed, Slots, first_of, placed_on
+from llmx.sweep.slots import Placed, Slots, first_of, placed_on
 from tests.composing import composed
 
 TWO_TYPES = ["model=llama2_7b", "data=demo", "hardware=a100x2_v100x2"]
@@ -65,25 +65,21 @@ def test_a_trial_has_one_type_of_device() -> None:
         first_of(pool, 3)
 
 
-def test_the_part_is_written_into_the_hardware_of_the_trial(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(THREADS, raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+def test_the_part_is_written_into_the_hardware_of_the_trial() -> None:
     exp = composed(TWO_TYPES).experiment
     node_b = exp.hardware.hosts[1]
     found = placed_on(exp, Placed(((node_b, (1,)),)))
     (host,) = found.hardware.hosts
     assert (host.name, host.slots, host.device_indices) == ("node-b", 1, [1])
     assert host.memory_gib == 128, "its share of the RAM"
-    assert found.hardware.env[THREADS] == "8"
+    assert found.hardware.env["LLMX_RANKS_PER_HOST"] == "2"
     mine = dataclasses.replace(node_b, device_indices=[4, 6])
     (host,) = placed_on(exp, Placed(((mine, (1,)),))).hardware.hosts
     assert host.device_indices == [6], "of those that the user chose"
     cpu = composed(["hardware=cpu2"]).experiment
     found = placed_on(cpu, Placed(((cpu.hardware.hosts[0], (1,)),)))
     assert found.hardware.hosts[0].device_indices == [], "a CPU rank has no device"
-    assert found.hardware.env[THREADS] == "8"
+    assert found.hardware.env["LLMX_RANKS_PER_HOST"] == "2"
 
 
 def gpus(*indices: list[int], transport: str = "auto") -> Experiment:

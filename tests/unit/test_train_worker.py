@@ -105,6 +105,25 @@ def test_each_host_takes_its_own_interface(tmp_path: Path) -> None:
         assert not set(names) & set(environment)
 
 
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({}, "16"),
+        ({"LLMX_RANKS_PER_HOST": "8"}, "4"),
+        ({"LLMX_RANKS_PER_HOST": "many"}, "16"),
+        ({"OMP_NUM_THREADS": "3"}, "3"),
+        ({"SLURM_CPUS_PER_TASK": "6"}, "6"),
+    ],
+)
+def test_threads_are_the_share_of_the_cores_of_this_host(
+    environment: dict[str, str], threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(32)))
+    environment["LOCAL_SIZE"] = "2"
+    worker.choose_threads(experiment(tmp_path), two_hosts(tmp_path), environment)
+    assert environment["OMP_NUM_THREADS"] == threads
+
+
 def test_the_config_is_read_as_the_snapshot_wrote_it(tmp_path: Path) -> None:
     exp = experiment(tmp_path)
     run_dir = RunDir(tmp_path)

@@ -25,6 +25,7 @@ from llmx.config.launch_rules import (
 from llmx.config.user_code import user_code
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
+from llmx.plan.threads import threads_per_rank
 
 COPIED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "OMP_", "MKL_",
@@ -74,7 +75,9 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
         and is_one_line(value)
         and not is_secret(name, value)
     }
-    env.setdefault("OMP_NUM_THREADS", str(_threads(spec)))
+    if plan.accelerator == "cuda":
+        # CUDA counts GPUs by their speed unless it is told to count as nvidia-smi does.
+        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     env["PATH"] = _prepended(str(Path(spec.python).parent), env.get("PATH", "/usr/bin:/bin"))
     for code in user_code(exp.task):
         if not code.is_installed:
@@ -88,6 +91,12 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
             env[name] = value
     env.update(exp.hardware.env)
     env.update(exp.launch.env)
+    if spec.cores is not None and "OMP_NUM_THREADS" not in env:
+        ranks = max(host.slots for host in plan.hosts)
+        threads = threads_per_rank(
+            exp, plan.accelerator, cores=spec.cores, ranks=ranks, environment=env
+        )
+        env["OMP_NUM_THREADS"] = str(threads)
     env["DS_ACCELERATOR"] = plan.accelerator
     env["MASTER_ADDR"] = plan.master_addr
     env["MASTER_PORT"] = str(spec.port)
@@ -154,13 +163,6 @@ def _prepended(first: str, paths: str) -> str:
     """``paths`` with ``first`` at the front, once."""
     rest = [path for path in paths.split(":") if path and path != first]
     return ":".join([first, *rest])
-
-
-def _threads(spec: LaunchSpec) -> int:
-    """OpenMP threads of a rank: its share of the cores, at most 8 for a rank with a GPU."""
-    slots = max(host.slots for host in spec.plan.hosts)
-    share = max(1, spec.cores // slots)
-    return share if spec.plan.accelerator == "cpu" else min(8, share)
 
 
 def _interfaces(spec: LaunchSpec) -> dict[str, str]:

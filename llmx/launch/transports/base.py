@@ -6,9 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from llmx.errors import LaunchError
+from llmx.hardware.detect import detect_gpus, visible_gpus
 from llmx.launch.render.environment import render_ds_env
 from llmx.launch.render.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
+from llmx.plan.types import HostPlan
+from llmx.text import plural
 
 
 class Transport:
@@ -80,18 +84,47 @@ def module_argv(spec: LaunchSpec) -> list[str]:
 
 
 def chosen_devices(spec: LaunchSpec) -> dict[str, list[int]]:
-    """The GPUs of each host by index, where ``hardware`` names some; empty: the first ones."""
+    """The GPUs of each host by index, where ``hardware`` or this machine's CUDA_VISIBLE_DEVICES
+    chooses some; empty: the first ones.
+
+    Given a hostfile, DeepSpeed overwrites the variable with 0..slots-1, and two users of a machine
+    would run on the same GPUs; so they are passed to it with ``--include``.
+    """
     if spec.plan.accelerator != "cuda":
         return {}
-    used = {host.name: host.slots for host in spec.plan.hosts}
-    named = {
-        host.name: list(host.device_indices)
-        for host in spec.exp.hardware.hosts
-        if host.device_indices
-    }
-    if not used.keys() & named.keys():
+    indices = {host.name: list(host.device_indices) for host in spec.exp.hardware.hosts}
+    visible = spec.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    chosen = {}
+    for host in spec.plan.hosts:
+        on_host = indices.get(host.name) or []
+        if host.is_local and visible:
+            on_host = _among_visible(visible, host, on_host)
+        if on_host:
+            chosen[host.name] = on_host
+    if not chosen:
         return {}
-    return {name: named.get(name) or list(range(slots)) for name, slots in used.items()}
+    return {host.name: chosen.get(host.name, list(range(host.slots))) for host in spec.plan.hosts}
+
+
+def _among_visible(visible: str, host: HostPlan, indices: list[int]) -> list[int]:
+    """The GPUs of this machine's ranks. ``indices``: its ``device_indices``, which count those that
+    ``visible`` leaves."""
+    words = [word.strip() for word in visible.split(",")]
+    if all(word.isdecimal() for word in words):
+        gpus = list(map(int, words))
+    else:  # UUIDs: DeepSpeed's launcher takes numbers only
+        gpus = [gpu.index for gpu in visible_gpus(detect_gpus(), visible)]
+    if indices and max(indices) >= len(gpus):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={visible} leaves {plural(len(gpus), 'GPU')}, and device_indices="
+            f"{indices} of {host.name} counts these from 0 on. Use indices below {len(gpus)}."
+        )
+    if len(gpus) < host.slots:
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={visible}: {plural(len(gpus), 'GPU')} for {host.slots} slots. "
+            f"List {host.slots}, or set hardware.slots={len(gpus)}."
+        )
+    return [gpus[index] for index in indices or range(host.slots)]
 
 
 def include_argv(devices: Mapping[str, Sequence[int]]) -> list[str]:
