@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -122,6 +123,27 @@ def test_threads_are_the_share_of_the_cores_of_this_host(
     environment["LOCAL_SIZE"] = "2"
     worker.choose_threads(experiment(tmp_path), two_hosts(tmp_path), environment)
     assert environment["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(
+    ("torch", "environment", "values"),
+    [
+        ("2.13.0+cu130", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("2.8.0", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ("2.13.0", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {}),
+        ("2.13.0", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, {}),
+    ],
+)
+def test_segments_of_the_allocator_are_expandable(
+    torch: str, environment: dict[str, str], values: dict[str, str], monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: torch)
+    plan = two_hosts(tmp_path)
+    given = dict(environment)
+    worker.choose_allocator(plan, environment)
+    assert environment == given, "nothing on CPUs"
+    worker.choose_allocator(dataclasses.replace(plan, accelerator="cuda"), environment)
+    assert environment == given | values
 
 
 def test_the_config_is_read_as_the_snapshot_wrote_it(tmp_path: Path) -> None:
