@@ -109,11 +109,21 @@ BAD_TURNS = [
     ([{"role": "users", "content": "x"}], "an unknown role", "has the role users"),
     ([{"role": "user", "content": 1}], "a wrong content", "has the content 1"),
     ([USER, "a"], "a wrong turn", "is a, not an object"),
+    (
+        {"role": ["user", "assistant", "user"], "content": ["x", "y"]},
+        "columns of unequal length",
+        "role: 3, content: 2",
+    ),
+    (
+        [USER, {"role": "assistant", "content": [{"type": "reasoning", "value": "x"}]}],
+        "content that is not text",
+        "of the type reasoning",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("turns", "reason", "message"), BAD_TURNS)
-def test_bad_turns(tmp_path: Path, tokenizer, turns: list, reason: str, message: str):
+def test_bad_turns(tmp_path: Path, tokenizer, turns: list | dict, reason: str, message: str):
     good = [USER, {"role": "assistant", "content": "a"}]
     content = row(messages=good) + b"\n" + row(messages=turns) + b"\n"
     store = prepare(experiment(tmp_path, "rows.jsonl", content), tokenizer)

@@ -119,6 +119,17 @@ def test_columns_that_do_not_are_named(tmp_path: Path, row: dict, ignored: list[
     assert sorted(source.ignored) == ignored
 
 
+def test_a_bad_answer_is_never_offered_as_a_good_one(tmp_path: Path):
+    good = {**ASKED, "label": True}
+    for column in ("label", "is_correct"):
+        with pytest.raises(RecordError) as caught:
+            list(part(tmp_path, [good, {**ASKED, column: False}]).records(refuse))
+        message = str(caught.value)
+        assert f"task=dpo task.options.loss=kto data.columns.desirable={column}" in message
+        assert "data.on_bad_row=skip" in message
+        assert "ignore_columns" not in message
+
+
 def test_a_column_may_be_ignored_on_purpose(tmp_path: Path):
     rows = [{**ASKED, "score": 0.2}, {"prompt": "q", "response": "a", "label": 3}]
     source = part(tmp_path, rows, ignore_columns=["score", "label"])

@@ -52,6 +52,17 @@ QA = [("user", "Q"), ("assistant", "A")]
                 {"role": "user", "content": "an unanswered question is left out"},
             ]
         },
+        {  # LLaMA-Factory's v1 rows
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "Q"}], "loss_weight": 0.0},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": None, "value": "A"}],
+                    "loss_weight": 1.0,
+                },
+            ]
+        },
+        {"messages": {"role": ["user", "assistant"], "content": ["Q", "A"]}},
     ],
 )
 def test_one_question(value: dict):

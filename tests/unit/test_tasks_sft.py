@@ -88,6 +88,20 @@ def test_a_wrong_weight_is_a_bad_row(tmp_path: Path, wrong: Any) -> None:
         prepare(exp, TOKENIZER)
 
 
+def test_a_loss_weight_of_a_turn_is_its_weight(tmp_path: Path) -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": "q", "loss_weight": 0.0},
+            {"role": "assistant", "content": "a", "loss_weight": 0.5},
+        ]
+    }
+    ((weight, _),) = weights_of(prepare(experiment(tmp_path, [row]), TOKENIZER))[0]
+    assert weight == 0.5
+    row["messages"][1]["weight"] = 1
+    with pytest.raises(DataError, match='a "weight" and another "loss_weight": 1 / 0.5'):
+        prepare(experiment(tmp_path, [row]), TOKENIZER)
+
+
 def test_without_the_option_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
     exp = experiment(tmp_path, [chat(0.5)], options={})
     with pytest.raises(DataError, match=r'"weight" is 0.5.*task.options.turn_weights=true'):

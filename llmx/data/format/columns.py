@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmx.data.format.turns import by_rows
+from llmx.data.format.turns import TURN_WEIGHTS, by_rows
 from llmx.data.source.records import Record, excerpt, wrong_record
 
 RANKED = ("output", "response", "responses", "answers")
@@ -107,6 +107,8 @@ class Rule:
     """What the value says."""
     fix: str
     """``{name}`` is the column's name."""
+    ignorable: bool = True
+    """Whether the message offers ``data.ignore_columns``."""
 
 
 def _never(value: Any) -> bool:
@@ -121,7 +123,9 @@ _TEXT_ONLY = Rule(
 _NOT_GOOD = Rule(
     ("label",), LEARNED, lambda value: not _is_false(value), "an answer that is marked as bad",
     "the answer is marked as a bad one, and this task learns every answer as a good one",
-    f"{_FILTER}; true is learned",
+    "task=dpo task.options.loss=kto data.columns.desirable={name} learns from good and bad "
+    "answers; data.on_bad_row=skip keeps the good ones alone and counts the rest",
+    ignorable=False,
 )  # fmt: skip
 _NOT_RIGHT = replace(
     _NOT_GOOD,
@@ -199,8 +203,8 @@ _TURN_RULES = (
     Rule(
         (*WEIGHTS, "train"), ANSWERED, _is_neutral_weight, "a turn that is not to be learned",
         "it takes the turn out of the loss, and every answer is learned here",
-        "Learn each turn with its weight (task=sft task.options.turn_weights=true), learn the last "
-        "answers alone (data.loss_on=last), or remove the row",
+        "To learn each turn with its weight, call the column \"weight\" and set task=sft "
+        "task.options.turn_weights=true; to learn the last answers alone, set data.loss_on=last",
     ),
     Rule(
         ("reasoning_content", "reasoning", "thinking"), ANSWERED, _never,
@@ -230,7 +234,7 @@ class ColumnCheck:
         whether an answer is good, where that is read."""
         self._read_of_a_turn = READ_OF_A_TURN
         if turn_weights and form in CHATS:
-            self._read_of_a_turn = READ_OF_A_TURN | {"weight"}
+            self._read_of_a_turn = READ_OF_A_TURN | {*TURN_WEIGHTS}
         self._form = form
         self._ignore = frozenset(ignore)
         self._ignored = ignored
@@ -335,9 +339,10 @@ _PLACEHOLDER = Rule(
 
 def _changes(record: Record, place: str, name: str, value: Any, rule: Rule) -> Any:
     fix = rule.fix.format(name=excerpt(name))
+    if rule.ignorable:
+        fix += f"; or data.ignore_columns=[{excerpt(name)}] trains on the text alone"
     return wrong_record(
         record,
         rule.reason,
-        f'{place}"{excerpt(name)}" is {excerpt(value, limit=40)}: {rule.means}. {fix}; or '
-        f"data.ignore_columns=[{excerpt(name)}] trains on the text alone.",
+        f'{place}"{excerpt(name)}" is {excerpt(value, limit=40)}: {rule.means}. {fix}.',
     )

@@ -30,6 +30,8 @@ CALLS = ("function_call", "tool_call")
 """Roles of turns that hold nothing but calls of tools."""
 RESULTS = ("observation", "tool_response")
 """Roles of turns of which one may hold the results of several calls, as a JSON list."""
+TURN_WEIGHTS = ("weight", "loss_weight")
+"""Columns that hold the weight of a turn."""
 MAX_WEIGHT = 1000
 """Of a turn."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -61,12 +63,21 @@ def turns(
     before: list[Message] | None = None,
     weighted: bool = False,
 ) -> list[Message]:
-    """The messages under ``key``, after those of ``before``. ``weighted``: the "weight" of an
-    assistant's turn is read.
+    """The messages under ``key``, after those of ``before``. ``weighted``: the weight of an
+    assistant's turn (``TURN_WEIGHTS``) is read.
 
     Raises RecordError for what is no list of turns, and for turns out of order.
     """
     value = by_rows(value)
+    if _is_by_columns(value):
+        lengths = ", ".join(f"{excerpt(name)}: {len(cells)}" for name, cells in value.items())
+        raise _wrong(
+            where,
+            "columns of unequal length",
+            f'"{excerpt(key)}" has its turns by column, and the columns differ in length '
+            f"({lengths}), so the role of a content is unknown.",
+            value,
+        )
     if not isinstance(value, list) or not value:
         raise _wrong(
             where,
@@ -165,11 +176,19 @@ def _out_of_order(message: Message, before: list[Message]) -> str:
 
 
 def by_rows(value: Any) -> Any:
-    """A table of turns by columns, as older datasets are stored, as a list of turns."""
-    columns = list(value.values()) if isinstance(value, dict) else []
-    if columns and all(isinstance(column, list) for column in columns):
-        return [dict(zip(value, cells, strict=False)) for cells in zip(*columns, strict=False)]
+    """A table of turns by columns, as older datasets are stored, as a list of turns. One with
+    columns of unequal length stays as it is."""
+    if _is_by_columns(value) and len({len(column) for column in value.values()}) == 1:
+        return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
     return value
+
+
+def _is_by_columns(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(column, list) for column in value.values())
+    )
 
 
 def _are_text(values: Any) -> bool:
@@ -224,9 +243,16 @@ def _turn(turn: Any, where: Where, place: str) -> Message:
 
 def _weight(turn: dict[str, Any], where: Where, place: str) -> float:
     """Of an assistant's turn: a number from 0, or true (1) and false (0); 1 where it has none."""
-    value = turn.get("weight")
-    if value is None:
-        return 1.0
+    values = [turn[name] for name in TURN_WEIGHTS if turn.get(name) is not None]
+    value = values[0] if values else 1.0
+    if values[1:] and values[1] != value:
+        raise _wrong(
+            where,
+            "a wrong weight",
+            f'{place} has a "weight" and another "loss_weight": {excerpt(value)} / '
+            f"{excerpt(values[1])}. Keep one.",
+            turn,
+        )
     if isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT:
         return float(value)
     raise _wrong(
@@ -262,8 +288,10 @@ def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
     if not parts or not all(isinstance(part, dict) for part in parts):
         return "" if content == [] and role != "tool" else content
     kinds = [part.get("type") for part in parts]
-    if all(kind in TEXT_PARTS for kind in kinds) and _are_text([p.get("text") for p in parts]):
-        return "".join(part["text"] for part in parts)
+    # OpenAI has the text under "text", LLaMA-Factory's v1 rows have it under "value".
+    texts = [p["text"] if p.get("text") is not None else p.get("value") for p in parts]
+    if all(kind in TEXT_PARTS for kind in kinds) and _are_text(texts):
+        return "".join(texts)
     other = next((kind for kind in kinds if kind not in TEXT_PARTS), None)
     if isinstance(other, str):
         raise _wrong(
