@@ -27,19 +27,23 @@ from llmx.checkpoint.export.shards import SHARD_BYTES
 from llmx.checkpoint.export.weights import Weight, list_weights, write_weights
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import (
+    MANIFEST,
     MODEL,
     STATE,
     CheckpointError,
     step_of,
 )
 from llmx.checkpoint.pointers import BEST, read_pointer
+from llmx.checkpoint.sealed import check_sealed, seal
 from llmx.cli.flags import Parser, positive_number, whole_number
+from llmx.cli.target import AGAIN
 from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full, exit_code
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot
 from llmx.run.card import write_card
 from llmx.run.rundir import RunDir, no_run, read_json
 from llmx.run.snapshot import config_values
+from llmx.text import printable
 
 HF, ADAPTER, MERGED, ONNX, GGUF = FORMS = ("hf", "adapter", "merged", "onnx", "gguf")
 """What is written: all that a run trained, an adapter, its base with the adapter in it; or the
@@ -94,11 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="largest file, in GiB (default 2)",
     )
     parser.add_argument(
-        "--check", action="store_true", help="verify the checkpoints instead, write nothing"
+        "--check",
+        action="store_true",
+        help="verify the checkpoints, the final model and the exports instead, write nothing",
     )
     options = parser.parse_args(_as_flags(sys.argv[1:] if argv is None else argv))
 
     def work() -> int:
+        if options.check and _is_model(options.run):
+            if not (options.run / MANIFEST).is_file():
+                raise CheckpointError(
+                    f"{options.run} has no {MANIFEST}: llmx did not write it, and cannot check it."
+                )
+            return check_models([options.run], start=Path.cwd())
         if options.to in CONVERTED and _is_model(options.run):
             convert_model(options.run, to=options.to, out=options.out, dtype=options.dtype)
             return 0
@@ -144,12 +156,29 @@ def _best(run: RunDir, step: int | None) -> int:
 
 
 def check(run: RunDir) -> int:
-    """Say of every checkpoint whether it is usable; 0 if the newest is."""
+    """Say of every checkpoint whether it is usable, and of the final model and the exports whether
+    they are as they were written; 0 if the newest checkpoint and all models are."""
     lines, good = check_all(run.checkpoints, stream=sys.stderr)
-    if not lines:
+    models = [run.final_model, *sorted((run.root / "export").glob("*"))]
+    models = [path for path in models if (path / MANIFEST).is_file()]
+    if not lines and not models:
         raise CheckpointError(_without_checkpoints(run))
     print("\n".join(lines))
-    return 0 if good else CheckpointError.exit_code
+    return check_models(models, start=run.root) if good or not lines else CheckpointError.exit_code
+
+
+def check_models(models: Sequence[Path], *, start: Path) -> int:
+    """Hash every file of these directories; a line for each. 0 if all are as they were written."""
+    code = 0
+    for path in models:
+        name = os.path.relpath(path, start)
+        try:
+            check_sealed(path, fix=AGAIN, whole=True)
+            print(f"{name}  as it was written")
+        except CheckpointError as error:
+            print(f"{name}  damaged: {printable(str(error))}")
+            code = error.exit_code
+    return code
 
 
 def _which(path: Path, step: int | None) -> tuple[RunDir, int | None]:
@@ -255,6 +284,7 @@ def export(
             )
             total = sum(path.stat().st_size for path in ready.iterdir())
         write_card(run, ready, step=state["step"])
+        seal(ready)
         DISK.sync_directory(ready)
         DISK.rename(ready, directory)
         DISK.sync_directory(directory.parent)
@@ -286,6 +316,7 @@ def convert_model(
         raise ConfigError(
             f"{model} is an adapter. Export the run that trained it, which merges it first."
         )
+    check_sealed(source, fix=AGAIN)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -293,6 +324,7 @@ def convert_model(
         _convert(
             source, partial, to=final, name=source.name, precision=dtype or "fp32", trust=False
         )
+        seal(partial)
         DISK.sync_directory(partial)
         DISK.rename(partial, directory)
     except OSError as error:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx.checkpoint.sealed import check_sealed
+from llmx.checkpoint.selection import list_steps
 from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, holds_adapter
@@ -63,6 +65,7 @@ def find_target(named: Path, *, command: str, model: Path | None = None) -> Targ
 
     Raises:
         ConfigError: it is none, or the run has no model yet.
+        CheckpointError: a file of the model is not as it was written.
     """
     typed, root = str(named), named.expanduser()
     if "=" in typed and not root.exists():
@@ -78,11 +81,13 @@ def find_target(named: Path, *, command: str, model: Path | None = None) -> Targ
         directory = (model or run.final_model).expanduser()
         if not _holds_model(directory):
             raise ConfigError(_no_model(run, directory, command=command, asked=model is not None))
+        check_sealed(directory, fix=_write_again(run, asked=model is not None))
         base = _base(directory, exp)
         return Target(directory, run, exp, base)
     if _holds_model(root):
         if model:
             raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
+        check_sealed(root, fix=AGAIN)
         return Target(root, None, None, _base(root, None))
     if not root.is_dir():
         hub = ""
@@ -92,6 +97,21 @@ def find_target(named: Path, *, command: str, model: Path | None = None) -> Targ
     raise ConfigError(
         f"{printable(str(root))}: is neither a run directory (no config.yaml) nor a model (no "
         f"config.json).{_runs_inside(root)}"
+    )
+
+
+AGAIN = "Copy the model again, or export it again: python -m llmx export RUN."
+
+
+def _write_again(run: RunDir, *, asked: bool) -> str:
+    """How to get a model of a run again."""
+    steps = list_steps(run.checkpoints)
+    if asked or not steps:
+        return AGAIN
+    here = shlex.quote(str(run.root))
+    return (
+        f"Write it again with `python -m llmx export {here} --step {steps[-1]}`, and give --model "
+        "with the directory that it wrote."
     )
 
 
@@ -111,7 +131,9 @@ def _base(directory: Path, exp: Experiment | None) -> ModelConfig | None:
     found = exp.model if exp is not None else _named_base(directory)
     path = Path(found.path or "").expanduser()
     if path.is_absolute() and not path.is_dir():
-        raise ConfigError(_no_base(directory, found, "there is no such directory"))
+        raise ConfigError(_no_base(directory, found, "no such directory"))
+    if path.is_dir():
+        check_sealed(path, fix=AGAIN)
     return found
 
 

@@ -205,7 +205,11 @@ def test_of_a_run_by_its_best_checkpoint(memory: Path, capsys: pytest.CaptureFix
     set_pointer(run.checkpoints, BEST, 1)
     assert main([str(run.root), "--best", "--to", "gguf", "--dtype", "fp32"]) == 0
     directory = run.root / "export" / "step-00000001-gguf"
-    assert sorted(path.name for path in directory.iterdir()) == ["README.md", "run-fp32.gguf"]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "README.md",
+        "manifest.json",
+        "run-fp32.gguf",
+    ]
     card = (directory / "README.md").read_text()
     assert "llama-cli -m run-fp32.gguf" in card
     assert "library_name: gguf" in card

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
+from llmx.checkpoint.sealed import seal
 from llmx.checkpoint.state.buffers import whole_tensor
 from llmx.checkpoint.tensors import write_tensors
 from llmx.models.adapter import Adapter
@@ -95,6 +96,7 @@ def export_model(
         partial, model, config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=dtype, files=files
     )
     check_export(partial, model, final)
+    seal(partial)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
@@ -147,6 +149,7 @@ def export_adapter(
         write_generation_config(partial, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(partial)
     write_files(partial, files)
+    seal(partial)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
