@@ -129,10 +129,16 @@ def test_ranks_may_save_before_they_leave(rig: Rig) -> None:
 
 def test_a_signal_goes_to_ranks_alone(rig: Rig) -> None:
     rig.handshake()
-    rank, launcher = rig.process(env={"RANK": "3"}), rig.process()
-    assert rig.connection.request("signal", name="USR2", timeout_s=10)["ranks"] == [3]
+    rank, launcher, other = (
+        rig.process(env={"RANK": "3"}),
+        rig.process(),
+        rig.process(env={"RANK": "4"}),
+    )
+    answer = rig.connection.request("signal", name="USR2", ranks=[3], timeout_s=10)
+    assert answer["ranks"] == [3]
     assert rank.wait(timeout=5) == -signal.SIGUSR2
     assert launcher.poll() is None
+    assert other.poll() is None
 
 
 def test_leftovers_of_an_earlier_attempt_are_cleared(rig: Rig) -> None:

@@ -223,6 +223,25 @@ def test_a_signal_ends_a_rank_wherever_it_sits(
     process.stdout.close()
 
 
+def test_stacks_of_a_rank_whose_interpreter_is_held(tmp_path: Path) -> None:
+    """No thread of its own can write them: faulthandler does, on SIGQUIT."""
+    held = SIT.replace('os.write(1, b"written by C\\n")', "")
+    held = f"import ctypes\n{held}".replace(
+        "lock = threading.Lock()",
+        "libc = ctypes.PyDLL(None)\nlibc.puts(b'held')\nlibc.fflush(None)\nlibc.sleep(600)",
+    )
+    process = start(tmp_path, "-c", held)
+    log = RunDir(tmp_path).rank_log(0)
+    for number, text in ((0, "held"), (signal.SIGQUIT, "most recent call first")):
+        os.kill(process.pid, number)
+        deadline = time.monotonic() + 60
+        while not (log.is_file() and text in log.read_text()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+    process.kill()
+    process.communicate()
+
+
 def test_usage() -> None:
     assert worker.main([]) == 2
 

@@ -447,9 +447,10 @@ class Agent:
                 _signal(pid, signal.SIGKILL)
 
     def do_signal(self, message: Message) -> Message:
-        """Send a signal (``USR1``, ``USR2``) to every rank of the run on this host."""
+        """Send a signal (``USR2``, ``QUIT``) to the ranks of the run that are on this host."""
         _run_all(self.signals.get(message["name"], []))
-        ranks = rank_processes(self.table.find(fresh=True)) if self.table else []
+        processes = rank_processes(self.table.find(fresh=True)) if self.table else []
+        ranks = [process for process in processes if process.rank in message["ranks"]]
         for process in ranks:
             _signal(process.pid, getattr(signal, "SIG" + message["name"]))
         return {"ranks": [process.rank for process in ranks]}

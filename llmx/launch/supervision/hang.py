@@ -25,8 +25,10 @@ attempt, which compiles kernels and opens connections."""
 FROZEN_S = 20.0
 """A thread of each rank refreshes its status every 5 s; an older one means that the whole process
 is stopped."""
-STACKS_S = 3.0
+STACKS_S = 10.0
 """For the ranks to write their stacks."""
+UNSAFE_STACKS_S = 3.0
+"""For those that did not, and are asked in a way that may kill them."""
 REST_S = 0.5
 """For the rest of a dump that has begun."""
 _WATCHED = frozenset({"training", "evaluating", "saving"})
@@ -143,7 +145,8 @@ def dump_stacks(
     connections: Sequence[Connection],
     poll: Callable[[], None],
 ) -> Hang:
-    """Have every rank dump its stacks (SIGUSR2), and find the one that the others wait for.
+    """Have every rank dump its stacks, and find the one that the others wait for. The attempt ends
+    after it: ranks that do not answer SIGUSR2 get SIGQUIT (``llmx.train.signals``).
 
     ``clock_offsets_s``: rank -> clock of its host minus that of this machine; ``poll``:
     receives what the agents send, and waits a moment.
@@ -154,14 +157,16 @@ def dump_stacks(
         for rank, status in statuses.items()
     }
     sizes = {rank: _size(run_dir, rank) for rank in statuses}
-    for connection in connections:
-        if connection.lost_at is None:
-            connection.send("signal", name="USR2")
-    deadline = time.monotonic() + STACKS_S
-    while time.monotonic() < deadline and any(
-        _size(run_dir, rank) == size for rank, size in sizes.items()
-    ):
-        poll()
+    for name, patience_s in (("USR2", STACKS_S), ("QUIT", UNSAFE_STACKS_S)):
+        silent = [rank for rank, size in sizes.items() if _size(run_dir, rank) == size]
+        for connection in connections:
+            if silent and connection.lost_at is None:
+                connection.send("signal", name=name, ranks=silent)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and any(
+            _size(run_dir, rank) == sizes[rank] for rank in silent
+        ):
+            poll()
     deadline = time.monotonic() + REST_S
     while time.monotonic() < deadline:
         poll()
