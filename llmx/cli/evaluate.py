@@ -496,6 +496,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
 
 def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str]]:
     """Prompts of the data with the expected and the greedy completion."""
+    from llmx.data import unreachable_completions
     from llmx.models.generate import decoder_of, generate
     from llmx.models.sampling import Sampling
 
@@ -505,7 +506,10 @@ def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str
             f"task={task.name} has no prompts in this data to complete. Leave out --generate, or "
             "give conversations: task=sft data=messages."
         )
-    greedy = Sampling(max_new_tokens=task.exp.task.eval_max_new_tokens, stop_ids=frozenset(stops))
+    limit = task.exp.task.eval_max_new_tokens
+    if warning := unreachable_completions(prompts, limit):
+        print(warning)
+    greedy = Sampling(max_new_tokens=limit, stop_ids=frozenset(stops))
     decoder = decoder_of(models.main.module)
     found = generate(decoder, [prompt.tokens for prompt in prompts], greedy)
     return [

@@ -19,7 +19,12 @@ Importing this package imports neither torch nor transformers.
 """
 
 from llmx.data.collate import IGNORE, collate
-from llmx.data.eval_prompts import EvalPrompt, held_out_prompts, stop_token_ids
+from llmx.data.eval_prompts import (
+    EvalPrompt,
+    held_out_prompts,
+    stop_token_ids,
+    unreachable_completions,
+)
 from llmx.data.examples import Column, Encoding, Example, Rejected, Tokens
 from llmx.data.format.formats import (
     Conversation,
@@ -63,4 +68,5 @@ __all__ = [
     "samples_of_step",
     "stop_token_ids",
     "summary",
+    "unreachable_completions",
 ]

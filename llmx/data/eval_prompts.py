@@ -7,6 +7,7 @@ evaluation exactly as in training.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from llmx.data.source.split import DatasetSplit
 from llmx.data.store.truncation import PromptCutter
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, LlmxError
+from llmx.text import plural
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,24 @@ class EvalPrompt:
     prompt: str
     """The user's last message, for a table."""
     expected: str
-    """The completion in the data, stripped."""
+    """The completion as it is trained and decoded: with the empty thought that a template of
+    reasoning models writes before an answer."""
+    expected_tokens: int
+    """With the token that ends the turn."""
 
 
 def held_out_prompts(
-    data: DataConfig, seed: int, tokenizer: Any, *, limit: int, turn_weights: bool = False
+    data: DataConfig,
+    seed: int,
+    tokenizer: Any,
+    *,
+    limit: int,
+    decode: Callable[[list[int]], str],
+    turn_weights: bool = False,
 ) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
-    ``seq_len``. ``turn_weights``: turns may have weights, which change nothing here.
+    ``seq_len``. ``decode``: of a completion; ``turn_weights``: turns may have weights, which
+    change nothing here.
 
     Raises ConfigError for a source of plain text, which has no prompts.
     """
@@ -56,12 +68,30 @@ def held_out_prompts(
             continue
         if row.keeps_completion and data.over_long == "truncate":
             row = cutter.conversation(row) or row
-        tokens, expected = renderer.prompt(row)
+        tokens, completion = renderer.prompt(row)
         if len(tokens) < data.seq_len:
             prompts.append(
-                EvalPrompt(tuple(tokens.tolist()), row.messages[-2].content, expected.strip())
+                EvalPrompt(
+                    tuple(tokens.tolist()),
+                    row.messages[-2].content,
+                    decode(completion.tolist()),
+                    len(completion),
+                )
             )
     return prompts
+
+
+def unreachable_completions(prompts: Sequence[EvalPrompt], max_new_tokens: int) -> str:
+    """A warning where expected completions are longer than those that are generated; else ""."""
+    lengths = [prompt.expected_tokens for prompt in prompts]
+    longer = sum(length > max_new_tokens for length in lengths)
+    if not longer:
+        return ""
+    return (
+        f"WARNING: {longer} of {plural(len(lengths), 'expected completion')} have more than "
+        f"{max_new_tokens} tokens, so no completion can match them exactly. Set "
+        f"task.eval_max_new_tokens={max(lengths)}."
+    )
 
 
 def stop_token_ids(tokenizer: Any, *, template: str = "auto") -> list[int]:

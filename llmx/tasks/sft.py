@@ -122,6 +122,7 @@ class Sft(Task):
                     self.exp.seed,
                     self.tokenizer,
                     limit=limit,
+                    decode=self.decode,
                     turn_weights=self.turn_weights,
                 )
                 if limit

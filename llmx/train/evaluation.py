@@ -14,7 +14,7 @@ import torch
 
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, TaskConfig
-from llmx.data import EvalPrompt
+from llmx.data import EvalPrompt, unreachable_completions
 from llmx.errors import ConfigError
 from llmx.models.generate import generate
 from llmx.models.generation_config import stop_ids
@@ -116,8 +116,11 @@ def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, fl
     prompts = session.task.eval_prompts()
     if not prompts:
         return {}
+    limit = session.exp.task.eval_max_new_tokens
+    if when == "before" and (warning := unreachable_completions(prompts, limit)):
+        session.log(warning)
     greedy = Sampling(
-        max_new_tokens=session.exp.task.eval_max_new_tokens,
+        max_new_tokens=limit,
         stop_ids=frozenset(stop_ids(session.engine.main.module, session.tokenizer)),
     )
     found = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)

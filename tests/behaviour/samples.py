@@ -98,5 +98,7 @@ def _of_store(store: Any) -> dict[str, Any]:
 
 
 def _prompts(exp: Experiment, tokenizer: Any) -> list[str]:
-    prompts = held_out_prompts(exp.data, exp.seed, tokenizer, limit=exp.task.eval_generate)
+    prompts = held_out_prompts(
+        exp.data, exp.seed, tokenizer, limit=exp.task.eval_generate, decode=tokenizer.decode
+    )
     return [digest([(each.tokens, np.zeros(len(each.tokens)))], digits=8) for each in prompts]

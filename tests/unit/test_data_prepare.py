@@ -307,8 +307,8 @@ def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
     assert has_eval(exp.data)
     assert texts(prepare(exp, tokenizer, split="eval"), tokenizer) == ["QQ?<|end|>A A. <|end|>"]
     assert prepare(exp, tokenizer).num_sequences == 9
-    (prompt,) = held_out_prompts(exp.data, exp.seed, tokenizer, limit=5)
-    assert (prompt.prompt, prompt.expected) == ("Q?", "A.")
+    (prompt,) = held_out_prompts(exp.data, exp.seed, tokenizer, limit=5, decode=tokenizer.decode)
+    assert (prompt.prompt, prompt.expected) == ("Q?", " A. <|end|>")
     assert tokenizer.decode(prompt.tokens) == "QQ?<|end|>A"
 
 

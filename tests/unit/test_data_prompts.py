@@ -121,8 +121,8 @@ def test_an_eval_prompt_is_cut_as_it_is_trained(tmp_path: Path):
     tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
     exp = experiment(tmp_path, [("good", "short"), ("bad", "x" * 200)])
     exp.data.eval_path = exp.data.path
-    prompts = held_out_prompts(exp.data, exp.seed, tokenizer, limit=9)
-    assert [prompt.expected for prompt in prompts] == ["good", "bad"]
+    prompts = held_out_prompts(exp.data, exp.seed, tokenizer, limit=9, decode=tokenizer.decode)
+    assert [prompt.expected for prompt in prompts] == ["good<|im_end|>", "bad<|im_end|>"]
     store = prepare(exp, tokenizer)
     rows = [row.tokens.tolist() for i in range(len(store)) for row in _rows(store[i])]
     longest = max(rows, key=len)

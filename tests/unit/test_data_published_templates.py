@@ -5,18 +5,23 @@ The whole rendering of each case stands in ``tests/golden/chat``, what is learne
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmx.data import stop_token_ids
 from llmx.data.format.formats import Conversation, Message, to_conversation
 from llmx.data.source.records import Record, Where
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
+from llmx.errors import DataError
 from tests.chat_templates import PUBLISHED
+from tests.small_tokenizers import byte_tokenizer
 
 WHERE = Where(Path("rows.jsonl"), 7, "line")
 TOOLS = [
@@ -141,3 +146,53 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
     answers = [run for run in runs if f"x{evil}y" in run]
     assert len(answers) == 2
     assert len(runs) == 2 + tools
+
+
+def templates_of_trl() -> dict[str, str]:
+    """Those that TRL ships, of the models that its users train."""
+    spec = importlib.util.find_spec("trl")
+    root = Path(spec.origin).parent if spec and spec.origin else Path()
+    return {path.stem: path.read_text() for path in sorted(root.glob("chat_templates/*.jinja"))}
+
+
+CONTROL = re.compile(r"<\|\w+\|>|<\w+_of_\w+>|<\uff5c[^>]+\uff5c>|<\|\w+>|<\w+\|>|\[/?[A-Z_]{4,}\]")
+OF_TRL = templates_of_trl()
+NO_TEXT = {"idefics3", "llava_next", "smolvlm"}
+"""Their contents are lists of parts, and they are refused."""
+OTHER_PROMPT = re.compile("deepseek|nemotron")
+"""Their generation prompt opens a thought, which is not in an answer without one."""
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *OF_TRL])
+def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str):
+    """The prompt and the completion are the trained row; the completion ends at a stop token; and
+    the prompt is the template's generation prompt, unless a system message is moved."""
+    if name in PUBLISHED:
+        tokenizer = PUBLISHED[name].tokenizer()
+    else:
+        jinja = OF_TRL[name]
+        tokenizer = byte_tokenizer(
+            *sorted(set(CONTROL.findall(jinja))), begin="<bos>", end="<eos>",
+            chat_template=jinja, plain_added=("<think>", "</think>"),
+        )  # fmt: skip
+    renderer = Renderer(tokenizer)
+    stops = stop_token_ids(tokenizer)
+    for turns, system in itertools.product((1, 2), (False, True)):
+        chat = conversation(turns, system=system, tools=False)
+        if name.removesuffix("_training") in NO_TEXT:
+            with pytest.raises(DataError, match="cannot render"):
+                renderer.prompt(chat)
+            continue
+        (row,) = renderer.conversations([chat])
+        prompt, completion = renderer.prompt(chat)
+        assert [*prompt, *completion] == row.tokens.tolist()
+        assert [place for place, one in enumerate(completion) if one in stops] == [
+            len(completion) - 1
+        ]
+        messages = [{"role": m.role, "content": m.content} for m in chat.messages[:-1]]
+        moved = name.startswith(("gemma", "mistral")) and messages[0]["role"] == "system"
+        if not moved and not OTHER_PROMPT.match(name):
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+            assert prompt.tolist() == inputs["input_ids"]

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
@@ -20,6 +21,7 @@ from llmx.run import snapshot
 from llmx.run.metrics.completions import METRICS, load_metric, score, words
 from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import prepare, tokenizer_of
+from tests.chat_templates import PUBLISHED
 from tests.rundirs import experiment, write_run
 
 
@@ -172,6 +174,51 @@ def test_a_model_directory_needs_data_and_may_take_a_task(
         ([run.root, "--model", tmp_path], "no config.json in it"),
     ):
         assert problem in measured(capsys, *argv, code=2)
+
+
+def test_answers_that_are_learned_by_heart_match_exactly(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Qwen3's template, whose empty thought before an answer is learned, too."""
+    monkeypatch.chdir(tmp_path)
+    questions = [
+        {"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": answer}]}
+        for name, answer in (("a", "one"), ("b", "two"))
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    tokenizer = PUBLISHED["qwen3"].tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    exp = experiment(
+        tmp_path / "run",
+        data={"path": str(tmp_path / "train.jsonl"), "seq_len": 256},
+        model={"tokenizer": str(tmp_path / "model")},
+    )
+    store = prepare(exp, tokenizer_of(exp))
+    rows = [pair for index in range(len(store)) for pair in store[index].sequences()]
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+        )
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for _ in range(60):
+        for tokens, targets in rows:
+            labels = np.where(targets, tokens.astype(np.int64), -100)
+            inputs = {"input_ids": tokens.astype(np.int64), "labels": labels}
+            network(**{k: torch.from_numpy(v)[None] for k, v in inputs.items()}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    network.save_pretrained(tmp_path / "model")
+    words = [tmp_path / "model", "data=messages", "data.path=train.jsonl", "data.seq_len=256",
+             "--generate", 2]  # fmt: skip
+    assert "WARNING" not in measured(capsys, *words)
+    found = read_json(tmp_path / "eval-train.json")
+    assert found["metrics"]["exact_match"] == 1
+    assert found["completions"][0]["completion"] == "<think>\n\n</think>\n\none"
+    short = measured(capsys, *words, "--max-new-tokens", 3)
+    assert "2 of 2 expected completions have more than 3 tokens" in short
 
 
 def test_a_classifier_is_measured_with_the_labels_that_it_was_trained_with(

@@ -118,12 +118,12 @@ class Renderer:
             raise self._refused
         return [self._spans.render(conversation) for conversation in conversations]
 
-    def prompt(self, conversation: Conversation) -> tuple[np.ndarray, str]:
-        """(tokens before the last completion, the last completion): a question as it is trained."""
+    def prompt(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens before the last completion and those of it, as they are trained."""
         (rendering,) = self.render([conversation])
         (sequence,) = self.sequences_of([replace(rendering, weights=())], loss_on="last")
         before = int(np.argmax(sequence.targets))
-        return sequence.tokens[:before], conversation.messages[-1].content
+        return sequence.tokens[:before], sequence.tokens[before:]
 
     # Tokens
 
