@@ -725,11 +725,12 @@ class LaunchConfig:
     transport: str = choice("auto", "local", "pdsh", "openmpi", "slurm")
     """``auto`` is local for this machine alone, else pdsh."""
     sync: str = choice("none", "rsync")
-    """``rsync`` brings code, prepared data and model to the same path on every host."""
+    """``rsync`` copies code, model and data to the same path on every host."""
     sync_extra: list[str] = items(example="[/data/more]")
-    """Further absolute paths to bring along."""
+    """Further absolute paths to copy."""
     sync_exclude: list[str] = items(example='["*.tmp"]')
-    """Patterns of rsync: matching files of code, data and model are not brought along."""
+    """Patterns of rsync: matching files of code, data and model are not copied. Credentials
+    (``.env``, ``.netrc``, ``.ssh``, ``*.pem``, ...) and what git ignores never are."""
     python: str | None = None
     """Python on the hosts; default: this one's path."""
     master_port: int = number(0, minimum=0, maximum=65535)

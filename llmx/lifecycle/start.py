@@ -69,6 +69,7 @@ def run_composed(
         from llmx.hardware.space import problems_here
         from llmx.hardware.survey import space_facts
         from llmx.launch.render.files import path_problems, render_command
+        from llmx.launch.sync.files import sync_sizes
         from llmx.observe.report.plan_table import print_plan
 
         command = render_command(launch)
@@ -77,7 +78,14 @@ def run_composed(
         warnings = (*plan.warnings, *path_problems(exp, plan), *lacking)
         plan = replace(plan, warnings=warnings)
         print_plan(
-            plan, exp, command=command, run_dir=run.root, stream=out, traces=traces, here=here
+            plan,
+            exp,
+            command=command,
+            run_dir=run.root,
+            stream=out,
+            traces=traces,
+            here=here,
+            copied=sync_sizes(launch),
         )
         return 0
     if instead is not None:

@@ -30,6 +30,10 @@ def test_private_disks_and_no_checkout(
     # A checkout of its own, on node-a alone: what is edited meanwhile does not matter.
     for part in ("llmx", "conf", "sweeps", "launchers"):
         shutil.copytree(REPOSITORY / part, near.path(code / part))
+    planted = [code / ".env", code / "llmx/.env", code / "private/rows", work / "cache/data/other"]
+    for path in planted:
+        near.path(path).parent.mkdir(parents=True, exist_ok=True)
+        near.path(path).write_text("DB_PASS=hunter2\n")
     overrides = [
         "launch.transport=pdsh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
         f"data.cache_dir={work}/cache",
@@ -45,10 +49,13 @@ def test_private_disks_and_no_checkout(
     assert int(sent[1]) > 50
 
     # The code there is the code here; the ranks there wrote on their own disk only.
-    modules = [path.relative_to(near.path(code)) for path in near.path(code).rglob("*.py")]
+    modules = [path.relative_to(near.path(code)) for path in near.path(code / "llmx").rglob("*.py")]
     assert len(modules) > 50
     for module in modules:
         assert filecmp.cmp(near.path(code) / module, far.path(code) / module, shallow=False)
+    for path in planted:
+        assert near.path(path).exists()
+        assert not far.path(path).exists(), path
     for rank in (1, 2):
         status, log = run.dir.rank_status(rank), run.dir.rank_log(rank)
         for path in (status, log):

@@ -18,7 +18,7 @@ from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync.files import SyncHost, differing, paths_to_push, push
+from llmx.launch.sync.files import SyncHost, _source, differing, paths_to_push, push, sync_sizes
 from llmx.launch.sync.record import HostRecord
 from llmx.run.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
@@ -62,12 +62,11 @@ def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
     )
     items = {item.path: item.what for item in paths_to_push(made, run_dir=True)}
     assert items == {
-        "/home/ada/llmx": "code",
+        "/home/ada/llmx/llmx": "code",
         "/runs/demo": "run directory",
         str(tmp_path / "model"): "model",
         str(tmp_path / "a.jsonl"): "data",
         str(tmp_path / "b.jsonl"): "data",
-        str(tmp_path / "cache"): "prepared data",
         str(tmp_path / "c.txt"): "launch.sync_extra",
     }
 
@@ -94,7 +93,7 @@ def test_installed_code_stays(tmp_path: Path) -> None:
 def test_excludes_of_the_user(tmp_path: Path) -> None:
     made = spec(tmp_path, launch__sync_exclude=["*.mp4"])
     (code,) = paths_to_push(made, run_dir=False)
-    assert {"*.mp4", ".git", ".venv", "outputs"} <= set(code.excludes)
+    assert {"*.mp4", ".git", ".venv*", "outputs"} <= set(code.excludes)
 
 
 def test_sync_extra_must_exist(tmp_path: Path) -> None:
@@ -111,22 +110,56 @@ def test_sync_extra_must_be_absolute() -> None:
         validate(exp)
 
 
-def test_runs_below_the_code_stay(tmp_path: Path) -> None:
+def names_sent(made: LaunchSpec) -> set[str]:
+    """Every file that rsync itself would send of the directories, by its patterns."""
+    sent: set[str] = set()
+    for item in paths_to_push(made, run_dir=False):
+        arguments, excludes = _source(item)
+        output = subprocess.run(
+            ["rsync", "-a", "--dry-run", "--out-format=%n", *arguments, "/nowhere/"],
+            input=excludes, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        sent |= {line for line in output.splitlines() if not line.endswith("/")}
+    return sent
+
+
+def test_runs_and_the_cache_below_the_data_stay(tmp_path: Path) -> None:
     """They are written while files travel, so that no copy would ever be the same."""
-    for name in ("runs/this", "runs/sweep cell", "runs/no_run", "llmx"):
+    for name in ("runs/this", "runs/sweep cell", "runs/no_run", "rows", "cache/data/foreign"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").touch()
     (tmp_path / "runs/sweep cell/run.json").touch()
-    run_dir = RunDir(tmp_path / "runs/this")
-    made = dataclasses.replace(spec(tmp_path), code_root=str(tmp_path), run_dir=run_dir)
-    code, _ = paths_to_push(made, run_dir=True)
-    argv = ["rsync", "-a", "--dry-run", "--out-format=%n"]
-    argv += [f"--exclude={name}" for name in code.excludes]
-    said = subprocess.run(
-        [*argv, f"{tmp_path}/", f"{tmp_path}/copy/"], capture_output=True, text=True, check=True
-    ).stdout
-    sent = {line for line in said.splitlines() if line.endswith("file")}
-    assert sent == {"runs/no_run/file", "llmx/file"}
+    made = spec(tmp_path, data__path=str(tmp_path))
+    made = dataclasses.replace(made, code_root=None, run_dir=RunDir(tmp_path / "runs/this"))
+    assert names_sent(made) == {"runs/no_run/file", "rows/file"}
+
+
+def test_credentials_and_what_git_ignores_stay(tmp_path: Path) -> None:
+    """Credentials that git tracks, too, and those beside data. A file named in the config goes."""
+    code, data = tmp_path / "code", tmp_path / "data"
+    secret = (".env", ".env.local", ".netrc", ".ssh/id_rsa", ".aws/credentials", "a/server.pem",
+              "a/core", "core.1234", "a/.git-credentials")  # fmt: skip
+    ignored = ("data/private/rows", "weights [1]/file", "a/b.log", ".venv-gpu/big")
+    for name in (*secret, *ignored, "a/__init__.py", "core/__init__.py", "untracked.py"):
+        path = code / "llmx" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (code / ".gitignore").write_text("private\nweights*\n*.log\n")
+    for words in (["init", "-q"], ["add", "llmx/.env", "llmx/a"]):
+        subprocess.run(["git", "-C", code, *words], check=True)
+    for name in (".netrc", "rows.jsonl", "named.key"):
+        data.mkdir(exist_ok=True)
+        (data / name).touch()
+    made = spec(tmp_path, data__path=str(data), data__eval_path=str(data / "named.key"))
+    made = dataclasses.replace(made, code_root=str(code))
+    code_files = {"a/__init__.py", "core/__init__.py", "untracked.py"}
+    assert names_sent(made) == code_files | {"rows.jsonl", "named.key"}
+    assert [row[::2] for row in sync_sizes(made)] == [
+        ("code", "3 files, 0 B"),
+        ("run directory", "0 files, 0 B"),
+        ("data", "1 file, 0 B"),
+        ("evaluation data", "1 file, 0 B"),
+    ]
 
 
 @pytest.mark.parametrize("by_content", [True, False])
@@ -233,26 +266,22 @@ def test_what_has_not_changed_is_not_sent_again(
         push(made, {"node-b": host}, notify=said.append)
         return rsync.calls()
 
-    # Code is sent, what was removed here is removed there, and all is compared; so is the model.
-    # Prepared data is only sent.
-    assert sync() == 3 + 2 + 1
+    # Code and the model are sent and compared.
+    assert sync() == 2 + 2
     assert files == {str(made.run_dir.root): {"config.yaml": b"seed: 1\n"}}
     assert sync() == 0
     assert said == [
-        "sync: node-b: 1 file sent, 0.0 MiB; 0 paths verified, 3 unchanged since the last sync"
+        "sync: node-b: 1 file sent, 0.0 MiB; 0 paths verified, 2 unchanged since the last sync"
     ]
     weights.write_text("2")
     assert sync() == 2
     (tmp_path / "cache/data/store").write_text("prepared by a trial")
-    assert sync() == 1
-    # A file that this machine alone may have does not count, and neither does another run.
-    (tmp_path / "cache/hosts").mkdir()
     (tmp_path / "code/llmx/__pycache__").mkdir()
     assert sync() == 0
     # A disk that was lost there, an old agent that is asked something new, no cache here.
     away = dataclasses.replace(host, stamps=lambda paths: dict.fromkeys(p for p, _ in paths))
-    assert sync(away) == 6
-    assert sync() == 6
+    assert sync(away) == 4
+    assert sync() == 4
     assert sync() == 0
 
 

@@ -1,6 +1,10 @@
 """Copies code, data and model to the same paths on hosts without a shared file system, and the
 outputs back.
 
+Only what the ranks read is copied, and never what looks like a credential (``DENIED``).
+``python -m llmx plan launch=rsync ...`` lists it. Prepared data is not copied here: the ranks send
+it to each other, of this run only (``llmx/data/distributed``).
+
 ``python -m llmx launch.sync=rsync ...``. rsync sends only what changed and verifies every file that
 it sends. Afterwards a dry run compares again: by content for paths of up to
 ``CHECKSUM_LIMIT_BYTES``, by size and time for larger ones. What has not changed since then, here
@@ -13,12 +17,14 @@ import contextlib
 import glob
 import os
 import re
+import shutil
 import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from llmx.config.fields import MAX_PATH
@@ -29,16 +35,23 @@ from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.render.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.sync.record import HostRecord
-from llmx.text import plural
+from llmx.run.provenance.code import git
+from llmx.text import plural, size
 
 CHECKSUM_LIMIT_BYTES = 1 << 30
-PREPARED = "prepared data"
-CODE_EXCLUDES = (
-    ".git", ".venv", "venv", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache",
-    ".hypothesis", "outputs", "multirun", "wandb", "node_modules", "*.egg-info", "dist", "build",
+DENIED = (
+    ".env", ".env.*", ".envrc", ".netrc", ".git-credentials", ".npmrc", ".pypirc", ".ssh", ".aws",
+    ".azure", ".gnupg", ".kube", ".docker", ".config", "id_rsa*", "id_dsa*", "id_ecdsa*",
+    "id_ed25519*", "*.pem", "*.key", "*.p12", "*.pfx", "*.kdbx", "credentials*.json",
+    "service-account*.json", "secrets.json", "secrets.toml", "secrets.y*ml", "core.[0-9]*", ".git",
 )  # fmt: skip
-CACHE_EXCLUDES = ("/hosts", "/trials", "*.tmp-*", "*.lock", "*.partial", "*.shards")
-"""What of prepared data is this machine's own, or not finished."""
+"""Never copied from a directory, also where git tracks it: credentials, and what a process had in
+memory. A file of such a name travels only where the config names it itself."""
+GENERATED = (
+    "__pycache__", "*.pyc", ".*_cache", ".hypothesis", ".venv*", "venv", "outputs", "multirun",
+    "wandb", "node_modules", "*.egg-info",
+)  # fmt: skip
+"""Not copied with code; beside what git ignores."""
 RUN_FILES = ("config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json")
 """What ranks read in the run directory; all other files are written by ranks or the supervisor."""
 
@@ -53,9 +66,6 @@ class SyncPath:
     what: str = ""
     only: tuple[str, ...] = ()
     """Names in the directory that are copied, small files; empty: all."""
-    named_by_content: bool = False
-    """What lies there is named by what it is, and checked by its readers: a host that has made the
-    same itself (with other times in it) keeps its own, and files may come while others are sent."""
 
     @property
     def is_dir(self) -> bool:
@@ -80,18 +90,17 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     extra = tuple(spec.exp.launch.sync_exclude)
     items: list[SyncPath] = []
     if spec.code_root is not None:
-        items.append(SyncPath(spec.code_root, (*CODE_EXCLUDES, *extra), "code"))
+        package = Path(spec.code_root, "llmx")
+        items.append(SyncPath(str(package), (*_not_code(package), *extra), "code"))
     items += [
-        SyncPath(str(code.package), (*CODE_EXCLUDES, *extra), "task")
+        SyncPath(str(code.package), (*_not_code(code.package), *extra), "task")
         for code in user_code(spec.exp.task)
         if not code.is_installed
     ]
     if run_dir:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [
-        SyncPath(path, (*CACHE_EXCLUDES, *extra), what, named_by_content=True)
-        if what == PREPARED
-        else SyncPath(path, extra, what)
+        SyncPath(path, (*(DENIED if Path(path).is_dir() else ()), *extra), what)
         for path, what in _configured_paths(
             spec.exp.model, spec.exp.data, spec.exp.task, spec.exp.launch
         )
@@ -99,16 +108,64 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     unique: dict[str, SyncPath] = {}
     for item in items:
         unique.setdefault(item.path, item)
-    return [_without_runs(item, spec.run_dir.root) for item in unique.values()]
+    # By the rule of data.cache_dir.
+    cache = spec.exp.data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx"
+    # This run and those beside it change all the time.
+    runs = {spec.run_dir.root, *(p.parent for p in spec.run_dir.root.parent.glob("*/run.json"))}
+    left_out = {*runs, Path(cache).expanduser()}
+    return [_without(item, left_out) for item in unique.values()]
 
 
-def _without_runs(item: SyncPath, run_dir: Path) -> SyncPath:
-    """Without this run and those beside it, where they are below: they change all the time."""
-    runs = {run_dir, *(path.parent for path in run_dir.parent.glob("*/run.json"))}
-    below = sorted(
-        f"/{os.path.relpath(run, item.path)}" for run in runs if Path(item.path) in run.parents
+def _not_code(package: Path) -> list[str]:
+    """Patterns of rsync for what does not travel with the code in ``package``: what git ignores,
+    core dumps, ``DENIED`` and ``GENERATED``."""
+    arguments = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    listed = (git(package, *arguments) or b"") if package.is_dir() else b""
+    ignored = {os.fsdecode(name).rstrip("/") for name in listed.split(b"\0")} - {"", "."}
+    dumps = {str(path.relative_to(package)) for path in package.rglob("core") if path.is_file()}
+    by_name = (*DENIED, *GENERATED)
+    names = (
+        name
+        for name in sorted(ignored | dumps)
+        if not any(fnmatchcase(Path(name).name, pattern) for pattern in by_name)
     )
-    return replace(item, excludes=(*item.excludes, *below)) if below else item
+    return [*by_name, *(_anchored(name) for name in names)]
+
+
+def _anchored(name: str) -> str:
+    """The pattern of rsync for this path from the top, and for no other."""
+    return "/" + (re.sub(r"([*?\[\\])", r"\\\1", name) if set(name) & set("*?[") else name)
+
+
+def _without(item: SyncPath, left_out: Iterable[Path]) -> SyncPath:
+    """The item without the directories of ``left_out`` that are below it."""
+    top = Path(item.path)
+    below = [_anchored(str(path.relative_to(top))) for path in left_out if top in path.parents]
+    return replace(item, excludes=(*item.excludes, *sorted(below))) if below else item
+
+
+def sync_sizes(spec: LaunchSpec) -> list[tuple[str, str, str]]:
+    """What the launch will copy to each other host: what it is, its path, files and bytes as text.
+
+    rsync itself counts, by the patterns of the copy. Empty where nothing is copied.
+    """
+    if spec.exp.launch.sync != "rsync" or all(host.is_local for host in spec.plan.hosts):
+        return []
+    pool, rows = RsyncPool(spec.run_dir.ssh_config), []
+    for item in paths_to_push(spec, run_dir=True):
+        if not shutil.which("rsync"):
+            rows.append((item.what, item.path, "size unknown: rsync is not installed here"))
+            continue
+        if item.only:
+            sizes = [Path(item.path, name).stat().st_size for name in _there(item)]
+            files, num_bytes = len(sizes), sum(sizes)
+        else:
+            arguments, names = _source(item)
+            output = pool.run(["--list-only", "--stats", *arguments], what=item.path, stdin=names)
+            files = _number(output, r"Number of files:.*?\breg: ([\d,]+)")
+            num_bytes = _number(output, r"Total file size: ([\d,]+)")
+        rows.append((item.what, item.path, f"{plural(files, 'file')}, {size(num_bytes)}"))
+    return rows
 
 
 def _is_model(value: object) -> bool:
@@ -130,8 +187,6 @@ def _configured_paths(
         *((source.path, "data") for source in data.sources),
         # Models that a task names beside the one that is trained.
         *((value, "model of the task") for value in task.options.values() if _is_model(value)),
-        # By the rule of data.cache_dir.
-        (data.cache_dir or os.environ.get("LLMX_CACHE") or "~/.cache/llmx", PREPARED),
         *((path, "launch.sync_extra") for path in launch.sync_extra),
     ]
     for path, what in wanted:
@@ -192,18 +247,16 @@ def _push_host(
         elif item in changed:
             notify(f"sync: {name}: {item.what} {item.path}")
             new_files, new_bytes = _send(pool, name, item)
-            if not item.named_by_content:
-                _verify(pool, name, item)
+            _verify(pool, name, item)
             files, sent = files + new_files, sent + new_bytes
     if changed:
         there = host.stamps([(item.path, list(item.excludes)) for item in changed])
         for item in changed:
             host.record.note_synced(item.path, here[item.path], there.get(item.path))
-    verified = sum(not item.named_by_content for item in changed)
     unchanged = len(trees) - len(changed)
     return (
         f"sync: {name}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
-        f"{plural(verified, 'path')} verified"
+        f"{plural(len(changed), 'path')} verified"
         + (f", {unchanged} unchanged since the last sync" if unchanged else "")
     )
 
@@ -214,12 +267,15 @@ def _there(item: SyncPath) -> list[str]:
 
 def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
     """Returns files and bytes sent."""
-    output = pool.run(["--stats", *_from_to(host, item)], what=f"{item.path} to {host}")
-    if item.what == "code":
-        # A module that was removed here must not be imported there. Elsewhere in the tree the host
-        # may have files of its own.
-        package = SyncPath(str(Path(item.path) / "llmx"), item.excludes, item.what)
-        pool.run(["--delete", *_from_to(host, package)], what=f"{package.path} to {host}")
+    # A module that was removed here must not be imported there. Elsewhere the host may have files
+    # of its own.
+    delete = ["--delete"] if item.what == "code" else []
+    arguments, names = _source(item)
+    output = pool.run(
+        ["--stats", *delete, *arguments, _target(host, item)],
+        what=f"{item.path} to {host}",
+        stdin=names,
+    )
     return _number(output, r"transferred: ([\d,]+)"), _bytes_received(output)
 
 
@@ -227,8 +283,11 @@ def _verify(pool: RsyncPool, host: str, item: SyncPath) -> None:
     """LaunchError where the content on the host differs."""
     by_content = size_of(item.path) <= CHECKSUM_LIMIT_BYTES
     mode = ["--checksum"] if by_content else []
+    arguments, names = _source(item)
     output = pool.run(
-        ["--dry-run", "--itemize-changes", *mode, *_from_to(host, item)], what=item.path
+        ["--dry-run", "--itemize-changes", *mode, *arguments, _target(host, item)],
+        what=item.path,
+        stdin=names,
     )
     wrong = differing(output, by_content=by_content)
     if wrong:
@@ -267,12 +326,14 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     return received
 
 
-def _from_to(host: str, item: SyncPath) -> list[str]:
-    excludes = [f"--exclude={name}" for name in item.excludes]
-    if item.named_by_content:
-        excludes.append("--size-only")
-    slash = "/" if item.is_dir else ""
-    return [*excludes, item.path + slash, f"{host}:{item.path}{slash}"]
+def _source(item: SyncPath) -> tuple[list[str], str]:
+    """Arguments of rsync, and its input: what git ignores may be more than an argv holds."""
+    source = item.path + ("/" if item.is_dir else "")
+    return ["--from0", "--exclude-from=-", source], "\0".join(item.excludes)
+
+
+def _target(host: str, item: SyncPath) -> str:
+    return f"{host}:{item.path}{'/' if item.is_dir else ''}"
 
 
 class RsyncPool:

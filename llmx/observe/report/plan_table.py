@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
@@ -68,15 +68,21 @@ def print_plan(
     width: int | None = None,
     traces: Traces | None = None,
     here: Mapping[str, Any] | None = None,
+    copied: Sequence[tuple[str, str, str]] = (),
 ) -> None:
     """Print the whole plan to ``stream``, and where the run directory lies; with ``traces`` also
-    what else would fit, with ``here`` what this machine has now."""
+    what else would fit, with ``here`` what this machine has now. ``copied``: what
+    ``launch.sync=rsync`` will copy to each other host (kind, path, size)."""
     from rich.text import Text
 
     console = open_console(stream, width=width)
     for part in render_plan(plan, exp, command, traces=traces, here=here):
         # Text is never wrapped by us: the command is there to be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
+    if copied:
+        console.print(Text("Copied to each other host (launch.sync=rsync)", style="bold"))
+        for kind, path, size in copied:
+            console.print(Text(f"  {printable(path)}: {kind}, {size}"), soft_wrap=True)
     console.print(f"Nothing was started (dry_run=true). Rendered in {run_dir}", soft_wrap=True)
 
 
