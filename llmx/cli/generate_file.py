@@ -20,14 +20,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from llmx import text as human
 from llmx.cli.generate import load
 from llmx.cli.target import Target, check_generates
+from llmx.config import DataConfig
 from llmx.data.format.turns import Message, turns
+from llmx.data.source.digests import digest_of
 from llmx.data.source.records import Where
+from llmx.data.store.spec import cache_directory
 from llmx.errors import ConfigError, DataError
 from llmx.models.sampling import Sampling, sample_seed
 from llmx.run.provenance.content import fingerprint
@@ -210,7 +214,11 @@ def _model_digest(target: Target) -> str:
         base = Path(target.base.path or "").expanduser()
         local = base.is_dir()
         places.append((os.path.abspath(base) if local else str(base), target.base.revision))
-    found = [fingerprint(path, kind="models", revision=revision) for path, revision in places]
+    digest = partial(digest_of, cache=cache_directory(DataConfig()).absolute())
+    found = [
+        fingerprint(path, kind="models", revision=revision, digest_of=digest)
+        for path, revision in places
+    ]
     return " ".join(str(each["digest"]) if each else "unknown" for each in found)
 
 

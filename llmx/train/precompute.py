@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from llmx.collectives import all_gather
 from llmx.config import Experiment, ModelConfig
 from llmx.data import SampleStore
 from llmx.data.examples import Schema
+from llmx.data.source.digests import digest_of
 from llmx.data.store.precomputed import Precomputed, Values, check_values, place
-from llmx.data.store.spec import fingerprint_of
+from llmx.data.store.spec import cache_directory, fingerprint_of
 from llmx.errors import ConfigError
 from llmx.models.quantized import Quantization
 from llmx.models.spec import ModelSpec, are_bases
@@ -97,7 +100,13 @@ def with_precomputed(
         )
     Schema((*task.columns, *task.precomputed))
     own = {name: with_source(exp, spec).model for name, spec in specs.items()}
-    source = {name: model_identity(model, exp.seed, exp.run_dir) for name, model in own.items()}
+    source: dict[str, dict[str, Any]] = {}
+    if torch.distributed.get_rank() == 0:
+        cache = cache_directory(exp.data).absolute()
+        source = {
+            name: model_identity(model, exp.seed, exp.run_dir, cache=cache)
+            for name, model in own.items()
+        }
     # Rank 0 decides: what lies in the Hub's cache may differ from host to host.
     source = all_gather(source, group=group)[0]
     identity = {
@@ -147,15 +156,20 @@ def with_precomputed(
     }
 
 
-def model_identity(model: ModelConfig, seed: int, run_dir: str) -> dict[str, Any]:
-    """What the weights and the architecture come from: the ``model`` group, and the content of its
-    files (names, sizes, a sample of the bytes of large ones) or the commit in the Hub's cache."""
+def model_identity(model: ModelConfig, seed: int, run_dir: str, *, cache: Path) -> dict[str, Any]:
+    """What the weights and the architecture come from: the ``model`` group, and every byte of its
+    files or the commit in the Hub's cache. ``cache``: where the digests of files are kept."""
     values = dataclasses.asdict(model)
     identity = {key: value for key, value in values.items() if key not in NOT_OF_VALUES}
     if model.init == "scratch":
         identity["seed"] = seed
     if model.path is not None:
-        found = fingerprint(model.path, kind="models", revision=model.revision)
+        found = fingerprint(
+            model.path,
+            kind="models",
+            revision=model.revision,
+            digest_of=partial(digest_of, cache=cache),
+        )
         # A model that is not there to be looked at is this run's alone.
         identity["content"] = found["digest"] if found else f"of {run_dir}"
     return identity

@@ -59,25 +59,27 @@ def test_groups_are_of_a_size_that_the_length_decides() -> None:
 
 
 def test_what_decides_the_values_of_a_model(tmp_path: Path) -> None:
+    def identity(one: Experiment) -> dict[str, Any]:
+        return model_identity(one.model, one.seed, one.run_dir, cache=tmp_path / "cache")
+
     exp = small_experiment(tmp_path / "run")
     same = replace(exp, model=replace(exp.model, attention="eager", name="other"))
-    assert model_identity(same.model, same.seed, same.run_dir) == model_identity(
-        exp.model, exp.seed, exp.run_dir
-    )
-    assert model_identity(exp.model, 1, exp.run_dir) != model_identity(
-        exp.model, exp.seed, exp.run_dir
-    ), "drawn from another seed"
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"first")
+    assert identity(same) == identity(exp)
+    assert identity(replace(exp, seed=exp.seed + 1)) != identity(exp), "drawn from another seed"
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    with weights.open("wb") as file:
+        file.truncate(200 << 20)  # sparse: more than what provenance hashes whole
     loaded = replace(exp, model=replace(exp.model, init="pretrained", path=str(tmp_path / "model")))
-    before = model_identity(loaded.model, loaded.seed, loaded.run_dir)
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"other")
-    assert model_identity(loaded.model, loaded.seed, loaded.run_dir) != before
+    before = identity(loaded)
+    assert identity(loaded) == before
+    with weights.open("r+b") as file:
+        file.seek(71_234_567)
+        file.write(b"x")
+    assert identity(loaded) != before, "one byte of the weights"
     missing = replace(loaded, model=replace(loaded.model, path="nobody/nothing"))
     other_run = replace(missing, run_dir=str(tmp_path / "other"))
-    assert model_identity(missing.model, missing.seed, missing.run_dir) != model_identity(
-        other_run.model, other_run.seed, other_run.run_dir
-    ), "unknown: never taken for another"
+    assert identity(missing) != identity(other_run), "unknown: never taken for another"
 
 
 class Summed(Task):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,19 @@ def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def fingerprint(
-    path: str, *, kind: str, revision: str | None = None, only: tuple[str, ...] = ()
+    path: str,
+    *,
+    kind: str,
+    revision: str | None = None,
+    only: tuple[str, ...] = (),
+    digest_of: Callable[[Path], str] | None = None,
 ) -> dict[str, Any] | None:
     """Digest of a file, a directory, a glob, or of a Hub id that is in the cache here.
 
     None where it is not on this machine. ``kind``: ``models`` or ``datasets`` of the Hub.
     ``exact``: every byte counts. Names count relative to ``path``, so a copy elsewhere has
-    the same digest.
+    the same digest. ``digest_of``: the digest of a file's bytes; with it every byte of every file
+    counts.
     """
     full = Path(path).expanduser()
     if not full.is_absolute():
@@ -104,6 +110,9 @@ def fingerprint(
         share = FULL_BYTES // len(files)
         for name, file in files.items():
             digest.update(f"{name}\0{sizes[name]}\0".encode("utf-8", "surrogatepass"))
+            if digest_of is not None:
+                digest.update(digest_of(file).encode())
+                continue
             whole = total <= FULL_BYTES or sizes[name] <= min(share, BLOCK_BYTES)
             for block in _blocks(file, sizes[name], whole=whole, budget=min(share, 4 << 20)):
                 digest.update(block)
@@ -114,7 +123,7 @@ def fingerprint(
         "digest": digest.hexdigest(),
         "files": len(files),
         "bytes": total,
-        "exact": total <= FULL_BYTES,
+        "exact": digest_of is not None or total <= FULL_BYTES,
     }
 
 
