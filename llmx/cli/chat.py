@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.cli.flags import Parser, whole_number
+from llmx.cli.flags import Parser, add_trust, whole_number
 from llmx.cli.generate import KEYS, Stream, load, split_words, wanted
 from llmx.cli.prompts import PromptLayout, has_template, learns_chats
 from llmx.cli.target import Target, check_generates, find_target
@@ -30,6 +30,7 @@ from llmx.data.format.turns import Message
 from llmx.errors import ConfigError, LlmxError, did_you_mean, exit_code
 from llmx.models.sampling import Sampling
 from llmx.run.rundir import is_stream, replacing
+from llmx.run.trust import state_dir
 from llmx.text import printable
 
 OWN_KEYS = tuple(name for name in KEYS if name != "n")
@@ -97,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=whole_number(1), help="of an answer (default 1024)"
     )
+    add_trust(parser)
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -113,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
             keys.setdefault("max_new_tokens", str(options.max_new_tokens))
         keys.setdefault("max_new_tokens", str(MAX_NEW_TOKENS))
         how = wanted(keys)
-        target = find_target(options.target, command="chat", model=options.model)
+        target = find_target(
+            options.target, command="chat", model=options.model, trusted=options.trust
+        )
         check_generates(target)
         for stream in (sys.stdin, sys.stdout):
             with contextlib.suppress(AttributeError, ValueError):  # what a test has put there
@@ -548,8 +552,7 @@ def _line(prompt: str) -> str:
 
 def history_file() -> Path:
     """Of what was typed into chats: ``$XDG_STATE_HOME/llmx/chat_history``."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "llmx" / "chat_history"
+    return state_dir() / "chat_history"
 
 
 @contextlib.contextmanager

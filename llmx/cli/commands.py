@@ -90,6 +90,8 @@ _OVERRIDES = "[group=option] [key=value] ..."
 _TRUE = ("true", "false")
 _DRY_RUN = Word("dry_run=", "say what would happen, start nothing", "true", _TRUE)
 _CONFIG_DIR = Word("--config-dir", "a directory with your own groups", "DIR", takes="directory")
+_TRUST = Word("--trust", "run the code that somebody else's run directory names")
+_TRUST_WORD = Word("trust=", "run the code that somebody else's run directory names", "true", _TRUE)
 _WIDTH = Word("--width", "columns of the tables", "N")
 _SSH_CONFIG = Word("--ssh-config", "for user@host:RUN, as ssh -F", "FILE", takes="path")
 _EVERY = Word("--every", "seconds between two looks", "S")
@@ -200,6 +202,7 @@ COMMANDS = {
         "resume a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
         words=(
             Word("step=", "from that checkpoint", "N", takes="step"),
+            _TRUST_WORD,
             _DRY_RUN,
             _CONFIG_DIR,
         ),
@@ -212,6 +215,7 @@ COMMANDS = {
             Word("to_step=", "train the first K steps only", "K"),
             Word("strict=", "refuse where anything differs", "true", _TRUE),
             Word("checkout=", "run the recorded commit", "true", _TRUE),
+            _TRUST_WORD,
             _DRY_RUN,
             Word("run_dir=", "where the new run goes", "DIR", takes="directory"),
             _CONFIG_DIR,
@@ -249,7 +253,8 @@ COMMANDS = {
             Word("--to", "another form", "FORM", ("adapter", "gguf", "hf", "merged", "onnx")),
             Word("--dtype", "of the weights", "DTYPE", ("bf16", "fp16", "fp32", "q8_0")),
             Word("--shard-gib", "size of a file of weights", "X"),
-            Word("--check", "verify the checkpoints instead"),
+            Word("--check", "verify the checkpoints and models instead"),
+            _TRUST,
         ),
         arguments=("run",),
     ),
@@ -307,6 +312,7 @@ COMMANDS = {
             Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
             Word("--max-new-tokens", "of one completion", "N"),
             Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            _TRUST,
             Word("--json", "tokens and log-probabilities, for scripts"),
             Word("--plain", "prompts are plain text, without a chat template"),
             Word("--prompts", "a file of prompts: text, or JSONL", "FILE", takes="path"),
@@ -326,6 +332,7 @@ COMMANDS = {
             Word("--plain", "continue text: for a model that has not learned to chat"),
             Word("--max-new-tokens", "of one answer", "N"),
             Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            _TRUST,
         ),
         arguments=("run",),
     ),
@@ -339,6 +346,7 @@ COMMANDS = {
             Word("--metrics", "of completions: names, or package.module:function", "A,B"),
             Word("--lm-eval", "tasks of lm-eval instead, e.g. hellaswag", "A,B"),
             Word("--batch", "samples at once", "N"),
+            _TRUST,
             Word("--out", "the JSON file", "FILE", takes="path"),
         ),
         arguments=("run",),
@@ -352,6 +360,7 @@ COMMANDS = {
             Word("--gpus", "GPUs that share the model", "N"),
             Word("--max-model-len", "tokens of a prompt and its answer at most", "N"),
             Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            _TRUST,
         ),
         arguments=("run",),
     ),

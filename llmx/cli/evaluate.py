@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.flags import Parser, whole_number
+from llmx.cli.flags import Parser, add_trust, whole_number
 from llmx.cli.target import (
     Target,
     check_generates,
@@ -35,6 +35,7 @@ from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
 from llmx.errors import ConfigError, exit_code
+from llmx.run import trust
 from llmx.run.metrics.completions import DECLARED, METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
 from llmx.run.rundir import write_json
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", help="what differs: data=..., data.path=..., task=..."
     )
+    add_trust(parser)
     parser.add_argument(
         "--model", metavar="DIR", type=Path, help="another model of the run (default: RUN/model)"
     )
@@ -143,7 +145,13 @@ def measured_of(options: argparse.Namespace) -> Measured:
             raise ConfigError(f"{word}: eval takes data and task (data.path=FILE, task=pretrain).")
     keys = {word.lstrip("+").split("=", 1)[0] for word in words}
     asked = keys & PLACES or any(group_of(word) == "data" for word in words)
-    target = find_target(options.target, command="eval", model=options.model)
+    target = find_target(
+        options.target,
+        command="eval",
+        model=options.model,
+        trusted=options.trust,
+        runs=(trust.MODEL, trust.TASK),
+    )
     if target.exp is None and not asked:
         raise ConfigError(
             f"{target.directory} is a model, which says nothing of data. Add, for example, "
@@ -269,7 +277,7 @@ def run_lm_eval(options: argparse.Namespace, more: Sequence[str]) -> int:
             "--lm-eval brings its own data and metrics: leave out data.*, task.*, --generate and "
             "--metrics, or measure with them in a command of its own."
         )
-    target = find_target(options.target, command="eval", model=options.model)
+    target = find_target(options.target, command="eval", model=options.model, trusted=options.trust)
     check_generates(target)
     out = options.out or (target.run.root if target.run else Path()) / "lm-eval"
     import torch

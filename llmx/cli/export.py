@@ -35,11 +35,11 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.checkpoint.pointers import BEST, read_pointer
 from llmx.checkpoint.sealed import check_sealed, seal
-from llmx.cli.flags import Parser, positive_number, whole_number
+from llmx.cli.flags import Parser, add_trust, positive_number, whole_number
 from llmx.cli.target import AGAIN
 from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full, exit_code
 from llmx.models.adapter_names import holds_adapter
-from llmx.run import snapshot
+from llmx.run import snapshot, trust
 from llmx.run.card import write_card
 from llmx.run.rundir import RunDir, no_run, read_json
 from llmx.run.snapshot import config_values
@@ -102,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="verify the checkpoints, the final model and the exports instead, write nothing",
     )
+    add_trust(parser)
     options = parser.parse_args(_as_flags(sys.argv[1:] if argv is None else argv))
 
     def work() -> int:
@@ -126,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             to=options.to,
             dtype=options.dtype,
             shard_bytes=int(options.shard_gib * 2**30),
+            trusted=options.trust,
         )
         return 0
 
@@ -199,6 +201,7 @@ def export(
     to: str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    trusted: bool = False,
     stream: Any = None,
 ) -> Path:
     """Write the model of one checkpoint; its directory.
@@ -209,6 +212,7 @@ def export(
             ``-merged`` behind it.
         to: one of ``FORMS``; None is what the run trains.
         dtype: ``fp32``, ``bf16``, ``fp16`` (GGUF: or ``q8_0``); None is what the run trained in.
+        trusted: code that the run directory names may run.
 
     Raises:
         LlmxError: there is no such checkpoint, it is damaged, the disk is full.
@@ -217,6 +221,9 @@ def export(
     if out is not None:
         _refuse_existing(out)  # before the checkpoint is read, which takes minutes
     final = _check_form(to, dtype)
+    if _trusts_remote_code(run):
+        code = trust.code_of(snapshot.load(run))
+        trust.check_trusted(run, code, trust.MODEL, trusted=trusted, say="--trust")
     checkpoint = _select(run, step, stream=stream)
     adapted = holds_adapter(checkpoint / MODEL)
     to = _form((MERGED if adapted else HF) if final else to, adapted=adapted, run=run)

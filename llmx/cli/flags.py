@@ -57,3 +57,12 @@ def positive_number(maximum: float = 10**6) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """``--trust``, of the commands that load what a run directory names."""
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code that somebody else's run directory names (docs/security.md)",
+    )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.flags import Parser, whole_number
+from llmx.cli.flags import Parser, add_trust, whole_number
 from llmx.cli.target import Target, check_generates, find_target, load_causal, load_tokenizer
 from llmx.errors import ConfigError, did_you_mean, exit_code
 from llmx.models.sampling import Sampling, sample_seed
@@ -94,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         help="where a completion that does not stop by itself is cut (default 64;\n"
         "the evaluation of a run has task.eval_max_new_tokens)",
     )
+    add_trust(parser)
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -137,7 +138,9 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         raise ConfigError("--prompts needs a place for the completions: --out completions.jsonl.")
     from llmx.cli.generate_file import complete_file
 
-    target = find_target(options.target, command="generate", model=options.model)
+    target = find_target(
+        options.target, command="generate", model=options.model, trusted=options.trust
+    )
     return complete_file(
         target,
         options.prompts,
@@ -208,7 +211,9 @@ def wanted(keys: dict[str, str]) -> Wanted:
 
 
 def _complete(options: argparse.Namespace, how: Wanted) -> int:
-    target = find_target(options.target, command="generate", model=options.model)
+    target = find_target(
+        options.target, command="generate", model=options.model, trusted=options.trust
+    )
     check_generates(target)
 
     from llmx.cli.prompts import layout_of

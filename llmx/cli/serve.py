@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.flags import Parser, whole_number
+from llmx.cli.flags import Parser, add_trust, whole_number
 from llmx.cli.target import Target, check_generates, dtype_of, find_target
 from llmx.errors import ConfigError, exit_code
 from llmx.hardware.detect import Gpu, detect_gpus, visible_gpus
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         help="tokens of a prompt and its answer at most (default: all positions of the model);\n"
         "fewer take less memory",
     )
+    add_trust(parser)
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -80,7 +81,9 @@ def main(argv: list[str] | None = None) -> int:
             at = words.index("--")
             words, more = words[:at], words[at + 1 :]
         options = parser.parse_args(words)
-        target = find_target(options.target, command="serve", model=options.model)
+        target = find_target(
+            options.target, command="serve", model=options.model, trusted=options.trust
+        )
         check_generates(target)
         gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         command = vllm_command(

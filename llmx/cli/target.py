@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from llmx.checkpoint.selection import list_steps
 from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, holds_adapter
-from llmx.run import snapshot
+from llmx.run import snapshot, trust
 from llmx.run.exported import generates_no_text
 from llmx.run.rundir import RunDir, no_run, read_mapping
 from llmx.text import printable
@@ -55,13 +56,22 @@ class Target:
         return self.exp is not None and self.exp.model.trust_remote_code
 
 
-def find_target(named: Path, *, command: str, model: Path | None = None) -> Target:
+def find_target(
+    named: Path,
+    *,
+    command: str,
+    model: Path | None = None,
+    trusted: bool = False,
+    runs: Sequence[str] = (trust.MODEL,),
+) -> Target:
     """What ``RUN|MODEL`` means.
 
     Args:
         named: as it was typed.
         command: for messages.
         model: ``--model``, another model of the run.
+        trusted: ``--trust``, code that the run directory names may run.
+        runs: the kinds of code that the command runs.
 
     Raises:
         ConfigError: it is none, or the run has no model yet.
@@ -78,6 +88,7 @@ def find_target(named: Path, *, command: str, model: Path | None = None) -> Targ
     if (root / "config.yaml").is_file():
         run = RunDir(root)
         exp = snapshot.load(run)
+        trust.check_trusted(run, trust.code_of(exp), *runs, trusted=trusted, say="--trust")
         directory = (model or run.final_model).expanduser()
         if not _holds_model(directory):
             raise ConfigError(_no_model(run, directory, command=command, asked=model is not None))

@@ -162,6 +162,11 @@ class RunDir:
         """``checkpoints/step-00000120/``: one committed checkpoint."""
         return self.checkpoints / f"step-{step:08d}"
 
+    @property
+    def signature(self) -> Path:
+        """``signature.json``: that this user started a run whose config names code."""
+        return self.root / "signature.json"
+
     # What outlives one attempt (docs/contracts.md, "Resuming").
     @property
     def identity(self) -> Path:

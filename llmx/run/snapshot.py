@@ -21,6 +21,7 @@ from llmx.config import Experiment, Migrated, experiment_from_dict, migrate, to_
 from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
+from llmx.run import trust
 from llmx.run.provenance import record
 from llmx.run.rundir import RunDir, load_yaml, no_run, read_json, write_json, write_text
 
@@ -69,6 +70,7 @@ def _unwritable(run: RunDir, error: OSError) -> ConfigError:
 def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:
     """``provenance.json``, with the hash of ``config.yaml`` as it is now: an edit is noticed."""
     config = config_values(run.config)
+    trust.sign(run, trust.code_of_record(values))
     write_json(run.provenance, {**values, "config": None if config is None else hash_of(config)})
 
 
@@ -108,6 +110,7 @@ def write_config(run: RunDir, exp: Experiment, plan: Plan, ds_config: dict[str, 
     if Plan.from_dict(read_json(run.plan)) != plan:
         raise ConfigError(f"{run.plan} does not read back as it was written.")
     write_json(run.ds_config, ds_config)
+    trust.sign(run, trust.code_of(exp))
 
 
 def write_identity(run: RunDir, *, parent: RunDir | None = None) -> str:

@@ -21,7 +21,7 @@ from llmx.lifecycle.resume.changed import keep_choice, plan_of
 from llmx.lifecycle.resume.rules import Change
 from llmx.lifecycle.start import launched
 from llmx.plan.choices import said_of_memory
-from llmx.run import snapshot
+from llmx.run import snapshot, trust
 from llmx.run.metrics.equality import compare_runs
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.provenance import code_files, git_state, record
@@ -30,7 +30,7 @@ from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
 from llmx.text import plural
 from llmx.tracking.packages import check_packages
 
-OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run")
+OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run", "trust")
 FILE = "reproduction.json"
 
 
@@ -52,7 +52,8 @@ def help_text() -> str:
         "                  also where the numbers differ at the end\n"
         "  checkout=true   run the recorded commit with the recorded changes, from a worktree\n"
         "  dry_run=true    list what differs, start nothing\n"
-        "  run_dir=DIR     where the new run goes\n\n"
+        "  run_dir=DIR     where the new run goes\n"
+        "  trust=true      run the code that somebody else's run directory names\n\n"
         "Overrides: where and how it runs, and where its inputs lie now (their content is\n"
         f"compared):\n{textwrap.indent(textwrap.fill(', '.join(ALLOWED[:-1]), 86), '  ')}\n"
     )
@@ -67,6 +68,9 @@ def reproduce(words: RunCommand) -> int:
     """List, refuse or run, compare."""
     run = RunDir(words.run)
     exp = snapshot.load(run)
+    named = {**trust.code_of(exp), **trust.code_of_record(read_mapping(run.provenance))}
+    parts = [trust.MODEL, trust.TASK, trust.LAUNCH, *[trust.CHANGES] * words.flag("checkout")]
+    trust.check_trusted(run, named, *parts, trusted=words.flag("trust"), say="trust=true")
     strict, to_step = words.flag("strict"), words.step("to_step", least=1)
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))

@@ -23,7 +23,7 @@ from llmx.lifecycle.resume.rules import SAME, refuse_other_content, table
 from llmx.lifecycle.resume.run_state import RunState, read_state
 from llmx.lifecycle.start import Launch, launched
 from llmx.plan.choices import said_of_memory
-from llmx.run import snapshot
+from llmx.run import snapshot, trust
 from llmx.run.provenance import record
 from llmx.run.provenance.differences import (
     BREAKS,
@@ -36,7 +36,7 @@ from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.run.rundir import RunDir, read_mapping, write_text
 from llmx.tracking.packages import check_packages
 
-OWN = ("step",)
+OWN = ("step", "trust")
 
 
 def help_text() -> str:
@@ -48,7 +48,8 @@ def help_text() -> str:
         "  step=N          resume from that checkpoint; newer ones are moved to history/\n"
         "  hardware=NAME   a whole group is composed anew; also launch=, zero=, tracking=, ...\n"
         "  task.steps=N    make the run longer, a finished one too\n"
-        "  dry_run=true    say what would happen, change nothing\n\n"
+        "  dry_run=true    say what would happen, change nothing\n"
+        "  trust=true      run the code that somebody else's run directory names\n\n"
         f"What may change, and what it does to the numbers\n\n{table()}"
     )
 
@@ -75,6 +76,10 @@ def resume(
 
     run = RunDir(words.run)
     exp = snapshot.load(run)
+    trust.check_trusted(
+        run, trust.code_of(exp), trust.MODEL, trust.TASK, trust.LAUNCH,
+        trusted=words.flag("trust"), say="trust=true",
+    )  # fmt: skip
     refuse_alive(run)
     state = read_state(run)
     step = words.step("step", least=0)

@@ -1,0 +1,128 @@
+"""Whether a run directory may run code: this user started the run, or says ``trust=true``.
+
+A config can name code (a model of its own, a task, a Python on the hosts). llmx signs what a config
+names when it writes it, with a key in this user's state directory; what is not signed came from
+somewhere else, or was changed. ``docs/security.md`` says what is trusted. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmx.config import Experiment
+from llmx.errors import ConfigError
+from llmx.run.rundir import RunDir, read_mapping, write_json
+
+MODEL, TASK, LAUNCH = "model", "task", "launch"
+CHANGES = "changes"
+"""What was not committed when the run was started (``reproduce RUN checkout=true``)."""
+
+
+def state_dir() -> Path:
+    """Files that this user's llmx keeps: ``$XDG_STATE_HOME/llmx``."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "llmx"
+
+
+def code_of(exp: Experiment) -> dict[str, list[str]]:
+    """Part -> the settings that run code, in words; parts without any are left out."""
+    task, launch, hardware = exp.task, exp.launch, exp.hardware
+    named = [word for word in (task.kind, *task.eval_metrics) if ":" in word]
+    where = f" from {task.code_path}" if task.code_path else ""
+    values = {
+        "launch.python": launch.python,
+        "launch.env": launch.env,
+        "launch.openmpi_args": launch.openmpi_args,
+        "launch.slurm.extra_args": launch.slurm.extra_args,
+        "hardware.env": hardware.env,
+        "hardware.hosts": [
+            "@".join(filter(None, (host.user, host.address or host.name)))
+            for host in hardware.hosts
+            if host.name != "localhost"
+        ],
+    }
+    parts = {
+        MODEL: ["model.trust_remote_code=true"] if exp.model.trust_remote_code else [],
+        TASK: [f"{word}{where}" for word in named],
+        LAUNCH: [f"{key}={_shown(value)}" for key, value in values.items() if value],
+    }
+    return {part: lines for part, lines in parts.items() if lines}
+
+
+def code_of_record(provenance: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The recorded changes on top of the commit, which ``checkout=true`` runs."""
+    git = provenance.get("git")
+    changes = [git.get("diff"), git.get("untracked")] if isinstance(git, dict) else []
+    if not any(changes):
+        return {}
+    digest = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()
+    return {CHANGES: [f"the recorded changes of the code ({digest[:16]})"]}
+
+
+def sign(run: RunDir, code: Mapping[str, list[str]]) -> None:
+    """Note that this user starts ``run`` with this code. Where no key can be kept, nothing is."""
+    key = _key(make=True) if code else None
+    if key is None:
+        return
+    signatures = {part: _signature(key, part, lines) for part, lines in code.items()}
+    write_json(run.signature, {**read_mapping(run.signature), **signatures})
+
+
+def check_trusted(
+    run: RunDir, code: Mapping[str, list[str]], *parts: str, trusted: bool, say: str
+) -> None:
+    """ConfigError where ``run`` names code of these ``parts`` that this user has not signed.
+
+    Args:
+        trusted: the user has said so.
+        say: the word that says so, for the message.
+    """
+    asked = {part: code[part] for part in parts if part in code}
+    if trusted or not asked:
+        return
+    key, signatures = _key(make=False), read_mapping(run.signature)
+    foreign = [
+        line
+        for part, lines in asked.items()
+        if key is None
+        or not hmac.compare_digest(str(signatures.get(part)), _signature(key, part, lines))
+        for line in lines
+    ]
+    if foreign:
+        raise ConfigError(
+            f"{run.root} was not started by you on this machine, or was changed, and would run "
+            f"code: {', '.join(foreign)}. Look at its config.yaml, then add {say}."
+        )
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _signature(key: bytes, part: str, lines: list[str]) -> str:
+    return hmac.new(key, json.dumps([part, lines]).encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes | None:
+    """This user's key; None where there is none, and none can be made."""
+    path = state_dir() / "key"
+    with contextlib.suppress(OSError):
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(f"key.{os.getpid()}")
+            with os.fdopen(
+                os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as out:
+                out.write(secrets.token_hex(32).encode())
+            with contextlib.suppress(FileExistsError):  # another command was quicker
+                os.link(fresh, path)
+            fresh.unlink()
+        return path.read_bytes() or None
+    return None

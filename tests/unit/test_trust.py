@@ -1,0 +1,132 @@
+"""A run directory of somebody else runs no code, unless the user says so."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmx.__main__ import main as llmx
+from llmx.cli import chat, evaluate, export, generate, serve
+from llmx.config import experiment_from_dict, to_dict
+from llmx.errors import ConfigError
+from llmx.run import snapshot, trust
+from llmx.run.rundir import RunDir, read_mapping
+from tests.rundirs import experiment, write_run
+from tests.unit.test_serve_command import write_model
+
+EVIL = """
+from pathlib import Path
+Path({marker!r}).touch()
+"""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> RunDir:
+    """A run directory that names code, as somebody else's llmx has written it."""
+    code = tmp_path / "theirs" / "code"
+    code.mkdir(parents=True)
+    (code / "evil.py").write_text(EVIL.format(marker=str(tmp_path / "ran")))
+    exp = experiment(tmp_path / "theirs" / "run", ranks=1)
+    values = to_dict(exp)
+    values["model"]["trust_remote_code"] = True
+    values["task"].update(kind="evil:Task", code_path=str(code))
+    run = write_run(experiment_from_dict(values))
+    write_model(run.final_model)
+    return run
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], str]] = {
+    "generate": (generate.main, ["hello"], "--trust"),
+    "chat": (chat.main, [], "--trust"),
+    "eval": (evaluate.main, [], "--trust"),
+    "serve": (serve.main, ["--print"], "--trust"),
+    "export": (export.main, [], "--trust"),
+    "resume": (lambda words: llmx(["resume", *words]), ["dry_run=true"], "trust=true"),
+    "reproduce": (lambda words: llmx(["reproduce", *words]), ["dry_run=true"], "trust=true"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_foreign_run_is_refused(
+    command: str, foreign: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, words, say = COMMANDS[command]
+    assert main([str(foreign.root), *words]) == ConfigError.exit_code
+    err = capsys.readouterr().err
+    assert "was not started by you on this machine" in err
+    assert "model.trust_remote_code=true" in err
+    assert f"add {say}" in err
+    if command in ("eval", "resume", "reproduce"):
+        assert "evil:Task from" in err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_user_may_trust_it(foreign: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main([str(foreign.root), "--print", "--trust"]) == 0
+    assert "--trust-remote-code" in capsys.readouterr().out
+
+
+def test_a_run_that_was_started_here_is_trusted_where_it_is_moved_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = to_dict(experiment(tmp_path / "mine", ranks=1))
+    values["model"]["trust_remote_code"] = True
+    exp = experiment_from_dict(values)
+    plan = write_run(exp)  # for its plan
+    run = RunDir(tmp_path / "mine")
+    snapshot.write_config(run, exp, snapshot.Plan.from_dict(json.loads(plan.plan.read_text())),
+                          json.loads(plan.ds_config.read_text()))  # fmt: skip
+    key = trust.state_dir() / "key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    write_model(run.final_model)
+    run.root.rename(tmp_path / "moved")
+    moved = RunDir(tmp_path / "moved")
+    assert serve.main([str(moved.root), "--print"]) == 0
+    # Code that was added to it later was not there when it was started.
+    text = moved.config.read_text().replace("kind: sft", "kind: evil:Task")
+    moved.config.write_text(text)
+    assert evaluate.main([str(moved.root)]) == ConfigError.exit_code
+    assert "evil:Task" in capsys.readouterr().err
+    # Another user has another key.
+    key.write_text("0" * 64)
+    assert serve.main([str(moved.root), "--print"]) == ConfigError.exit_code
+
+
+def test_a_run_without_code_has_no_signature(tmp_path: Path) -> None:
+    exp = experiment(tmp_path / "plain", ranks=1)
+    assert trust.code_of(exp) == {}
+    trust.sign(write_run(exp), trust.code_of(exp))
+    assert not RunDir(tmp_path / "plain").signature.exists()
+    assert not trust.state_dir().exists()
+
+
+def test_what_starts_ranks_is_code_too(tmp_path: Path) -> None:
+    values = to_dict(experiment(tmp_path / "run"))
+    values["launch"].update(python="/theirs/python", env={"NCCL_DEBUG": "INFO"})
+    values["hardware"]["hosts"].append({"name": "theirs", "slots": 2, "device": "cpu"})
+    (lines,) = trust.code_of(experiment_from_dict(values)).values()
+    assert lines == [
+        "launch.python=/theirs/python",
+        'launch.env={"NCCL_DEBUG": "INFO"}',
+        'hardware.hosts=["theirs"]',
+    ]
+
+
+def test_recorded_changes_are_code_of_checkout(tmp_path: Path) -> None:
+    assert trust.code_of_record({"git": {"commit": "1", "diff": "", "untracked": {}}}) == {}
+    code = trust.code_of_record({"git": {"diff": "", "untracked": {"../x.py": "evil"}}})
+    run = write_run(experiment(tmp_path / "run", ranks=1))
+    with pytest.raises(ConfigError, match="the recorded changes"):
+        trust.check_trusted(run, code, trust.CHANGES, trusted=False, say="trust=true")
+    trust.sign(run, code)
+    trust.check_trusted(run, code, trust.CHANGES, trusted=False, say="trust=true")
+    assert set(read_mapping(run.signature)) == {trust.CHANGES}
