@@ -8,7 +8,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("LLMX_BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 PACKAGES = ("torch", "deepspeed", "transformers", "hydra-core")
 
 

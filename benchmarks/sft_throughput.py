@@ -116,8 +116,9 @@ class Bench:
             )
             stores[packing] = prepare(exp, tokenizer_of(exp))
         self.store = stores["none"].path
-        packed = stores["best_fit"].meta
-        self.rows_per_sample = packed["num_rows"] / packed["num_samples"]
+        # Every row is packed, so the samples of both stores hold the same rows.
+        samples = {packing: store.meta["num_samples"] for packing, store in stores.items()}
+        self.rows_per_sample = samples["none"] / samples["best_fit"]
         self.micro_batch = max(1, round(self.options.rows_per_rank / self.rows_per_sample))
 
     def llmx(self, index: int) -> Side:

@@ -1,0 +1,90 @@
+"""Every benchmark still runs, in its smallest form. What they measure there means nothing.
+
+``python -m pytest -m deepspeed tests/integration/test_benchmarks.py``
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+NO_BENCHMARKS = {
+    "machine.py",  # what results have in common
+    "data_corpora.py",
+    "plan_validation.py",  # tests/integration/test_plan_validation.py runs a part of it
+}
+COMMANDS = (
+    "compose.py --rounds 1",
+    "plan_blocks.py --rounds 1",
+    "startup.py --runs 1",
+    "zero3_after_eval.py --rounds 1 --hidden 64 --layers 2",
+    "checkpoint_stall.py --rounds 1 --hidden 64 --layers 2",
+    "data_wait.py --steps 4",
+    "plan_time.py --limit 1 --rounds 1",
+    "ram_validation.py --only 'stage 2'",
+    "sweep.py overhead --steps 2 --trials 1 --pairs 1",
+    "sweep.py autotuner --steps 2 --micro-batches 1 --pairs 1",
+)
+ON_REAL_DATA = (
+    "sft_throughput.py --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
+    "trl_throughput.py lora --only defaults --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
+    "trl_throughput.py dpo --only 'reference once' --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
+    "tokenization.py --mib 0.5 --rounds 1 --only 'English, byte'",
+    "data_memory.py --size-gb 0.001 0.002",
+    "book_reviews.py {data}/book_review",
+)
+WITH_A_CLUSTER = (
+    "sweep.py infeasible --steps 2 --trials 1 --micro-batches 1",
+    "sweep.py concurrent --steps 2",
+    "hetero.py --rounds 1",
+)
+
+pytestmark = pytest.mark.deepspeed
+
+
+def run(command: str, results: Path, **environment: str) -> None:
+    """0: its targets are met; 1: they are missed, as they may be in so small a form."""
+    program, *words = shlex.split(command)
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "benchmarks" / program), *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "LLMX_BENCHMARK_RESULTS": str(results), **environment},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    output = done.stdout + done.stderr[-4000:]
+    assert done.returncode in (0, 1), output
+    assert "Traceback" not in done.stderr, output
+    assert list(results.iterdir()) or "accuracy" in done.stdout or "MiB" in done.stdout, output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_runs(command: str, tmp_path: Path) -> None:
+    run(command, tmp_path)
+
+
+@pytest.mark.parametrize("command", ON_REAL_DATA)
+def test_it_runs_on_real_data(command: str, tmp_path: Path, real_data: Path) -> None:
+    run(command.format(data=real_data), tmp_path, LLMX_REAL_DATA=str(real_data))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("command", WITH_A_CLUSTER)
+def test_it_runs_on_hosts(command: str, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces and control groups need root")
+    run(command, tmp_path)
+
+
+def test_no_benchmark_is_left_out() -> None:
+    tested = {command.split()[0] for command in (*COMMANDS, *ON_REAL_DATA, *WITH_A_CLUSTER)}
+    programs = {path.name for path in (REPOSITORY / "benchmarks").glob("*.py")}
+    assert programs == tested | NO_BENCHMARKS
