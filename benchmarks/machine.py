@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "hydra-core")
 
 
 def described() -> str:
-    """Date, processor, cores, memory, versions and load, in one line."""
+    """Date, commit, processor, cores, memory, versions and load, in one line."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -22,10 +23,20 @@ def described() -> str:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
     return (
-        f"{time.strftime('%Y-%m-%d')}; {model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; "
+        f"{time.strftime('%Y-%m-%d')}, commit {commit()}; {model}, {os.cpu_count()} cores, "
+        f"{memory_gib:.0f} GiB; "
         f"Python {platform.python_version()}, {versions}; "
         f"load {os.getloadavg()[0]:.1f} at the end"
     )
+
+
+def commit() -> str:
+    """The short hash of the commit that is measured; + where tracked files differ from it."""
+    words = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(
+        words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
 
 
 def write_result(name: str, title: str, lines: list[str]) -> Path:
