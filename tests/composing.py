@@ -9,7 +9,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from llmx.cli.arguments import with_demo
+from llmx.cli.arguments import as_meant
 from llmx.compose.complete import Composed, compose
 from llmx.compose.defaults import register_defaults
 from llmx.compose.overrides import resolve_alias
@@ -19,7 +19,7 @@ from llmx.config.groups import conf_dir
 def values(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> dict[str, Any]:
     """The composed, resolved values; Hydra's own run directory is replaced by ``run_dir``."""
     register_defaults()
-    words = with_demo([resolve_alias(word) for word in overrides])
+    words = as_meant([resolve_alias(word) for word in overrides])
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = hydra_compose("config", overrides=[*words, f"run_dir={run_dir}"])
     plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from llmx.cli.commands import HYDRA_WORDS
+from llmx.compose.effects import with_implied
 from llmx.config.build import shown
 from llmx.config.groups import GROUPS
 from llmx.errors import ConfigError, did_you_mean
@@ -146,6 +147,11 @@ def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], lis
         if equal and near and name not in (*keys, *GROUPS) and "." not in name:
             raise ConfigError(f'{name}: no such key. Did you mean "{near[0]}"?')
     return own, [word for word in words if word not in own]
+
+
+def as_meant(overrides: Sequence[str]) -> list[str]:
+    """The words with what they imply: groups, the demo, a search path."""
+    return with_searched(with_demo(with_implied(overrides)))
 
 
 def with_demo(overrides: Sequence[str]) -> list[str]:

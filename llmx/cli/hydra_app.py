@@ -29,14 +29,14 @@ def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str
     ``command``: hand the composed config to this command, with its ``own`` words, instead of
     starting a run.
     """
-    from llmx.cli.arguments import read_line, with_demo, with_searched
+    from llmx.cli.arguments import as_meant, read_line
     from llmx.compose.overrides import check_overrides
 
     line = read_line(words)
     if command and line.multirun:
         raise ConfigError(f"{command}: takes one config; a sweep (-m) is for training.")
     checked = check_overrides(
-        with_searched(with_demo(line.overrides)),
+        as_meant(line.overrides),
         multirun=line.multirun,
         config_dirs=[line.config_dir] if line.config_dir else [],
         commands=tuple(COMMANDS),
@@ -86,8 +86,9 @@ def _compose(
 
     from llmx.compose.complete import compose
     from llmx.compose.defaults import register_defaults
+    from llmx.compose.effects import check_effects
     from llmx.compose.explain import explain_hydra
-    from llmx.config import known_keys
+    from llmx.config import experiment_from_dict, known_keys
     from llmx.config.build import shown
     from llmx.config.groups import conf_dir
     from llmx.lifecycle.resume.continued import continue_run
@@ -108,6 +109,10 @@ def _compose(
             composed = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(composed, dict)
             values = {str(key): value for key, value in composed.items()}
+            words = list(hydra_config.overrides.task)
+            if hydra_config.mode == RunMode.RUN:
+                # Of a sweep, some words are for some of its trials.
+                check_effects(experiment_from_dict(values), words, command=command)
             if command or values.get("run_dir") != str(made):
                 _remove_if_empty(made)
             elif hydra_config.mode == RunMode.RUN:
@@ -118,7 +123,6 @@ def _compose(
                 code = _run_command(command, values, own=own)
             else:
                 sweep = current()
-                words = list(hydra_config.overrides.task)
                 if sweep is None:
                     code = run_composed(compose(values), overrides=words)
                 elif (trial := sweep.next(values)) is None:

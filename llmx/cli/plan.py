@@ -58,19 +58,23 @@ def compare(words: Sequence[str], names: Sequence[str], *, stream: TextIO) -> in
 
 def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     """The experiment of these words, composed and planned as ``plan`` does; nothing is written."""
-    from llmx.cli.arguments import with_demo, with_searched
+    from llmx.cli.arguments import as_meant
     from llmx.compose.complete import compose
+    from llmx.compose.effects import check_effects
     from llmx.compose.overrides import check_overrides
+    from llmx.config import experiment_from_dict
     from llmx.lifecycle.learned import with_learned_time
     from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
     from llmx.lifecycle.packing import resolve_layout
 
     checked = check_overrides(
-        with_searched(with_demo(overrides)),
+        as_meant(overrides),
         config_dirs=[config_dir] if config_dir else [],
         commands=tuple(COMMANDS),
     )
-    composed = compose(_values(checked.words, config_dir))
+    values = _values(checked.words, config_dir)
+    check_effects(experiment_from_dict(values), checked.words)
+    composed = compose(values)
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         composed = with_traced_choice(resolve_layout(composed, stream=nowhere))
     return with_learned_time(with_traced_memory(composed, make=True)[0])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmx.config import experiment_from_dict
-from llmx.config.groups import no_such_option
+from llmx.config.groups import GROUPS, no_such_option
 from llmx.config.keys import key_problem, shown
 from llmx.errors import ConfigError, did_you_mean
 
@@ -99,7 +99,7 @@ def _unfit(key: str, overrides: Sequence[str]) -> str:
 
     for word in overrides:
         typed, _, _ = word.partition("=")
-        if typed == key or key.startswith(f"{typed}."):
+        if typed not in GROUPS and (typed == key or key.startswith(f"{typed}.")):
             value: Any = OverridesParser.create().parse_override(word).value()
             for part in reversed(typed.split(".")):
                 value = {part: value}

@@ -35,6 +35,7 @@ PARTNERS = {
     ("optim", "adafactor"): ["zero=stage0"],
     ("optim", "adam8bit"): ["zero=stage0", "hardware=a100x8"],
     ("zero", "stage3_zeropp"): ["hardware=a100x2_v100x2"],
+    ("hardware", "static"): ["hardware.hosts=[{{name: a, slots: 2, device: a100_80g}}]"],
     ("hardware", "hostfile"): ["hardware.path={hostfile}", "hardware.device=a100_80g"],
     ("launch", "slurm"): ["hardware=a100x2_v100x2"],
     ("launch", "openmpi"): ["hardware=a100x2_v100x2"],

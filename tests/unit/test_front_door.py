@@ -115,12 +115,19 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["--cfg", "job", "--package", "optm"], 'no such part. Did you mean "optim"?'),
         (["plan", "--config-dir", "~nobody.x"], "--config-dir ~nobody.x: no such directory"),
         (["reproduce", "~nobody.x"], "a path begins with ~ and a name that no user"),
+        (["model=tiny", "model.path=a/b"], "has no effect with the chosen model, which starts from random weights. Set model=hf;"),
+        (["model.path=./nowhere"], "no such file or directory"),
+        (["hardware=local", "hardware.hosts=[{name: a}]"], "Set hardware=static; or leave it out."),
+        (["optim.cycles=3"], "has no effect with this optim.schedule. Set optim.schedule=cosine_restarts;"),
+        (["tokenizer.vocab_size=900"], "has no effect on a training."),
+        (["launch.slurm.partition=a"], "Set launch=slurm;"),
         (["plan", "-p", "all", "-c"], "--package all: the config has no such part"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(llmx, words, message) -> None:
+    hardware = [] if any("hardware" in word for word in words) else ["hardware=cpu2"]
     plan = [] if words[0] in ("trian", "sweep", "reproduce", "plan", "data") else ["plan"]
-    assert message in refused(llmx, *plan, *words, *(["hardware=cpu2"] if plan else []))
+    assert message in refused(llmx, *plan, *words, *(hardware if plan else []))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,253 @@
+"""What is typed takes effect, or is refused.
+
+Some keys are read only beside another choice: ``optim.cycles`` with one schedule,
+``launch.slurm.*`` with one transport. ``RULES`` says which; a word on the command line that is not
+read ends the command with the choice that would read it. A key that names a choice by itself
+(``model.path``) makes it, where none was typed.
+
+    python -m llmx plan model=tiny model.path=Qwen/Qwen3-8B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from llmx.config.build import shown
+from llmx.config.fields import AUTO
+from llmx.config.schema import Experiment
+from llmx.errors import ConfigError
+
+IMPLIED = {
+    "model.path": "model=hf",
+    "data.path": "data=file",
+    "data.sources": "data=mixture",
+    "hardware.hosts": "hardware=static",
+    "hardware.path": "hardware=hostfile",
+}
+"""Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
+_NOTHING = ("", "null", "demo", "[]")
+
+
+def with_implied(overrides: Sequence[str]) -> list[str]:
+    """The words, after the groups that they imply: ``model.path=X`` alone is ``model=hf
+    model.path=X``. An experiment has chosen its groups itself."""
+    typed = dict(word.lstrip("+~").partition("=")[::2] for word in overrides)
+    if typed.get("experiment", "null") != "null":
+        return list(overrides)
+    implied = [
+        option
+        for key, option in IMPLIED.items()
+        if typed.get(key, "") not in _NOTHING and option.partition("=")[0] not in typed
+    ]
+    return [*implied, *overrides]
+
+
+def check_effects(exp: Experiment, overrides: Sequence[str], *, command: str | None = None) -> None:
+    """ConfigError with each override that nothing of this experiment reads.
+
+    ``exp``: as composed, before anything is completed. ``command``: what the config is for, where
+    it is not a training.
+    """
+    problems = list(_without_effect(exp, overrides, command))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Keys (``launch.slurm`` is all below it) that are read only beside another choice."""
+
+    keys: str
+    is_read: Callable[[Experiment], bool]
+    because: str
+    """Of an experiment that does not read them."""
+    fix: str
+
+
+def _stages(*stages: int) -> Callable[[Experiment], bool]:
+    return lambda exp: exp.zero.stage in (*stages, AUTO)
+
+
+def _optimizer(*kinds: str) -> Callable[[Experiment], bool]:
+    return lambda exp: exp.optim.kind in kinds
+
+
+def _schedule(*names: str) -> Callable[[Experiment], bool]:
+    return lambda exp: exp.optim.schedule in names
+
+
+def _form(*forms: str) -> Callable[[Experiment], bool]:
+    return lambda exp: exp.data.form in ("auto", *forms) or bool(exp.data.sources)
+
+
+def _offloads(exp: Experiment) -> set[str]:
+    return {exp.zero.offload_optimizer, exp.zero.offload_param}
+
+
+def _optim_lr_is_read(exp: Experiment) -> bool:
+    """Beside an adapter with a rate of its own, by what is trained whole: named modules, rows of
+    new tokens, a new head."""
+    model, adapter = exp.model, exp.adapter
+    whole = adapter.modules_to_save or model.add_tokens or model.add_special_tokens
+    headless = exp.task.kind in ("sft", "pretrain", "dpo", "distill", "mlm", "embed")
+    return adapter.kind == "none" or adapter.lr is None or bool(whole) or not headless
+
+
+_LOGS_TO = ("wandb", "swanlab")
+RULES = (
+    Rule(
+        "model.path",
+        lambda exp: exp.model.kind == "hf" or exp.model.init == "pretrained"
+        or not exp.model.tokenizer,
+        "with the chosen model, which starts from random weights",
+        "model=hf",
+    ),
+    Rule(
+        "model.revision", lambda exp: bool(exp.model.path), "without model.path", "model.path=..."
+    ),
+    Rule(
+        "adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora adapter.dora "
+        "adapter.lr adapter.quantize adapter.double_quant adapter.modules_to_save",
+        lambda exp: exp.adapter.kind != "none",
+        "with adapter.kind=none",
+        "adapter=lora",
+    ),
+    Rule(
+        "adapter.double_quant",
+        lambda exp: exp.adapter.quantize != "none",
+        "without adapter.quantize",
+        "adapter.quantize=nf4",
+    ),
+    Rule("optim.lr", _optim_lr_is_read, "beside adapter.lr", "adapter.lr=null"),
+    Rule("data.path", lambda exp: not exp.data.sources, "beside data.sources", "data=file"),
+    Rule("data.text_unit", _form("text"), "on rows of another form", "data=text"),
+    Rule("data.data_map", _form("labelled"), "on rows of another form", "data=labelled"),
+    Rule("data.truncate_prompt", _form("labelled"), "on rows of another form", "data=labelled"),
+    Rule(
+        "data.template data.system data.loss_on",
+        lambda exp: exp.data.form != "text",
+        "on plain text",
+        "data=file",
+    ),
+    Rule(
+        "data.eval_samples",
+        lambda exp: not exp.data.eval_path,
+        "beside data.eval_path",
+        "data.eval_path=null",
+    ),
+    Rule("task.epochs", lambda exp: exp.task.steps is None, "beside task.steps", "task.steps=null"),
+    Rule(
+        "task.code_path",
+        lambda exp: any(":" in name for name in (exp.task.kind, *exp.task.eval_metrics)),
+        "without a task or a metric of your own",
+        "task.kind=package.module:Class",
+    ),
+    Rule(
+        "task.eval_every_steps task.eval_generate",
+        lambda exp: exp.task.evaluate,
+        "with task.evaluate=false",
+        "task.evaluate=true",
+    ),
+    Rule(
+        "task.eval_max_new_tokens",
+        lambda exp: exp.task.eval_generate > 0,
+        "without task.eval_generate",
+        "task.eval_generate=32",
+    ),
+    Rule(
+        "task.early_stopping.min_delta task.early_stopping.metric",
+        lambda exp: exp.task.early_stopping.patience is not None,
+        "without task.early_stopping.patience",
+        "task.early_stopping.patience=3",
+    ),
+    Rule("zero.nvme_path", lambda exp: "nvme" in _offloads(exp), "without NVMe offload",
+         "zero=infinity"),
+    Rule("zero.pin_memory", lambda exp: _offloads(exp) != {"none"} or exp.zero.stage == AUTO,
+         "without offload", "zero=stage2_offload"),
+    Rule(
+        "zero.prefetch_bucket_size zero.param_persistence_threshold zero.max_live_parameters "
+        "zero.max_reuse_distance zero.sub_group_size",
+        _stages(3),
+        "below stage 3",
+        "zero=stage3",
+    ),
+    Rule("zero.allgather_bucket_size", _stages(1, 2), "at stages 0 and 3", "zero=stage2"),
+    Rule(
+        "zero.reduce_bucket_size zero.overlap_comm zero.grad_accum_dtype",
+        _stages(1, 2, 3),
+        "at stage 0",
+        "zero=stage1",
+    ),
+    Rule(
+        "hardware.hosts",
+        lambda exp: exp.hardware.kind == "static",
+        "with the chosen hardware",
+        "hardware=static",
+    ),
+    Rule(
+        "hardware.path hardware.ssh_port hardware.user hardware.interface",
+        lambda exp: exp.hardware.kind == "hostfile",
+        "without a hostfile",
+        "hardware=hostfile, or the same key of each entry of hardware.hosts",
+    ),
+    Rule("optim.betas", lambda exp: exp.optim.kind not in ("sgd", "adafactor"),
+         "with this optim.kind", "optim.kind=adamw"),
+    Rule("optim.eps", lambda exp: exp.optim.kind not in ("sgd", "adafactor", "lion"),
+         "with this optim.kind", "optim.kind=adamw"),
+    Rule("optim.muon_lr optim.muon_momentum optim.muon_adjust_lr", _optimizer("muon"),
+         "with this optim.kind", "optim=muon"),
+    Rule("optim.warmup_fraction", lambda exp: exp.optim.warmup_steps is None,
+         "beside optim.warmup_steps", "optim.warmup_steps=null"),
+    Rule("optim.min_lr_ratio optim.decay_end_fraction",
+         lambda exp: exp.optim.schedule != "constant",
+         "with optim.schedule=constant", "optim.schedule=cosine"),
+    Rule("optim.decay_fraction optim.decay_shape", _schedule("wsd"),
+         "with this optim.schedule", "optim.schedule=wsd"),
+    Rule("optim.decay_power", _schedule("polynomial"),
+         "with this optim.schedule", "optim.schedule=polynomial"),
+    Rule("optim.cycles", _schedule("cosine_restarts"),
+         "with this optim.schedule", "optim.schedule=cosine_restarts"),
+    Rule("optim.start_lr_ratio", _schedule("one_cycle"),
+         "with this optim.schedule", "optim.schedule=one_cycle"),
+    Rule("launch.sync_extra launch.sync_exclude", lambda exp: exp.launch.sync == "rsync",
+         "with launch.sync=none", "launch=rsync"),
+    Rule("launch.slurm", lambda exp: exp.launch.transport == "slurm",
+         "with this launch.transport", "launch=slurm"),
+    Rule("launch.openmpi_args", lambda exp: exp.launch.transport == "openmpi",
+         "with this launch.transport", "launch=openmpi"),
+    Rule("launch.restart_backoff_s launch.restart_backoff_max_s",
+         lambda exp: exp.launch.max_restarts > 0,
+         "with launch.max_restarts=0", "launch.max_restarts=3"),
+    Rule("tracking.uri", lambda exp: "mlflow" in exp.tracking.kinds,
+         "without MLflow", "tracking=mlflow"),
+    Rule("tracking.entity", lambda exp: any(kind in exp.tracking.kinds for kind in _LOGS_TO),
+         "without W&B or SwanLab", "tracking=wandb"),
+    Rule("tracking.project tracking.group tracking.tags tracking.mode tracking.finish_timeout_s",
+         lambda exp: bool(exp.tracking.kinds), "without a tracker", "tracking=wandb"),
+)  # fmt: skip
+_BY_COMMAND = (
+    Rule("tokenizer", lambda exp: False, "on a training", "the command: python -m llmx tokenizer"),
+    Rule(
+        "sweep.halving sweep.halving_factor sweep.prune sweep.fail_fast sweep.slots_per_trial "
+        "sweep.max_jobs sweep.max_trials sweep.max_minutes sweep.resume sweep.retry",
+        lambda exp: False,
+        "on a single run",
+        "-m and values to compare",
+    ),
+)
+
+
+def _without_effect(
+    exp: Experiment, overrides: Sequence[str], command: str | None
+) -> Iterator[str]:
+    rules = RULES if command else (*RULES, *_BY_COMMAND)
+    for word in overrides:
+        key = word.lstrip("+~").partition("=")[0]
+        for rule in rules:
+            if not any(key == name or key.startswith(f"{name}.") for name in rule.keys.split()):
+                continue
+            if not rule.is_read(exp):
+                fix = f"Set {rule.fix}; or leave it out."
+                yield f"{shown(word)}: has no effect {rule.because}. {fix}"
+                break

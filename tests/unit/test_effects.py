@@ -1,0 +1,80 @@
+"""What is typed takes effect, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmx.compose.effects import RULES, check_effects, with_implied
+from llmx.config import experiment_from_dict, known_keys
+from llmx.errors import ConfigError
+from tests.composing import composed, values
+
+
+@pytest.mark.parametrize(
+    ("typed", "implied"),
+    [
+        (["model.path=a/b"], ["model=hf"]),
+        (["data.path=a.jsonl", "model.path=a/b"], ["model=hf", "data=file"]),
+        (["hardware.hosts=[{name: a}]"], ["hardware=static"]),
+        (["model=llama3_8b", "model.path=a/b"], []),
+        (["experiment=demo", "model.path=a/b"], []),
+        (["experiment=null", "model.path=a/b"], ["model=hf"]),
+        (["data.path=demo"], []),
+        (["model.path=null"], []),
+    ],
+)
+def test_a_key_chooses_the_option_that_reads_it(typed, implied) -> None:
+    assert with_implied(typed) == [*implied, *typed]
+
+
+def test_a_model_path_alone_is_the_model() -> None:
+    model = composed(["model.path=Qwen/Qwen3-8B", "hardware=a100x8"]).experiment.model
+    assert (model.kind, model.init, model.path) == ("hf", "pretrained", "Qwen/Qwen3-8B")
+
+
+def test_hosts_alone_are_the_hardware() -> None:
+    plan = composed(["hardware.hosts=[{name: g1, slots: 2, device: a100_80g}]"]).plan
+    assert [(host.name, host.slots) for host in plan.hosts] == [("g1", 2)]
+
+
+def test_every_rule_names_keys_that_exist() -> None:
+    known = known_keys()
+    assert [key for rule in RULES for key in rule.keys.split() if key not in known] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.keys.split()[0])
+def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
+    """The fix that a message gives makes the key one that is read."""
+    fix = rule.fix.split(", or ")[0].split("; ")[0]
+    words = {
+        "model=hf": ["model=hf", "model.path=a/b"],
+        "model.path=...": ["model=hf", "model.path=a/b"],
+        "adapter=lora": ["adapter=lora"],
+        "adapter.quantize=nf4": ["adapter=qlora"],
+        "data=file": ["data=file", "data.path=a.jsonl"],
+        "data=text": ["data=text", "data.path=a.txt"],
+        "data=labelled": ["data=labelled", "data.path=a.csv"],
+        "launch=rsync": ["launch=rsync"],
+    }.get(fix, [fix])
+    if "hardware" in fix or "..." in " ".join(words):
+        return  # needs hosts, or a file
+    exp = experiment_from_dict(values(["task=sft", *words]))
+    assert rule.is_read(exp), words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.eval_samples=5", "data.eval_path=a.jsonl"],
+        ["task.steps=5", "task.epochs=2"],
+        ["adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"],
+        ["zero=stage2", "zero.prefetch_bucket_size=100"],
+        ["optim=sgd", "optim.betas=[0.9, 0.9]"],
+        ["tracking=none", "tracking.project=mine"],
+        ["sweep.slots_per_trial=1"],
+    ],
+)
+def test_a_word_that_nothing_reads_is_refused(words) -> None:
+    exp = experiment_from_dict(values(["hardware=cpu2", *words]))
+    with pytest.raises(ConfigError, match="has no effect"):
+        check_effects(exp, words)
