@@ -13,6 +13,7 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from llmx.config import ModelConfig
+from llmx.redact import redact
 
 PROBE_TIMEOUT_S = 10.0
 
@@ -38,7 +39,7 @@ def stay_offline_if_unreachable(
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     if why := why_no_answer(endpoint, timeout_s=timeout_s):
         environment["HF_HUB_OFFLINE"] = "1"
-        return f"{endpoint} cannot be reached ({why}): only the cache of the Hub is used"
+        return f"{redact(endpoint)} cannot be reached ({why}): only the cache of the Hub is used"
     return ""
 
 

@@ -23,6 +23,7 @@ from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.threads import threads_per_rank
 from llmx.plan.types import Plan
+from llmx.redact import redact
 from llmx.run.rundir import RunDir, load_yaml, read_json
 from llmx.train.signals import ShutdownRequest, handle_signals
 from llmx.train.status import RankStatus
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         train(run_dir, status, stop)
     except BaseException as error:
         status.fail(error)
-        traceback.print_exc()
+        sys.stderr.write(redact(traceback.format_exc()))
         sys.stderr.flush()
         # Not sys.exit: clean-up would wait for peers that are dead, or for collectives.
         os._exit(1)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from llmx.config.schema import HardwareConfig, LaunchConfig
+from llmx.redact import is_secret
 from llmx.text import CONTROL, SURROGATES
 
 RESERVED = frozenset(
@@ -26,7 +27,7 @@ _INSTEAD = {
     "CUDA_VISIBLE_DEVICES": ", and export it before llmx is started (a run on this machine), or "
     "set the slots of the host",
 }
-_SECRET_NAME = re.compile(
+_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|(^|_)(API_?)?KEYS?($|_)|APIKEY|(^|_)AUTH($|_)|^WANDB_"
 )
 _SECRET_VALUE = re.compile(
@@ -104,10 +105,3 @@ def is_variable_name(name: str) -> bool:
 def is_one_line(value: str) -> bool:
     """Whether ``value`` is text without control characters."""
     return _ONE_LINE.fullmatch(value) is not None
-
-
-def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable looks like a credential, by its name or by its value."""
-    if name in _NOT_SECRET:
-        return False
-    return bool(_SECRET_NAME.search(name.upper()) or _SECRET_VALUE.search(value))

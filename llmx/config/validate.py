@@ -13,7 +13,7 @@ from llmx.config.adapter_rules import adapter_problems, quantize_problems
 from llmx.config.build import experiment_from_dict, shown, to_dict
 from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
-from llmx.config.launch_rules import is_secret, launch_problems
+from llmx.config.launch_rules import launch_problems
 from llmx.config.model_rules import model_config_problems
 from llmx.config.schema import (
     SCHEMA_VERSION,
@@ -25,11 +25,11 @@ from llmx.config.schema import (
     OptimConfig,
     SweepConfig,
     TaskConfig,
-    TrackingConfig,
     ZeroConfig,
 )
 from llmx.config.token_rules import added_token_problems
 from llmx.errors import ConfigError, did_you_mean
+from llmx.redact import is_secret
 
 MAX_RANKS = 16384
 
@@ -59,7 +59,7 @@ def validate(
         *_batch_and_optim(exp),
         *_zero(exp.zero, exp.model, exp.hardware),
         *launch_problems(exp.launch, exp.hardware),
-        *_tracking(exp.tracking),
+        *_secrets(to_dict(exp)),
         *_sweep(exp.sweep),
     ]
     if problems:
@@ -335,9 +335,24 @@ def _checkpointing(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfi
         )
 
 
-def _tracking(tracking: TrackingConfig) -> Iterator[str]:
-    if tracking.uri and is_secret("", tracking.uri):
-        yield (
-            "tracking.uri holds a password, and config.yaml keeps what it says. Leave user and "
-            "password out of it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
-        )
+def _secrets(value: object, key: str = "") -> Iterator[str]:
+    """Credentials in the config, which is stored and shown in many places."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _secrets(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _secrets(item, f"{key}[{index}]")
+    elif isinstance(value, str) and not key.startswith(("launch.env.", "hardware.env.")):
+        # Names count where they are the user's own.
+        name = key.rpartition(".")[2] if key.startswith("task.options.") else ""
+        if is_secret(name, value):
+            variables = (
+                ", and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                if key == "tracking.uri"
+                else ", and read it from an environment variable or a file"
+            )
+            yield (
+                f"{key}: looks like a password or a token, and config.yaml, reports and trackers "
+                f"show the config. Leave it out{variables}."
+            )

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from llmx.config.launch_rules import is_secret
+from llmx.redact import is_secret
 from llmx.run.metrics.declared import declared_of, measured, metric_of
 from llmx.run.metrics.lines import Record, read_metrics, step_of
 from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_text
@@ -222,7 +222,7 @@ def _training(
         group, _, name = key.rpartition(".")
         values = options if group == "task.options" else _of(config, group) if group else config
         value, idle = values.get(name), group == "adapter" and values.get("kind") == "none"
-        if value not in (None, "", [], {}, "none") and not idle and not _secret(key, value):
+        if value not in (None, "", [], {}, "none") and not idle and not is_secret(key, str(value)):
             yield key, f"`{public(str(value))}`"
     if batch.get("global_batch"):
         yield "samples a step", str(batch["global_batch"])
@@ -296,14 +296,9 @@ def _overrides(run: RunDir) -> list[str]:
     found = []
     for word in words if isinstance(words, list) else []:
         key, _, value = str(word).lstrip("+~").partition("=")
-        if key.split(".")[0].split("@")[0] not in PRIVATE and not _secret(key, value):
+        if key.split(".")[0].split("@")[0] not in PRIVATE and not is_secret(key, str(value)):
             found.append(str(word))
     return found
-
-
-def _secret(key: str, value: object) -> bool:
-    """``is_secret`` for keys of a config, where tokens and tokenizers are of a text."""
-    return is_secret(re.sub(r"TOKENS|TOKENI[SZ]\w*", "", key.upper()), str(value))
 
 
 def _pipeline(directory: Path) -> tuple[str | None, str]:

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 from llmx.config import Experiment, TrackingConfig, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
+from llmx.redact import redacted
 from llmx.run.metrics.lines import MetricsTail, Record
 from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
 from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
@@ -106,6 +107,7 @@ class TrackerStatuses:
         self._statuses: dict[str, dict[str, str]] = {}
 
     def __call__(self, status: Status) -> None:
+        status = Status(status.tracker, **redacted(status.to_dict()))
         line = f"{status.tracker}: {status.state}: {status.message}"
         if status.fix:
             line += f". {'Upload later with' if status.sync else 'Then'}: {status.fix}"
@@ -185,9 +187,9 @@ def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str,
         mode=tracking.mode,
         uri=tracking.uri,
         finish_timeout_s=tracking.finish_timeout_s,
-        config={**config, "plan": read_mapping(run.plan)},
+        config=redacted({**config, "plan": read_mapping(run.plan)}),
         ds_config=read_mapping(run.ds_config),
-        provenance=read_mapping(run.provenance),
+        provenance=redacted(read_mapping(run.provenance)),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.errors import ConfigError, DataError, disk_is_full
+from llmx.redact import redact
 from llmx.run.rundir import RunDir, write_json
 
 HEARTBEAT_S = 5.0
@@ -102,8 +103,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     """The ``error`` entry of a status file."""
     return {
         "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "message": redact(str(error)),
+        "traceback": redact("".join(traceback.format_exception(error))),
         "category": category(error),
         # Where the error is one of a certain step, as of divergence.
         "step": getattr(error, "step", None),

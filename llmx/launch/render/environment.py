@@ -19,13 +19,13 @@ from llmx.config.launch_rules import (
     RESERVED,
     env_problems,
     is_one_line,
-    is_secret,
     is_variable_name,
 )
 from llmx.config.user_code import user_code
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.threads import threads_per_rank
+from llmx.redact import is_secret
 
 COPIED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "OMP_", "MKL_",

@@ -6,6 +6,7 @@ a shell.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -13,12 +14,13 @@ import sys
 
 from llmx.config.schema import Experiment, LaunchConfig
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.render.environment import launcher_env, rank_env
+from llmx.launch.render.environment import COPIED_NAMES, launcher_env, rank_env
 from llmx.launch.render.hostfile import render_hostfile
 from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec, make_spec
 from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
+from llmx.redact import is_secret
 from llmx.run.rundir import RunDir, write_text
 from llmx.run.snapshot import write_identity
 
@@ -33,6 +35,13 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
     The rules that need no plan are in ``llmx.config.launch_rules``.
     """
     problems = [] if exp.dry_run else path_problems(exp, plan)
+    problems += [
+        f"the environment variable {name} holds a password or a token, which every user of a host "
+        "could read in the ranks' environment. Unset it, or set it to an address without "
+        "credentials; download a private model or data set first and give its path."
+        for name in sorted(COPIED_NAMES)
+        if is_secret("", os.environ.get(name, ""))
+    ]
     if plan.transport == "local":
         problems += [
             f'launch.transport=local: "{host.name}" is another machine. Use launch.transport=pdsh.'
@@ -86,7 +95,7 @@ def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSp
 def write_rendered(spec: LaunchSpec) -> None:
     """Write the files of a spec into its run directory."""
     for name, text in rendered_files(spec).items():
-        mode = 0o600 if name == "ds_env" else 0o644
+        mode = 0o600 if name in ("ds_env", "command.txt") else 0o644
         write_text(spec.run_dir.root / name, text, mode=mode)
 
 

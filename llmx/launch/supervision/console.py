@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
+from llmx.redact import redact
 from llmx.run.metrics import Metric, declared_in, measured, metric_of
 from llmx.run.metrics.declared import OF_EARLIER_VERSIONS, is_declaration
 from llmx.text import clock, printable
@@ -75,7 +76,7 @@ class Console:
             self._in_warning = bool(_WARNING.search(line))
             if not self._in_warning and not _NOISE.search(line):
                 # Data and libraries may have put anything into a log.
-                self._print(f"  {printable(_COLOUR.sub('', line))}")
+                self._print(f"  {printable(redact(_COLOUR.sub('', line)))}")
 
     def record(self, record: dict[str, Any]) -> None:
         """One record of ``metrics.jsonl``."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from llmx.launch.supervision.console import Console
+from llmx.redact import redact
 
 
 class RunLog:
@@ -22,12 +23,12 @@ class RunLog:
             contextlib.suppress(OSError),  # a full disk
             self.path.open("a", encoding="utf-8") as stream,
         ):
-            stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            stream.write(f"{time.strftime('%H:%M:%S')} {redact(text)}\n")
 
     def info(self, text: str) -> None:
-        self.console.print(text)
+        self.console.print(redact(text))
         self.debug(text)
 
     def warning(self, text: str) -> None:
-        self.warnings.append(text)
+        self.warnings.append(redact(text))
         self.info(f"warning: {text}")

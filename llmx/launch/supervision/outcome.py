@@ -20,6 +20,7 @@ from llmx.observe.diagnose import (
     signal_of_silent_death,
 )
 from llmx.plan.types import Plan
+from llmx.redact import redact
 
 FULL_BYTES = 1 << 16
 """With less free space than this a rank cannot write its status and a traceback."""
@@ -96,6 +97,10 @@ class Outcome:
     step: int | None = None
     """The step at which training diverged, where the rank reported it."""
     lost_hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field_name in ("cause", "fix", "traceback"):
+            object.__setattr__(self, field_name, redact(getattr(self, field_name)))
 
 
 @dataclass(frozen=True)

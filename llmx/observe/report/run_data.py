@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import ConfigError
+from llmx.redact import redact, redacted
 from llmx.run.metrics import Metric, declared_of, measured
 from llmx.run.metrics.lines import MetricsTail, Record, step_of
 from llmx.run.metrics.summary import Summary
@@ -138,9 +139,9 @@ def load_run(root: Path) -> RunData:
         result=result,
         tracking=_read(run.root / "tracking.json", read_json, warnings),
         data=_data(run, warnings),
-        attempts=read_records(run.attempts),
+        attempts=redacted(read_records(run.attempts)),
         changes=_changes(run),
-        typed=read_overrides(run),
+        typed=[redact(word) for word in read_overrides(run)],
         summary=summary.values(result),
         warnings=warnings,
         now=time.time(),
@@ -159,7 +160,7 @@ def _read(path: Path, read: Callable[[Path], Any], warnings: list[str]) -> dict[
     if not isinstance(value, dict):
         warnings.append(f"{path.name} is not a JSON object or a YAML mapping, so it is left out.")
         return {}
-    return value
+    return dict(redacted(value))
 
 
 def _data(run: RunDir, warnings: list[str]) -> dict[str, list[tuple[str, str]]]:

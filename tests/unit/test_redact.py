@@ -1,0 +1,154 @@
+"""What looks like a credential, and that no writer shows one.
+
+``pytest tests/unit/test_redact.py``
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmx.config.validate import validate
+from llmx.errors import ConfigError
+from llmx.launch.render.environment import rank_env
+from llmx.launch.render.files import check_launch, write_rendered
+from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.outcome import Outcome
+from llmx.observe.report.run_data import load_run
+from llmx.plan import make_plan
+from llmx.redact import is_secret, redact, redacted
+from llmx.run.rundir import RunDir
+from llmx.tracking.base import Status
+from llmx.tracking.process import TrackerStatuses, run_meta
+from llmx.train.status import describe
+from tests.unit.test_launch_render import experiment, spec_of
+
+TEXTS = {
+    "https://s3cr3tw0rd@host/x": "https://***@host/x",
+    "https://:s3cr3tw0rd@host": "https://***@host",
+    "https://ada:s3cr3tw0rd@host": "https://***@host",
+    "redis://:s3cr3tw0rd@cache:6379/0": "redis://***@cache:6379/0",
+    "postgresql+psycopg2://ada:s3cr3tw0rd@db/x": "postgresql+psycopg2://***@db/x",
+    "http://host/x?token=s3cr3tw0rd&a=1": "http://host/x?token=***&a=1",
+    "http://host/x?a=1&api_key=s3cr3tw0rd": "http://host/x?a=1&api_key=***",
+    "TORCH_DB_PASS=s3cr3tw0rd": "TORCH_DB_PASS=***",
+    "export DB_PASS='s3cr3tw0rd'": "export DB_PASS='***'",
+    '{"PGPASSWORD": "s3cr3tw0rd"}': '{"PGPASSWORD": "***"}',
+    "password=s3cr3tw0rd": "password=***",
+    "glpat-s3cr3tw0rds3cr3tw0rd": "***",
+    "xoxb-1234-s3cr3tw0rd": "***",
+    "AIza" + "s3cr3tw0rd" * 4: "***",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.s3cr3tw0rd": "***",
+    "hf_s3cr3tw0rds3cr3tw0rd": "***",
+    "-----BEGIN RSA PRIVATE KEY-----\ns3cr3tw0rd\n-----END RSA PRIVATE KEY-----": "***",
+}
+HARMLESS = [
+    "https://huggingface.co/a/b", "ssh://git@github.com/a", "sqlite:////a@b/mlflow.db",
+    "WANDB_MODE=offline is set in the environment", "LLMX_RUN_TOKEN=00c0ffee",
+    "data.columns={key: id}", "eos_token=</s> tokens_per_s=12", "task.eval_max_new_tokens=5",
+    "model.tokenizer=/a/b", "12:30:01 step 1/2", "TOKENIZERS_PARALLELISM=false",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_credential_is_hidden_and_nothing_else(text: str) -> None:
+    assert redact(f"see {text} now") == f"see {TEXTS[text]} now"
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_other_text_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY_X", "MONKEY", "KEYBOARD", "PWD", "OLDPWD",
+     "CUDA_COMPASS", "eos_token", "LLMX_RUN_TOKEN"],
+)  # fmt: skip
+def test_harmless_names_are_not_secrets(name: str) -> None:
+    assert not is_secret(name, "1")
+
+
+def test_nested_values() -> None:
+    values = {"env": {"DB_PASS": "x", "NCCL_DEBUG": "INFO"}, "list": ["redis://:pw@h", 1, None]}
+    assert redacted(values) == {
+        "env": {"DB_PASS": "***", "NCCL_DEBUG": "INFO"}, "list": ["redis://***@h", 1, None],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value"),
+    [
+        ("tracking", "uri", "https://s3cr3tw0rd@mlflow.lan"),
+        ("tracking", "uri", "https://mlflow.lan?token=s3cr3tw0rd"),
+        ("data", "path", "https://ada:s3cr3tw0rd@host/rows.jsonl"),
+        ("task", "options", {"api_key": "s3cr3tw0rd"}),
+        ("launch", "env", {"DB_PASS": "s3cr3tw0rd"}),
+        ("launch", "env", {"https_proxy": "http://ada:s3cr3tw0rd@proxy"}),
+    ],
+)
+def test_a_config_with_a_credential_is_refused(group: str, key: str, value: object) -> None:
+    exp = experiment("pdsh", (1, 1))
+    setattr(getattr(exp, group), key, value)
+    with pytest.raises(ConfigError) as caught:
+        validate(exp)
+    assert f"{group}.{key}" in str(caught.value)
+    assert "Leave it out" in str(caught.value)
+    assert "s3cr3tw0rd" not in str(caught.value)
+
+
+def test_an_endpoint_with_a_token_is_refused_and_not_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exp = experiment("local", (1,))
+    monkeypatch.setenv("HF_ENDPOINT", "https://s3cr3tw0rd@mirror.lan")
+    with pytest.raises(ConfigError, match="HF_ENDPOINT holds a password or a token") as caught:
+        check_launch(exp, make_plan(exp))
+    assert "s3cr3tw0rd" not in str(caught.value)
+
+
+def test_ranks_and_launch_files_have_no_credential(tmp_path: Path) -> None:
+    spec = spec_of(
+        experiment("local", (1,)),
+        run_dir=RunDir(tmp_path),
+        environ={"TORCH_DB_PASS": "s3cr3tw0rd", "NCCL_X": "redis://:s3cr3tw0rd@h", "DS_A": "1"},
+    )
+    assert "DS_A" in rank_env(spec)
+    write_rendered(spec)
+    for path in tmp_path.iterdir():
+        assert "s3cr3tw0rd" not in path.read_text()
+    for name in ("ds_env", "command.txt"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_what_is_written_and_shown_of_a_run_has_no_credential(tmp_path: Path) -> None:
+    """The run is of a version that let one into its files."""
+    secret = "https://ada:s3cr3tw0rd@host/x?token=s3cr3tw0rd"
+    run, screen = RunDir(tmp_path), io.StringIO()
+    run.logs.mkdir()
+    log = RunLog(run.logs / "supervisor.log", Console(screen))
+    log.warning(f"cannot reach {secret}")
+    log.console.rank_line(f"ValueError: DB_PASS=s3cr3tw0rd {secret}")
+    outcome = Outcome("crash", secret, secret, traceback=secret)
+    statuses = TrackerStatuses(run)
+    statuses(Status("mlflow", "offline", f"{secret} cannot be reached", fix=secret))
+    config = {"name": "x", "launch": {"env": {"DB_PASS": "s3cr3tw0rd"}}, "data": {"path": secret}}
+    run.config.write_text(yaml.safe_dump(config))
+    run.result.write_text(json.dumps({"cause": secret}))
+    run.provenance.write_text(json.dumps({"overrides": [f"data.path={secret}"]}))
+    exp = experiment("local", (1,))
+    shown = [
+        screen.getvalue(), log.warnings, outcome, describe(ValueError(secret)),
+        run_meta(run, "", exp.tracking, config), load_run(tmp_path),
+        *(path.read_text() for path in (*run.logs.iterdir(), tmp_path / "tracking.json")),
+    ]  # fmt: skip
+    for text in shown:
+        assert "s3cr3tw0rd" not in str(text)
+    assert "https://***@host" in screen.getvalue()
