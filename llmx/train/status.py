@@ -7,6 +7,7 @@ Imported before torch, so it uses the standard library only. Shown by
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.errors import ConfigError, DataError, disk_is_full
 from llmx.redact import redact
-from llmx.run.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, replacing
 
 HEARTBEAT_S = 5.0
 
@@ -41,6 +42,7 @@ class RankStatus:
             "error": None,
         }
         self._thread: threading.Thread | None = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._write()
 
     @property
@@ -96,7 +98,9 @@ class RankStatus:
 
     def _write(self) -> None:
         self._values["time"] = time.time()
-        write_json(self._path, self._values)
+        # Not write_json, which would make a run directory again that was moved away.
+        with replacing(self._path) as stream:
+            stream.write(json.dumps(self._values, indent=2).encode())
 
 
 def describe(error: BaseException) -> dict[str, Any]:

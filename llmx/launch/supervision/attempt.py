@@ -30,6 +30,7 @@ from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.monitor import RankMonitor
 from llmx.launch.supervision.outcome import AttemptRecord, Outcome, classify
+from llmx.launch.supervision.place import RunPlace
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync.checkpoints import CheckpointSync
 from llmx.launch.transports import transport_of
@@ -168,18 +169,25 @@ class Attempt:
         """Until the attempt is over, or its end is requested."""
         assert self.monitor is not None
         assert self.runner is not None
+        with contextlib.closing(RunPlace(self.spec.run_dir, self.log, self.shutdown)) as place:
+            self._poll_until_over(self.monitor, self.runner, place)
+
+    def _poll_until_over(
+        self, monitor: RankMonitor, runner: subprocess.Popen[bytes], place: RunPlace
+    ) -> None:
         while True:
-            self.monitor.poll()
+            place.check()
+            monitor.poll()
             self.journal.heartbeat()
             if self.shutdown.count:
-                self.monitor.evidence.interrupted_at = self.shutdown.time
-                self.monitor.evidence.interrupted_by = self.shutdown.source
+                monitor.evidence.interrupted_at = self.shutdown.time
+                monitor.evidence.interrupted_by = self.shutdown.source
                 self.log.info(
                     f"{self.shutdown.source}: ranks save a checkpoint and exit within "
                     f"{self.spec.exp.launch.stop_grace_s:.0f} s; a second signal ends them at once"
                 )
                 return
-            if self.monitor.is_over(self.runner.poll()):
+            if monitor.is_over(runner.poll()):
                 return
 
     def _finish(self) -> Outcome:

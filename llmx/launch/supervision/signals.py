@@ -57,12 +57,16 @@ class ShutdownRequest:
             for number, handler in saved.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number)
+    def request(self, source: str) -> None:
+        """Ask for the shutdown."""
         self.count += 1
-        self.source = self.source or _NAMES.get(name, name.name)
+        self.source = self.source or source
         self.time = self.time or time.time()
         self.event.set()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number)
+        self.request(_NAMES.get(name, name.name))
         if self.raises:
             self.raises = False
             raise Interrupted
