@@ -88,32 +88,36 @@ CONFIG_COMMANDS = {
 
 _OVERRIDES = "[group=option] [key=value] ..."
 _TRUE = ("true", "false")
-_DRY_RUN = Word("dry_run=", "say what would happen, start nothing", "true", _TRUE)
+_DRY_RUN = Word("dry_run=", "show what would happen, start nothing", "true", _TRUE)
 _CONFIG_DIR = Word("--config-dir", "a directory with your own groups", "DIR", takes="directory")
-_TRUST = Word("--trust", "run the code that somebody else's run directory names")
-_TRUST_WORD = Word("trust=", "run the code that somebody else's run directory names", "true", _TRUE)
-_WIDTH = Word("--width", "columns of the tables", "N")
-_SSH_CONFIG = Word("--ssh-config", "for user@host:RUN, as ssh -F", "FILE", takes="path")
-_EVERY = Word("--every", "seconds between two looks", "S")
+_TRUST = Word("--trust", "run code that is named in somebody else's run directory")
+_TRUST_WORD = Word(
+    "trust=", "run code that is named in somebody else's run directory", "true", _TRUE
+)
+_WIDTH = Word("--width", "width of the tables, in columns", "N")
+_SSH_CONFIG = Word(
+    "--ssh-config", "ssh config for user@host:RUN, as in ssh -F", "FILE", takes="path"
+)
+_EVERY = Word("--every", "seconds between updates", "S")
 _TEMPLATES = (
     "chatml", "qwen", "llama3", "llama2", "alpaca", "vicuna", "human_assistant", "plain",
 )  # fmt: skip
 _SAMPLING = (
-    Word("temperature=", "divides the logits; 0 is greedy", "T"),
-    Word("top_p=", "draw from the most probable tokens that sum to P", "P"),
-    Word("top_k=", "draw from the K most probable tokens", "K"),
+    Word("temperature=", "sampling temperature; 0 is greedy", "T"),
+    Word("top_p=", "sample from the most probable tokens up to total probability P", "P"),
+    Word("top_k=", "sample from the K most probable tokens", "K"),
     Word("seed=", "the same seed gives the same completion", "N"),
 )
-HELP = Word("--help", "what the command does, and its flags")
+HELP = Word("--help", "show what the command does and its options")
 
 HYDRA_WORDS = (
     HELP,
-    Word("--multirun", "comma lists become a sweep"),
-    Word("-m", "comma lists become a sweep"),
+    Word("--multirun", "run a sweep over comma lists"),
+    Word("-m", "run a sweep over comma lists"),
     Word("--cfg", "print the composed config", "job", ("job", "hydra", "all")),
     Word(
         "--info",
-        "how the config was composed",
+        "show how the config was composed",
         "all",
         ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
     ),
@@ -124,17 +128,17 @@ HYDRA_WORDS = (
 
 COMMANDS = {
     "train": Command(
-        "compose, check, snapshot, launch, train, report (the default)",
+        "train a model (the default command)",
         _OVERRIDES,
-        "Trains. The config is composed and checked before a GPU is touched; a snapshot of it and\n"
-        "the exact command are written into a new run directory under outputs/ (run_dir=DIR: into\n"
-        "DIR); then the ranks are started, watched, and restarted where that helps. Without\n"
-        "experiment, model or data, the bundled demo runs.",
+        "Composes the config and checks it before a GPU is touched. Writes a snapshot and the\n"
+        "exact command into a new run directory under outputs/ (run_dir=DIR: into DIR). Then\n"
+        "starts the ranks, watches them, and restarts them after a failure. Without experiment,\n"
+        "model or data, it trains the bundled demo.",
         overrides=True,
         examples=("python -m llmx", "python -m llmx experiment=demo task.steps=20"),
     ),
     "plan": Command(
-        "the same up to the launch: the run directory, the plan, the exact command",
+        "show what a training would do, without starting it",
         _OVERRIDES,
         "Composes and checks the config, writes the run directory, and prints the plan: hosts and\n"
         "ranks, micro batches, steps, memory a rank, predicted time and cost, precision and why,\n"
@@ -147,19 +151,19 @@ COMMANDS = {
         ),
     ),
     "sweep": Command(
-        "run a committed grid: sweep NAME [overrides] (see sweeps/); sweep resume DIR",
+        "run a grid of trainings: sweep NAME|FILE.yaml [overrides]; sweep resume DIR",
         f"NAME|FILE.yaml|resume DIR {_OVERRIDES}",
-        "Runs every combination of a grid, one trial after another, and ends with a table of them\n"
-        "(also in sweep.csv and sweep.md). A file has a grid and, if you like, overrides:\n\n"
+        "Runs every combination of a grid as a trial, then prints a table of the results (also in\n"
+        "sweep.csv and sweep.md). A file contains a grid and optional overrides:\n\n"
         "  grid:\n"
         "    zero: [stage1, stage2]\n"
         "    batch.micro_batch: [8, 16]\n"
         "  overrides: [experiment=demo, task.steps=20]\n\n"
-        "A trial that fails does not stop the others; one that cannot fit, or is the same as\n"
-        "another, is left out. Without a file:\n"
+        "A trial that fails does not stop the others. A trial that cannot fit in memory, or that\n"
+        "equals another, is skipped. Without a file:\n"
         "  python -m llmx -m zero=stage1,stage2 batch.micro_batch=8,16\n\n"
-        "sweep resume DIR runs what is missing or has failed of the sweep in DIR; so does the\n"
-        "same command, typed again in the same directory. The best trial trains in full with\n"
+        "sweep resume DIR runs the missing and failed trials of the sweep in DIR; so does the\n"
+        "same command, typed again in the same directory. To train the best trial in full:\n"
         "  python -m llmx experiment=DIR/best\n\n"
         "Keys: python -m llmx help sweep; docs/sweeps.md.",
         arguments=("sweep",),
@@ -175,21 +179,22 @@ COMMANDS = {
         f"[objective=tokens_per_s] {_OVERRIDES}",
         "Searches ZeRO stage, micro batch, activation checkpointing, offload and bucket size for\n"
         "the configuration that trains fastest on this hardware. Every candidate is planned\n"
-        "first; what cannot fit is never started. The promising ones then run as short trials,\n"
-        "from the best one so far along one axis at a time, until no neighbour is left that\n"
-        "could be faster. batch.global_batch stays what it is. Ends with the table, what was\n"
-        "chosen, and an experiment that trains with it:\n"
+        "first; a candidate that cannot fit is never started. The promising ones run as short\n"
+        "trials, one axis at a time, until no neighbour of the best one can be faster.\n"
+        "batch.global_batch is not changed. Prints a table and writes an experiment that trains\n"
+        "with the best configuration:\n"
         "  python -m llmx experiment=SWEEP_DIR/best\n\n"
-        "A key that is set stays as it is, one with several values is an axis of its own; so\n"
-        "zero=stage1,stage2 batch.micro_batch=8 searches those two stages with a micro batch of\n"
-        "8. The same command again continues a search that was ended. More: docs/tuning.md.\n\n"
-        "For a loss (objective=eval/loss) the values are yours: all train sweep.halving=N steps,\n"
-        "the better half goes on from its checkpoints, and so on; the last one trains in full.",
+        "A key that you set is fixed; a key with several values is searched over those values. So\n"
+        "zero=stage1,stage2 batch.micro_batch=8 searches two stages with a micro batch of 8. Type\n"
+        "the same command again to continue a search. More: docs/tuning.md.\n\n"
+        "To minimise a loss (objective=eval/loss), give the values yourself: all trials train for\n"
+        "sweep.halving=N steps, the better half continues from its checkpoints, and so on. The\n"
+        "last one trains in full.",
         words=(
-            Word("objective=", "what is searched for", "NAME", ("tokens_per_s", "eval/loss")),
+            Word("objective=", "what to optimise", "NAME", ("tokens_per_s", "eval/loss")),
             Word("max_trials=", "the same as sweep.max_trials=", "N"),
             Word("max_minutes=", "the same as sweep.max_minutes=", "N"),
-            Word("--dry-run", "plan and show the candidates, start nothing"),
+            Word("--dry-run", "show the planned candidates, start nothing"),
         ),
         overrides=True,
         examples=(
@@ -201,7 +206,7 @@ COMMANDS = {
     "resume": Command(
         "resume a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
         words=(
-            Word("step=", "from that checkpoint", "N", takes="step"),
+            Word("step=", "resume from the checkpoint of step N", "N", takes="step"),
             _TRUST_WORD,
             _DRY_RUN,
             _CONFIG_DIR,
@@ -210,73 +215,78 @@ COMMANDS = {
         overrides=True,
     ),
     "reproduce": Command(
-        "start a new run from the snapshot of an old one: reproduce RUN_DIR",
+        "repeat a run from its snapshot: reproduce RUN_DIR",
         words=(
-            Word("to_step=", "train the first K steps only", "K"),
-            Word("strict=", "refuse where anything differs", "true", _TRUE),
+            Word("to_step=", "train only the first K steps", "K"),
+            Word("strict=", "refuse if anything differs", "true", _TRUE),
             Word("checkout=", "run the recorded commit", "true", _TRUE),
             _TRUST_WORD,
             _DRY_RUN,
-            Word("run_dir=", "where the new run goes", "DIR", takes="directory"),
+            Word("run_dir=", "directory of the new run", "DIR", takes="directory"),
             _CONFIG_DIR,
         ),
         arguments=("run",),
         overrides=True,
     ),
     "status": Command(
-        "what runs do, one of them, or a sweep: status [RUN_DIR | SWEEP_DIR | user@host:RUN]",
+        "show the state of runs and sweeps: status [RUN_DIR | SWEEP_DIR | user@host:RUN]",
         words=(
-            Word("--all", "all runs, not only the first"),
-            Word("--json", "the facts as JSON, for scripts"),
+            Word("--all", "list all runs, not only the newest"),
+            Word("--json", "print JSON, for scripts"),
             _SSH_CONFIG,
         ),
         arguments=("shown",),
     ),
     "watch": Command(
-        "the same, live: watch RUN_DIR|SWEEP_DIR",
+        "show the state live: watch RUN_DIR|SWEEP_DIR",
         words=(_EVERY, _SSH_CONFIG),
         arguments=("shown",),
     ),
     "compare": Command(
-        "what differs between two runs, and both loss curves: compare RUN_A RUN_B",
+        "compare the configs and loss curves of two runs: compare RUN_A RUN_B",
         "RUN_A RUN_B [--out FILE.png] [--width N]",
-        words=(Word("--out", "the picture", "FILE.png", takes="path"), _WIDTH),
+        words=(Word("--out", "file of the picture", "FILE.png", takes="path"), _WIDTH),
         arguments=("run", "run"),
     ),
     "export": Command(
-        "a checkpoint as a Hugging Face model: export RUN_DIR [--step N] [--check]",
+        "write a checkpoint as a Hugging Face model: export RUN_DIR [--step N] [--check]",
         "RUN_DIR [--step N] [--out DIR] [--check]",
         words=(
-            Word("--step", "which checkpoint", "N", takes="step"),
-            Word("--out", "the directory to write", "DIR", takes="path"),
-            Word("--best", "the best checkpoint by checkpoint.metric"),
-            Word("--to", "another form", "FORM", ("adapter", "gguf", "hf", "merged", "onnx")),
-            Word("--dtype", "of the weights", "DTYPE", ("bf16", "fp16", "fp32", "q8_0")),
-            Word("--shard-gib", "size of a file of weights", "X"),
-            Word("--check", "verify the checkpoints and models instead"),
+            Word("--step", "step of the checkpoint", "N", takes="step"),
+            Word("--out", "directory to write", "DIR", takes="path"),
+            Word("--best", "use the best checkpoint by checkpoint.metric"),
+            Word("--to", "output format", "FORMAT", ("adapter", "gguf", "hf", "merged", "onnx")),
+            Word("--dtype", "data type of the weights", "DTYPE", ("bf16", "fp16", "fp32", "q8_0")),
+            Word("--shard-gib", "largest size of one weights file, in GiB", "X"),
+            Word("--check", "verify the checkpoints and models, write nothing"),
             _TRUST,
         ),
         arguments=("run",),
     ),
     "report": Command(
-        "tables, curves and HTML of a run, or of sweeps: report RUN_DIR|SWEEP_DIR",
+        "write tables, curves and an HTML page: report RUN_DIR|SWEEP_DIR",
         "RUN_DIR | SWEEP_DIR ... [--out DIR] [--objective NAME] [--width N]",
         words=(
-            Word("--out", "where the files of a sweep go", "DIR", takes="directory"),
-            Word("--objective", "what the best trial is best in", "NAME"),
+            Word("--out", "directory for the files of a sweep", "DIR", takes="directory"),
+            Word("--objective", "metric that ranks the trials", "NAME"),
             _WIDTH,
         ),
         arguments=("shown+",),
     ),
     "data": Command(
-        "prepare the data, say what became of it; preview=3 shows samples token by token",
+        "prepare the data and report on it; preview=3 shows samples token by token",
         f"[preview=N] [split=train|eval] {_OVERRIDES}",
-        "Reads, tokenizes and packs the data as a training with the same words would, and prints\n"
-        "what became of every record: used, truncated, dropped, and why. The prepared data is\n"
-        "kept; a training finds it.",
+        "Reads, tokenizes and packs the data as a training with the same overrides would. Prints\n"
+        "how many records were used, truncated or dropped, and why. The prepared data is cached\n"
+        "for the training.",
         words=(
-            Word("preview=", "show N samples token by token, target tokens marked", "N"),
-            Word("split=", "only the training or the evaluation data", "SPLIT", ("train", "eval")),
+            Word("preview=", "show N samples token by token, with target tokens marked", "N"),
+            Word(
+                "split=",
+                "prepare only the training or only the evaluation data",
+                "SPLIT",
+                ("train", "eval"),
+            ),
         ),
         overrides=True,
         section="data",
@@ -286,10 +296,11 @@ COMMANDS = {
         ),
     ),
     "tokenizer": Command(
-        "train one on the data: tokenizer.kind=bbpe|sentencepiece vocab_size=64000",
+        "train a tokenizer on the data: tokenizer kind=bbpe|sentencepiece vocab_size=64000",
         "data=text data.path=DIR [vocab_size=N] [key=value] ...",
-        "Trains a tokenizer on the data's text, proves that AutoTokenizer loads it and that text\n"
-        "comes back as it was, and writes a directory for model.tokenizer=DIR.",
+        "Trains a tokenizer on the text of the data and writes it to a directory for\n"
+        "model.tokenizer=DIR. Checks that AutoTokenizer loads it and that decoding restores the\n"
+        "text.",
         words=(
             Word("vocab_size=", "the same as tokenizer.vocab_size=", "N"),
             Word("kind=", "the same as tokenizer.kind=", "KIND", ("bbpe", "sentencepiece")),
@@ -304,20 +315,20 @@ COMMANDS = {
         ),
     ),
     "generate": Command(
-        'complete a prompt, or a file of them: generate RUN|MODEL "What ...?"',
+        'complete a prompt or a file of prompts: generate RUN|MODEL "What ...?"',
         "RUN|MODEL [PROMPT ...] [key=value ...] [--json]",
         words=(
             *_SAMPLING,
-            Word("n=", "completions of each prompt", "N"),
+            Word("n=", "completions per prompt", "N"),
             Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
-            Word("--max-new-tokens", "of one completion", "N"),
-            Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            Word("--max-new-tokens", "longest completion, in tokens", "N"),
+            Word("--model", "use this exported checkpoint of the run", "DIR", takes="directory"),
             _TRUST,
-            Word("--json", "tokens and log-probabilities, for scripts"),
-            Word("--plain", "prompts are plain text, without a chat template"),
-            Word("--prompts", "a file of prompts: text, or JSONL", "FILE", takes="path"),
-            Word("--out", "where their completions go", "FILE", takes="path"),
-            Word("--batch-tokens", "tokens completed together at most", "N"),
+            Word("--json", "print tokens and log-probabilities as JSON"),
+            Word("--plain", "take prompts as plain text, without a chat template"),
+            Word("--prompts", "file of prompts, text or JSONL", "FILE", takes="path"),
+            Word("--out", "file for the completions", "FILE", takes="path"),
+            Word("--batch-tokens", "most tokens in one batch", "N"),
         ),
         arguments=("run",),
     ),
@@ -327,11 +338,11 @@ COMMANDS = {
         words=(
             *_SAMPLING,
             Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
-            Word("--system", "the system prompt", "TEXT"),
-            Word("--template", "how a chat is written", "NAME", ("auto", *_TEMPLATES)),
-            Word("--plain", "continue text: for a model that has not learned to chat"),
-            Word("--max-new-tokens", "of one answer", "N"),
-            Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            Word("--system", "system prompt", "TEXT"),
+            Word("--template", "chat template", "NAME", ("auto", *_TEMPLATES)),
+            Word("--plain", "continue plain text, for a model that is not a chat model"),
+            Word("--max-new-tokens", "longest answer, in tokens", "N"),
+            Word("--model", "use this exported checkpoint of the run", "DIR", takes="directory"),
             _TRUST,
         ),
         arguments=("run",),
@@ -340,47 +351,47 @@ COMMANDS = {
         "measure a trained model on any data: eval RUN|MODEL data.path=FILE",
         "RUN|MODEL [group=option] [key=value] ... [--generate N]",
         words=(
-            Word("--model", "another model of the run", "DIR", takes="directory"),
-            Word("--generate", "also complete N prompts of the data", "N"),
-            Word("--max-new-tokens", "of a completion at most", "N"),
-            Word("--metrics", "of completions: names, or package.module:function", "A,B"),
-            Word("--lm-eval", "tasks of lm-eval instead, e.g. hellaswag", "A,B"),
-            Word("--batch", "samples at once", "N"),
+            Word("--model", "use this model of the run", "DIR", takes="directory"),
+            Word("--generate", "also generate completions for N prompts of the data", "N"),
+            Word("--max-new-tokens", "longest completion, in tokens", "N"),
+            Word("--metrics", "metrics of completions: names, or package.module:function", "A,B"),
+            Word("--lm-eval", "run these lm-eval tasks instead, e.g. hellaswag", "A,B"),
+            Word("--batch", "samples per batch", "N"),
             _TRUST,
-            Word("--out", "the JSON file", "FILE", takes="path"),
+            Word("--out", "JSON file for the results", "FILE", takes="path"),
         ),
         arguments=("run",),
     ),
     "serve": Command(
-        "the vLLM command that serves a trained model, run where vLLM is installed: serve RUN",
+        "serve a trained model with vLLM: serve RUN|MODEL",
         "RUN|MODEL [--print] [-- OPTIONS OF VLLM]",
         words=(
             Word("--print", "only print the command"),
-            Word("--name", "what clients call the model", "NAME"),
-            Word("--gpus", "GPUs that share the model", "N"),
-            Word("--max-model-len", "tokens of a prompt and its answer at most", "N"),
-            Word("--model", "an exported checkpoint of this run", "DIR", takes="directory"),
+            Word("--name", "name of the model for clients", "NAME"),
+            Word("--gpus", "number of GPUs for tensor parallelism", "N"),
+            Word("--max-model-len", "longest prompt and answer together, in tokens", "N"),
+            Word("--model", "use this exported checkpoint of the run", "DIR", takes="directory"),
             _TRUST,
         ),
         arguments=("run",),
     ),
     "bench": Command(
-        "what this machine does: kernels, training speed and memory: bench [--parts A,B]",
+        "measure kernels, training speed and memory of this machine: bench [--parts A,B]",
         "[--parts A,B] [--tiny] [--minutes N] [--out DIR]",
         words=(
-            Word("--parts", "only these", "A,B"),
-            Word("--tiny", "shrunken sizes: does it run at all?"),
-            Word("--minutes", "begin no part after so long", "N"),
-            Word("--out", "where gpu-CHIP.md and .json go", "DIR", takes="directory"),
-            Word("--work-dir", "for runs and data", "DIR", takes="directory"),
+            Word("--parts", "run only these parts", "A,B"),
+            Word("--tiny", "tiny sizes, to test that it runs"),
+            Word("--minutes", "start no new part after N minutes", "N"),
+            Word("--out", "directory for gpu-CHIP.md and gpu-CHIP.json", "DIR", takes="directory"),
+            Word("--work-dir", "directory for runs and data", "DIR", takes="directory"),
         ),
     ),
     "help": Command(
-        "what a key, a group, an option or a command does: help optim.lr",
+        "explain a key, a group, an option or a command: help optim.lr",
         "[KEY | GROUP | GROUP=OPTION | COMMAND | environment] ...",
-        "Prints type, range, default, meaning and an example of a key; the options and all keys\n"
-        "of a group; the file of an option; the help of a command; the LLMX_* variables. A part\n"
-        "of a name lists what it may mean. All keys on one page: docs/config.md.",
+        "Explains a key (type, range, default, meaning, example), a group (its options and keys),\n"
+        "an option (its file), a command, or the environment variables. For a part of a name it\n"
+        "lists the matches. docs/config.md has all keys on one page.",
         arguments=("topic+",),
         examples=(
             "python -m llmx help optim.lr",
@@ -390,11 +401,11 @@ COMMANDS = {
         ),
     ),
     "completion": Command(
-        "tab completion for a shell: completion bash|zsh|fish prints the script",
+        "print the tab-completion script of a shell: completion bash|zsh|fish",
         "bash|zsh|fish",
-        "Prints a script that completes commands, groups and options (also those of\n"
-        "--config-dir), keys, values, paths and run directories behind `llmx` and\n"
-        "`python -m llmx`. For this terminal, or in the shell's start-up file for every one:\n\n"
+        "Prints a script that completes commands, groups, options (also those of --config-dir),\n"
+        "keys, values, paths and run directories after `llmx` and `python -m llmx`. Type the line\n"
+        "of your shell, or add it to the start-up file:\n\n"
         '  bash  eval "$(llmx completion bash)"                 (~/.bashrc)\n'
         '  zsh   eval "$(llmx completion zsh)"                  (~/.zshrc, after compinit)\n'
         "  fish  llmx completion fish | source                  (~/.config/fish/config.fish)",

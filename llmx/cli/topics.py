@@ -37,69 +37,72 @@ from llmx.errors import EXIT_CODES, ConfigError, did_you_mean
 WIDTH = 92
 
 GROUP_LINES = {
-    "experiment": "a whole recipe; experiment=null is none",
-    "model": "which network, pretrained or from scratch",
-    "adapter": "what is trained beside frozen weights (adapter=lora)",
-    "data": "what to train on",
-    "task": "what is learned, for how long",
+    "experiment": "a complete recipe; experiment=null for none",
+    "model": "the network, pretrained or from scratch",
+    "adapter": "adapters on frozen weights (adapter=lora)",
+    "data": "the training data",
+    "task": "the training objective and length",
     "zero": "how DeepSpeed shards and offloads (zero_stage= is the same; zero=3 is zero=stage3)",
     "hardware": "hosts and devices",
     "optim": "optimizer and schedule",
     "batch": "global batch, micro batch, accumulation",
-    "checkpoint": "when the training state is saved, what is kept",
+    "checkpoint": "when checkpoints are saved and which are kept",
     "launch": "how ranks are started on the hosts",
     "tracking": "where metrics are sent",
 }
 
 ENVIRONMENT = {
-    "Yours to set": {
-        "LLMX_OUTPUTS": "Where run directories go, and where status and watch look; default: "
-        "outputs, in the directory where the command is typed. run_dir=DIR names one exactly.",
-        "LLMX_CACHE": "Where prepared data lies; default: ~/.cache/llmx. data.cache_dir wins.",
+    "Set by you": {
+        "LLMX_OUTPUTS": "Directory of run directories; default: outputs in the current directory. "
+        "status and watch look there. run_dir=DIR overrides it for one run.",
+        "LLMX_CACHE": "Directory of prepared data; default: ~/.cache/llmx. data.cache_dir "
+        "overrides it.",
         "LLMX_TRACES": "off: the plan's memory by formula alone, without tracing the network "
         "(docs/planner.md); default: on.",
         "LLMX_LEARNED": "off: plans neither use nor leave what finished runs have shown of a "
         "device's speed (learned.json in the cache, docs/planner.md); default: on.",
         "LLMX_TOKENIZER": "The tokenizer of experiment=llama_1_7b_pretrain; default: "
-        "/data/tokenizer-64k. model.tokenizer wins.",
+        "/data/tokenizer-64k. model.tokenizer overrides it.",
         "LLMX_BERT_TOKENIZER": "The tokenizer of experiment=megatron_bert_3_9b; default: "
-        "/data/bert-zh-vocab. model.tokenizer wins.",
+        "/data/bert-zh-vocab. model.tokenizer overrides it.",
         "LLMX_CORPUS": "The data of experiment=llama_1_7b_pretrain and megatron_bert_3_9b; "
-        "default: /data/corpus. data.path wins.",
+        "default: /data/corpus. data.path overrides it.",
         "LLMX_SFT_DATA": "The data of experiment=opt_1_3b_sft; default: Dahoas/rm-static "
-        "on the Hub. data.sources wins.",
+        "on the Hub. data.sources overrides it.",
         "LLMX_FINCORPUS": "The data of experiment=llama2_7b_fincorpus; default: "
-        "/data/FinCorpus. data.path wins.",
+        "/data/FinCorpus. data.path overrides it.",
         "LLMX_BOOK_REVIEWS": "The data of experiment=book_reviews, a directory with train.tsv and "
-        "dev.tsv; default: /data/book_review. data.path and data.eval_path win.",
+        "dev.tsv; default: /data/book_review. data.path and data.eval_path override it.",
         "LLMX_ZH_TOKENIZER": "The tokenizer of experiment=book_reviews; default: "
-        "bert-base-chinese on the Hub. model.tokenizer wins.",
+        "bert-base-chinese on the Hub. model.tokenizer overrides it.",
     },
-    "Others that llmx reads": {
+    "Other variables that llmx reads": {
         "WANDB_API_KEY": "For tracking=wandb. It stays in the control process; ranks never see it.",
-        "WANDB_MODE": "offline or disabled wins over tracking.mode=auto.",
-        "MLFLOW_TRACKING_URI": "For tracking=mlflow: the server or store. tracking.uri wins. "
+        "WANDB_MODE": "offline or disabled overrides tracking.mode=auto.",
+        "MLFLOW_TRACKING_URI": "For tracking=mlflow: the server or store. tracking.uri overrides "
+        "it. "
         "MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN: as for MLflow; ranks never see them.",
         "SWANLAB_API_KEY": "For tracking=swanlab. It stays in the control process. "
         "SWANLAB_API_HOST: a server of your own.",
-        "HF_HOME": "Where models and data sets of the Hub are kept. HF_HUB_CACHE wins.",
+        "HF_HOME": "Where models and data sets of the Hub are kept. HF_HUB_CACHE overrides it.",
         "CUDA_VISIBLE_DEVICES": "The GPUs of this machine that a local run may use.",
         "TORCH_EXTENSIONS_DIR": "Where DeepSpeed builds its extensions.",
         "COLUMNS": "The width of tables where there is no terminal to ask.",
     },
     "For development": {
-        "LLMX_REAL_DATA": "The folder of real data sets; tests that need it are skipped without, "
-        "and benchmarks refuse to start.",
+        "LLMX_REAL_DATA": "The folder of real data sets. Without it, tests that need it are "
+        "skipped and benchmarks refuse to start.",
         "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line "
         "of code, where a training waits for the GPU (python -m llmx bench does).",
-        "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests anew (make golden).",
-        "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests that have not begun by then are "
-        "skipped, those of tests/conftest.py's FIRST not (CI).",
+        "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests again (make golden).",
+        "LLMX_BENCHMARK_RESULTS": "Where benchmarks write; default: benchmarks/results.",
+        "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests do not begin after it, except those "
+        "in FIRST of tests/conftest.py (CI).",
     },
     "Set by llmx for its own processes; do not set them": {
-        "LLMX_RUN_TOKEN": "The id of a run, in the environment of each of its processes: by it "
-        "leftovers are found and ended.",
-        "LLMX_INTERFACES": "The network interface of each host, in their order, where they differ.",
+        "LLMX_RUN_TOKEN": "The id of a run. All its processes have it in their environment, "
+        "so that leftovers can be found and ended.",
+        "LLMX_INTERFACES": "The network interface of each host in order, if they differ.",
         "LLMX_RANKS_PER_HOST": "Ranks that share the cores of a host with those of other trials.",
     },
 }

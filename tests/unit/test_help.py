@@ -113,7 +113,7 @@ def test_a_part_of_a_name_is_enough() -> None:
     several = topic("path")
     assert all(name in several for name in ("model.path", "data.path", "hardware.path"))
     assert "optim.warmup_fraction" in topic("warmup")
-    assert "launch.sync" in topic("prepared data"), "found in the text of a key"
+    assert "launch.sync" in topic("to the same path on every host"), "found in the text of a key"
     assert "sync: rsync" in topic("rsync"), "an option of one group only"
 
 
