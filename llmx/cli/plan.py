@@ -65,7 +65,7 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     from llmx.config import experiment_from_dict
     from llmx.lifecycle.learned import with_learned_time
     from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
-    from llmx.lifecycle.packing import resolve_layout
+    from llmx.lifecycle.preflight import with_checked_inputs
 
     checked = check_overrides(
         as_meant(overrides),
@@ -74,9 +74,7 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     )
     values = _values(checked.words, config_dir)
     check_effects(experiment_from_dict(values), checked.words)
-    composed = compose(values)
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        composed = with_traced_choice(resolve_layout(composed, stream=nowhere))
+    composed = with_traced_choice(with_checked_inputs(compose(values)))
     return with_learned_time(with_traced_memory(composed, make=True)[0])
 
 

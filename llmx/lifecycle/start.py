@@ -15,7 +15,7 @@ from llmx.config import Experiment
 from llmx.errors import RunFailed
 from llmx.lifecycle.learned import learn, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
-from llmx.lifecycle.packing import resolve_layout
+from llmx.lifecycle.preflight import with_checked_inputs
 from llmx.lifecycle.speeds import with_known_speeds
 from llmx.plan import Plan
 from llmx.plan.choices import said_of_memory
@@ -56,7 +56,7 @@ def run_composed(
     )
     if not composed.experiment.dry_run:
         check_packages(composed.experiment.tracking)
-    composed = resolve_layout(composed, stream=out)
+    composed = with_checked_inputs(composed)
     composed = _chosen(composed, is_trial=instead is not None, stream=out)
     # A trial of a sweep is one of many, and read by nobody.
     make = composed.experiment.dry_run and instead is None

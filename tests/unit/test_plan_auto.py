@@ -238,6 +238,10 @@ def test_a_launch_and_a_resume_say_what_was_planned_and_what_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*LLAMA, "zero=stage1", "batch.micro_batch=8"]
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    commit = tmp_path / "models--meta-llama--Llama-3.1-8B" / "refs" / "main"
+    commit.parent.mkdir(parents=True)
+    commit.write_text("1" * 40)
     ended = SimpleNamespace(exit_code=1)
     monkeypatch.setattr("llmx.launch.supervise", lambda *_args, **_known: ended)
     stream = io.StringIO()

@@ -27,8 +27,7 @@ from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss
 from llmx.plan.types import BatchPlan
 from llmx.tasks import SampleKey, task_class, task_of
-from llmx.tasks.mlm import Mlm, Options, Vocabulary, _breaks, masked
-from llmx.tasks.trial import heads_of
+from llmx.tasks.mlm import Options, Vocabulary, _breaks, masked
 from llmx.train.batches import Layout, make_step
 from llmx.train.step import transform_of
 from tests.rundirs import parity_experiment
@@ -185,9 +184,9 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
         task_of(mlm_experiment(tmp_path), tokenizer)
 
 
-def test_the_trial_before_the_launch_knows_the_head(tmp_path: Path) -> None:
-    assert heads_of(mlm_experiment(tmp_path)) == ["masked_lm"]
-    assert task_class("mlm") is Mlm
+def test_its_network_ends_in_a_masked_lm_head(tmp_path: Path) -> None:
+    specs = task_class("mlm")(mlm_experiment(tmp_path), None).models()
+    assert [spec.head for spec in specs.values()] == ["masked_lm"]
 
 
 def test_a_step_hides_the_same_for_every_split(tmp_path: Path) -> None:

@@ -96,8 +96,7 @@ def dataset_spec(
     source = DatasetSplit.of(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )
-    encoding.check_source(source)
-    _check(encoding, source)
+    check_task(encoding, source)
     chats = any(one.record_type in (Conversation, Preference) for one in source.sources)
     verbatim = encoding.verbatim
     renderer = Renderer(
@@ -123,8 +122,9 @@ def dataset_spec(
     return DatasetSpec(data, source, renderer, encoding, identity, path)
 
 
-def _check(encoding: Encoding, source: DatasetSplit) -> None:
-    """What holds for every task."""
+def check_task(encoding: Encoding, source: DatasetSplit) -> None:
+    """ConfigError for a source, or options of it, that the task cannot be trained on."""
+    encoding.check_source(source)
     schema = Schema(encoding.columns)
     for one in source.sources:
         if one.record_type is None:

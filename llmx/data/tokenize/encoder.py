@@ -11,7 +11,6 @@ as examples.
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,11 +25,11 @@ from llmx.data.examples import (
     Column,
     Encoding,
     Example,
-    Rejected,
     Schema,
     Tokens,
     TypedRecord,
     checked,
+    encoded,
     values_of,
     values_of_tokens,
 )
@@ -42,7 +41,7 @@ from llmx.data.format.formats import (
     TextPair,
     UnpairedPreference,
 )
-from llmx.data.source.records import RecordError, excerpt
+from llmx.data.source.records import RecordError
 from llmx.data.source.rejected import RejectedRecords
 from llmx.data.source.split import DatasetSplit
 from llmx.data.store.truncation import (
@@ -54,7 +53,7 @@ from llmx.data.store.truncation import (
 )
 from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
 from llmx.data.tokenize.documents import Batch, DocumentEncoder, TokenBlock
-from llmx.errors import ConfigError, DataError, LlmxError
+from llmx.errors import ConfigError, DataError
 
 BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
@@ -164,24 +163,12 @@ class ExampleEncoder:
             left_out[WITHOUT_ANSWER] += 1
             return None
         try:
-            found = self._encoding.encode(record)
-        except Rejected as problem:
-            error = RecordError(
-                f"{record.where}: {problem}", where=record.where, reason=problem.reason
-            )
+            found = encoded(self._encoding, record)
+        except RecordError as error:
             if self._split.data.on_bad_row != "skip":
-                raise error from problem
+                raise
             rejected.append(error)
             return None
-        except LlmxError:
-            raise
-        except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            raise ConfigError(
-                f"task={self._encoding.name}: encode() failed for {record.where}: "
-                f"{type(error).__name__}: {excerpt(str(error))} ({at.filename}, line {at.lineno}). "
-                "Correct the task, or let it raise Rejected(reason) for such rows."
-            ) from error
         if isinstance(record, Document) and (self._in_document or not record.last):
             self._check_piece(record, found)
         if found is None:
