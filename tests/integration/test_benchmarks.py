@@ -35,7 +35,7 @@ ON_REAL_DATA = (
     "sft_throughput.py --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "trl_throughput.py lora --only defaults --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "trl_throughput.py dpo --only 'reference once' --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
-    "tokenization.py --mib 0.5 --rounds 1 --only 'English, byte'",
+    "tokenization.py --mib 0.5 --rounds 1 --only 'English byte-level BPE$'",
     "data_memory.py --size-gb 0.001 0.002",
     "book_reviews.py {data}/book_review",
 )
