@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from llmx.compose.task_rules import specs
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
 from llmx.config.schema import Experiment
@@ -90,8 +91,10 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
     new tokens, a new head."""
     model, adapter = exp.model, exp.adapter
     whole = adapter.modules_to_save or model.add_tokens or model.add_special_tokens
-    headless = exp.task.kind in ("sft", "pretrain", "dpo", "distill", "mlm", "embed")
-    return adapter.kind == "none" or adapter.lr is None or bool(whole) or not headless
+    if adapter.kind == "none" or adapter.lr is None or whole:
+        return True
+    networks = specs(exp)  # none is known of a task of the user's own
+    return not networks or any(spec.head == "sequence_classification" for spec in networks.values())
 
 
 _LOGS_TO = ("wandb", "swanlab")

@@ -78,3 +78,12 @@ def test_a_word_that_nothing_reads_is_refused(words) -> None:
     exp = experiment_from_dict(values(["hardware=cpu2", *words]))
     with pytest.raises(ConfigError, match="has no effect"):
         check_effects(exp, words)
+
+
+def test_the_head_of_a_classifier_learns_at_optim_lr() -> None:
+    """It is new and trained whole, so both rates are read beside an adapter."""
+    words = ["model=hf", "model.path=a/b", "adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"]
+    with pytest.raises(ConfigError, match=r"beside adapter\.lr"):
+        check_effects(experiment_from_dict(values(words)), words)
+    words += ["task=classify", "data=labelled", "data.path=a.csv"]
+    check_effects(experiment_from_dict(values(words)), words)
