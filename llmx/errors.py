@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
-from llmx.text import printable
+from llmx.text import for_terminal, printable
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as a shell has it: 128 and SIGINT."""
@@ -91,7 +91,8 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
         return code
     except LlmxError as error:
         # What was typed, or is in a file, must not steer the terminal.
-        print(f"llmx: {printable(str(error))}", file=sys.stderr)
+        text = for_terminal(f"llmx: {printable(str(error))}", sys.stderr)
+        print(text, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if interrupted:

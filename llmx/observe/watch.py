@@ -103,7 +103,7 @@ def _views(location: RunLocation, options: Options) -> Iterator[View | str]:
 
 def _only_planned(view: View) -> bool:
     """Nobody starts it any more: there is nothing to watch."""
-    return view.state == "not started" and view.now - (view.started or 0.0) > START_S
+    return view.state == "planned" and view.now - (view.started or 0.0) > START_S
 
 
 def _again_in(pause_s: float, why: str) -> Iterator[str]:

@@ -154,9 +154,7 @@ def test_times_of_a_resumed_run_are_of_the_time_since(
     write_json(run.result, {**tracked_run.result(), "started": later, "ended": later + 70})
     text = report(run, capsys, width=100)
     assert "trained 44 steps (resumed at step 40, 1 min 10 s since)" in text
-    assert (
-        "1 min 10 s, of which 2.0 s from the first to the last metric   (since the resume" in text
-    )
+    assert "1 min 10 s (training 2.0 s)   (since the resume" in text
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(

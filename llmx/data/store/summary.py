@@ -34,7 +34,7 @@ def summary(store: SampleStore) -> str:
         f"{_rows(meta)} in {plural(meta['num_samples'], 'sample')} of up to "
         f"{meta['seq_len']} tokens ({fill:.1%} full); {plural(meta['num_tokens'], 'token')}, "
         f"of which {plural(meta['num_target_tokens'], 'target token')}; row length median "
-        f"{lengths['50']}, 90 % up to {lengths['90']}, longest {lengths['100']}; format "
+        f"{lengths['50']}, p90 {lengths['90']}, longest {lengths['100']}; format "
         f"{meta['form']}, template {meta['template'] or 'none'}; {fate}."
     )
 
@@ -159,7 +159,7 @@ def draw_histogram(meta: dict[str, Any], path: Path) -> bool:
     axes.set_ylabel("rows")
     lengths = meta["row_length_percentiles"]
     axes.set_title(
-        f"{sum(rows):,} rows, {meta['split']}: median {lengths['50']:,}, 90 % up to "
+        f"{sum(rows):,} rows, {meta['split']}: median {lengths['50']:,}, p90 "
         f"{lengths['90']:,}, longest {lengths['100']:,} tokens",
         fontsize=10,
     )

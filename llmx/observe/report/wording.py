@@ -108,7 +108,7 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         text = human.duration(took_s)
         trained_s = data.train_time_s
         if trained_s:
-            text += f", of which {human.duration(trained_s)} from the first to the last metric"
+            text += f" (training {human.duration(trained_s)})"
         if data.resumed_at is not None:
             text += f"   (since the resume at step {data.resumed_at:,})"
         rows.append(("time", text))

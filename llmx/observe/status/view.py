@@ -28,7 +28,7 @@ class View:
     name: str
     path: str
     state: str
-    """``not started``, one of LIVE or one of FINAL."""
+    """``planned``, one of LIVE or one of FINAL."""
     why: str = ""
     """One sentence more: the cause of a failure, what is waited for."""
     fix: str = ""
@@ -179,7 +179,7 @@ def _supervisor_lives(facts: Facts) -> bool:
 def _without_supervisor(facts: Facts, resume: str) -> tuple[str, str, str]:
     """A run of an older llmx, one that was only planned, or one started by hand."""
     if not facts["launched"]:
-        return "not started", "planned only (dry_run=true)", f"to start it: {resume}"
+        return "planned", "never started", f"to start it: {resume}"
     newest = max((float(status.get("time") or 0.0) for status in facts["ranks"]), default=0.0)
     if facts["now"] - newest < SILENT_S:
         return _of_ranks(facts), "", ""
