@@ -18,7 +18,7 @@ from typing import Any
 
 from llmx.config import schema
 from llmx.config.build import hints_of
-from llmx.config.fields import plain
+from llmx.config.fields import AUTO, plain
 
 NAME = "NAME"
 """Stands for a key of the user's choice: ``hardware.devices.NAME.memory_gib``."""
@@ -330,6 +330,8 @@ def _limits(hint: Any, meta: typing.Mapping[str, Any]) -> str:
 def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
+    if "auto" in field.metadata and field.default == AUTO:
+        return "auto"
     return None if field.default is dataclasses.MISSING else field.default
 
 

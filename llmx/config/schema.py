@@ -16,6 +16,7 @@ from typing import Any
 
 from llmx.config.addresses import INTERFACE, PATH, USER
 from llmx.config.fields import (
+    AUTO,
     Range,
     Text,
     choice,
@@ -155,7 +156,8 @@ class AdapterConfig:
     """Train the length of each row of the adapted weights apart from its direction (DoRA). Slower:
     each forward pass computes the norms of all adapted weights."""
     lr: float | None = number(None, above=0, maximum=1000, example=2e-4)
-    """The adapter's own peak learning rate, with the schedule of ``optim``; null: ``optim.lr``."""
+    """The adapter's own peak learning rate, with the schedule of ``optim``; null: ``optim.lr``, or
+    with ``optim.lr=auto`` that of the task (docs/training.md)."""
     quantize: str = choice("none", "nf4", "fp4")
     """Keep the frozen weights of linear layers in 4 bits (QLoRA, ``bitsandbytes``): a quarter of
     the memory of bf16, at the cost of unpacking them in each pass. CUDA, ZeRO stages 0 to 2.
@@ -552,8 +554,10 @@ class OptimConfig:
     does the rest. ``adafactor`` keeps a row and a column of each matrix; stage 0 only.
     ``adam8bit`` is AdamW with moments in 8 bits (``bitsandbytes``): 2 bytes a parameter instead of
     8; CUDA, stage 0 only."""
-    lr: float = number(2e-5, above=0, maximum=1000)
-    """The peak learning rate: reached at the end of the warm-up."""
+    lr: float = number_or_auto(AUTO, above=0, maximum=1000, example=2e-5)
+    """The peak learning rate: reached at the end of the warm-up. ``auto``: by the task, and by
+    whether weights are pretrained, from scratch or an adapter (docs/training.md). A number holds
+    for an adapter, too."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
     """AdamW's decay rates of the two moments; Lion's of the update and of its momentum."""
     eps: float = number(1e-8, above=0, maximum=1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from llmx import text as human
 from llmx.compose.complete import Composed, check_paths, compose
 from llmx.config import Experiment
 from llmx.errors import RunFailed
@@ -54,6 +55,8 @@ def run_composed(
     check_paths(
         composed.experiment.data, composed.experiment.model, composed.experiment.task, composed.plan
     )
+    if not composed.experiment.dry_run and instead is None:
+        _say_from_scratch(composed, out)
     if not composed.experiment.dry_run:
         check_packages(composed.experiment.tracking)
     composed = with_checked_inputs(composed)
@@ -86,6 +89,7 @@ def run_composed(
             traces=traces,
             here=here,
             copied=sync_sizes(launch),
+            overrides=overrides,
         )
         return 0
     if instead is not None:
@@ -93,6 +97,18 @@ def run_composed(
     for line in said_of_memory(plan):
         print(f"! {line}", file=out, flush=True)
     return launched(exp, plan, run, launch)
+
+
+def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
+    """The first line of a run that loads no weights."""
+    model, size = composed.experiment.model, composed.plan.num_parameters
+    if model.init == "scratch":
+        print(
+            f"From scratch: {model.name or model.kind}, {human.count(size) if size else 'its'} "
+            "parameters drawn at random. Fine-tune a model: model.path=DIR_OR_HUB_ID",
+            file=stream,
+            flush=True,
+        )
 
 
 def launched(exp: Experiment, plan: Plan, run: RunDir, launch: LaunchSpec) -> int:

@@ -88,6 +88,7 @@ def test_the_second_copy_of_hpz_goes_with_an_offload() -> None:
     """hpZ and an offload together are refused: the advice can be typed as it is."""
     overrides = ["hardware=a100x2_v100x2", "model=llama3_8b", "zero=stage3", "data.seq_len=512"]
     overrides += ["model.activation_checkpointing=full", "zero.hpz_partition_size=2"]
+    overrides += ["batch.global_batch=4"]
     advised, _ = with_traced_memory(composed(overrides), make=False)
     (text,) = [each for each in advised.plan.warnings if "What fits, each planned" in each]
     typed = text.partition("first: ")[2].partition(" (")[0]

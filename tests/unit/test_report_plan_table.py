@@ -67,6 +67,7 @@ def experiment(**task: object) -> Experiment:
         model=ModelConfig(name="llama2_7b", activation_checkpointing="full"),
         task=TaskConfig(**task),  # type: ignore[arg-type]
         zero=ZeroConfig(stage=3, hpz_partition_size=2, offload_optimizer="cpu"),
+        optim=OptimConfig(lr=1e-5, warmup_steps=100, min_lr_ratio=0.1),
     )
 
 
