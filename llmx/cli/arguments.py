@@ -15,6 +15,7 @@ from llmx.cli.commands import HYDRA_WORDS
 from llmx.compose.effects import with_implied
 from llmx.config.build import shown
 from llmx.config.groups import GROUPS
+from llmx.config.keys import elsewhere
 from llmx.errors import ConfigError, did_you_mean
 
 _WHOLE_RUN = ("experiment", "model", "data")
@@ -88,7 +89,7 @@ def read_line(words: Sequence[str]) -> Line:
         if name in _REFUSED:
             raise ConfigError(f"{typed}: has no use here: {_REFUSED[name]}.")
         if name not in OPTIONS:
-            hint = did_you_mean(name[:100], OPTIONS)
+            hint = elsewhere(name) or did_you_mean(name[:100], OPTIONS)
             raise ConfigError(
                 f"{shown(typed)}: no such option.{hint} Options: {', '.join(OPTIONS)}."
             )

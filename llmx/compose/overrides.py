@@ -150,6 +150,8 @@ def _parsed(word: str, commands: Sequence[str]) -> Any:
 def _meant(word: str, commands: Sequence[str]) -> str:
     if word in commands:
         return f" A command comes first: python -m llmx {word} ..."
+    if word and not key_problem(word):
+        return f" Write {word}=VALUE, without spaces."
     hint = did_you_mean(word, [*commands, *GROUPS]) if len(word) < 100 else ""
     return hint or " Write group=option or key=value."
 

@@ -91,7 +91,7 @@ STYLE = """
 
 def number_of(text: str | None) -> float | None:
     """The finite number that a typed value is, if it is one."""
-    if text is None or not re.fullmatch(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
+    if text is None or not re.fullmatch(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
         return None
     value = float(text)
     return value if math.isfinite(value) else None
