@@ -48,6 +48,9 @@ class ModelSpec:
     """Of a frozen model: only ``Task.precompute`` needs it. It is freed before the others are
     built, and not built at all where its values are stored already."""
 
+    dropout: bool = True
+    """False: trained without the dropout of its config and of its adapter."""
+
     def __post_init__(self) -> None:
         if self.trained and self.precomputes:
             raise ValueError("precomputes=True is for a frozen model: set trained=False too")
