@@ -227,14 +227,16 @@ def claim(root: Path) -> Path:
 
 
 def no_run(root: Path) -> str:
-    """For the message of an error: why ``root`` is no run directory, and where runs are."""
+    """For the message of an error: why ``root`` is not a run directory, and where runs are."""
     root = Path(os.path.abspath(root))
     if not root.is_dir():
         near = did_you_mean(root.name, [path.name for path in _runs_in(root.parent)])
-        return f"{root} is no run directory: there is no such directory.{near}{_LIST}"
+        if root.is_symlink():
+            return f"broken link: {root} points to {root.readlink()}.{near}{_LIST}"
+        return f"no such directory: {root}.{near}{_LIST}"
     inside = [path.name for path in _runs_in(root)]
     shown = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
-    return f"{root} is no run directory: it has no config.yaml.{shown or _LIST}"
+    return f"not a run directory: {root} has no config.yaml.{shown or _LIST}"
 
 
 _LIST = " `python -m llmx status DIR` lists the runs under a directory."

@@ -61,7 +61,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["trian"], 'Did you mean "train"?'),
         (["plan", "status"], "status: is not key=value. A command comes first"),
         (["sweep", "zero_x"], 'Did you mean "zero_x_micro_batch"?'),
-        (["reproduce", "nowhere"], "no run directory"),
+        (["reproduce", "nowhere"], "no such directory"),
         (["optim.lr=[1"], "optim.lr=[1: cannot be read. A [ has no ];"),
         (["-m", "seed=1,2,"], "seed=1,2,: cannot be read. Nothing follows the comma at its end"),
         (["-m", "zero=stage1,[a"], "zero=stage1,[a: cannot be read. A [ has no ]"),

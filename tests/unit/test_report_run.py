@@ -174,13 +174,13 @@ def test_damaged_files_are_named_and_the_rest_is_shown(
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "is no run directory" in error
+    assert "not a run directory" in error
     assert "config.yaml" in error
     tracked_run.write_start(tmp_path / "mine")
     assert main([str(tmp_path)]) == 2
     assert "Runs in it: mine." in capsys.readouterr().err
     assert main([str(tmp_path / "mien")]) == 2
-    assert 'there is no such directory. Did you mean "mine"?' in capsys.readouterr().err
+    assert 'Did you mean "mine"?' in capsys.readouterr().err
 
 
 def test_answers_are_marked(run: RunDir) -> None:

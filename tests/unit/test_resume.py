@@ -356,7 +356,7 @@ def test_a_planned_run_is_started_by_resume(run, capsys) -> None:
     [
         ([], "takes one run directory"),
         (["a", "b"], "takes one run directory"),
-        (["nowhere"], "no run directory"),
+        (["nowhere"], "no such directory"),
         ([".", "--force"], "no such option"),
         ([".", "--config-dir", "nowhere"], "no such directory"),
         ([".", "--step", "4"], "step=N"),

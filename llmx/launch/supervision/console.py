@@ -78,8 +78,7 @@ class Console:
         else:
             self._in_warning = bool(_WARNING.search(line))
             if not self._in_warning and not _NOISE.search(line):
-                # Data and libraries may have put anything into a log.
-                self._print(f"  {printable(redact(_COLOUR.sub('', line)))}")
+                self._print(f"  {redact(_COLOUR.sub('', line))}")
 
     def record(self, record: dict[str, Any]) -> None:
         """One record of ``metrics.jsonl``."""
@@ -124,7 +123,7 @@ class Console:
             self._print(train_line(record, self._declared, total=self._total, left_s=left_s))
             return
         left = "" if left_s is None else clock(left_s)
-        values = _values(record, self._declared)
+        values = [printable(value) for value in _values(record, self._declared)]
         # Fields are dropped where the terminal is narrow, the last first; the step never.
         room = self._progress.console.width - _AROUND_VALUES - 2 * len(str(self._total)) - len(left)
         while values and len("  ".join(values)) > room:
@@ -159,6 +158,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         # A closed terminal or a finished `| head` must not end a training.
+        text = printable(text)  # data, libraries and names of metrics may hold anything
         with contextlib.suppress(OSError):
             text = for_terminal(text, self._stream)
             if self._progress is not None:

@@ -27,6 +27,7 @@ from llmx.observe.report.sweep_table import near
 from llmx.observe.status import observer
 from llmx.observe.status.remote import RunLocation
 from llmx.observe.status.view import LIVE, duration_text, interpret
+from llmx.text import printable
 
 SILENT_S = 90.0
 """A sweep that changes none of its files for so long, with no trial alive, runs no more."""
@@ -196,8 +197,8 @@ def _lines(looks: Iterator[Seen]) -> Seen:
                 seen.trials, now=seen.now, objective=sweep.objective, mode=sweep.mode
             )
             when = time.strftime("%H:%M:%S", time.localtime(seen.now))
-            print(f"{when}  {line}", flush=True)
+            print(f"{when}  {printable(line)}", flush=True)
         said = news
     if seen.note:
-        print(seen.note, flush=True)
+        print(printable(seen.note), flush=True)
     return seen
