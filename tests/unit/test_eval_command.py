@@ -129,7 +129,7 @@ def test_the_data_that_is_typed_is_measured_whatever_the_run_had(
     def data_of(*words: str) -> tuple[str | None, str, int | None, int]:
         options = argparse.Namespace(
             target=Path(words[0]), overrides=words[1:], model=None, out=None,
-            generate=None, max_new_tokens=None,
+            generate=None, max_new_tokens=None, trust=False,
         )  # fmt: skip
         data = evaluate.measured_of(options).exp.data
         return data.eval_path, data.path, data.max_rows, len(data.sources)

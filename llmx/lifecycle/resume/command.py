@@ -73,6 +73,7 @@ def resume(
     launching here.
     """
     from llmx.launch import check_launch, write_launch_files
+    from llmx.launch.supervision.journal import refuse_alive
 
     run = RunDir(words.run)
     exp = snapshot.load(run)
@@ -80,7 +81,7 @@ def resume(
         run, trust.code_of(exp), trust.MODEL, trust.TASK, trust.LAUNCH,
         trusted=words.flag("trust"), say="trust=true",
     )  # fmt: skip
-    refuse_alive(run)
+    refuse_alive(run, snapshot.run_id(run) or "-")
     state = read_state(run)
     step = words.step("step", least=0)
     upcoming = next_run(run, exp, words, state, asked=asked)
@@ -114,15 +115,6 @@ def resume(
     if instead is not None:
         return instead(new.experiment, new.plan, run, launch)
     return launched(new.experiment, new.plan, run, launch)
-
-
-def refuse_alive(run: RunDir) -> None:
-    """LaunchError where a supervisor of this run lives."""
-    from llmx.launch.supervision.journal import supervisor_lock
-
-    if run.supervisor_lock.exists():
-        with supervisor_lock(run, snapshot.run_id(run) or "-"):
-            pass
 
 
 def refuse_other_data(found: Sequence[Difference]) -> None:
