@@ -22,7 +22,8 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
     """Print one plan, or compare clusters; returns the exit code."""
     names = compared(words)
     if len(names) < 2:
-        return run_hydra([*words, "dry_run=true"])
+        keep = any(word.startswith(("dry_run=", "hydra.run.dir=")) for word in words)
+        return run_hydra([*words, "dry_run=true"], keep=keep)
     return compare(words, names, stream=stream or sys.stdout)
 
 

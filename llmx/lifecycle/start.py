@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,10 +43,11 @@ def run_composed(
     overrides: list[str],
     stream: TextIO | None = None,
     instead: Launch | None = None,
+    keep: bool = True,
 ) -> int:
     """Write the run directory, then plan only (``dry_run``) or launch and supervise.
 
-    ``instead``: called instead of launching here.
+    ``instead``: called instead of launching here. ``keep``: the run directory of a plan.
     """
     from llmx.launch import check_launch, write_launch_files
 
@@ -83,14 +85,16 @@ def run_composed(
         print_plan(
             plan,
             exp,
-            command=command,
-            run_dir=run.root,
+            command=command if keep else None,
+            run_dir=run.root if keep else None,
             stream=out,
             traces=traces,
             here=here,
             copied=sync_sizes(launch),
             overrides=overrides,
         )
+        if not keep:
+            shutil.rmtree(run.root)
         return 0
     if instead is not None:
         return instead(exp, plan, run, launch)

@@ -21,7 +21,7 @@ NOTES = {
     "nan": "a lower optim.lr, a longer warm-up, or precision=bf16 where the devices can",
     "comm": "the logs of all ranks are in RUN_DIR/logs; the first one to fail is named here",
     "disk_full": "free some space, or set run_dir to a larger disk",
-    "config": "see the cause and the traceback; python -m llmx resume RUN_DIR KEY=VALUE changes a setting",
+    "config": "see the traceback; `python -m llmx resume RUN_DIR KEY=VALUE` changes a setting",
     "data": "repair the file that the cause names, then: python -m llmx resume RUN_DIR",
     "crash": "see the traceback; the whole log of the rank is in RUN_DIR/logs",
 }

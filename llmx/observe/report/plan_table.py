@@ -65,7 +65,7 @@ def print_plan(
     exp: Experiment,
     *,
     command: str | None,
-    run_dir: Path,
+    run_dir: Path | None,
     stream: TextIO,
     width: int | None = None,
     traces: Traces | None = None,
@@ -73,8 +73,8 @@ def print_plan(
     copied: Sequence[tuple[str, str, str]] = (),
     overrides: Sequence[str] = (),
 ) -> None:
-    """Print the whole plan to ``stream``, and where the run directory lies; with ``traces`` also
-    what else would fit, with ``here`` what this machine has now. ``copied``: what
+    """Print the whole plan to ``stream``, and where the run directory lies, where it is kept; with
+    ``traces`` also what else would fit, with ``here`` what this machine has now. ``copied``: what
     ``launch.sync=rsync`` will copy to each other host (kind, path, size)."""
     from rich.text import Text
 
@@ -86,7 +86,10 @@ def print_plan(
         console.print(Text("Copied to each other host (launch.sync=rsync)", style="bold"))
         for kind, path, size in copied:
             console.print(Text(f"  {printable(path)}: {kind}, {size}"), soft_wrap=True)
-    console.print(f"Nothing was started (dry_run=true). Rendered in {run_dir}", soft_wrap=True)
+    last = f"Nothing was started (dry_run=true). Rendered in {run_dir}"
+    if run_dir is None:
+        last = "Nothing was started or written. run_dir=DIR keeps the files and shows the command."
+    console.print(last, soft_wrap=True)
 
 
 def render_plan(
