@@ -25,7 +25,7 @@ COMMANDS = (
     "startup.py --runs 1",
     "zero3_after_eval.py --rounds 1 --hidden 64 --layers 2",
     "checkpoint_stall.py --rounds 1 --hidden 64 --layers 2",
-    "data_wait.py --steps 4",
+    "data_wait.py --steps 5",
     "plan_time.py --limit 1 --rounds 1",
     "ram_validation.py --only 'stage 2'",
     "sweep.py overhead --steps 2 --trials 1 --pairs 1",
