@@ -24,6 +24,10 @@ PARTNERS = {
     ("data", "mixture"): ["data.sources=[{{path: {data}/a.jsonl, weight: 2}}]"],
     ("data", "sharegpt"): ["data.path={data}/chats.json", "model=llama3_8b"],
     ("experiment", "book_reviews"): ["data.path={data}/a.jsonl", "data.eval_path={data}/a.jsonl"],
+    **{
+        ("experiment", name): ["data.path={data}/a.jsonl", "hardware=a100x8"]
+        for name in ("lora", "qlora", "dpo", "kto", "reward", "classify", "embed", "distill")
+    },
     ("data", "fincorpus"): ["data.path={data}", "task=pretrain", "model=llama2_7b"],
     ("model", "hf"): ["model.path=owner/name"],
     ("model", "llama_1_7b"): ["model.tokenizer={data}"],
