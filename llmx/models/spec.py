@@ -83,9 +83,9 @@ def are_bases(
     main = trained[0]
     if main.source is not None or main.head == CLASSIFICATION:
         return set()
-    alike = replace(main, trained=False)
+    alike = replace(main, trained=False, dropout=True)
     return {
         name
         for name, spec in specs.items()
-        if not spec.trained and replace(spec, precomputes=False) == alike
+        if not spec.trained and replace(spec, precomputes=False, dropout=True) == alike
     }

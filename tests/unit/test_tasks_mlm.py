@@ -274,7 +274,7 @@ def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    renderer = Renderer(tokenizer, wraps=True)
+    renderer = Renderer(tokenizer, verbatim=True)
     assert (renderer.bos, renderer.eos) == ([2], [3])
     where = Where(Path("corpus.txt"), 1, "line")
     texts = ["w1 w2 w3 w4 w5 w6", "w7", ""]
