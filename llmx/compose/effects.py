@@ -28,6 +28,8 @@ IMPLIED = {
 }
 """Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
 _NOTHING = ("", "null", "demo", "[]")
+_RESET = ("", "''", "null", "0", "[]", "{}")
+"""Values that turn something off: they ask for nothing that could be left undone."""
 
 
 def with_implied(overrides: Sequence[str]) -> list[str]:
@@ -246,7 +248,9 @@ def _without_effect(
 ) -> Iterator[str]:
     rules = RULES if command else (*RULES, *_BY_COMMAND)
     for word in overrides:
-        key = word.lstrip("+~").partition("=")[0]
+        key, _, value = word.lstrip("+~").partition("=")
+        if value in _RESET:
+            continue
         for rule in rules:
             if not any(key == name or key.startswith(f"{name}.") for name in rule.keys.split()):
                 continue

@@ -87,3 +87,8 @@ def test_the_head_of_a_classifier_learns_at_optim_lr() -> None:
         check_effects(experiment_from_dict(values(words)), words)
     words += ["task=classify", "data=labelled", "data.path=a.csv"]
     check_effects(experiment_from_dict(values(words)), words)
+
+
+def test_what_turns_something_off_is_never_refused() -> None:
+    words = ["task.steps=5", "task.epochs=null", "model.path=null", "data.eval_samples=0"]
+    check_effects(experiment_from_dict(values(["hardware=cpu2", "model=tiny", *words])), words)
