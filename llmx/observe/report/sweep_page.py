@@ -169,7 +169,6 @@ def _table(sweep: Sweep, out: Path) -> str:
         ("outcome", "short outcome"),
     ]
     heads += [(column.title, "number") for column in columns]
-    heads.append(("cause", "cause"))
     head = "".join(
         f'<th class="{kind}"><button type="button">{escaped(name)}</button></th>'
         for name, kind in heads
@@ -188,8 +187,6 @@ def _table(sweep: Sweep, out: Path) -> str:
             value = column.values[at]
             known = value is not None and math.isfinite(value)
             found.append((repr(value) if known else "", cell, False))
-        cause = human.one_line("; ".join(t for t in (trial.cause, trial.fix) if t), limit=160)
-        found.append((cause, cause, False))
         shown = "".join(
             f'<td class="{kind}" data-v="{escaped(key)}">{text if raw else prose(text)}</td>'
             for (key, text, raw), (_, kind) in zip(found, heads, strict=True)
