@@ -178,7 +178,7 @@ def test_what_the_time_lacks_is_named() -> None:
     shown = rendered(composed(["hardware=cpu2"]).plan, experiment(), width=100)
     assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in " ".join(shown.split())
     open_ended = composed(["hardware=a100x8", "task.steps=null", "task.epochs=1"]).plan
-    assert "for each 1,000 steps" in dict(time_rows(open_ended))["whole run"]
+    assert "per 1,000 steps" in dict(time_rows(open_ended))["whole run"]
 
 
 @pytest.mark.parametrize("width", [40, 80])

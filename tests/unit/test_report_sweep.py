@@ -48,7 +48,7 @@ def test_the_best_of_each_column_is_marked_and_a_tie_is_not() -> None:
 
 def test_failed_trials_say_why() -> None:
     text = printed(THREE)
-    assert "Sweep: 2 of 3 trials ended well" in text
+    assert "Sweep: 2 of 3 trials succeeded" in text
     assert "[3] oom: rank 0: out of memory; batch.micro_batch=4" in text
     assert text.count("zero=stage") == 3
     assert "optim.lr" not in text, "what all trials share is not repeated"

@@ -146,7 +146,7 @@ def test_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert view_of(run).state == "dead"
     assert main(["status", str(run.root)]) == 1
     said = capsys.readouterr().out
-    assert "is gone without a result, last seen 5 min ago" in said
+    assert "exited without a result, last seen 5 min ago" in said
     assert main(["watch", str(run.root)]) == 1
 
 

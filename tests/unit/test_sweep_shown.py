@@ -481,9 +481,9 @@ def test_status_of_a_sweep_that_was_killed(tmp_path: Path, capsys: Any) -> None:
     directory = live(tmp_path / "one", pid=2**22 + 5, host=os.uname().nodename)
     assert main(["status", str(directory)]) == 1
     said = capsys.readouterr().out
-    assert "Nothing of this sweep runs any more" in said
+    assert "The process of this sweep has ended" in said
     assert "sweep resume" in said
-    assert "interrupted: its sweep ended without a word" in said
+    assert "interrupted: the sweep's process ended unexpectedly" in said
     assert "running" not in said
 
 
@@ -494,7 +494,7 @@ def test_without_a_process_its_files_tell(tmp_path: Path, capsys: Any) -> None:
     for path in [*directory.rglob("*"), directory]:
         os.utime(path, (old, old))
     assert main(["status", str(directory)]) == 1
-    assert "last sign of life 16 min" in capsys.readouterr().out
+    assert "last update 16 min" in capsys.readouterr().out
 
 
 def test_watch_ends_with_the_sweep(tmp_path: Path, capsys: Any) -> None:

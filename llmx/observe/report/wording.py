@@ -295,7 +295,7 @@ def events(data: RunData) -> list[str]:
         elif event == "straggler":
             texts.append(
                 f"Rank {record.get('rank')} ({record.get('host')}) computed "
-                f"{record.get('factor')} times as long as the others for its part, at step "
+                f"{record.get('factor')} times as long as the others for its share, at step "
                 f"{step:,}."
             )
         elif event == "rebalanced":
@@ -304,7 +304,7 @@ def events(data: RunData) -> list[str]:
                 len(counts) > MOST_COUNTS
             )
             texts.append(
-                f"Samples were shared out anew after step {step:,} (batch.rebalance), by rank: "
+                f"Samples were redistributed after step {step:,} (batch.rebalance), by rank: "
                 f"{shown}."
             )
         elif event == "skipped":

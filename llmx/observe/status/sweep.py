@@ -75,8 +75,8 @@ def look(reader: SweepReader) -> Seen:
     if silent_s is None:
         return Seen(sweep, sweep.trials, False, "; ".join(sweep.warnings), now)
     note = (
-        f"Nothing of this sweep runs any more (last sign of life {duration_text(silent_s)} ago). "
-        f"To run what is left: python -m llmx sweep resume {near(sweep.directory)}"
+        f"The process of this sweep has ended (last update {duration_text(silent_s)} ago). "
+        f"To run the remaining trials: python -m llmx sweep resume {near(sweep.directory)}"
     )
     return Seen(sweep, [_gone(trial) for trial in sweep.trials], True, note, now)
 
@@ -85,7 +85,7 @@ def _gone(trial: Trial) -> Trial:
     if trial.state != RUNNING:
         return trial
     return dataclasses.replace(
-        trial, state=ENDED, outcome="interrupted", cause="its sweep ended without a word"
+        trial, state=ENDED, outcome="interrupted", cause="the sweep's process ended unexpectedly"
     )
 
 

@@ -152,7 +152,7 @@ def _state(facts: Facts) -> tuple[str, str, str]:
         ago = max(0.0, facts["now"] - float(supervisor.get("time") or 0.0))
         where = f"process {supervisor.get('pid')} on {supervisor.get('host')}"
         gone = (
-            f"its supervisor ({where}) is gone without a result, last seen {duration_text(ago)} ago"
+            f"its supervisor ({where}) exited without a result, last seen {duration_text(ago)} ago"
         )
         return "dead", gone, resume
     state = supervisor.get("state")
@@ -185,7 +185,7 @@ def _without_supervisor(facts: Facts, resume: str) -> tuple[str, str, str]:
         return _of_ranks(facts), "", ""
     if facts["metrics"]["end"]:
         return "finished", "started by hand: there is no result.json", ""
-    return "dead", "no rank and no supervisor is left, and there is no result", resume
+    return "dead", "no rank or supervisor is running, and there is no result.json", resume
 
 
 def _of_ranks(facts: Facts) -> str:
