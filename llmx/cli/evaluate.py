@@ -38,7 +38,7 @@ from llmx.errors import ConfigError, exit_code
 from llmx.run import trust
 from llmx.run.metrics.completions import DECLARED, METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
-from llmx.run.rundir import write_json
+from llmx.run.rundir import check_writable, write_json
 from llmx.text import plural, printable
 
 HELP = """\
@@ -197,6 +197,7 @@ def run(options: argparse.Namespace) -> int:
     if options.metrics and not options.generate:
         raise ConfigError("--metrics are of completions. Add --generate 100.")
     measured = measured_of(options)
+    check_writable(measured.out, fix="Set --out FILE.json.")
     target, exp = measured.target, measured.exp
     if exp.task.code_path is not None:  # as the ranks of the run find it
         sys.path.insert(0, exp.task.code_path)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.errors import did_you_mean
+from llmx.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,17 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
         # A full disk: the old content stays, and nothing else.
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_writable(file: Path, *, fix: str) -> None:
+    """ConfigError, before the work begins, where ``file`` cannot be written at its end."""
+    if file.is_dir():
+        raise ConfigError(f"{file}: is a directory. {fix}")
+    place = next(part for part in (file, *file.absolute().parents) if part.exists())
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"{file}: cannot be written (no permission, or read-only). {fix}")
+    if place != file and not place.is_dir():
+        raise ConfigError(f"{file}: {place} is a file. {fix}")
 
 
 def is_stream(path: Path) -> bool:

@@ -271,6 +271,16 @@ def test_rouge_by_hand() -> None:
     assert score(["exact_match"], [" a", "b"], ["a", "c"]) == {"exact_match": 0.5}
 
 
+def test_where_the_result_goes_is_checked_before_the_work(
+    run: RunDir, tmp_path: Path, capsys: Any
+) -> None:
+    assert evaluate.main([str(run.root), "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a directory. Set --out FILE.json." in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert evaluate.main([str(run.root), "--out", str(tmp_path / "file" / "a.json")]) == 2
+    assert "is a file. Set --out" in capsys.readouterr().err
+
+
 def test_a_metric_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad_metrics_of_a_test.py").write_text("text = 'x'\ndef f(a, b): return 'high'\n")

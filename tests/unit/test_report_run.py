@@ -333,5 +333,6 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     plan |= {"time": {"step_s": statistics.median(paces[1:]) / 2}, "accelerator": "cuda"}
     plan["memory"] = [asdict(MemoryPlan("a", 10, 2, 3, 4, 0, 0, 1, 0, 80))]
     write_json(run.plan, plan)
+    assert "predicted" not in dict(wording.brief_rows(load_run(run.root)))
     text = dict(wording.summary_rows(load_run(run.root)))["predicted"]
     assert "(+100%) a step; memory 20.0 GiB, measured" in text

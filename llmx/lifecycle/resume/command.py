@@ -33,7 +33,7 @@ from llmx.run.provenance.differences import (
     differences,
 )
 from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
-from llmx.run.rundir import RunDir, read_mapping, write_text
+from llmx.run.rundir import RunDir, check_writable, read_mapping, write_text
 from llmx.tracking.packages import check_packages
 
 OWN = ("step", "trust")
@@ -106,6 +106,7 @@ def resume(
     if upcoming.dry_run:
         print("  nothing was changed or started (dry_run=true)")
         return 0
+    check_writable(run.config, fix="Copy the run to a place where you may write, and resume that.")
     severe = [row for row in found if row.severity != HARMLESS]
     _rewrite(
         run, upcoming, state, severe,

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmx import text as human
 from llmx.observe.report.run_data import RunData
-from llmx.observe.report.step_time import idle_row
+from llmx.observe.report.step_time import idle_row, steps_by_rank
 from llmx.observe.report.tables import tables
 from llmx.observe.report.time_table import seconds
 from llmx.plan.types import MemoryPlan
@@ -135,6 +135,19 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
             text += f", {plural(float(format(values['epoch'], '.3g')), 'epoch')}"
         rows.append(("trained", text))
     return rows
+
+
+IDLE_MATTERS = 0.1
+"""Of the ranks' computing time."""
+
+
+def brief_rows(data: RunData) -> list[tuple[str, str]]:
+    """The summary for a terminal: no prediction, and idle time only where it matters."""
+    steps = steps_by_rank(data)
+    left_out = {"predicted"}
+    if steps is None or steps.idle < IDLE_MATTERS:
+        left_out.add("idle")
+    return [row for row in summary_rows(data) if row[0] not in left_out]
 
 
 def predicted(data: RunData) -> str:
