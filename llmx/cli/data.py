@@ -22,7 +22,7 @@ from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
 from llmx.data import SampleStore, has_eval
 from llmx.data.store.preview import print_samples
-from llmx.data.store.summary import draw_histogram, report
+from llmx.data.store.summary import draw_histogram, lost_rows, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
 from llmx.run.rundir import load_yaml
@@ -85,6 +85,8 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     table.add_row("lengths", Text(printable(str(picture))))
     console = Console(highlight=False)
     console.print(table, soft_wrap=not console.is_terminal)
+    for warning in lost_rows(store.meta):
+        console.print(Text(printable(warning), style="yellow"), soft_wrap=True)
     return store
 
 

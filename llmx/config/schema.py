@@ -226,7 +226,7 @@ class DataConfig:
     ignore_columns: list[str] = items(maximum=100, example="[score]")
     """Columns that may be ignored although they change what a row means (``label``, ``images``,
     ``weight``, ...; docs/data.md); otherwise such rows are rejected. E.g. ``[score]``."""
-    seq_len: int = number(512, minimum=2, maximum=2**24)
+    seq_len: int = number(1024, minimum=2, maximum=2**24)
     """Tokens of one sample. The one sequence length of the whole run."""
     packing: str = choice("best_fit", "concat", "none")
     """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the EOS
@@ -256,11 +256,13 @@ class DataConfig:
     loss_on: str = choice("assistant", "all", "last")
     """The tokens that are trained on: every assistant turn, only the ``last`` one, or ``all``
     tokens, prompts included."""
-    over_long: str = choice("truncate", "drop", "error")
-    """A row with more tokens than ``seq_len``. Counts are reported."""
+    over_long: str = choice("split", "truncate", "drop", "error")
+    """A row with more tokens than ``seq_len``: ``split`` makes several sequences of a document
+    (``task=pretrain``, ``mlm``, ``distill``; nothing is lost) and truncates every other row. Counts
+    are reported, and more than 2 % of the rows or tokens lost is a warning."""
     truncate_prompt: str = choice("left", "right")
-    """Labelled rows over ``seq_len`` with ``over_long=truncate``: the label is never cut; the
-    prompt loses its beginning (``left``) or its end (``right``)."""
+    """Labelled rows over ``seq_len`` that are truncated: the label is never cut; the prompt loses
+    its beginning (``left``) or its end (``right``)."""
     last_batch: str = choice("wrap", "drop", "short")
     """With ``task.epochs``, where the samples do not fill the last batch: ``wrap`` fills it with
     the first samples of a further epoch, ``drop`` leaves its samples out, ``short`` trains on

@@ -181,6 +181,10 @@ class Encoding(Protocol):
     verbatim: ClassVar[bool]
     """Documents are what ``tokenizer(text)`` gives, conversations what the chat template gives."""
 
+    splits_documents: ClassVar[bool]
+    """Whether a document of more than ``data.seq_len`` tokens may become several sequences
+    (``data.over_long=split``)."""
+
     @property
     def name(self) -> str:
         """``task.kind``, for messages."""

@@ -193,6 +193,10 @@ class Task:
     at all of them, is used as it was trained. Else a document ends with the EOS token, and a
     conversation with the end of its last learned turn."""
 
+    splits_documents: ClassVar[bool] = False
+    """Whether a document of more than ``data.seq_len`` tokens may become several sequences
+    (``data.over_long=split``). Its example has no columns then."""
+
     normaliser: ClassVar[Normaliser] = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
     index, or ``weight`` of its micro batches (one reduction a step)."""

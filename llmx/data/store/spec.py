@@ -111,7 +111,7 @@ def dataset_spec(
         "loss_on": encoding.loss_on,
         "seq_len": data.seq_len,
         "packing": data.packing,
-        "over_long": data.over_long,
+        "over_long": _over_long(data, source, encoding),
     }
     if verbatim:
         identity["wrapping"] = [renderer.bos, renderer.eos]
@@ -120,6 +120,13 @@ def dataset_spec(
         identity["task"] = {**own, "columns": columns, "truncate_prompt": data.truncate_prompt}
     path = _path(data, identity, split)
     return DatasetSpec(data, source, renderer, encoding, identity, path)
+
+
+def _over_long(data: DataConfig, source: DatasetSplit, encoding: Encoding) -> str:
+    """``data.over_long``; ``truncate`` where it is ``split`` and there is nothing to split."""
+    splits = encoding.splits_documents and not encoding.columns and source.has_text
+    splits = splits and data.packing != "concat"  # which cuts anyway
+    return "truncate" if data.over_long == "split" and not splits else data.over_long
 
 
 def check_task(encoding: Encoding, source: DatasetSplit) -> None:

@@ -48,6 +48,7 @@ from llmx.data.store.truncation import (
     CUT_OFF,
     TRUNCATED,
     PromptCutter,
+    overflow_key,
     sharing_their_prompt,
     too_long_to_cut,
 )
@@ -61,6 +62,8 @@ BATCH_BYTES = 1 << 20
 WITHOUT_ANSWER = "without an answer"
 LEFT_OUT = "left out by the task"
 """Reasons for which rows are dropped."""
+PIECES = "pieces of documents"
+"""Of ``rows``: pieces of a long document that are not its last."""
 UNANSWERED = "turns after the last answer"
 """Of rows that are used: so many turns were left out."""
 FAST_FROM_BYTES = 2 << 20
@@ -145,6 +148,8 @@ class ExampleEncoder:
                     batch, read, size = Batch([], 0, 0), 0, 0
                 holds_text = not holds_text
             read += 1
+            if isinstance(record, Document) and not record.last:
+                batch.left_out[PIECES] += 1
             if record is not None and example is not None:
                 batch.examples.append(example)
                 batch.sequences.extend(example.sequences)
@@ -270,7 +275,7 @@ class ExampleEncoder:
         sequences = iter(self._sequences_of(parts))
         found = [[next(sequences) for _ in example.sequences] for example in examples]
         counts = Counter[str]()
-        if data.over_long != "truncate" or data.packing == "concat":
+        if data.over_long in ("drop", "error") or data.packing == "concat":
             return Tokenized([*found], counts)
         fitted: list[list[TokenSequence] | None] = []
         for example, own in zip(examples, found, strict=True):
@@ -282,6 +287,7 @@ class ExampleEncoder:
             if not chats:
                 fitted.append(own)  # cut by token
                 continue
+            counts[overflow_key(data.seq_len + over)] += 1
             short = self._shortener.shortened(*chats)
             if short is None:
                 counts[too_long_to_cut(example)] += 1
