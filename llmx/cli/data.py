@@ -45,8 +45,8 @@ def _run(config: Path, own: dict[str, str]) -> int:
     if wanted is not None and wanted not in splits:
         if wanted == "eval":
             raise ConfigError(
-                "split=eval: there is no evaluation data. Set data.eval_path, or data.eval_samples "
-                "to hold out so many rows of data.path."
+                "split=eval: there is no evaluation data. Set data.eval_path, or e.g. "
+                "data.eval_fraction=0.05 to hold out rows of data.path."
             )
         known = " or ".join(f"split={split}" for split in splits)
         raise ConfigError(f"split={printable(wanted)}: no such split. Use {known}.")

@@ -43,7 +43,7 @@ from llmx.text import plural, printable
 
 HELP = """\
 data:
-  RUN                        what the run has held out (data.eval_path, data.eval_samples)
+  RUN                        what the run has held out (data.eval_path, data.eval_fraction)
   RUN data.path=FILE         all rows of another file, read as the run reads its own
   MODEL data=messages data.path=FILE
                              data=OPTION and data.* as in training; task=pretrain for plain text
@@ -160,6 +160,9 @@ def measured_of(options: argparse.Namespace) -> Measured:
     exp = target.exp or Experiment(
         model=target.base or ModelConfig(path=os.path.abspath(target.directory)), task=TaskConfig()
     )
+    if "data.eval_path" in keys:  # which takes the place of the rows that the run held out
+        data = dataclasses.replace(exp.data, eval_samples=0, eval_fraction=0)
+        exp = dataclasses.replace(exp, data=data)
     exp = apply(exp, words)
     data = typed_data(exp.data, keys) if asked else exp.data
     task = exp.task
@@ -189,7 +192,9 @@ def typed_data(data: DataConfig, keys: set[str]) -> DataConfig:
     if has_own:
         return data
     eval_path = None if data.path == "demo" else data.path
-    return dataclasses.replace(data, sources=[], eval_path=eval_path, eval_samples=0)
+    return dataclasses.replace(
+        data, sources=[], eval_path=eval_path, eval_samples=0, eval_fraction=0
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -52,6 +52,7 @@ EXAMPLES = {
     "data.system": "'You are a helpful assistant.'",
     "data.eval_path": "heldout.jsonl",
     "data.eval_samples": "200",
+    "data.eval_fraction": "0.05",
     "data.max_rows": "1000",
     "data.cache_dir": "/scratch/llmx",
     "data.num_workers": "8",

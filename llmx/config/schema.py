@@ -268,9 +268,11 @@ class DataConfig:
     the first samples of a further epoch, ``drop`` leaves its samples out, ``short`` trains on
     fewer. The loss stays the mean over the target tokens of the step."""
     eval_path: str | None = None
-    """A source for evaluation; without it, ``eval_samples`` rows are held out."""
+    """A source for evaluation; without it, ``eval_samples`` or ``eval_fraction`` holds rows out."""
     eval_samples: int = number(0, minimum=0, maximum=MAX_SAMPLES)
     """Rows held out from ``path`` for evaluation (chosen by ``seed``)."""
+    eval_fraction: float = number(0.0, minimum=0, below=1)
+    """The same as a fraction of the rows: 0.05 holds 5 % out. At least one row."""
     max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
     """Read only the first so many rows."""
     cache_dir: str | None = None

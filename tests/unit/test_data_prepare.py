@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.config import Experiment, SourceConfig
+from llmx.config import DataConfig, Experiment, SourceConfig
+from llmx.config.data_rules import data_problems
 from llmx.data import (
     has_eval,
     held_out_prompts,
@@ -294,6 +295,31 @@ def test_held_out_rows(tmp_path: Path, tokenizer):
     exp.data.eval_samples = 50
     with pytest.raises(ConfigError, match="eval_samples=50 of 50 rows"):
         prepare(exp, tokenizer)
+
+
+def test_a_fraction_of_the_rows_is_held_out(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, numbered(50), eval_fraction=0.1)
+    train, held_out = (
+        texts(prepare(exp, tokenizer, split=s), tokenizer) for s in ("train", "eval")
+    )
+    assert (len(train), len(held_out)) == (45, 5)
+    assert not set(train) & set(held_out)
+    as_samples = experiment(tmp_path, numbered(50), eval_samples=5)
+    assert texts(prepare(as_samples, tokenizer, split="eval"), tokenizer) == held_out
+    exp.data.eval_fraction = 0.001
+    assert len(texts(prepare(exp, tokenizer, split="eval"), tokenizer)) == 1
+    exp.data.eval_fraction = 0.999
+    with pytest.raises(ConfigError, match=r"eval_fraction=0\.999 of 50 rows"):
+        prepare(exp, tokenizer)
+
+
+def test_only_one_key_says_what_is_evaluated():
+    for more in ({"eval_path": "dev.jsonl"}, {"eval_samples": 5}):
+        problems = list(data_problems(DataConfig(eval_fraction=0.1, **more)))
+        assert problems
+        assert "data.eval_fraction=0.1" in problems[0]
+        assert "Keep one of them." in problems[0]
+    assert not list(data_problems(DataConfig(eval_fraction=0.1)))
 
 
 def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
