@@ -128,18 +128,13 @@ RULES = (
     Rule("data.path", lambda exp: not exp.data.sources, "beside data.sources", "data=file"),
     Rule("data.text_unit", _form("text"), "on rows of another form", "data=text"),
     Rule("data.data_map", _form("labelled"), "on rows of another form", "data=labelled"),
-    Rule("data.truncate_prompt", _form("labelled"), "on rows of another form", "data=labelled"),
+    Rule("data.truncate_prompt", _form("labelled", "preference"), "on rows of another form",
+         "data=labelled"),
     Rule(
         "data.template data.system data.loss_on",
         lambda exp: exp.data.form != "text",
         "on plain text",
         "data=file",
-    ),
-    Rule(
-        "data.eval_samples",
-        lambda exp: not exp.data.eval_path,
-        "beside data.eval_path",
-        "data.eval_path=null",
     ),
     Rule("task.epochs", lambda exp: exp.task.steps is None, "beside task.steps", "task.steps=null"),
     Rule(

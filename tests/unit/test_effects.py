@@ -65,7 +65,6 @@ def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["data.eval_samples=5", "data.eval_path=a.jsonl"],
         ["task.steps=5", "task.epochs=2"],
         ["adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"],
         ["zero=stage2", "zero.prefetch_bucket_size=100"],
