@@ -87,11 +87,11 @@ def _advice(meta: dict[str, Any], dropped: int) -> str:
     def over(limit: int) -> int:
         return sum(count * max(0, length - limit) for length, count in lengths.items())
 
-    tokens = meta["num_tokens"] + dropped * seq_len + over(seq_len)
+    tokens = int(meta["num_tokens"]) + dropped * seq_len + over(seq_len)
 
     def lost(limit: int) -> float:
         rows = sum(count for length, count in lengths.items() if length > limit)
-        return max(rows / meta["rows_read"], over(limit) / tokens)
+        return max(rows / int(meta["rows_read"]), over(limit) / tokens)
 
     limits = range(seq_len, max(lengths) + LENGTH_STEP, LENGTH_STEP)
     keeps = {
@@ -192,7 +192,7 @@ def _rows(meta: dict[str, Any]) -> str:
 
 def _is_cut(meta: dict[str, Any]) -> bool:
     """Whether a row may be several examples."""
-    return meta["identity"]["packing"] == "concat" or meta.get("split_sequences", 0) > 0
+    return bool(meta["identity"]["packing"] == "concat" or meta.get("split_sequences"))
 
 
 def _rows_read(meta: dict[str, Any]) -> str:
