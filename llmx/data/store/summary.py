@@ -91,7 +91,7 @@ def _advice(meta: dict[str, Any], dropped: int) -> str:
 
     def lost(limit: int) -> float:
         rows = sum(count for length, count in lengths.items() if length > limit)
-        return max(rows / int(meta["rows_read"]), over(limit) / tokens)
+        return float(max(rows / meta["rows_read"], over(limit) / tokens))
 
     limits = range(seq_len, max(lengths) + LENGTH_STEP, LENGTH_STEP)
     keeps = {
