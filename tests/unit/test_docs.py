@@ -85,7 +85,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / "tokenizers" / name).mkdir(parents=True)
         (place / "tokenizers" / name / "tokenizer.json").write_text("{}")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (hardware,) = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    (hardware,) = [block for block in blocks if "hosts:" in block]
     (place / "clusters" / "hardware").mkdir(parents=True)
     (place / "clusters" / "hardware" / "mine.yaml").write_text(hardware)
     (place / "run").mkdir()
