@@ -94,8 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--lm-eval",
         metavar="A,B",
-        help="tasks of lm-eval (EleutherAI's harness) instead, e.g. hellaswag,arc_easy; what\n"
-        "stands behind a bare -- goes to it as it is",
+        help="tasks of lm-eval (EleutherAI's harness) instead, e.g. hellaswag,arc_easy;\n"
+        "arguments after a bare -- are passed to it",
     )
     parser.add_argument(
         "--batch", metavar="N", type=whole_number(1, 4096), default=8, help="samples at once (8)"
@@ -114,7 +114,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.lm_eval is not None:
             return run_lm_eval(options, more)
         if more:
-            raise ConfigError(f"{' '.join(more)}: what stands behind -- goes to --lm-eval TASKS.")
+            raise ConfigError(
+                f"{' '.join(more)}: arguments after -- are passed to lm-eval. Add --lm-eval TASKS."
+            )
         return run(options)
 
     return exit_code(work)
@@ -154,7 +156,7 @@ def measured_of(options: argparse.Namespace) -> Measured:
     )
     if target.exp is None and not asked:
         raise ConfigError(
-            f"{target.directory} is a model, which says nothing of data. Add, for example, "
+            f"{target.directory} is a model directory, so name the data. Add, for example, "
             "data=messages data.path=FILE."
         )
     exp = target.exp or Experiment(
@@ -200,7 +202,7 @@ def typed_data(data: DataConfig, keys: set[str]) -> DataConfig:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
     if options.metrics and not options.generate:
-        raise ConfigError("--metrics are of completions. Add --generate 100.")
+        raise ConfigError("--metrics measures completions. Add --generate 100.")
     measured = measured_of(options)
     check_writable(measured.out, fix="Set --out FILE.json.")
     target, exp = measured.target, measured.exp

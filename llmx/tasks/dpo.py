@@ -138,8 +138,8 @@ class Dpo(Task):
         both = ("train", "eval")
         found = {
             "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both),
-            "rewards_chosen": Metric("reward of the better", "number", kinds=both),
-            "rewards_rejected": Metric("reward of the worse", "number", kinds=both),
+            "rewards_chosen": Metric("rewards/chosen", "number", kinds=both),
+            "rewards_rejected": Metric("rewards/rejected", "number", kinds=both),
         }
         if self.options.loss == "kto":
             return {**found, "kl": Metric("KL", "number", kinds=both)}

@@ -163,7 +163,7 @@ def test_a_model_directory_needs_data_and_may_take_a_task(
     measured(capsys, model, *text)
     assert read_json(tmp_path / "eval-text.json")["task"] == "pretrain"
     for argv, problem in (
-        ([model], "is a model, which says nothing of data. Add, for example, data=messages"),
+        ([model], "is a model directory, so name the data. Add, for example, data=messages"),
         ([tmp_path], "is neither a run directory"),
         ([model, "zero=stage3"], "eval takes data and task"),
         ([model, *words[:2], "data.seq_len=4096"], "takes at most 128 positions"),
@@ -319,7 +319,7 @@ def test_lm_eval_is_told_the_model_and_runs_in_its_own_process(
     for more, problem in (
         (["--lm-eval", "a", "data.path=x"], "leave out data.*"),
         (["--lm-eval", "a", "--generate", 3], "leave out data.*"),
-        (["--", "--num_fewshot", "5"], "goes to --lm-eval TASKS"),
+        (["--", "--num_fewshot", "5"], "Add --lm-eval TASKS"),
     ):
         assert problem in said(run.root, *more)
     (tmp_path / "a,b").symlink_to(run.final_model)
