@@ -30,6 +30,7 @@ from llmx.cli.target import (
     find_target,
     load_causal,
     load_tokenizer,
+    not_loaded,
 )
 from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
@@ -176,6 +177,10 @@ def measured_of(options: argparse.Namespace) -> Measured:
     # A glob, or a name on the Hub, may be no name of a file.
     name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
     out = target.run.root if target.run else Path()
+    if options.out is not None and options.out.is_dir():
+        raise ConfigError(
+            f"--out {options.out}: is a directory. Name a file: {options.out}/eval.json."
+        )
     return Measured(target, exp, options.out or out / f"eval-{name}.json")
 
 
@@ -371,11 +376,14 @@ def _trained_network(target: Target, spec: Any) -> Any:
     # In the precision that it was written in; a CPU computes fp32.
     directory = target.directory
     if target.base is None:
-        network = auto_class(spec.head).from_pretrained(
-            directory,
-            dtype="auto" if cuda else "float32",
-            trust_remote_code=target.trusts_remote_code,
-        )
+        try:
+            network = auto_class(spec.head).from_pretrained(
+                directory,
+                dtype="auto" if cuda else "float32",
+                trust_remote_code=target.trusts_remote_code,
+            )
+        except Exception as error:  # of a damaged file, libraries raise anything
+            raise ConfigError(not_loaded(target, error)) from error
     elif spec.head == CAUSAL_LM:
         network = load_causal(target)
         network = network if cuda else network.float()

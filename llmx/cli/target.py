@@ -255,7 +255,7 @@ def load_tokenizer(target: Target) -> Any:
         return AutoTokenizer.from_pretrained(
             source, revision=revision or "main", trust_remote_code=target.trusts_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file, libraries raise anything
         raise ConfigError(
             f"{source} has no tokenizer that can be loaded ({_first_line(error)}). A model and its "
             "tokenizer lie in one directory: copy tokenizer.json and tokenizer_config.json there."
@@ -284,10 +284,10 @@ def load_causal(target: Target) -> Any:
             if target.base is None
             else load_adapted(target.directory, target.base)
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file, libraries raise anything
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(_not_loaded(target, error)) from error
+        raise ConfigError(not_loaded(target, error)) from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return network.to(device).eval()
@@ -299,11 +299,12 @@ def load_causal(target: Target) -> Any:
         ) from error
 
 
-def _not_loaded(target: Target, error: Exception) -> str:
+def not_loaded(target: Target, error: Exception) -> str:
+    """The message for a model whose files cannot be loaded."""
     said = _first_line(error)
     if target.base is not None:
         return _no_base(target.directory, target.base, said)
-    return f"{target.directory} cannot be loaded as a causal language model: {said}."
+    return f"{target.directory} cannot be loaded: {said}."
 
 
 def _first_line(error: Exception) -> str:

@@ -92,7 +92,7 @@ def plan_of(run: RunDir, exp: Experiment) -> Plan:
     """``plan.json``; planned anew where it is missing, torn, or of a version with other fields."""
     try:
         return Plan.from_dict(read_json(run.plan))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return plan_experiment(exp).plan
 
 
