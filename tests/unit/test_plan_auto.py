@@ -81,7 +81,8 @@ def test_what_is_no_auto(word: str, message: str) -> None:
 
 def test_a_step_must_have_a_size() -> None:
     for more in ([], ["batch.accumulation=4"]):
-        words = ["batch.micro_batch=auto", "model=gpt2", "hardware=h100x8", *more]
+        words = ["batch.micro_batch=auto", "model=gpt2", "model.init=scratch", *more]
+        words += ["hardware=h100x8"]
         with pytest.raises(ConfigError, match=r"Set batch\.global_batch=64 \(samples\), or batch"):
             composed(words)
     assert composed(["batch.micro_batch=auto", "batch.tokens_per_step=5e5", *LLAMA[:2]])
