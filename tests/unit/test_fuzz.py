@@ -1,4 +1,4 @@
-"""500 random command lines, config files and hostfiles, and 200 commands after training on damaged
+"""500 random command lines, config files and hostfiles, and 50 commands after training on damaged
 run directories; more by ``python -m tests.fuzz`` and ``python -m tests.fuzz --after``."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(tmp_path_factory.mktemp("finished") / "base")
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", range(1))
 def test_damaged_runs_are_refused_without_a_traceback(
     chunk: int, finished: Path, tmp_path: Path
 ) -> None:
