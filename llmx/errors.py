@@ -10,11 +10,9 @@ import difflib
 import errno
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from llmx.text import for_terminal, printable
+from llmx.text import printable
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as a shell has it: 128 and SIGINT."""
@@ -82,11 +80,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f' Did you mean "{match[0]}"?' if match else ""
 
 
-def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str = "") -> int:
+def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
     """Run a program's work; its exit code. What it raises for the user is printed as one message.
 
-    ``interrupted``: what to say after Ctrl-C. ``reads``: what it only looks at; an error in a value
-    is one of these files.
+    ``interrupted``: what to say after Ctrl-C.
     """
     try:
         code = program()
@@ -94,8 +91,7 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str =
         return code
     except LlmxError as error:
         # What was typed, or is in a file, must not steer the terminal.
-        text = for_terminal(f"llmx: {printable(str(error))}", sys.stderr)
-        print(text, file=sys.stderr)
+        print(f"llmx: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if interrupted:
@@ -110,12 +106,8 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str =
             where = printable(str(error.filename or "the disk that is written to"), keep="")
             print(f"llmx: {where}: {error.strerror}. Free some space.", file=sys.stderr)
             return DiskFullError.exit_code
-        if not error.filename:
+        if error.errno != errno.ENAMETOOLONG or not error.filename:
             raise
-        if error.errno != errno.ENAMETOOLONG:
-            place = printable(os.fsdecode(error.filename), keep="")
-            print(f"llmx: {place}: {error.strerror}. Is the path right?", file=sys.stderr)
-            return ConfigError.exit_code
         # Any look at such a path raises; it is never one of ours.
         name = printable(str(error.filename), keep="")
         place = name if len(name) <= 60 else f"{name[:57]}..."
@@ -123,17 +115,6 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str =
             f"llmx: {place}: the name is too long for a file. Use a shorter one.", file=sys.stderr
         )
         return ConfigError.exit_code
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if not reads:
-            raise
-        *_, frame = traceback.extract_tb(error.__traceback__)
-        where = f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"
-        print(
-            f"llmx: {printable(reads)}: a file in it has a value that llmx does not write "
-            f"({printable(str(error), keep='')}; {where}). Restore the file, or report this line.",
-            file=sys.stderr,
-        )
-        return DataError.exit_code
     except RuntimeError as error:
         if "home directory" not in str(error):  # of Path.expanduser
             raise

@@ -75,7 +75,7 @@ class Ranks:
 class Server:
     """The process that forks, and a directory with a ``python`` and a ``deepspeed`` beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.programs.ranks") -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="llmx-ranks-"))
         self.python, self.deepspeed = shadow(self.directory)
         place = self.directory / "socket"
@@ -83,7 +83,7 @@ class Server:
         self.deepspeed.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         self.deepspeed.chmod(0o755)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.programs.ranks", str(place)],
+            [sys.executable, "-m", module, str(place)],
             # The ranks have an environment each, in the place of this one.
             env=rank_environment(ROOM_FOR_ANOTHER="x" * 16384),
             cwd=Path(__file__).parent.parent,

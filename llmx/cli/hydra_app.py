@@ -23,13 +23,11 @@ from llmx.text import one_line, plural
 _READERS = ("hydra", "omegaconf", "antlr4")
 
 
-def run_hydra(
-    words: list[str], *, command: str | None = None, own: Sequence[str] = (), keep: bool = True
-) -> int:
+def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
     """Compose the config and start what it describes; a sweep goes through the launcher plugin.
 
     ``command``: hand the composed config to this command, with its ``own`` words, instead of
-    starting a run. ``keep``: the run directory of a plan, where the user has not named one.
+    starting a run.
     """
     from llmx.cli.arguments import as_meant, read_line
     from llmx.compose.overrides import check_overrides
@@ -53,7 +51,7 @@ def run_hydra(
             argv = [*_continued(argv, directory), *argv]
     if directory:
         argv += ["--config-dir", directory]
-    return _compose([*argv, *line.show], checked.words, command=command, own=own, keep=keep)
+    return _compose([*argv, *line.show], checked.words, command=command, own=own)
 
 
 def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
@@ -77,12 +75,7 @@ def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
 
 
 def _compose(
-    argv: list[str],
-    overrides: list[str],
-    *,
-    command: str | None,
-    own: Sequence[str],
-    keep: bool,
+    argv: list[str], overrides: list[str], *, command: str | None, own: Sequence[str]
 ) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -120,8 +113,7 @@ def _compose(
             if hydra_config.mode == RunMode.RUN:
                 # Of a sweep, some words are for some of its trials.
                 check_effects(experiment_from_dict(values), words, command=command)
-            named = values.get("run_dir") != str(made)
-            if command or named:
+            if command or values.get("run_dir") != str(made):
                 _remove_if_empty(made)
             elif hydra_config.mode == RunMode.RUN:
                 # Named after the second, which another command may share.
@@ -132,8 +124,7 @@ def _compose(
             else:
                 sweep = current()
                 if sweep is None:
-                    composed = compose(values)
-                    code = run_composed(composed, overrides=words, keep=keep or named)
+                    code = run_composed(compose(values), overrides=words)
                 elif (trial := sweep.next(values)) is None:
                     if sweep.now.process is None:
                         _remove_if_empty(made)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmx.models.transfer import to_device
 from llmx.models.varlen import SEGMENTS
 
 
@@ -187,18 +188,17 @@ def _bound_arguments(
         # anew for each number of rows.
         return {"segment_bounds": torch.tensor(bounds)}
     longest = max(stop - start for start, stop in pairwise(bounds))
-    offsets = torch.tensor(bounds, dtype=torch.int32)
     arguments = {
         # Given, no layer has to find the rows by the restarts of position_ids, which costs
         # flash-attention two waits for the device a layer.
-        "cu_seq_lens_q": offsets.to(device, non_blocking=True),
+        "cu_seq_lens_q": to_device(bounds, device, dtype=torch.int32),
         "max_length_q": longest,
         "max_length_k": longest,
     }
     arguments["cu_seq_lens_k"] = arguments["cu_seq_lens_q"]
     if not implementation.startswith(("llmx_", "flash_attention")):
         # The kernels of state-space layers know a row by its number.
-        lengths = offsets.diff()
+        lengths = torch.tensor(bounds, dtype=torch.int32).diff()
         rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
         arguments["seq_idx"] = rows[None].to(device, non_blocking=True)
     return arguments

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -303,7 +303,6 @@ class Classify(Task):
         return {
             **found,
             "macro_f1": Metric("macro F1", "percent", higher_is_better=True),
-            "plain_loss": Metric("cross entropy without weights", "number", higher_is_better=False),
             "auc": Metric("ROC AUC", "percent", higher_is_better=True),
         }
 
@@ -340,20 +339,21 @@ class Classify(Task):
         )
         for batch in batches:
             loss, (found, wanted) = self._computed(models, batch)
-            plain = {k: v for k, v in loss.metrics.items() if k == "plain_loss"}
-            add_loss(means, Loss(loss.sum, loss.weight, plain))
+            add_loss(means, Loss(loss.sum, loss.weight))
             if len(found):
                 measured.add(found, wanted)
-        return {**means, "measured": measured}
+        return {"loss": means["loss"], "measured": measured}
 
     def _computed(self, models: Models, batch: Batch) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
         """The loss; and of examples whose label is known what the model says and the label, for an
         evaluation (nothing where gradients are on)."""
         import torch
 
+        from llmx.models.transfer import to_device
+
         logits = models.main.logits(batch)
         if self.problem == REGRESSION:
-            wanted = batch["label"].to(logits.device)
+            wanted = batch["label"].to(logits.device, non_blocking=True)
             losses = (logits[:, 0] - wanted) ** 2
             loss = Loss(losses.sum(), float(len(losses)))
             if torch.is_grad_enabled():
@@ -363,10 +363,10 @@ class Classify(Task):
             [self._seen.index.get(name, -1) for name in self._names(row.numpy().tobytes())]
             for row in batch["label"]
         ]
-        weights = logits.new_tensor(self._seen.weights)
+        weights = to_device(self._seen.weights, logits.device, dtype=logits.dtype)
         if self.problem == MULTI:
             return self._multi(logits, numbers, weights)
-        target = torch.tensor([one[0] for one in numbers], dtype=torch.long, device=logits.device)
+        target = to_device([one[0] for one in numbers], logits.device, dtype=torch.long)
         known = target >= 0
         options = self.options
         losses = single_label_losses(
@@ -377,11 +377,10 @@ class Classify(Task):
             label_smoothing=options.label_smoothing,
         )
         right = ((logits.detach().argmax(dim=-1) == target) & known).sum()
-        loss = Loss((losses * known).sum(), float(known.sum()), {"accuracy": right})
+        examples = float(sum(one[0] >= 0 for one in numbers))
+        loss = Loss((losses * known).sum(), examples, {"accuracy": right})
         if torch.is_grad_enabled():
             return loss, _NOTHING
-        plain = torch.nn.functional.cross_entropy(logits, target.clamp(min=0), reduction="none")
-        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * known).sum()})
         return loss, (logits.softmax(dim=-1)[known].cpu().numpy(), target[known].cpu().numpy())
 
     def _multi(
@@ -389,12 +388,12 @@ class Classify(Task):
     ) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
         import torch
 
-        target = torch.zeros_like(logits)
-        known = torch.tensor(
-            [-1 not in one for one in numbers], dtype=torch.bool, device=logits.device
-        )
-        for row, own in enumerate(numbers):
-            target[row, [one for one in own if one >= 0]] = 1.0
+        from llmx.models.transfer import to_device
+
+        complete = [-1 not in row for row in numbers]
+        known = to_device(complete, logits.device, dtype=torch.bool)
+        labels = [[float(label in row) for label in range(logits.shape[1])] for row in numbers]
+        target = to_device(labels, logits.device, dtype=logits.dtype).view_as(logits)
         options = self.options
         losses = multi_label_losses(
             logits,
@@ -405,11 +404,9 @@ class Classify(Task):
         probabilities = logits.detach().sigmoid()
         predicted = probabilities >= options.threshold
         right = ((predicted == (target > 0)).all(dim=-1) & known).sum()
-        loss = Loss((losses * known).sum(), float(known.sum()), {"accuracy": right})
+        loss = Loss((losses * known).sum(), float(sum(complete)), {"accuracy": right})
         if torch.is_grad_enabled():
             return loss, _NOTHING
-        plain = multi_label_losses(logits, target, weights=torch.ones_like(weights))
-        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * known).sum()})
         return loss, (probabilities[known].cpu().numpy(), (target[known] > 0).cpu().numpy())
 
 

@@ -50,7 +50,7 @@ class NonFiniteWatch:
         pair = torch.zeros(2, dtype=torch.float32, device=self._first.device)
         pair[0] = loss
         if self._gradients and norm is not None:
-            pair[1] = norm
+            pair[1].fill_(norm)  # an assignment would copy a number from the host, and wait
         now = torch.where(torch.isfinite(pair), NEVER, step)
         torch.minimum(self._first, now, out=self._first)
 

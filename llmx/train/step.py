@@ -153,11 +153,10 @@ class StepMetrics:
         """Of one micro batch."""
         for name, value in loss.metrics.items():
             total, weight = value if isinstance(value, tuple) else (value, loss.weight)
-            parts = [
-                torch.as_tensor(part, dtype=torch.float64, device=self._device)
-                for part in (total, weight)
-            ]
-            pair = torch.stack(parts)
+            pair = torch.zeros(2, dtype=torch.float64, device=self._device)
+            # Not an assignment, which copies a number from the host, and waits.
+            pair[0].fill_(total)
+            pair[1].fill_(weight)
             self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     @property

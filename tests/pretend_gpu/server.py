@@ -1,0 +1,64 @@
+"""``tests/programs/ranks.py``, whose ranks have pretended GPUs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["DS_ACCELERATOR"] = "cuda"
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
+# Before there is a GPU: they import what only torch for CUDA has.
+import transformers.models.bert.modeling_bert
+import transformers.models.llama.modeling_llama  # noqa: F401
+import yaml
+
+from tests.pretend_gpu import collectives, cuda, kernels
+from tests.pretend_gpu.devices import Devices
+
+DEVICES = Devices()
+
+
+def be_rank(run_dir: Path) -> None:
+    """Take the GPU that the plan has for this rank. Of several hosts, this one is each in turn."""
+    from llmx.plan.types import Plan
+    from llmx.run.rundir import RunDir, read_json
+
+    run = RunDir(run_dir)
+    plan = Plan.from_dict(read_json(run.plan))
+    rank = int(os.environ["RANK"])
+    host = plan.ranks[rank].host
+    peers = [other.rank for other in plan.ranks if other.host == host]
+    values = yaml.safe_load(run.config.read_text())["hardware"]
+    device = values["devices"][values["hosts"][host]["device"]]
+    DEVICES.local_rank, DEVICES.count = peers.index(rank), len(peers)
+    major, minor = str(float(device["compute_capability"])).split(".")
+    DEVICES.capability = int(major), int(minor)
+    os.environ.update(LOCAL_RANK=str(DEVICES.local_rank), LOCAL_SIZE=str(DEVICES.count))
+    DEVICES.report.open(run.ranks / f"pretended-{rank:03d}.jsonl")
+
+
+def main() -> None:
+    # Before DeepSpeed is imported, which keeps some of what is replaced.
+    cuda.install(DEVICES)
+    collectives.install(DEVICES)
+    DEVICES.install()
+    from llmx import worker
+    from tests.programs import ranks
+
+    kernels.install(DEVICES)
+    run_worker = worker.main
+
+    def run_pretended(argv: list[str]) -> int:
+        be_rank(Path(argv[0]))
+        try:
+            return run_worker(argv)
+        finally:
+            DEVICES.report.close()
+
+    worker.main = run_pretended
+    ranks.main()
+
+
+if __name__ == "__main__":
+    main()

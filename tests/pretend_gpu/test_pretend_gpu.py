@@ -1,0 +1,190 @@
+"""The whole of llmx's worker on GPUs that are not there: what a first day on real ones would find.
+
+``python -m pytest -m deepspeed tests/pretend_gpu``; ``LLMX_RECORD_GOLDEN=1`` records the waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.run.metrics.lines import read_metrics
+from llmx.run.rundir import RunDir
+from tests.forked_ranks import Server
+from tests.pretend_gpu.collectives import differences
+from tests.pretend_gpu.runs import gpus, reports, run_of
+from tests.rundirs import logs
+
+pytestmark = pytest.mark.deepspeed
+
+TWO = (("a100", 2),)
+MIXED = (("a100", 2), ("v100", 2))
+WATCHED = 5
+"""Steps 3 to 7 of 8: no line of the log is written in them."""
+WAITS = Path(__file__).parent.parent / "golden" / "pretended_waits.json"
+WHOLE = {
+    "task": {"save_model": True, "eval_generate": 2, "eval_max_new_tokens": 4},
+    "checkpoint": {"every_steps": 7},
+}
+"""Completions, checkpoints and an export beside the training and its evaluations."""
+PAIRS = {"path": "{rows}/pairs.jsonl", "packing": "none", "over_long": "truncate"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage0": {"zero": {"stage": 0}},
+    "stage1-bf16": {"zero": {"stage": 1}, "precision": "bf16"},
+    "stage2": {"zero": {"stage": 2}, **WHOLE},
+    "stage3": {"zero": {"stage": 3}, **WHOLE},
+    "stage3-bf16": {"zero": {"stage": 3}, "precision": "bf16"},
+    "stage2-offload": {"zero": {"stage": 2, "offload_optimizer": "cpu"}},
+    "stage3-offload": {
+        "zero": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+        **WHOLE,
+    },
+    "lora": {
+        "zero": {"stage": 2},
+        "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"]},
+        **WHOLE,
+    },
+    "lora-stage3-bf16": {
+        "zero": {"stage": 3},
+        "precision": "bf16",
+        "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"]},
+    },
+    "dpo": {"zero": {"stage": 2}, "task": {"kind": "dpo"}, "data": PAIRS},
+    "dpo-live-stage3": {
+        "zero": {"stage": 3},
+        "task": {"kind": "dpo", "options": {"reference": "live"}},
+        "data": PAIRS,
+    },
+    "embed": {
+        "zero": {"stage": 2},
+        "task": {"kind": "embed"},
+        "data": {"path": "{rows}/answers.jsonl", "packing": "none", "over_long": "truncate"},
+    },
+    "classify": {
+        "zero": {"stage": 3},
+        "task": {"kind": "classify"},
+        "data": {"path": "{rows}/labelled.jsonl", "form": "labelled"},
+        "checkpoint": {"every_steps": 7},
+    },
+    "mixed-hpz-fp16": {
+        "hosts": MIXED,
+        "zero": {"stage": 3, "hpz_partition_size": 2},
+        "precision": "fp16",
+        **WHOLE,
+    },
+    "overflow": {
+        "hosts": (("v100", 2),),
+        "zero": {"stage": 2, "extra": {"fp16": {"initial_scale_power": 32}}},
+        "precision": "fp16",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def pretended() -> Iterator[Server]:
+    """Forks ranks with pretended GPUs."""
+    server = Server("tests.pretend_gpu.server")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small files of each form of data."""
+    directory = tmp_path_factory.mktemp("rows")
+    words = [f"{number} and {number * 7 % 31} and more" for number in range(120)]
+    files = {
+        "pairs": [{"prompt": w, "chosen": f"yes, {w}", "rejected": f"no, {w}"} for w in words],
+        "answers": [{"instruction": w, "output": f"it is {w}"} for w in words],
+        "labelled": [{"prompt": w, "label": "ab"[n % 2]} for n, w in enumerate(words)],
+    }
+    for name, values in files.items():
+        text = "".join(json.dumps(value) + "\n" for value in values)
+        (directory / f"{name}.jsonl").write_text(text)
+    return directory
+
+
+def prepared(case: str, rows: Path) -> tuple[dict[str, Any], tuple[tuple[str, int], ...]]:
+    """The groups of a case, and its hosts."""
+    groups = json.loads(json.dumps(CASES[case]).replace("{rows}", str(rows)))
+    return groups, tuple(map(tuple, groups.pop("hosts", TWO)))
+
+
+def trained_on(server: Server, run: RunDir, hosts: tuple[tuple[str, int], ...]) -> RunDir:
+    """Run it; every rank ends well, mixes no devices and calls what the others call."""
+    count = sum(slots for _, slots in hosts)
+    codes = server.start(run, ranks=count, LLMX_WATCH_SYNCHRONISATIONS="2").wait()
+    seen = reports(run)
+    assert codes == [0] * count, logs(run)
+    assert len(seen) == count
+    assert [report["fault"] for report in seen] == [[]] * count
+    assert differences(seen) == []
+    return run
+
+
+def losses(run: RunDir) -> list[tuple[str, int, float]]:
+    return [
+        (line["kind"], line["step"], line["loss"])
+        for line in read_metrics(run.metrics)
+        if line["kind"] in ("train", "eval")
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_mixes_no_devices_and_waits_for_no_more_than_it_did(
+    case: str, pretended: Server, ranks: Server, rows: Path, tmp_path: Path
+) -> None:
+    groups, hosts = prepared(case, rows)
+    run = trained_on(pretended, run_of(tmp_path / "run", gpus(*hosts), **groups), hosts)
+    check_waits(case, run)
+    if case == "overflow":
+        assert any(line.get("skipped_steps") for line in read_metrics(run.metrics)), logs(run)
+    if groups.get("precision", "fp32") == "fp32":
+        on_cpus = ranks.start(run_of(tmp_path / "cpu", None, **groups)).finish()
+        expected = losses(on_cpus)
+        assert [value[:2] for value in losses(run)] == [value[:2] for value in expected]
+        for ours, theirs in zip(losses(run), expected, strict=True):
+            assert ours[2] == pytest.approx(theirs[2], rel=1e-4), ours
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("other-gpu", "local rank 1 makes a tensor on cuda:0"),
+        ("two-devices", "aten.add.Tensor takes tensors on cpu and on cuda"),
+        ("cpu-in-nccl", "NCCL's all_reduce of a tensor on the CPU"),
+        ("other-collective", "rank 0: all_reduce [(1, 'torch.float32')]"),
+    ],
+)
+def test_a_fault_is_seen(fault: str, message: str, pretended: Server, tmp_path: Path) -> None:
+    task = {
+        "kind": "tests.pretend_gpu.faulty:Faulty",
+        "code_path": str(Path(__file__).parents[2]),
+    }
+    launch = {"comm_timeout_s": 10}  # a rank alone in a collective fails by it
+    run = run_of(tmp_path / "run", gpus(*TWO), task=task, launch=launch)
+    assert any(pretended.start(run, PRETENDED_FAULT=fault).wait()), "no rank failed"
+    seen = reports(run)
+    faults = [text for report in seen for text in report["fault"]] + differences(seen)
+    assert any(message in text for text in faults), faults
+
+
+def check_waits(case: str, run: RunDir) -> None:
+    """Of no place more than the golden file has, for a step."""
+    counts: dict[str, float] = {}
+    for report in reports(run):
+        for place, count in report["waits"][0].items():
+            counts[place] = max(counts.get(place, 0), count / WATCHED)
+    recorded = json.loads(WAITS.read_text()) if WAITS.exists() else {}
+    if os.environ.get("LLMX_RECORD_GOLDEN") == "1":
+        recorded[case] = dict(sorted(counts.items()))
+        WAITS.write_text(json.dumps(dict(sorted(recorded.items())), indent=1) + "\n")
+    known = recorded.get(case, {})
+    more = {place: count for place, count in counts.items() if count > known.get(place, 0)}
+    assert not more, f"waits for the GPU in each step, new or more than {WAITS.name} has: {more}"
