@@ -10,9 +10,11 @@ import difflib
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from llmx.text import printable
+from llmx.text import for_terminal, printable
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as a shell has it: 128 and SIGINT."""
@@ -80,10 +82,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f' Did you mean "{match[0]}"?' if match else ""
 
 
-def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
+def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str = "") -> int:
     """Run a program's work; its exit code. What it raises for the user is printed as one message.
 
-    ``interrupted``: what to say after Ctrl-C.
+    ``interrupted``: what to say after Ctrl-C. ``reads``: what it only looks at; an error in a value
+    is one of these files.
     """
     try:
         code = program()
@@ -91,7 +94,8 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
         return code
     except LlmxError as error:
         # What was typed, or is in a file, must not steer the terminal.
-        print(f"llmx: {printable(str(error))}", file=sys.stderr)
+        text = for_terminal(f"llmx: {printable(str(error))}", sys.stderr)
+        print(text, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if interrupted:
@@ -106,8 +110,12 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
             where = printable(str(error.filename or "the disk that is written to"), keep="")
             print(f"llmx: {where}: {error.strerror}. Free some space.", file=sys.stderr)
             return DiskFullError.exit_code
-        if error.errno != errno.ENAMETOOLONG or not error.filename:
+        if not error.filename:
             raise
+        if error.errno != errno.ENAMETOOLONG:
+            place = printable(os.fsdecode(error.filename), keep="")
+            print(f"llmx: {place}: {error.strerror}. Is the path right?", file=sys.stderr)
+            return ConfigError.exit_code
         # Any look at such a path raises; it is never one of ours.
         name = printable(str(error.filename), keep="")
         place = name if len(name) <= 60 else f"{name[:57]}..."
@@ -115,6 +123,17 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "") -> int:
             f"llmx: {place}: the name is too long for a file. Use a shorter one.", file=sys.stderr
         )
         return ConfigError.exit_code
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not reads:
+            raise
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        where = f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"
+        print(
+            f"llmx: {printable(reads)}: a file in it has a value that llmx does not write "
+            f"({printable(str(error), keep='')}; {where}). Restore the file, or report this line.",
+            file=sys.stderr,
+        )
+        return DataError.exit_code
     except RuntimeError as error:
         if "home directory" not in str(error):  # of Path.expanduser
             raise

@@ -7,8 +7,11 @@ Standard library only; every room may import it (``from llmx import text as huma
 from __future__ import annotations
 
 import math
+import os
 import re
+import textwrap
 from hashlib import blake2b
+from typing import TextIO
 
 CONTROL = "\x00-\x1f\x7f-\x9f\u2028\u2029"
 """Of a regular expression's class: C0, DEL and C1, which move the cursor, set titles or clear
@@ -106,6 +109,32 @@ def one_line(text: str, *, limit: int) -> str:
     cannot steer the terminal."""
     flat = printable(re.sub(r"\s+", " ", text).strip(), keep="")
     return flat if len(flat) <= limit else flat[: limit - 1].rstrip() + "…"
+
+
+def wrapped(text: str, *, width: int) -> str:
+    """``text`` with its lines broken between words, never inside one."""
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip(" ")))
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        ) or [line]
+    return "\n".join(lines)
+
+
+def for_terminal(text: str, stream: TextIO) -> str:
+    """``text``, wrapped to the columns of ``stream`` where that is a terminal."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        columns = 0
+    return wrapped(text, width=columns) if columns >= 20 else text
 
 
 def file_name(text: str, *, limit_bytes: int = 200) -> str:

@@ -6,6 +6,7 @@ takes the mean over the step's target tokens. Parity tests hold the engine again
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,21 @@ def paired_store(path: Path) -> SampleStore:
         )
     return write_store(
         path, samples, fingerprint="paired", seq_len=SEQ_LEN, meta={}, columns=(STRENGTH,)
+    )
+
+
+def preference_store(path: Path) -> SampleStore:
+    """The pairs of ``paired_store``, as task=dpo stores them."""
+    if path.exists():
+        return SampleStore.open(path)
+    column = Column("desirable", per="sequence", dtype="int8")
+    pairs = paired_store(path.with_name(f"{path.name}-pairs"))
+    samples = [
+        replace(pairs[n], columns={column.name: np.array([1, 0] * len(pairs[n].example_starts))})
+        for n in range(len(pairs))
+    ]
+    return write_store(
+        path, samples, fingerprint="preference", seq_len=SEQ_LEN, meta={}, columns=(column,)
     )
 
 

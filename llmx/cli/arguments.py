@@ -15,6 +15,7 @@ from llmx.cli.commands import HYDRA_WORDS
 from llmx.compose.effects import with_implied
 from llmx.config.build import shown
 from llmx.config.groups import GROUPS
+from llmx.config.keys import elsewhere
 from llmx.errors import ConfigError, did_you_mean
 
 _WHOLE_RUN = ("experiment", "model", "data")
@@ -29,6 +30,8 @@ def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, li
         return "train", list(argv)
     if argv[0] in commands:
         return argv[0], list(argv[1:])
+    if _is_yaml(argv[0]):
+        return "train", list(argv)
     raise ConfigError(
         f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
         f"Commands: {', '.join(commands)}. See python -m llmx --help."
@@ -88,7 +91,7 @@ def read_line(words: Sequence[str]) -> Line:
         if name in _REFUSED:
             raise ConfigError(f"{typed}: has no use here: {_REFUSED[name]}.")
         if name not in OPTIONS:
-            hint = did_you_mean(name[:100], OPTIONS)
+            hint = elsewhere(name) or did_you_mean(name[:100], OPTIONS)
             raise ConfigError(
                 f"{shown(typed)}: no such option.{hint} Options: {', '.join(OPTIONS)}."
             )
@@ -151,7 +154,63 @@ def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], lis
 
 def as_meant(overrides: Sequence[str]) -> list[str]:
     """The words with what they imply: groups, the demo, a search path."""
-    return with_searched(with_demo(with_implied(overrides)))
+    words = [
+        each
+        for word in overrides
+        for each in (experiment_words(Path(word).expanduser()) if _is_yaml(word) else [word])
+    ]
+    return with_searched(with_demo(with_implied(words)))
+
+
+def _is_yaml(word: str) -> bool:
+    return "=" not in word and word.endswith((".yaml", ".yml"))
+
+
+def experiment_words(path: Path) -> list[str]:
+    """The overrides that an experiment file stands for: ``python -m llmx my.yaml``.
+
+    Its keys are those of ``--cfg job``; ``model: llama3_8b`` chooses an option, and so does an
+    entry of ``defaults``. Words typed behind the file win over it.
+    """
+    from llmx.compose.defaults import free_mappings
+    from llmx.compose.user_files import read_yaml
+    from llmx.config import Experiment
+
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
+    read_yaml(path)  # for its messages, with file and line
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}, line 1: must be lines of key: value.")
+    words = []
+    for entry in values.pop("defaults", None) or []:
+        for group, option in entry.items() if isinstance(entry, dict) else ():
+            words.append(f"{str(group).split()[-1].lstrip('/')}={option}")
+    free = free_mappings(Experiment)
+
+    def flatten(value: object, key: str) -> None:
+        if isinstance(value, dict) and key not in free:
+            for name, inner in value.items():
+                flatten(inner, f"{key}.{name}" if key else str(name))
+        else:
+            words.append(f"{key}={value if key in GROUPS else _quoted(value)}")
+
+    flatten(values, "")
+    return words
+
+
+def _quoted(value: object) -> str:
+    """A value of YAML as Hydra's grammar has it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_quoted(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_quoted, value)) + "]"
+    if value is None:
+        return "null"
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    text = re.sub(r"(\\*)'", lambda quote: quote[1] * 2 + "\\'", str(value))
+    return f"'{text}'"
 
 
 def with_demo(overrides: Sequence[str]) -> list[str]:

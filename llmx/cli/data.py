@@ -22,7 +22,7 @@ from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
 from llmx.data import SampleStore, has_eval
 from llmx.data.store.preview import print_samples
-from llmx.data.store.summary import draw_histogram, report
+from llmx.data.store.summary import draw_histogram, lost_rows, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
 from llmx.run.rundir import load_yaml
@@ -45,8 +45,8 @@ def _run(config: Path, own: dict[str, str]) -> int:
     if wanted is not None and wanted not in splits:
         if wanted == "eval":
             raise ConfigError(
-                "split=eval: there is no evaluation data. Set data.eval_path, or data.eval_samples "
-                "to hold out so many rows of data.path."
+                "split=eval: there is no evaluation data. Set data.eval_path, or e.g. "
+                "data.eval_fraction=0.05 to hold out rows of data.path."
             )
         known = " or ".join(f"split={split}" for split in splits)
         raise ConfigError(f"split={printable(wanted)}: no such split. Use {known}.")
@@ -85,6 +85,8 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     table.add_row("lengths", Text(printable(str(picture))))
     console = Console(highlight=False)
     console.print(table, soft_wrap=not console.is_terminal)
+    for warning in lost_rows(store.meta):
+        console.print(Text(printable(warning), style="yellow"), soft_wrap=True)
     return store
 
 

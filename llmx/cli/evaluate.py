@@ -30,6 +30,7 @@ from llmx.cli.target import (
     find_target,
     load_causal,
     load_tokenizer,
+    not_loaded,
 )
 from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
@@ -38,12 +39,12 @@ from llmx.errors import ConfigError, exit_code
 from llmx.run import trust
 from llmx.run.metrics.completions import DECLARED, METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
-from llmx.run.rundir import write_json
+from llmx.run.rundir import check_writable, write_json
 from llmx.text import plural, printable
 
 HELP = """\
 data:
-  RUN                        what the run has held out (data.eval_path, data.eval_samples)
+  RUN                        what the run has held out (data.eval_path, data.eval_fraction)
   RUN data.path=FILE         all rows of another file, read as the run reads its own
   MODEL data=messages data.path=FILE
                              data=OPTION and data.* as in training; task=pretrain for plain text
@@ -94,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--lm-eval",
         metavar="A,B",
-        help="tasks of lm-eval (EleutherAI's harness) instead, e.g. hellaswag,arc_easy; what\n"
-        "stands behind a bare -- goes to it as it is",
+        help="tasks of lm-eval (EleutherAI's harness) instead, e.g. hellaswag,arc_easy;\n"
+        "arguments after a bare -- are passed to it",
     )
     parser.add_argument(
         "--batch", metavar="N", type=whole_number(1, 4096), default=8, help="samples at once (8)"
@@ -114,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.lm_eval is not None:
             return run_lm_eval(options, more)
         if more:
-            raise ConfigError(f"{' '.join(more)}: what stands behind -- goes to --lm-eval TASKS.")
+            raise ConfigError(
+                f"{' '.join(more)}: arguments after -- are passed to lm-eval. Add --lm-eval TASKS."
+            )
         return run(options)
 
     return exit_code(work)
@@ -154,12 +157,15 @@ def measured_of(options: argparse.Namespace) -> Measured:
     )
     if target.exp is None and not asked:
         raise ConfigError(
-            f"{target.directory} is a model, which says nothing of data. Add, for example, "
+            f"{target.directory} is a model directory, so name the data. Add, for example, "
             "data=messages data.path=FILE."
         )
     exp = target.exp or Experiment(
         model=target.base or ModelConfig(path=os.path.abspath(target.directory)), task=TaskConfig()
     )
+    if "data.eval_path" in keys:  # which takes the place of the rows that the run held out
+        data = dataclasses.replace(exp.data, eval_samples=0, eval_fraction=0)
+        exp = dataclasses.replace(exp, data=data)
     exp = apply(exp, words)
     data = typed_data(exp.data, keys) if asked else exp.data
     task = exp.task
@@ -171,6 +177,10 @@ def measured_of(options: argparse.Namespace) -> Measured:
     # A glob, or a name on the Hub, may be no name of a file.
     name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
     out = target.run.root if target.run else Path()
+    if options.out is not None and options.out.is_dir():
+        raise ConfigError(
+            f"--out {options.out}: is a directory. Name a file: {options.out}/eval.json."
+        )
     return Measured(target, exp, options.out or out / f"eval-{name}.json")
 
 
@@ -189,14 +199,17 @@ def typed_data(data: DataConfig, keys: set[str]) -> DataConfig:
     if has_own:
         return data
     eval_path = None if data.path == "demo" else data.path
-    return dataclasses.replace(data, sources=[], eval_path=eval_path, eval_samples=0)
+    return dataclasses.replace(
+        data, sources=[], eval_path=eval_path, eval_samples=0, eval_fraction=0
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
     if options.metrics and not options.generate:
-        raise ConfigError("--metrics are of completions. Add --generate 100.")
+        raise ConfigError("--metrics measures completions. Add --generate 100.")
     measured = measured_of(options)
+    check_writable(measured.out, fix="Set --out FILE.json.")
     target, exp = measured.target, measured.exp
     if exp.task.code_path is not None:  # as the ranks of the run find it
         sys.path.insert(0, exp.task.code_path)
@@ -363,11 +376,14 @@ def _trained_network(target: Target, spec: Any) -> Any:
     # In the precision that it was written in; a CPU computes fp32.
     directory = target.directory
     if target.base is None:
-        network = auto_class(spec.head).from_pretrained(
-            directory,
-            dtype="auto" if cuda else "float32",
-            trust_remote_code=target.trusts_remote_code,
-        )
+        try:
+            network = auto_class(spec.head).from_pretrained(
+                directory,
+                dtype="auto" if cuda else "float32",
+                trust_remote_code=target.trusts_remote_code,
+            )
+        except Exception as error:  # of a damaged file, libraries raise anything
+            raise ConfigError(not_loaded(target, error)) from error
     elif spec.head == CAUSAL_LM:
         network = load_causal(target)
         network = network if cuda else network.float()

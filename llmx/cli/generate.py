@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import secrets
@@ -219,6 +220,15 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
     from llmx.cli.prompts import layout_of
     from llmx.models.generate import LENGTH, decoder_of, generate
 
+    prompts = iter(options.prompt or _lines())
+    if not options.prompt and not sys.stdin.isatty():
+        first = next(prompts, None)
+        if first is None:
+            raise ConfigError(
+                "There is no prompt: none on the command line, and standard input is empty. Set, "
+                f'for example: python -m llmx generate {options.target} "What is ...?"'
+            )
+        prompts = itertools.chain([first], prompts)
     model, tokenizer, stops = load(target)
     layout = layout_of(target, tokenizer, plain=options.plain)
     sampling = dataclasses.replace(how.sampling, stop_ids=stops)
@@ -230,7 +240,7 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
     code = 0
-    for prompt in options.prompt or _lines():
+    for prompt in prompts:
         ids = layout.text(prompt)
         # The last token of a completion is not fed back: it needs no position of its own.
         if not ids or (limit is not None and len(ids) > limit):

@@ -23,11 +23,13 @@ from llmx.text import one_line, plural
 _READERS = ("hydra", "omegaconf", "antlr4")
 
 
-def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str] = ()) -> int:
+def run_hydra(
+    words: list[str], *, command: str | None = None, own: Sequence[str] = (), keep: bool = True
+) -> int:
     """Compose the config and start what it describes; a sweep goes through the launcher plugin.
 
     ``command``: hand the composed config to this command, with its ``own`` words, instead of
-    starting a run.
+    starting a run. ``keep``: the run directory of a plan, where the user has not named one.
     """
     from llmx.cli.arguments import as_meant, read_line
     from llmx.compose.overrides import check_overrides
@@ -51,7 +53,7 @@ def run_hydra(words: list[str], *, command: str | None = None, own: Sequence[str
             argv = [*_continued(argv, directory), *argv]
     if directory:
         argv += ["--config-dir", directory]
-    return _compose([*argv, *line.show], checked.words, command=command, own=own)
+    return _compose([*argv, *line.show], checked.words, command=command, own=own, keep=keep)
 
 
 def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
@@ -75,7 +77,12 @@ def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
 
 
 def _compose(
-    argv: list[str], overrides: list[str], *, command: str | None, own: Sequence[str]
+    argv: list[str],
+    overrides: list[str],
+    *,
+    command: str | None,
+    own: Sequence[str],
+    keep: bool,
 ) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -113,7 +120,8 @@ def _compose(
             if hydra_config.mode == RunMode.RUN:
                 # Of a sweep, some words are for some of its trials.
                 check_effects(experiment_from_dict(values), words, command=command)
-            if command or values.get("run_dir") != str(made):
+            named = values.get("run_dir") != str(made)
+            if command or named:
                 _remove_if_empty(made)
             elif hydra_config.mode == RunMode.RUN:
                 # Named after the second, which another command may share.
@@ -124,7 +132,8 @@ def _compose(
             else:
                 sweep = current()
                 if sweep is None:
-                    code = run_composed(compose(values), overrides=words)
+                    composed = compose(values)
+                    code = run_composed(composed, overrides=words, keep=keep or named)
                 elif (trial := sweep.next(values)) is None:
                     if sweep.now.process is None:
                         _remove_if_empty(made)

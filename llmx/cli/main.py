@@ -18,7 +18,8 @@ from llmx.errors import ConfigError, exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors for the user are printed, not raised."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _dispatch(words))
+    looks = words[:1] in (["status"], ["watch"])
+    return exit_code(lambda: _dispatch(words), reads=" ".join(words[1:] or ["outputs"]) * looks)
 
 
 def _dispatch(words: list[str]) -> int:

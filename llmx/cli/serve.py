@@ -29,7 +29,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 WEIGHTS_SHARE = 0.6
 """Of a GPU's memory, at most for weights; the rest is for the caches of requests."""
 HELP = """\
-What stands behind a bare -- goes to vLLM as it is.
+Arguments after a bare -- are passed to vLLM.
 
 examples:
   python -m llmx serve outputs/my-run

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx.checkpoint.model_files import check_model_files
 from llmx.checkpoint.sealed import check_sealed
 from llmx.checkpoint.selection import list_steps
 from llmx.config import Experiment, ModelConfig
@@ -93,13 +94,12 @@ def find_target(
         if not _holds_model(directory):
             raise ConfigError(_no_model(run, directory, command=command, asked=model is not None))
         check_sealed(directory, fix=_write_again(run, asked=model is not None))
-        base = _base(directory, exp)
-        return Target(directory, run, exp, base)
+        return _checked(Target(directory, run, exp, _base(directory, exp)))
     if _holds_model(root):
         if model:
             raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
         check_sealed(root, fix=AGAIN)
-        return Target(root, None, None, _base(root, None))
+        return _checked(Target(root, None, None, _base(root, None)))
     if not root.is_dir():
         hub = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", typed):
@@ -124,6 +124,14 @@ def _write_again(run: RunDir, *, asked: bool) -> str:
         f"Write it again with `python -m llmx export {here} --step {steps[-1]}`, and give --model "
         "with the directory that it wrote."
     )
+
+
+def _checked(target: Target) -> Target:
+    """ConfigError where a file of the model, or of the base of an adapter, is damaged."""
+    check_model_files(target.directory)
+    if target.base is not None:
+        check_model_files(Path(target.base.path or "").expanduser())
+    return target
 
 
 def _holds_model(directory: Path) -> bool:
@@ -247,7 +255,7 @@ def load_tokenizer(target: Target) -> Any:
         return AutoTokenizer.from_pretrained(
             source, revision=revision or "main", trust_remote_code=target.trusts_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file, libraries raise anything
         raise ConfigError(
             f"{source} has no tokenizer that can be loaded ({_first_line(error)}). A model and its "
             "tokenizer lie in one directory: copy tokenizer.json and tokenizer_config.json there."
@@ -276,10 +284,10 @@ def load_causal(target: Target) -> Any:
             if target.base is None
             else load_adapted(target.directory, target.base)
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file, libraries raise anything
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(_not_loaded(target, error)) from error
+        raise ConfigError(not_loaded(target, error)) from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return network.to(device).eval()
@@ -291,11 +299,12 @@ def load_causal(target: Target) -> Any:
         ) from error
 
 
-def _not_loaded(target: Target, error: Exception) -> str:
+def not_loaded(target: Target, error: Exception) -> str:
+    """The message for a model whose files cannot be loaded."""
     said = _first_line(error)
     if target.base is not None:
         return _no_base(target.directory, target.base, said)
-    return f"{target.directory} cannot be loaded as a causal language model: {said}."
+    return f"{target.directory} cannot be loaded: {said}."
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from llmx.cli.hydra_app import run_hydra
@@ -38,6 +39,11 @@ def tune_words(words: Sequence[str]) -> list[str]:
     typed = {word.partition("=")[0]: word.partition("=")[2] for word in found}
     objective = typed.get("sweep.objective", SPEED)
     if objective != SPEED:
+        if not re.fullmatch(r"eval/\S+", objective):
+            raise ConfigError(
+                f"objective={objective}: no such objective. Use {SPEED} (the default), eval/loss, "
+                "or eval/NAME with a metric that the task measures."
+            )
         if "sweep.halving" not in typed:
             raise ConfigError(
                 f"objective={objective}: a loss or a metric is tuned by successive halving, and "

@@ -23,6 +23,7 @@ from llmx.compose.local_paths import (
     model_place,
 )
 from llmx.compose.short_trial import shortened
+from llmx.compose.task_defaults import with_task_defaults
 from llmx.compose.task_rules import (
     frozen_specs,
     loss_logits,
@@ -194,7 +195,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         optim=optim,
         tracking=dataclasses.replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
-    return shortened(exp), problems
+    return shortened(with_task_defaults(exp)), problems
 
 
 def check_paths(data: DataConfig, model: ModelConfig, task: TaskConfig, plan: Plan) -> None:

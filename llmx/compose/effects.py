@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from llmx.compose.task_rules import specs
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
 from llmx.config.schema import Experiment
@@ -27,6 +28,8 @@ IMPLIED = {
 }
 """Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
 _NOTHING = ("", "null", "demo", "[]")
+_RESET = ("", "''", "null", "0", "[]", "{}")
+"""Values that turn something off: they ask for nothing that could be left undone."""
 
 
 def with_implied(overrides: Sequence[str]) -> list[str]:
@@ -90,8 +93,10 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
     new tokens, a new head."""
     model, adapter = exp.model, exp.adapter
     whole = adapter.modules_to_save or model.add_tokens or model.add_special_tokens
-    headless = exp.task.kind in ("sft", "pretrain", "dpo", "distill", "mlm", "embed")
-    return adapter.kind == "none" or adapter.lr is None or bool(whole) or not headless
+    if adapter.kind == "none" or adapter.lr is None or whole:
+        return True
+    networks = specs(exp)  # none is known of a task of the user's own
+    return not networks or any(spec.head == "sequence_classification" for spec in networks.values())
 
 
 _LOGS_TO = ("wandb", "swanlab")
@@ -123,18 +128,13 @@ RULES = (
     Rule("data.path", lambda exp: not exp.data.sources, "beside data.sources", "data=file"),
     Rule("data.text_unit", _form("text"), "on rows of another form", "data=text"),
     Rule("data.data_map", _form("labelled"), "on rows of another form", "data=labelled"),
-    Rule("data.truncate_prompt", _form("labelled"), "on rows of another form", "data=labelled"),
+    Rule("data.truncate_prompt", _form("labelled", "preference"), "on rows of another form",
+         "data=labelled"),
     Rule(
         "data.template data.system data.loss_on",
         lambda exp: exp.data.form != "text",
         "on plain text",
         "data=file",
-    ),
-    Rule(
-        "data.eval_samples",
-        lambda exp: not exp.data.eval_path,
-        "beside data.eval_path",
-        "data.eval_path=null",
     ),
     Rule("task.epochs", lambda exp: exp.task.steps is None, "beside task.steps", "task.steps=null"),
     Rule(
@@ -243,7 +243,9 @@ def _without_effect(
 ) -> Iterator[str]:
     rules = RULES if command else (*RULES, *_BY_COMMAND)
     for word in overrides:
-        key = word.lstrip("+~").partition("=")[0]
+        key, _, value = word.lstrip("+~").partition("=")
+        if value in _RESET:
+            continue
         for rule in rules:
             if not any(key == name or key.startswith(f"{name}.") for name in rule.keys.split()):
                 continue

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmx.compose.named_data import mixture_of
 from llmx.compose.user_files import check_user_files
 from llmx.config.groups import (
     ALIASES,
@@ -95,6 +96,7 @@ def check_overrides(
     directories = [Path(each).expanduser().absolute() for each in config_dirs]
     for word, override in parsed:
         directories += _search_path(word, override)
+    parsed = list(_with_mixtures(parsed, directories))
     kept: dict[tuple[str, str], tuple[str, Any]] = {}
     choices: list[tuple[str, str]] = []
     for word, override in parsed:
@@ -115,6 +117,20 @@ def check_overrides(
         [word for word, _ in kept.values()],
         tuple(o.key_or_group for _, o in kept.values() if not o.is_sweep_override()),
     )
+
+
+def _with_mixtures(
+    parsed: Sequence[tuple[str, Any]], directories: Sequence[Path]
+) -> Iterator[tuple[str, Any]]:
+    """The words with ``data=[a,b]`` written out."""
+    typed = {override.key_or_group for _, override in parsed}
+    for word, override in parsed:
+        names = override.value() if override.key_or_group == "data" else None
+        if isinstance(names, list):
+            for mixing in mixture_of(names, typed, directories):
+                yield mixing, _parsed(mixing, ())
+        else:
+            yield word, override
 
 
 def _parsed(word: str, commands: Sequence[str]) -> Any:
@@ -150,6 +166,8 @@ def _parsed(word: str, commands: Sequence[str]) -> Any:
 def _meant(word: str, commands: Sequence[str]) -> str:
     if word in commands:
         return f" A command comes first: python -m llmx {word} ..."
+    if word and not key_problem(word):
+        return f" Write {word}=VALUE, without spaces."
     hint = did_you_mean(word, [*commands, *GROUPS]) if len(word) < 100 else ""
     return hint or " Write group=option or key=value."
 

@@ -216,6 +216,11 @@ def _defaults(
                 f"- override /{chosen}: {shown(value.value)}."
             )
         names = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if len(names) > 1 and chosen in GROUPS:
+            raise ConfigError(
+                f"{path}, line {line}: {chosen} takes one option; of several, Hydra keeps the "
+                "values of the last one." + " Mix data sets with data.sources." * (chosen == "data")
+            )
         for item in names:
             name = str(item.value)
             if item.tag.endswith(":null") or "${" in name or "optional" in key.value:

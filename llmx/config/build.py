@@ -281,8 +281,11 @@ def _scalar(
         problems.append(_wrong(where, value, f"a whole number{_limits(rules)}", rules))
         return 0
     if hint is float:
+        if value == "auto" and "auto" in rules:
+            return float(AUTO)
         number = _number(value)
-        if number is not None and abs(number) <= 1e300:
+        is_auto = "auto" in rules and number == AUTO
+        if number is not None and abs(number) <= 1e300 and not is_auto:
             return float(number)
         problems.append(_wrong(where, value, f"a number{_limits(rules)}", rules))
         return 0.0

@@ -1,4 +1,4 @@
-"""The rule of ``data`` that needs no file to be read: names of columns exist."""
+"""The rules of ``data`` that need no file to be read."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ MAPPED = ("prompt", "label", "history")
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """One message for each name of a column that is none of ours: it would be passed over in
-    silence."""
+    """One message for each name of a column that is none of ours, and for each second way to say
+    which rows are evaluated: both would be passed over in silence."""
+    ways = {key: getattr(data, key) for key in ("eval_path", "eval_fraction", "eval_samples")}
+    if len(given := [f"data.{key}={value}" for key, value in ways.items() if value]) > 1:
+        yield f"{' and '.join(given)}: each says which rows are evaluated. Keep one of them."
     groups = [("data.columns", data.columns, COLUMNS), ("data.data_map", data.data_map, MAPPED)]
     groups += [
         (f"data.sources[{i}].columns", source.columns, COLUMNS)

@@ -159,13 +159,20 @@ def number(
 
 
 AUTO = -1
-"""What a whole number that takes ``auto`` holds until the plan has chosen it
-(``llmx.plan.choices``); written and read as ``auto``."""
+"""What a number that takes ``auto`` holds until it is chosen by the plan (``llmx.plan.choices``) or
+by the task (``llmx.compose.task_defaults``); written and read as ``auto``."""
 
 
-def number_or_auto(default: int, *, minimum: int, maximum: int, example: int | None = None) -> Any:
-    """A whole number and its range, or ``auto``: the plan chooses."""
-    limits = Range(minimum, maximum)
+def number_or_auto(
+    default: float,
+    *,
+    minimum: float | None = None,
+    maximum: float,
+    above: float | None = None,
+    example: float | None = None,
+) -> Any:
+    """A number and its range, or ``auto``."""
+    limits = Range(minimum, maximum, above)
     metadata = {"range": limits, "example": _first(example, default), "auto": True}
     return field(default=default, metadata=metadata)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from llmx.config import schema
 from llmx.config.build import hints_of
-from llmx.config.fields import plain
+from llmx.config.fields import AUTO, plain
 
 NAME = "NAME"
 """Stands for a key of the user's choice: ``hardware.devices.NAME.memory_gib``."""
@@ -52,6 +52,7 @@ EXAMPLES = {
     "data.system": "'You are a helpful assistant.'",
     "data.eval_path": "heldout.jsonl",
     "data.eval_samples": "200",
+    "data.eval_fraction": "0.05",
     "data.max_rows": "1000",
     "data.cache_dir": "/scratch/llmx",
     "data.num_workers": "8",
@@ -330,6 +331,8 @@ def _limits(hint: Any, meta: typing.Mapping[str, Any]) -> str:
 def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
+    if "auto" in field.metadata and field.default == AUTO:
+        return "auto"
     return None if field.default is dataclasses.MISSING else field.default
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from llmx.config.addresses import INTERFACE, PATH, USER
 from llmx.config.fields import (
+    AUTO,
     Range,
     Text,
     choice,
@@ -155,7 +156,8 @@ class AdapterConfig:
     """Train the length of each row of the adapted weights apart from its direction (DoRA). Slower:
     each forward pass computes the norms of all adapted weights."""
     lr: float | None = number(None, above=0, maximum=1000, example=2e-4)
-    """The adapter's own peak learning rate, with the schedule of ``optim``; null: ``optim.lr``."""
+    """The adapter's own peak learning rate, with the schedule of ``optim``; null: ``optim.lr``, or
+    with ``optim.lr=auto`` that of the task (docs/training.md)."""
     quantize: str = choice("none", "nf4", "fp4")
     """Keep the frozen weights of linear layers in 4 bits (QLoRA, ``bitsandbytes``): a quarter of
     the memory of bf16, at the cost of unpacking them in each pass. CUDA, ZeRO stages 0 to 2.
@@ -224,7 +226,7 @@ class DataConfig:
     ignore_columns: list[str] = items(maximum=100, example="[score]")
     """Columns that may be ignored although they change what a row means (``label``, ``images``,
     ``weight``, ...; docs/data.md); otherwise such rows are rejected. E.g. ``[score]``."""
-    seq_len: int = number(512, minimum=2, maximum=2**24)
+    seq_len: int = number(1024, minimum=2, maximum=2**24)
     """Tokens of one sample. The one sequence length of the whole run."""
     packing: str = choice("best_fit", "concat", "none")
     """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the EOS
@@ -254,19 +256,23 @@ class DataConfig:
     loss_on: str = choice("assistant", "all", "last")
     """The tokens that are trained on: every assistant turn, only the ``last`` one, or ``all``
     tokens, prompts included."""
-    over_long: str = choice("truncate", "drop", "error")
-    """A row with more tokens than ``seq_len``. Counts are reported."""
+    over_long: str = choice("split", "truncate", "drop", "error")
+    """A row with more tokens than ``seq_len``: ``split`` makes several sequences of a document
+    (``task=pretrain``, ``mlm``, ``distill``; nothing is lost) and truncates every other row. Counts
+    are reported, and more than 2 % of the rows or tokens lost is a warning."""
     truncate_prompt: str = choice("left", "right")
-    """Labelled rows over ``seq_len`` with ``over_long=truncate``: the label is never cut; the
-    prompt loses its beginning (``left``) or its end (``right``)."""
+    """Labelled rows over ``seq_len`` that are truncated: the label is never cut; the prompt loses
+    its beginning (``left``) or its end (``right``)."""
     last_batch: str = choice("wrap", "drop", "short")
     """With ``task.epochs``, where the samples do not fill the last batch: ``wrap`` fills it with
     the first samples of a further epoch, ``drop`` leaves its samples out, ``short`` trains on
     fewer. The loss stays the mean over the target tokens of the step."""
     eval_path: str | None = None
-    """A source for evaluation; without it, ``eval_samples`` rows are held out."""
+    """A source for evaluation; without it, ``eval_samples`` or ``eval_fraction`` holds rows out."""
     eval_samples: int = number(0, minimum=0, maximum=MAX_SAMPLES)
     """Rows held out from ``path`` for evaluation (chosen by ``seed``)."""
+    eval_fraction: float = number(0.0, minimum=0, below=1)
+    """The same as a fraction of the rows: 0.05 holds 5 % out. At least one row."""
     max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
     """Read only the first so many rows."""
     cache_dir: str | None = None
@@ -552,8 +558,10 @@ class OptimConfig:
     does the rest. ``adafactor`` keeps a row and a column of each matrix; stage 0 only.
     ``adam8bit`` is AdamW with moments in 8 bits (``bitsandbytes``): 2 bytes a parameter instead of
     8; CUDA, stage 0 only."""
-    lr: float = number(2e-5, above=0, maximum=1000)
-    """The peak learning rate: reached at the end of the warm-up."""
+    lr: float = number_or_auto(AUTO, above=0, maximum=1000, example=2e-5)
+    """The peak learning rate: reached at the end of the warm-up. ``auto``: by the task, and by
+    whether weights are pretrained, from scratch or an adapter (docs/training.md). A number holds
+    for an adapter, too."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
     """AdamW's decay rates of the two moments; Lion's of the update and of its momentum."""
     eps: float = number(1e-8, above=0, maximum=1)

@@ -150,9 +150,9 @@ def _early_stopping(
     if not task.eval_every_steps:
         yield f"{key} needs evaluations on the way. Set, for example, task.eval_every_steps=100."
     of_the_demo = data.path == "demo" and not data.sources
-    if not (data.eval_path or data.eval_samples or of_the_demo):
+    if not (data.eval_path or data.eval_samples or data.eval_fraction or of_the_demo):
         yield (
-            f"{key} needs evaluation data. Set data.eval_path, or data.eval_samples=500 to hold "
+            f"{key} needs evaluation data. Set data.eval_path, or data.eval_fraction=0.05 to hold "
             "rows out."
         )
     metric = task.early_stopping.metric or checkpoint.metric

@@ -66,7 +66,7 @@ def held_out_prompts(
             break
         if not isinstance(row, Conversation):
             continue
-        if row.keeps_completion and data.over_long == "truncate":
+        if row.keeps_completion and data.over_long in ("split", "truncate"):
             row = cutter.conversation(row) or row
         tokens, completion = renderer.prompt(row)
         if len(tokens) < data.seq_len:

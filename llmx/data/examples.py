@@ -11,6 +11,7 @@ tokenized there, in batches on all cores; ``Tokens`` are taken as they are.
 from __future__ import annotations
 
 import keyword
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,8 @@ from llmx.data.format.formats import (
     TextPair,
     UnpairedPreference,
 )
-from llmx.data.source.records import Record, Where, excerpt
-from llmx.errors import ConfigError
+from llmx.data.source.records import Record, RecordError, Where, excerpt
+from llmx.errors import ConfigError, LlmxError
 
 if TYPE_CHECKING:
     from llmx.data.source.split import DatasetSplit
@@ -180,6 +181,10 @@ class Encoding(Protocol):
     verbatim: ClassVar[bool]
     """Documents are what ``tokenizer(text)`` gives, conversations what the chat template gives."""
 
+    splits_documents: ClassVar[bool]
+    """Whether a document of more than ``data.seq_len`` tokens may become several sequences
+    (``data.over_long=split``)."""
+
     @property
     def name(self) -> str:
         """``task.kind``, for messages."""
@@ -205,6 +210,30 @@ class Rejected(Exception):
         """``reason``: a few words, the same for every row with this fault."""
         super().__init__(message or reason)
         self.reason = reason
+
+
+def encoded(encoding: Encoding, record: Any) -> Example | None:
+    """What the task makes of a record.
+
+    Raises:
+        RecordError: the task rejects it.
+        ConfigError: ``encode`` fails.
+    """
+    try:
+        return encoding.encode(record)
+    except Rejected as problem:
+        raise RecordError(
+            f"{record.where}: {problem}", where=record.where, reason=problem.reason
+        ) from problem
+    except LlmxError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"task={encoding.name}: encode() failed for {record.where}: "
+            f"{type(error).__name__}: {excerpt(str(error))} ({at.filename}, line {at.lineno}). "
+            "Correct the task, or let it raise Rejected(reason) for such rows."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from llmx.config.schema import Experiment, HardwareConfig, ModelConfig, OptimCon
 from llmx.hardware.space import ram_problem
 from llmx.plan import cuda_builds
 from llmx.plan.types import HostStorage, Plan
+from llmx.text import plural
 
 MIB, GIB = 1024**2, 1024**3
 BUILT = ("cpu_adam", "fused_adam")
@@ -185,8 +186,8 @@ def _indices(
         over = [index for index in host.device_indices if index >= gpus]
         if host.name == name and over and plan.accelerator == "cuda" and gpus >= host.slots:
             yield (
-                f"{name}: device_indices has {over[0]}, but its NVIDIA driver has {gpus} GPUs, "
-                f"numbered from 0 on. Use indices below {gpus}."
+                f"{name}: device_indices has {over[0]}, but {plural(gpus, 'GPU')} found there, "
+                f"numbered from 0. Use indices below {gpus}."
             )
 
 
@@ -203,8 +204,8 @@ def _host(
     slots = sum(host.slots for host in plan.hosts if host.name == name)
     if plan.accelerator == "cuda" and (facts["gpus"] or 0) < slots:
         errors.append(
-            f"{name}: slots={slots}, but its NVIDIA driver has {facts['gpus'] or 'no'} GPUs. Set "
-            "slots to what is there."
+            f"{name}: slots={slots}, but {plural(facts['gpus'] or 0, 'GPU')} found there. "
+            "Set slots to the number of its GPUs."
         )
     if len(facts["nccl"]) > 1:
         errors.append(

@@ -5,10 +5,9 @@ A start (``start.run_job``, also for each trial of a sweep):
 1. ``compose.complete.compose`` types and completes the config, checks its rules, and plans.
 2. ``launch.check_launch`` refuses a secret in ``launch.env`` or ``hardware.env``, say, before
    anything is written.
-3. ``packing.resolve_layout`` asks ``python -m llmx.tasks.trial``, a process of its own, whether
-   rows can be packed. Where they cannot, ``data.layout=auto`` becomes ``padded`` in the snapshot;
-   else the ranks decide at their start, and again at a resume. What the config leaves to the plan
-   (``auto``) is then chosen by traces of the micro step (``memory.with_traced_choice``).
+3. ``preflight.with_checked_inputs`` looks at the files of the models and at the first rows of each
+   source, as the task takes them. What the config leaves to the plan (``auto``) is then chosen by
+   traces of the micro step (``memory.with_traced_choice``).
 4. ``run.snapshot.write`` writes the snapshot and checks its round trip.
 5. ``launch.write_launch_files`` writes hostfile, ssh_config, ds_env and command.txt.
    ``dry_run=true`` ends here.

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from llmx import text as human
 from llmx.compose.complete import Composed, check_paths, compose
 from llmx.config import Experiment
 from llmx.errors import RunFailed
 from llmx.lifecycle.learned import learn, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
-from llmx.lifecycle.packing import resolve_layout
+from llmx.lifecycle.preflight import with_checked_inputs
 from llmx.lifecycle.speeds import with_known_speeds
 from llmx.plan import Plan
 from llmx.plan.choices import said_of_memory
@@ -41,10 +43,11 @@ def run_composed(
     overrides: list[str],
     stream: TextIO | None = None,
     instead: Launch | None = None,
+    keep: bool = True,
 ) -> int:
     """Write the run directory, then plan only (``dry_run``) or launch and supervise.
 
-    ``instead``: called instead of launching here.
+    ``instead``: called instead of launching here. ``keep``: the run directory of a plan.
     """
     from llmx.launch import check_launch, write_launch_files
 
@@ -54,9 +57,11 @@ def run_composed(
     check_paths(
         composed.experiment.data, composed.experiment.model, composed.experiment.task, composed.plan
     )
+    if not composed.experiment.dry_run and instead is None:
+        _say_from_scratch(composed, out)
     if not composed.experiment.dry_run:
         check_packages(composed.experiment.tracking)
-    composed = resolve_layout(composed, stream=out)
+    composed = with_checked_inputs(composed)
     composed = _chosen(composed, is_trial=instead is not None, stream=out)
     # A trial of a sweep is one of many, and read by nobody.
     make = composed.experiment.dry_run and instead is None
@@ -80,19 +85,34 @@ def run_composed(
         print_plan(
             plan,
             exp,
-            command=command,
-            run_dir=run.root,
+            command=command if keep else None,
+            run_dir=run.root if keep else None,
             stream=out,
             traces=traces,
             here=here,
             copied=sync_sizes(launch),
+            overrides=overrides,
         )
+        if not keep:
+            shutil.rmtree(run.root)
         return 0
     if instead is not None:
         return instead(exp, plan, run, launch)
     for line in said_of_memory(plan):
         print(f"! {line}", file=out, flush=True)
     return launched(exp, plan, run, launch)
+
+
+def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
+    """The first line of a run that loads no weights."""
+    model, size = composed.experiment.model, composed.plan.num_parameters
+    if model.init == "scratch":
+        print(
+            f"From scratch: {model.name or model.kind}, {human.count(size) if size else 'its'} "
+            "parameters drawn at random. Fine-tune a model: model.path=DIR_OR_HUB_ID",
+            file=stream,
+            flush=True,
+        )
 
 
 def launched(exp: Experiment, plan: Plan, run: RunDir, launch: LaunchSpec) -> int:

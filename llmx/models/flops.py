@@ -26,7 +26,8 @@ class ModelFlops:
 
     matrices: float
     """Elements of the weights that a token is multiplied with, without the head: of the experts
-    only those that a token goes through; no embeddings, which are look-ups."""
+    only those that a token goes through; no embeddings, which are look-ups; no pooler and no
+    classification head, which multiply one vector of a sequence, a thousandth of the whole."""
     head: int
     """Elements of the output embedding, which is computed at target positions only."""
     attention: tuple[tuple[float, int | None], ...]
@@ -72,7 +73,8 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
         for parameter in module.parameters(recurse=False)
     }
     active = _active_part(model, config)
-    matrices, frozen, counted = 0.0, 0.0, set(looked_up) | head_parameters
+    matrices, frozen = 0.0, 0.0
+    counted = looked_up | head_parameters | _of_whole_sequences(model, has_head=head is not None)
     for module in modules:
         if isinstance(module, QuantizedLinear):  # its weight is no parameter, and frozen
             matrices, frozen = matrices + module.num_weights, frozen + module.num_weights
@@ -105,6 +107,17 @@ def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         if getattr(child, "main_input_name", "input_ids") == "input_ids":
             yield from _text_modules(child)
+
+
+def _of_whole_sequences(model: nn.Module, *, has_head: bool) -> set[int]:
+    """The parameters of a pooler, and of a head that is none over the vocabulary."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    pools = not has_head and prefix and hasattr(model, prefix)
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if "pooler" in name.split(".") or (pools and not name.startswith(f"{prefix}."))
+    }
 
 
 def _active_part(model: nn.Module, config: Any) -> dict[int, float]:

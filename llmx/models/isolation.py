@@ -252,7 +252,18 @@ def tiny_model(config: Any, *, remote: bool, head: str = CAUSAL_LM) -> Any:
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """All rates of dropout, in modules and in what they remember of the config, are 0 inside."""
+    """All rates of dropout are 0 inside."""
+    changed = turn_dropout_off(model)
+    try:
+        yield
+    finally:
+        for module, name, rate in changed:
+            setattr(module, name, rate)
+
+
+def turn_dropout_off(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Set all rates of dropout to 0, in modules and in what they remember of the config; returns
+    (module, attribute, rate) of those that were not."""
     changed = []
     for module in model.modules():
         rates = ["p"] if isinstance(module, nn.Dropout) else []
@@ -262,11 +273,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             if isinstance(rate, float) and rate:
                 changed.append((module, name, rate))
                 setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, rate in changed:
-            setattr(module, name, rate)
+    return changed
 
 
 def _sample(lengths: Sequence[int], *, seed: int) -> Sample:

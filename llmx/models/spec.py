@@ -48,6 +48,9 @@ class ModelSpec:
     """Of a frozen model: only ``Task.precompute`` needs it. It is freed before the others are
     built, and not built at all where its values are stored already."""
 
+    dropout: bool = True
+    """False: trained without the dropout of its config and of its adapter."""
+
     def __post_init__(self) -> None:
         if self.trained and self.precomputes:
             raise ValueError("precomputes=True is for a frozen model: set trained=False too")
@@ -80,9 +83,9 @@ def are_bases(
     main = trained[0]
     if main.source is not None or main.head == CLASSIFICATION:
         return set()
-    alike = replace(main, trained=False)
+    alike = replace(main, trained=False, dropout=True)
     return {
         name
         for name, spec in specs.items()
-        if not spec.trained and replace(spec, precomputes=False) == alike
+        if not spec.trained and replace(spec, precomputes=False, dropout=True) == alike
     }

@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     return exit_code(
-        lambda: compare(options.run_a, options.run_b, out=options.out, width=options.width)
+        lambda: compare(options.run_a, options.run_b, out=options.out, width=options.width),
+        reads=f"{options.run_a}, {options.run_b}",
     )
 
 

@@ -21,10 +21,12 @@ NOTES = {
     "nan": "a lower optim.lr, a longer warm-up, or precision=bf16 where the devices can",
     "comm": "the logs of all ranks are in RUN_DIR/logs; the first one to fail is named here",
     "disk_full": "free some space, or set run_dir to a larger disk",
-    "config": "correct the setting that the cause names, then start or resume it",
-    "data": "correct the file or the record that the cause names, then start or resume it",
+    "config": "see the traceback; `python -m llmx resume RUN_DIR KEY=VALUE` changes a setting",
+    "data": "repair the file that the cause names, then: python -m llmx resume RUN_DIR",
     "crash": "see the traceback; the whole log of the rank is in RUN_DIR/logs",
 }
+OWN_ERRORS = ("ConfigError", "DataError", "RecordError")
+"""Their messages state the fix themselves."""
 NOTES_OF_ERRORS = {
     "CheckpointError": "`python -m llmx export RUN_DIR --check` verifies all checkpoints. Put a "
     "good copy of the named file back, or resume from another one (resume RUN_DIR step=N), or "
@@ -64,7 +66,7 @@ class Diagnosis:
 
 
 def diagnose(failure: Failure) -> Diagnosis:
-    """The outcome, cause and fix of a failure; never raises, always says something."""
+    """The outcome, cause and fix of a failure; never raises, always has a cause."""
     said = "\n".join(part for part in (_headline(failure), failure.traceback) if part)
     row = _match(said)
     if row is None and failure.signal:
@@ -80,6 +82,8 @@ def diagnose(failure: Failure) -> Diagnosis:
         or _last_line(failure.log)
         or "the process ended without an error message"
     )
+    if failure.error_type in OWN_ERRORS and failure.message:
+        return Diagnosis(outcome, failure.message, "")
     fix = NOTES_OF_ERRORS.get(failure.error_type) or NOTES.get(outcome, NOTES["crash"])
     return Diagnosis(outcome, cause, fix)
 

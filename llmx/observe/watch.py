@@ -21,6 +21,7 @@ from llmx.observe.status import Options, gather, outputs, parse
 from llmx.observe.status.observer import Observer, find_runs, is_over
 from llmx.observe.status.remote import RunLocation, stream_facts
 from llmx.observe.status.view import View, interpret
+from llmx.text import printable
 
 LONGEST_PAUSE_S = 30.0
 START_S = 30.0
@@ -87,7 +88,7 @@ def _views(location: RunLocation, options: Options) -> Iterator[View | str]:
             for facts in stream_facts(location, every_s=options.every_s):
                 if "runs" in facts:
                     raise ConfigError(
-                        f"{location} is no run directory. Runs there: "
+                        f"{location} is not a run directory. Runs there: "
                         f"python -m llmx status {location.host}:{facts['base']}"
                     )
                 tries = 0
@@ -103,7 +104,7 @@ def _views(location: RunLocation, options: Options) -> Iterator[View | str]:
 
 def _only_planned(view: View) -> bool:
     """Nobody starts it any more: there is nothing to watch."""
-    return view.state == "not started" and view.now - (view.started or 0.0) > START_S
+    return view.state == "planned" and view.now - (view.started or 0.0) > START_S
 
 
 def _again_in(pause_s: float, why: str) -> Iterator[str]:
@@ -121,7 +122,7 @@ def _live(views: Iterator[View | str]) -> View | None:
     from rich.live import Live
     from rich.text import Text
 
-    from llmx.observe.report.screen import open_console
+    from llmx.observe.report.screen import Harmless, open_console
     from llmx.observe.status.show import BLOCKS, PLAIN_BLOCKS, panel
 
     console = open_console(sys.stdout)
@@ -132,10 +133,11 @@ def _live(views: Iterator[View | str]) -> View | None:
         for seen in views:
             if isinstance(seen, View):
                 last = seen
-                picture = panel(seen, blocks=blocks)
+                picture = Harmless(panel(seen, blocks=blocks))
                 live.update(picture, refresh=True)
             else:
-                live.update(Group(picture, Text(f"\n  {seen}", style="yellow")), refresh=True)
+                note = Text(f"\n  {printable(seen)}", style="yellow")
+                live.update(Group(picture, note), refresh=True)
     return last
 
 
@@ -149,16 +151,17 @@ def _lines(views: Iterator[View | str]) -> View | None:
     for seen in views:
         if isinstance(seen, str):
             if not lost:
-                print(f"{time.strftime('%H:%M:%S')} {seen}", flush=True)
+                print(f"{time.strftime('%H:%M:%S')} {printable(seen)}", flush=True)
             lost = True
             continue
         lost = False
         for when, words in seen.events:
             if when > told and last is not None:
-                print(f"{time.strftime('%H:%M:%S', time.localtime(when))} {words}", flush=True)
+                moment = time.strftime("%H:%M:%S", time.localtime(when))
+                print(f"{moment} {printable(words)}", flush=True)
             told = max(told, when)
         news = (seen.state, len(seen.losses), seen.loss, seen.restarts, seen.is_over)
         if news != said:
-            print(plain_line(seen), flush=True)
+            print(printable(plain_line(seen)), flush=True)
         said, last = news, seen
     return last

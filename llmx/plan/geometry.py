@@ -39,6 +39,9 @@ class Geometry:
     """Queries and keys are normalised (Qwen3)."""
     dropout: bool = False
     """Of what attention and the feed-forward network add to the stream."""
+    activation_tensors: int = 1
+    """What the activation keeps for the backward pass, in tensors of the intermediate size: ReLU
+    its result, GELU its input too, GPT-2's own form of GELU five."""
     num_looked_up: int = 0
     """Parameters of embeddings (of positions, too), which multiply nothing; a tied one multiplies
     as the head."""
@@ -47,11 +50,14 @@ class Geometry:
         """Training FLOPs a token: 6 N plus attention (12 L x heads x head width x s, halved where
         it is causal). N leaves out what is looked up. Frozen weights have no gradients of their
         own: 4 N, and 6 for each of the ``trained`` parameters beside them."""
-        width = self.query_size or self.hidden_size
         dense = self.num_parameters - self.num_looked_up
         weights = 6.0 * dense if trained is None else 4.0 * dense + 6.0 * trained
-        part = 6.0 if self.causal else 12.0
-        return weights + part * self.num_layers * width * seq_len
+        return weights + self.attention_flops_per_token(seq_len)
+
+    def attention_flops_per_token(self, seq_len: int) -> float:
+        """What of the training FLOPs of a token attention computes."""
+        width = self.query_size or self.hidden_size
+        return (6.0 if self.causal else 12.0) * self.num_layers * width * seq_len
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
@@ -129,6 +135,7 @@ def _gpt2(config: dict[str, Any], multiple: int) -> Geometry:
         total, hidden, ffn, layers, hidden, vocab,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="gpt2", dropout=dropout,
         num_looked_up=positions * hidden,
+        activation_tensors=2 if config.get("activation_function") == "gelu" else 5,
     )  # fmt: skip
 
 
@@ -162,7 +169,7 @@ def _bert(config: dict[str, Any], multiple: int, *, keeps_scores: bool = False) 
         hidden, ffn, layers, hidden, vocab,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="bert", causal=False,
         dropout=float(config.get("hidden_dropout_prob", 0.1)) > 0, keeps_scores=keeps_scores,
-        num_looked_up=others + untied,
+        num_looked_up=others + untied, activation_tensors=2,
     )  # fmt: skip
 
 

@@ -373,11 +373,9 @@ def layer_activations(geometry: Geometry, width: int, *, mask_width: int = 1) ->
         all_ = norms + attention + 4 * width * g.intermediate_size
         products = g.query_size + 2 * g.kv_size + 2 * hidden + 2 * g.intermediate_size
     else:
-        # LayerNorm: input, output, two numbers; ReLU needs its result only, GELU its input too,
-        # GPT-2's five.
-        many = {"gpt2": 5, "bert": 2}.get(g.block, 1)
+        # LayerNorm: input, output, two numbers.
         norms = 2 * (2 * hidden * width + 2 * width)
-        all_ = norms + attention + many * width * g.intermediate_size + dropout
+        all_ = norms + attention + g.activation_tensors * width * g.intermediate_size + dropout
         products = g.query_size + 2 * g.kv_size + 2 * hidden + g.intermediate_size
     selective = width * (hidden + products + g.query_size) + 4 * g.num_heads
     return LayerActivations(all_, min(all_, selective), width * hidden)

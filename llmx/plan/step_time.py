@@ -2,7 +2,7 @@
 
 ``step_time(exp, plan)`` is computing on the slowest rank, what of the communication it does not
 hide, the update, and copies to host memory. What each part takes is its work over a peak of the
-data sheet times the part of it that is reached: ``assumed_efficiency`` and ``*_REACHED`` are
+data sheet times the part of it that is reached: ``REACHED``, ``MOVED`` and ``*_REACHED`` are
 assumptions, which finished runs replace (``Known``). docs/planner.md says what is not verified.
 
 What is sent, M bytes of gradients or of parameters, P ranks, ring collectives (an all-gather or a
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 
 from llmx.config.schema import BatchConfig, DeviceConfig, Experiment, ModelConfig
 from llmx.errors import ConfigError
+from llmx.plan.adapter import adapter_size
 from llmx.plan.balance import NOT_HIDDEN
 from llmx.plan.batch import solve_batch
 from llmx.plan.by_device import checkpointing_on, on_device
@@ -39,15 +40,28 @@ from llmx.plan.memory import BYTES, optimizer_bytes
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import BatchPlan, Exchange, Plan, TimePlan
 
-DEFAULT_EFFICIENCY = 0.4
-BY_DEVICE = {"h20_96g": 0.65}
+REACHED = {7.0: (0.4, 0.2), 7.5: (0.4, 0.2), 8.0: (0.75, 0.35), 9.0: (0.62, 0.17)}
+"""Parts of the 16-bit peak that matrix products and attention (its causal half) reach, by compute
+capability. Of 8.0 and 9.0 they are fitted to llm-foundry's tables (benchmarks/plan_published.py),
+of the others guessed."""
+REACHED_ELSEWHERE = (0.6, 0.25)
+REACHED_BY_DEVICE = {"h20_96g": (0.85, 0.6)}
 """Where the peak is low beside the memory's speed."""
-BY_CAPABILITY = {7.0: 0.3, 7.5: 0.3, 8.0: 0.5, 8.6: 0.45, 8.9: 0.45, 9.0: 0.4}
-"""Part of the 16-bit peak that training reaches, by generation: a V100 30 %
-(arXiv:1909.08053), an A100 44 to 52 % (arXiv:2104.04473, table 1), an H100 38 to 43 %
-(arXiv:2407.21783, table 4). The others are guesses between them."""
-FP32_EFFICIENCY = 0.6
+FP32_REACHED = (0.6, 0.6)
 """Of the peak without tensor cores, which is easier to reach."""
+MOVED = {"llama": 70.0, "liger": 30.0, "lora": 50.0}
+MOVED_ELSEWHERE = 21.0
+"""How often a forward pass moves the hidden states of a layer through memory beside products:
+norms, rotary embedding, activation, residuals, each an operation of its own; a LoRA adapter's sums
+come on top. Counted by hand from the operations of transformers and peft. A backward pass moves
+twice as much."""
+LOGIT_BYTES = 40.0
+"""Moved for each token and entry of the vocabulary, by the loss."""
+UNPACKED_REACHED = 0.27
+"""Of the memory's GB/s, while 4-bit weights are unpacked: half a byte is read and two are written
+(fitted to Qwen-7B in rows of 1,024 tokens, QLoRA against LoRA)."""
+TRACED_REACHED = 0.7
+"""Of the products' part, where only the FLOPs of a step are known."""
 MEMORY_REACHED = 0.7
 LINK_REACHED = 0.75
 """Parts of a data sheet's GB/s that are reached."""
@@ -90,14 +104,6 @@ class Known:
 NOTHING = Known()
 
 
-def assumed_efficiency(name: str, device: DeviceConfig, precision: str) -> float:
-    """The part of its peak that a device is assumed to reach in training."""
-    if precision == "fp32":
-        return FP32_EFFICIENCY
-    by_generation = BY_CAPABILITY.get(device.compute_capability, DEFAULT_EFFICIENCY)
-    return BY_DEVICE.get(name, by_generation)
-
-
 def step_time(
     exp: Experiment, plan: Plan, *, known: Known = NOTHING, flops: TokenFlops | None = None
 ) -> TimePlan:
@@ -118,6 +124,10 @@ class TokenFlops:
     """Without what is computed again."""
     again: float = 0.0
     """By activation checkpointing."""
+    attention: float = 0.0
+    """What of all of them attention computes."""
+    moved: float = 0.0
+    """Bytes that go through memory beside them."""
 
     @property
     def model(self) -> float:
@@ -141,7 +151,18 @@ def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
         exp.model.activation_checkpointing, 0.0
     )
     frozen = sum(2.0 * one.num_parameters for one in plan.frozen if not one.before_training)
-    return TokenFlops(forward + frozen, whole - forward, again)
+    passes = 4 if exp.model.activation_checkpointing == "full" else 3
+    block = "liger" if exp.model.liger_kernel and shape.block == "llama" else shape.block
+    times = MOVED.get(block, MOVED_ELSEWHERE)
+    times += MOVED["lora"] if exp.adapter.kind == "lora" else 0.0
+    moved = BYTES[plan.precision] * shape.hidden_size * shape.num_layers * times * passes
+    return TokenFlops(
+        forward + frozen,
+        whole - forward,
+        again,
+        attention=shape.attention_flops_per_token(seq_len) / 3 * passes,
+        moved=moved + LOGIT_BYTES * shape.vocab_size,
+    )
 
 
 def traced_flops(trace: StepTrace, model: ModelConfig, *, tokens: int) -> TokenFlops:
@@ -249,7 +270,7 @@ class _Prediction:
             mfu=tuple(self._mfu(flops.model, step)),
             idle=tuple((computed - own) / step for own in each),
             even_step_s=self._even(),
-            bottleneck=self._bottleneck(each, computed, exposed, update, host),
+            bottleneck=self._bottleneck(each, computed, sum(seconds), exposed, update, host),
             exchanges=tuple(
                 Exchange(one.name, one.size / GB, taken)
                 for one, taken in zip(sent, seconds, strict=True)
@@ -269,15 +290,37 @@ class _Prediction:
             reached = self.known.tflops[name]
             self.sources.append(f"{name}: {reached:.3g} TFLOP/s, {self.known.source}")
             return reached
-        peak = device.peak_tflops.get(precision, 0.0)
-        part = assumed_efficiency(name, device, precision)
+        peak, reached = device.peak_tflops.get(precision, 0.0), self._assumed_tflops(name, device)
         if peak:
+            part = reached / peak
             self.sources.append(f"{name}: {part:.0%} of {peak:g} TFLOP/s in {precision} (assumed)")
-        return self._assumed_tflops(name, device)
+        return reached
 
     def _assumed_tflops(self, name: str, device: DeviceConfig) -> float:
-        precision = self.plan.precision
-        return device.peak_tflops.get(precision, 0.0) * assumed_efficiency(name, device, precision)
+        """Products and attention at their parts of the peak, and what moves through memory."""
+        precision, flops = self.plan.precision, self.by_device[name]
+        peak = device.peak_tflops.get(precision, 0.0)
+        by_capability = REACHED.get(device.compute_capability, REACHED_ELSEWHERE)
+        products, attention = REACHED_BY_DEVICE.get(name, by_capability)
+        if precision == "fp32":
+            products, attention = FP32_REACHED
+        if not peak or device.accelerator != "cuda":
+            return peak * products
+        if not flops.moved:
+            return peak * products * TRACED_REACHED
+        moving = flops.moved / self._memory_speed(device)
+        seconds = (flops.run - flops.attention) / products + flops.attention / attention
+        return flops.run / 1e12 / (seconds / (peak * 1e12) + moving)
+
+    def _unpacking(self, name: str) -> float:
+        """Seconds that a micro batch unpacks weights of 4 bits: in each pass all of them. What a
+        run has shown contains it."""
+        adapter = adapter_size(self.exp.model, self.exp.adapter)
+        if adapter is None or not adapter.quantized or name in self.known.tflops:
+            return 0.0
+        passes = 3 if checkpointing_on(self.exp, name) == "full" else 2
+        speed = self._memory_speed(self.devices[name]) / MEMORY_REACHED * UNPACKED_REACHED
+        return passes * adapter.quantized * (0.5 + 2.0) / speed
 
     def micro_batch_s(self, name: str, samples: int) -> float:
         """Forward and backward of a micro batch on a type of device."""
@@ -305,7 +348,7 @@ class _Prediction:
                 rate = max(rate, self._assumed_tflops(name, device))
             at_least = {what: min(seen, seconds) for what, seconds in at_least.items()}
         at_least["launching kernels"] += hooks
-        return {"computing": work / rate, **at_least}
+        return {"computing": work / rate + self._unpacking(name), **at_least}
 
     def _memory_speed(self, device: DeviceConfig) -> float:
         """Bytes a second that are reached."""
@@ -539,9 +582,16 @@ class _Prediction:
     # What follows.
 
     def _bottleneck(
-        self, each: list[float], computed: float, exposed: float, update: float, host: float
+        self,
+        each: list[float],
+        computed: float,
+        communication: float,
+        exposed: float,
+        update: float,
+        host: float,
     ) -> str:
-        """What to look at first: the part that takes most of the step's device time."""
+        """What to look at first: the part that takes most of the step's device time. Communication
+        that takes longer than computing decides, even where computing hides most of it."""
         waiting = sum(computed - own for own in each) / len(each)
         slowest = max(range(len(each)), key=each.__getitem__)
         rank = self.plan.ranks[slowest]
@@ -549,7 +599,7 @@ class _Prediction:
         parts = {
             max(limits, key=limits.__getitem__): computed - waiting,
             "waiting for slower devices": waiting,
-            "communication": exposed,
+            "communication": communication if communication > computed else exposed,
             "update": update,
             "host memory (offload)": host,
         }

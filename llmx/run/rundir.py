@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.errors import did_you_mean
+from llmx.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -227,14 +227,16 @@ def claim(root: Path) -> Path:
 
 
 def no_run(root: Path) -> str:
-    """For the message of an error: why ``root`` is no run directory, and where runs are."""
+    """For the message of an error: why ``root`` is not a run directory, and where runs are."""
     root = Path(os.path.abspath(root))
     if not root.is_dir():
         near = did_you_mean(root.name, [path.name for path in _runs_in(root.parent)])
-        return f"{root} is no run directory: there is no such directory.{near}{_LIST}"
+        if root.is_symlink():
+            return f"broken link: {root} points to {root.readlink()}.{near}{_LIST}"
+        return f"no such directory: {root}.{near}{_LIST}"
     inside = [path.name for path in _runs_in(root)]
     shown = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
-    return f"{root} is no run directory: it has no config.yaml.{shown or _LIST}"
+    return f"not a run directory: {root} has no config.yaml.{shown or _LIST}"
 
 
 _LIST = " `python -m llmx status DIR` lists the runs under a directory."
@@ -278,6 +280,17 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
         # A full disk: the old content stays, and nothing else.
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_writable(file: Path, *, fix: str) -> None:
+    """ConfigError, before the work begins, where ``file`` cannot be written at its end."""
+    if file.is_dir():
+        raise ConfigError(f"{file}: is a directory. {fix}")
+    place = next(part for part in (file, *file.absolute().parents) if part.exists())
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"{file}: cannot be written (no permission, or read-only). {fix}")
+    if place != file and not place.is_dir():
+        raise ConfigError(f"{file}: {place} is a file. {fix}")
 
 
 def is_stream(path: Path) -> bool:

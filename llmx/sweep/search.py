@@ -116,6 +116,8 @@ class Search:
         self.measured: dict[tuple[int, ...], Measured] = {}
         self.ended = ""
         """Why the search is over."""
+        self.limit = ""
+        """The key that ended it before all was tried: ``sweep.max_trials``."""
         keys = [axis.key for axis in self.axes]
         self._micro = keys.index(MICRO_BATCH) if MICRO_BATCH in keys else None
         self._own = own
@@ -387,6 +389,8 @@ class Search:
             return "ruled out by the plan"
         if why := self.why_not(candidate):
             return "ruled out by a trial" if "trial" in why else "ruled out by the plan"
+        if self.limit:
+            return f"not tried ({self.limit})"
         return "not worth trying" if self.ended else "not tried"
 
     def counts(self) -> dict[str, int]:

@@ -236,8 +236,9 @@ class Sweep:
             taken.entry, taken.skipped = before, True
             self._where_it_ran(taken, whole, typed)
             if not before.good:
-                retry = ",".join(self.settings.retry)
-                raise RunFailed(f"{before.cause} (not run again: sweep.retry=[{retry}])")
+                raise RunFailed(
+                    f"{before.cause} (not run again: sweep.retry does not name {before.outcome})"
+                )
             return None
         if not self._wait_for_room(taken, whole):
             taken.put_off = True

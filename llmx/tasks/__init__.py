@@ -12,7 +12,7 @@ from typing import Any
 from llmx import data
 from llmx.config import Experiment
 from llmx.config.tasks import shipped_tasks
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, did_you_mean
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
     Accumulator,
@@ -40,15 +40,20 @@ def task_class(kind: str) -> type[Task]:
         return _shipped(kind)
     module, _, name = kind.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        names = vars(importlib.import_module(module))
+    except ImportError as error:
         raise ConfigError(
             f"task.kind={kind} cannot be imported on this host: {error}. Its package must be "
             "installed there or on PYTHONPATH; launch.sync=rsync brings it along."
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ConfigError(f"task.kind={kind} is no subclass of llmx.tasks.Task.")
-    return found
+    found = names.get(name)
+    if isinstance(found, type) and issubclass(found, Task):
+        return found
+    near = did_you_mean(name, [key for key, value in names.items() if isinstance(value, type)])
+    raise ConfigError(
+        f"task.kind={kind}: {module} has no class {name} that is a subclass of llmx.tasks.Task."
+        f"{near}"
+    )
 
 
 def _shipped(kind: str) -> type[Task]:

@@ -57,8 +57,10 @@ class JointLoss:
 
     losses: torch.Tensor
     """fp32, with a graph."""
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of each example; written as means over the examples of a step."""
+    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """Of each example; written as means over the examples of a step. Or (sums, weights)."""
 
 
 @dataclass
@@ -190,6 +192,10 @@ class Task:
     ``tokenizer.apply_chat_template(messages)`` gives, so that a head which looks at one token, or
     at all of them, is used as it was trained. Else a document ends with the EOS token, and a
     conversation with the end of its last learned turn."""
+
+    splits_documents: ClassVar[bool] = False
+    """Whether a document of more than ``data.seq_len`` tokens may become several sequences
+    (``data.over_long=split``). Its example has no columns then."""
 
     normaliser: ClassVar[Normaliser] = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
@@ -353,7 +359,7 @@ class Task:
         without a sequence, which have sum 0 and weight 0 and still run the same forwards."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
-    joint: ClassVar[bool] = False
+    joint: bool = False
     """Whether the loss of an example depends on the other examples of its step, as a contrastive
     loss does. ``outputs`` and ``joint_loss`` then take the place of ``loss``; ``normaliser`` is
     ``examples``, and the task has an ``evaluate`` of its own."""

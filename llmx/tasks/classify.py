@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -303,6 +303,7 @@ class Classify(Task):
         return {
             **found,
             "macro_f1": Metric("macro F1", "percent", higher_is_better=True),
+            "plain_loss": Metric("cross entropy without weights", "number", higher_is_better=False),
             "auc": Metric("ROC AUC", "percent", higher_is_better=True),
         }
 
@@ -339,10 +340,11 @@ class Classify(Task):
         )
         for batch in batches:
             loss, (found, wanted) = self._computed(models, batch)
-            add_loss(means, Loss(loss.sum, loss.weight))
+            plain = {k: v for k, v in loss.metrics.items() if k == "plain_loss"}
+            add_loss(means, Loss(loss.sum, loss.weight, plain))
             if len(found):
                 measured.add(found, wanted)
-        return {"loss": means["loss"], "measured": measured}
+        return {**means, "measured": measured}
 
     def _computed(self, models: Models, batch: Batch) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
         """The loss; and of examples whose label is known what the model says and the label, for an
@@ -381,6 +383,8 @@ class Classify(Task):
         loss = Loss((losses * known).sum(), examples, {"accuracy": right})
         if torch.is_grad_enabled():
             return loss, _NOTHING
+        plain = torch.nn.functional.cross_entropy(logits, target.clamp(min=0), reduction="none")
+        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * known).sum()})
         return loss, (logits.softmax(dim=-1)[known].cpu().numpy(), target[known].cpu().numpy())
 
     def _multi(
@@ -407,6 +411,8 @@ class Classify(Task):
         loss = Loss((losses * known).sum(), float(sum(complete)), {"accuracy": right})
         if torch.is_grad_enabled():
             return loss, _NOTHING
+        plain = multi_label_losses(logits, target, weights=torch.ones_like(weights))
+        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * known).sum()})
         return loss, (probabilities[known].cpu().numpy(), (target[known] > 0).cpu().numpy())
 
 

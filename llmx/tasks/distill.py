@@ -80,6 +80,7 @@ class Distill(Task):
     Options = Options
     logits = "whole"
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
+    splits_documents = True
 
     @classmethod
     def learns_chats(cls) -> bool:

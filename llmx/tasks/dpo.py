@@ -11,10 +11,13 @@ pytest tests/unit/test_task_dpo.py`` (losses against TRL's).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from llmx.config import Experiment
 from llmx.config.fields import choice, number
 from llmx.data import UnpairedPreference
 from llmx.data.examples import Column, Example
@@ -22,7 +25,7 @@ from llmx.data.format.formats import Preference
 from llmx.data.source.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Task
+from llmx.tasks.base import Accumulator, JointLoss, Loss, Mean, Task
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from llmx.models.model import Batch, Models, ModelSpec
 
 REFERENCE = "reference_logp"
+DESIRABLE = "desirable"
+EXAMPLES = "example_ids"
 WITHOUT_REFERENCE = ("orpo", "simpo")
 """Losses that have no reference at all."""
 BY_TOKEN = ("ipo", "orpo", "simpo")
@@ -67,6 +72,9 @@ class Options:
     """Weight of good answers (``kto``)."""
     undesirable_weight: float = number(1.0, minimum=0, maximum=1000, example=1)
     """Weight of bad answers (``kto``)."""
+    dropout: bool = False
+    """Train with the dropout of the model and of the adapter. The reference has none, so with it
+    the first log-ratios are noise around 0."""
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""
@@ -89,9 +97,26 @@ class Dpo(Task):
     Options = Options
     logits = "whole"
     takes: ClassVar[tuple[type, ...]] = (Preference, UnpairedPreference)
-    columns = (Column("desirable", per="sequence", dtype="int8"),)
+    columns = (Column(DESIRABLE, per="sequence", dtype="int8"),)
     loss_on = "last"
     normaliser = "examples"
+
+    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
+        super().__init__(exp, tokenizer)
+        self.joint = self.options.loss == "kto"
+
+    @classmethod
+    def config_problems(cls, exp: Experiment) -> list[str]:
+        """Dropout that is asked for and would not be used."""
+        rates = {"adapter.dropout": exp.adapter.dropout if exp.adapter.kind != "none" else 0.0}
+        rates |= {f"model.config.{k}": v for k, v in exp.model.config.items() if "drop" in k}
+        asked = [f"{key}={rate}" for key, rate in rates.items() if rate]
+        if not asked or exp.task.options.get("dropout"):
+            return []
+        return [
+            f"{', '.join(asked)}: task=dpo trains without dropout, since its reference has none. "
+            "Set it to 0, or task.options.dropout=true."
+        ]
 
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the examples: a sweep over them prepares nothing anew."""
@@ -113,8 +138,8 @@ class Dpo(Task):
         both = ("train", "eval")
         found = {
             "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both),
-            "rewards_chosen": Metric("reward of the better", "number", kinds=both),
-            "rewards_rejected": Metric("reward of the worse", "number", kinds=both),
+            "rewards_chosen": Metric("rewards/chosen", "number", kinds=both),
+            "rewards_rejected": Metric("rewards/rejected", "number", kinds=both),
         }
         if self.options.loss == "kto":
             return {**found, "kl": Metric("KL", "number", kinds=both)}
@@ -131,7 +156,7 @@ class Dpo(Task):
     def models(self) -> dict[str, ModelSpec]:
         from llmx.models.spec import ModelSpec
 
-        policy = {"policy": ModelSpec()}
+        policy = {"policy": ModelSpec(dropout=self.options.dropout)}
         if self._reference == "free":
             return policy
         stored = self._reference == "stored"
@@ -155,7 +180,11 @@ class Dpo(Task):
     def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:
         return {REFERENCE: models["reference"].log_probabilities(batch).sums()}
 
-    def loss(self, models: Models, batch: Batch) -> Loss:
+    def _log_probabilities(
+        self, models: Models, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """fp32 [sequences] each: of the policy and of the reference, as the loss takes them; and
+        the policy's means over tokens."""
         live = None
         if self._reference == "live":
             # Before the policy's pass: nothing lies between that and its backward pass, for which
@@ -165,14 +194,13 @@ class Dpo(Task):
         logp, counts = found.sums(), found.counts().clamp(min=1)
         reference = self._reference_logp(batch, logp) if live is None else live
         per_token = logp / counts
+        if self.options.length_normalised or self.options.loss in BY_TOKEN:
+            return per_token, reference / counts, per_token
+        return logp, reference, per_token
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        logp, reference, per_token = self._log_probabilities(models, batch)
         options = self.options
-        if options.length_normalised or options.loss in BY_TOKEN:
-            logp, reference = per_token, reference / counts
-        device = logp.device
-        desirable = batch["desirable"].to(device, non_blocking=True).bool()
-        examples = float(batch["example_ids"].max() + 1) if len(batch["example_ids"]) else 0.0
-        if options.loss == "kto":
-            return self._kto(logp - reference, per_token, desirable, batch, examples)
         losses = pair_losses(options, logp.view(-1, 2), reference.view(-1, 2))
         sft = options.sft_weight + (options.loss == "orpo")
         if sft:
@@ -181,7 +209,7 @@ class Dpo(Task):
         chosen, rejected = rewards.unbind(dim=1)
         return Loss(
             losses.sum(),
-            weight=examples,
+            weight=float(len(losses)),
             metrics={
                 "accuracy": (chosen > rejected).sum(),
                 "rewards_chosen": chosen.sum(),
@@ -196,37 +224,69 @@ class Dpo(Task):
             return batch[REFERENCE].to(like.device, non_blocking=True)
         return like.detach() * 0.0
 
-    def _kto(
-        self,
-        ratios: torch.Tensor,
-        per_token: torch.Tensor,
-        desirable: torch.Tensor,
-        batch: Batch,
-        examples: float,
-    ) -> Loss:
-        """Every answer by itself; a pair is the mean of its two."""
+    def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Of KTO, [sequences, 2]: the log-ratio and the mean log-probability of each answer."""
         import torch
 
-        options = self.options
-        kl = reference_point(ratios.detach())
-        losses = kto_losses(options, ratios, desirable, kl)
-        if options.sft_weight:
-            losses = losses - options.sft_weight * per_token * desirable
-        of_example = batch["example_ids"].to(ratios.device)
-        sizes = torch.zeros(int(examples), device=ratios.device)
-        sizes = sizes.index_add(0, of_example, torch.ones_like(ratios.detach()))
-        rewards = options.beta * ratios.detach()
-        count, good = float(len(rewards)), float(desirable.sum())
-        return Loss(
-            (losses / sizes[of_example]).sum(),
-            weight=examples,
-            metrics={
-                "accuracy": (((rewards > options.beta * kl) == desirable).sum(), count),
-                "rewards_chosen": (rewards[desirable].sum(), good),
-                "rewards_rejected": (rewards[~desirable].sum(), count - good),
-                "kl": (kl * count, count),
-            },
-        )
+        logp, reference, per_token = self._log_probabilities(models, batch)
+        return torch.stack([logp - reference, per_token], dim=1)
+
+    def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
+        """Of KTO, whose reference point is that of the whole step."""
+        return kto_step(self.options, outputs, columns)
+
+    def evaluate(
+        self, models: Models, batches: Iterable[Batch]
+    ) -> Mapping[str, Mean | Accumulator]:
+        """Of KTO beside the reference point of all held-out answers."""
+        if not self.joint:
+            return super().evaluate(models, batches)
+        answers = HeldOutAnswers(self.options)
+        for batch in batches:
+            answers.add(self.outputs(models, batch), batch)
+        return {"answers": answers}
+
+
+class HeldOutAnswers(Accumulator):
+    """The ``outputs`` of held-out answers, with their verdicts."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._outputs: list[np.ndarray] = []
+        self._desirable: list[np.ndarray] = []
+        self._sizes: list[np.ndarray] = []
+        """By micro batch: answers of each example."""
+
+    def add(self, outputs: torch.Tensor, batch: Batch) -> None:
+        """Of a micro batch."""
+        if len(outputs):
+            self._outputs.append(outputs.detach().cpu().numpy())
+            self._desirable.append(batch[DESIRABLE].numpy().copy())
+            self._sizes.append(np.bincount(batch[EXAMPLES].numpy()))
+
+    def merge(self, other: HeldOutAnswers) -> None:
+        self._outputs += other._outputs
+        self._desirable += other._desirable
+        self._sizes += other._sizes
+
+    def values(self) -> dict[str, float | None]:
+        """The loss and the metrics of a step of all of them."""
+        import torch
+
+        if not self._outputs:
+            return dict.fromkeys(("loss", "accuracy", "rewards_chosen", "rewards_rejected", "kl"))
+        sizes = np.concatenate(self._sizes)
+        columns = {
+            EXAMPLES: torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)),
+            DESIRABLE: torch.from_numpy(np.concatenate(self._desirable)),
+        }
+        outputs = torch.from_numpy(np.concatenate(self._outputs))
+        found = kto_step(self._options, outputs, columns)
+        values: dict[str, float | None] = {"loss": float(found.losses.double().mean())}
+        for name, (sums, weights) in found.metrics.items():
+            weight = float(weights.sum())
+            values[name] = float(sums.double().sum()) / weight if weight else None
+        return {**values, "weight": float(len(found.losses))}
 
 
 def pair_losses(options: Options, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -290,17 +350,41 @@ def kto_losses(
     return torch.where(desirable, good, bad)
 
 
-def reference_point(ratios: torch.Tensor) -> torch.Tensor:
-    """KTO's reference point: the mean log-ratio of the answers of the micro batches of all ranks,
-    at least 0. Collective.
+def kto_step(
+    options: Options, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
+) -> JointLoss:
+    """Every answer by itself; an example of two is the mean of both.
 
-    The paper estimates it with answers to other prompts, which takes two more forward passes; this
-    is the estimate of TRL's former ``kto_pair``. It is a number without a gradient, the only one
-    of a loss that depends on how a step is split into micro batches.
+    The reference point is the mean log-ratio of all answers of the step, at least 0, a number
+    without a gradient. The paper estimates it with answers to other prompts, which takes two more
+    forward passes; this is the estimate of TRL's former ``kto_pair``.
+
+    Args:
+        outputs: of ``Dpo.outputs``, for all sequences.
     """
     import torch
 
-    both = torch.stack([ratios.sum(), ratios.new_tensor(float(len(ratios)))])
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(both)
-    return (both[0] / both[1].clamp(min=1)).clamp(min=0)
+    ratios, per_token = outputs.unbind(dim=1)
+    of_example = columns[EXAMPLES]
+    desirable = columns[DESIRABLE].bool()
+    examples = int(of_example[-1]) + 1 if len(of_example) else 0
+
+    def by_example(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(examples).index_add(0, of_example, values)
+
+    kl = (ratios.detach().sum() / max(1, len(ratios))).clamp(min=0)
+    losses = kto_losses(options, ratios, desirable, kl)
+    if options.sft_weight:
+        losses = losses - options.sft_weight * per_token * desirable
+    rewards, good = options.beta * ratios.detach(), desirable.to(ratios.dtype)
+    sizes, one = by_example(torch.ones_like(good)), good.new_ones(examples)
+    right = ((rewards > options.beta * kl) == desirable).to(ratios.dtype)
+    return JointLoss(
+        by_example(losses) / sizes,
+        {
+            "accuracy": (by_example(right), sizes),
+            "rewards_chosen": (by_example(rewards * good), by_example(good)),
+            "rewards_rejected": (by_example(rewards * (1 - good)), by_example(1 - good)),
+            "kl": (kl * one, one),
+        },
+    )

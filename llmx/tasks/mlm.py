@@ -49,6 +49,7 @@ class Mlm(Task):
     takes: ClassVar[tuple[type, ...]] = (Document,)
     loss_on = "all"
     verbatim = True
+    splits_documents = True
     normaliser = "batch"
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:

@@ -16,6 +16,7 @@ class Pretrain(Task):
 
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
     loss_on = "all"
+    splits_documents = True
 
     def encoding_identity(self) -> dict[str, Any]:
         """Nothing of its own: ``loss_on`` says it."""

@@ -73,8 +73,8 @@ class Reward(Task):
         return {
             "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both),
             "score_margin": Metric("score margin", "number", higher_is_better=True, kinds=both),
-            "score_chosen": Metric("score of the better", "number", kinds=both),
-            "score_rejected": Metric("score of the worse", "number", kinds=both),
+            "score_chosen": Metric("score/chosen", "number", kinds=both),
+            "score_rejected": Metric("score/rejected", "number", kinds=both),
         }
 
     def models(self) -> dict[str, ModelSpec]:

@@ -92,7 +92,7 @@ class JointStep:
         return Loss(
             through + (value - through.detach()),
             float(examples.stop - examples.start),
-            {name: values[examples].sum() for name, values in found.metrics.items()},
+            {name: _sum_over(values, examples) for name, values in found.metrics.items()},
         )
 
     @torch.no_grad()
@@ -111,9 +111,16 @@ class JointStep:
             found = self._task.joint_loss(whole.outputs, whole.columns)
             (self._gradient,) = torch.autograd.grad(found.losses.sum(), whole.outputs)
         self._whole = whole
-        self._found = JointLoss(
-            found.losses.detach(), {name: each.detach() for name, each in found.metrics.items()}
-        )
+        self._found = JointLoss(found.losses.detach(), found.metrics)
+
+
+def _sum_over(
+    values: torch.Tensor | tuple[torch.Tensor, torch.Tensor], examples: slice
+) -> torch.Tensor | tuple[torch.Tensor, float]:
+    """A metric of ``Loss``, of a metric of ``JointLoss``."""
+    if isinstance(values, tuple):
+        return values[0][examples].sum().detach(), float(values[1][examples].sum())
+    return values[examples].sum().detach()
 
 
 def part_of(task: Task, batch: Batch) -> Part:

@@ -45,7 +45,7 @@ def test_status_and_watch_over_ssh(make_cluster: Callable[..., Cluster], tmp_pat
     assert "21 of 40" in one.stdout
     table = near.run([*llmx, "status", f"node-b:{work}/runs", *there], env=code)
     assert "21/40" in table.stdout
-    for place, says in ((f"node-b:{work}/none", "there is no directory"), ("nowhere:x", "nowhere")):
+    for place, says in ((f"node-b:{work}/none", "no such directory"), ("nowhere:x", "nowhere")):
         failed = near.run([*llmx, "status", place, *there], env=code, check=False)
         assert failed.returncode in (2, 4)
         assert says in failed.stderr

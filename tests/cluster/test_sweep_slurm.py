@@ -88,6 +88,6 @@ def test_trials_are_jobs_that_outlive_their_sweep(
     assert (after[0], after[2]) == (jobs[0], jobs[2]), "found again, not run again"
     assert after[1] != jobs[1]
     speeds = (sweep_dir / "sweep.md").read_text()
-    assert "3 of 3 trials ended well" in (tmp_path / "second.out").read_text()
+    assert "3 of 3 trials succeeded" in (tmp_path / "second.out").read_text()
     assert speeds.count("| ok | 3 |") == 3
     nothing_left(cluster, timeout_s=20)

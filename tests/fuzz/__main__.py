@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.fuzz.after import finished_run
 from tests.fuzz.cases import Case, make_case
 from tests.fuzz.check import Outcome, run_case
 
@@ -23,13 +24,14 @@ def base_run(directory: Path) -> Path:
     return base
 
 
-def campaign(seed: int, first: int, count: int) -> Iterator[Outcome]:
+def campaign(seed: int, first: int, count: int, *, after: bool = False) -> Iterator[Outcome]:
     """Run cases ``first`` to ``first + count`` of a seed; outcomes as they come, in order."""
     with tempfile.TemporaryDirectory(prefix="llmx-fuzz-") as name:
         directory = Path(name)
-        base = base_run(directory)
+        base = finished_run(directory / "base") if after else base_run(directory)
         for number in range(first, first + count):
-            yield run_case(make_case(seed, number), directory / "case", base=base)
+            case = make_case(seed, number, after=after)
+            yield run_case(case, directory / "case", base=base)
 
 
 def main() -> int:
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", help="one case again: SEED:NUMBER")
+    parser.add_argument("--after", action="store_true", help="the commands after training")
     parser.add_argument("--messages", type=Path, help="write every different message here")
     options = parser.parse_args()
     seed, first, count = options.seed, options.first, options.count
@@ -47,7 +50,7 @@ def main() -> int:
         count = 1
     outcomes: list[Outcome] = []
     faults: collections.Counter[str] = collections.Counter()
-    for outcome in campaign(seed, first, count):
+    for outcome in campaign(seed, first, count, after=options.after):
         outcomes.append(outcome)
         if options.case:
             print(outcome.case, outcome.code, outcome.message, sep="\n")

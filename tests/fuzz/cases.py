@@ -11,6 +11,7 @@ from llmx.cli.arguments import OPTIONS
 from llmx.config import known_keys
 from llmx.config.groups import GROUPS, option_names
 from llmx.config.model_rules import FLAGS, FLOATS, KEYS, SIZES
+from tests.fuzz.after import make_after
 
 NOWHERE = "/tmp/llmx-fuzz-nowhere"
 """An absolute path that is not there. ``run_dir`` may make it; every case begins without it."""
@@ -76,8 +77,8 @@ class Case:
     kind: str = "line"
 
 
-def make_case(seed: int, number: int) -> Case:
-    """The case ``number`` of a campaign."""
+def make_case(seed: int, number: int, *, after: bool = False) -> Case:
+    """The case ``number`` of a campaign. ``after``: one of the commands after training."""
     rng = random.Random(f"{seed}:{number}")
     makers: list[tuple[float, Maker]] = [
         (0.50, _overrides),
@@ -88,6 +89,8 @@ def make_case(seed: int, number: int) -> Case:
         (0.06, _sweep),
         (0.06, _other_command),
     ]  # fmt: skip
+    if after:
+        makers = [(1.0, make_after)]
     (maker,) = rng.choices([maker for _, maker in makers], [share for share, _ in makers])
     argv, files, kind = maker(rng)
     return Case(seed, number, argv, files, kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import re
 import shutil
 import signal
@@ -28,6 +29,7 @@ from llmx.__main__ import main
 from llmx.cli.commands import COMMANDS
 from llmx.config import known_keys
 from llmx.config.groups import GROUPS
+from tests.fuzz.after import call, damage
 from tests.fuzz.cases import NOWHERE, Case
 
 MAX_CPU_S = 2.0
@@ -72,15 +74,20 @@ def run_case(case: Case, directory: Path, *, base: Path | None = None) -> Outcom
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    if base is not None and "base" in case.argv:
+    after = case.kind == "after"
+    broken = ""
+    if base is not None and (after or "base" in case.argv):
         shutil.copytree(base, directory / "base")
+    if after and base is not None:
+        shutil.copytree(base, directory / "other")
+        broken = damage(directory / "base", random.Random(f"{case.seed}:{case.number}:damage"))
     before = {path.name for path in directory.iterdir()}
     outcome = Outcome(case)
     out, err = io.StringIO(), io.StringIO()
     started = time.process_time()
     try:
         with _inside(directory), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            outcome.code = main(list(case.argv))
+            outcome.code = (call if after else main)(list(case.argv))
     except Hang as hang:
         outcome.faults.append(f"hang: over {HANG_S} s of CPU\n{_where(hang)}")
     except BaseException as error:
@@ -89,10 +96,29 @@ def run_case(case: Case, directory: Path, *, base: Path | None = None) -> Outcom
     outcome.message = err.getvalue().strip()
     if not directory.is_dir():
         outcome.faults.append("the working directory was removed")
+    if after:
+        outcome.faults += _faults_after(outcome, out.getvalue())
+        outcome.faults = [f"{fault}\n  damage: {broken}" for fault in outcome.faults]
+        return outcome
     if not outcome.faults:
-        after = {path.name for path in directory.iterdir()} - before
-        outcome.faults = list(_faults(outcome, after))
+        made = {path.name for path in directory.iterdir()} - before
+        outcome.faults = list(_faults(outcome, made))
     return outcome
+
+
+def _faults_after(outcome: Outcome, shown: str) -> Iterator[str]:
+    """Of a command after training, which may also print warnings of libraries."""
+    if outcome.faults:
+        return
+    if outcome.code not in CODES:
+        yield f"exit code {outcome.code}"
+    if not outcome.accepted and not (outcome.message or shown):
+        yield "refused without a word"
+    text = outcome.message + shown
+    if "Traceback" in text:
+        yield f"a traceback was printed: {text[-800:]}"
+    if not all(line.expandtabs().isprintable() for line in re.split("[\n\r]", text)):
+        yield f"control characters reach the terminal: {text[:300]!r}"
 
 
 def _faults(outcome: Outcome, made: set[str]) -> Iterator[str]:

@@ -25,7 +25,7 @@ COMMANDS = (
     "startup.py --runs 1",
     "zero3_after_eval.py --rounds 1 --hidden 64 --layers 2",
     "checkpoint_stall.py --rounds 1 --hidden 64 --layers 2",
-    "data_wait.py --steps 4",
+    "data_wait.py --steps 5",
     "plan_time.py --limit 1 --rounds 1",
     "ram_validation.py --only 'stage 2'",
     "sweep.py overhead --steps 2 --trials 1 --pairs 1",
@@ -35,7 +35,7 @@ ON_REAL_DATA = (
     "sft_throughput.py --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "trl_throughput.py lora --only defaults --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "trl_throughput.py dpo --only 'reference once' --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
-    "tokenization.py --mib 0.5 --rounds 1 --only 'English, byte'",
+    "tokenization.py --mib 0.5 --rounds 1 --only 'English byte-level BPE$'",
     "data_memory.py --size-gb 0.001 0.002",
     "book_reviews.py {data}/book_review",
 )

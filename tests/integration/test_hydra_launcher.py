@@ -134,7 +134,7 @@ def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -
         aside = run.with_name(f"{run.name}.attempt-1")
         assert aside.is_dir() or read_json(run / "result.json")["outcome"] == "ok"
     table = done.stdout[done.stdout.rindex("Sweep: ") :]
-    assert "2 of 4 trials ended well; 2 refused" in table
+    assert "2 of 4 trials succeeded; 2 refused" in table
     assert "[1, 3] refused: optim.lr=-1" in table
     assert (
         "| 0 | zero=stage1 optim.lr=0.001 | ok | 3 |" in (again.directory / "sweep.md").read_text()

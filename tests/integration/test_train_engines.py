@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -64,11 +65,30 @@ def test_gradients_of_many_micro_steps_are_summed_in_fp32(out: Path, where: str)
 
 def test_a_loss_over_the_whole_step_is_the_same_for_every_split(out: Path) -> None:
     for found in answers(out, "joint_steps"):
-        assert len(found) == 12
-        wanted = found["0: [4, 4] x 1"]
-        for name, numbers in found.items():
-            for expected, got in zip(wanted, numbers, strict=True):
-                assert got == pytest.approx(expected, rel=2e-5), name
+        for task, by_split in found.items():
+            assert len(by_split) == 12
+            wanted = by_split["0: [4, 4] x 1"]
+            for name, numbers in by_split.items():
+                for expected, got in zip(wanted, numbers, strict=True):
+                    assert got == pytest.approx(expected, rel=2e-5), (task, name)
+
+
+def test_a_network_that_is_used_twice_in_a_backward_pass_trains_as_one_that_is_used_once(
+    out: Path,
+) -> None:
+    """Both passes of it count, at every stage, also in bf16 with a bucket for all gradients."""
+    for found in answers(out, "used_twice"):
+        assert len(found) == 10
+        for name, (once, twice) in found.items():
+            tolerance = 1e-2 if "bf16" in name else 1e-5
+            for expected, got in zip(once, twice, strict=True):
+                assert got == pytest.approx(expected, rel=tolerance), name
+
+
+def test_dpo_trains_as_its_reference_is_computed(out: Path) -> None:
+    for found in answers(out, "dropout_of_dpo"):
+        assert found["False"] == pytest.approx(math.log(2), abs=1e-5)
+        assert abs(found["True"] - math.log(2)) > 1e-3
 
 
 def test_other_ways_of_computing_train_alike(out: Path) -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -422,25 +423,74 @@ def generated(task: str, stage: str, out: Path) -> dict[str, Any]:
     return {"completions": found, "numbers": numbers, "training": training}
 
 
+JOINT = {
+    "embed": {"symmetric": True},
+    # The likelihood of good answers grows, so that the reference point is more than 0.
+    "dpo": {"loss": "kto", "reference": "live", "beta": 10.0, "sft_weight": 1.0},
+}
+
+
 @check
 def joint_steps(out: Path) -> Any:
-    """Losses and gradient norms of a task whose loss is that of a whole step, by stage and split:
+    """Losses and gradient norms of tasks whose loss is that of a whole step, by stage and split:
     one pass, two passes, and uneven ranks."""
-    answer: dict[str, Any] = {}
-    for stage in range(4):
+    answer: dict[str, Any] = {task: {} for task in JOINT}
+    for task, stage in itertools.product(JOINT, range(4)):
         for micro_batches, accumulation in (([4, 4], 1), ([2, 2], 2), ([3, 1], 2)):
             job = {
                 "stage": stage,
-                "task": "embed",
+                "task": task,
                 "optim": "sgd",
-                "options": {"symmetric": True},
+                "lr": 0.5,
+                "options": JOINT[task],
                 "micro_batches": micro_batches,
                 "accumulation": accumulation,
                 "zero": {"param_persistence_threshold": 0},
             }
             engine, numbers = trained(job, out, steps=3)
-            answer[f"{stage}: {micro_batches} x {accumulation}"] = numbers
+            answer[task][f"{stage}: {micro_batches} x {accumulation}"] = numbers
             engine.engine.destroy()
+    return answer
+
+
+@check
+def used_twice(out: Path) -> Any:
+    """Losses and gradient norms of one forward pass, and of two before one backward pass."""
+    answer = {}
+    cases = [*itertools.product(range(4), ("fp32", "bf16"), (10**6,))]
+    for stage, precision, bucket in [*cases, (2, "bf16", 500), (3, "bf16", 500)]:
+        numbers = []
+        for task in ("pretrain", "tests.programs.own_task:Twice"):
+            job = {
+                "stage": stage,
+                "precision": precision,
+                "task": task,
+                "optim": "sgd",
+                "accumulation": 2,
+                "zero": {"reduce_bucket_size": bucket, "param_persistence_threshold": 0},
+            }
+            engine, found = trained(job, out, steps=3)
+            numbers.append(found)
+            engine.engine.destroy()
+        answer[f"{stage} {precision} {bucket}"] = numbers
+    return answer
+
+
+@check
+def dropout_of_dpo(out: Path) -> Any:
+    """Losses of the first step of GPT-2, which has dropout, by ``task.options.dropout``."""
+    answer = {}
+    for dropout in (False, True):
+        job = {
+            "stage": 2,
+            "kind": "gpt2",
+            "config": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+            "task": "dpo",
+            "options": {"reference": "live", "beta": 1.0, "dropout": dropout},
+        }
+        engine, numbers = trained(job, out, steps=1)
+        answer[str(dropout)] = numbers[0][0]
+        engine.engine.destroy()
     return answer
 
 

@@ -31,6 +31,16 @@ class Options:
     reference_precision: str | None = None
 
 
+class Twice(Task):
+    """Next tokens, by two forward passes of the same network and one backward pass."""
+
+    loss_on = "all"
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        one, other = (next_token_loss(models.main, batch) for _ in range(2))
+        return Loss((one.sum + other.sum) / 2, one.weight)
+
+
 class Everything(Task):
     """Of two completions that the policy draws the one with more even tokens is preferred (DPO,
     each pair times its strength) and imitated; a second network learns to tell the two apart."""

@@ -52,6 +52,7 @@ from tests.programs.leaving import run_and_leave
 from tests.reference import (
     SEQ_LEN,
     paired_store,
+    preference_store,
     synthetic_store,
     text_pairs_store,
     whole_weights,
@@ -124,9 +125,9 @@ def two_types(ways: list[str]) -> dict[str, Any]:
 
 
 def task_options(job: dict[str, Any], out: Path) -> dict[str, Any]:
-    """``task.options``; ``"reference"`` is a directory below ``out``."""
+    """``task.options``; ``"reference"`` of a task of one's own is a directory below ``out``."""
     options = dict(job.get("options", {}))
-    if "reference" in options:
+    if "reference" in options and job["task"] != "dpo":
         options["reference"] = str(out / options["reference"])
     return options
 
@@ -168,10 +169,12 @@ def task_of(exp: Experiment) -> Task:
 
 def store_of(job: dict[str, Any], out: Path) -> Any:
     """What the job's task is trained on."""
-    if job.get("task", "pretrain") == "pretrain":
+    if job.get("task", "pretrain") == "pretrain" or job["task"].endswith(":Twice"):
         return synthetic_store(out / "store")
     if job["task"] == "embed":
         return text_pairs_store(out / "text-pairs")
+    if job["task"] == "dpo":
+        return preference_store(out / "preferences")
     return paired_store(out / "pairs")
 
 

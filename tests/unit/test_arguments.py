@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llmx.cli.arguments import (
     Line,
+    experiment_words,
     read_line,
     split_command,
     sweep_overrides,
@@ -13,6 +16,7 @@ from llmx.cli.arguments import (
 )
 from llmx.compose.overrides import resolve_alias
 from llmx.errors import ConfigError
+from tests.composing import composed
 
 
 @pytest.mark.parametrize(
@@ -125,3 +129,31 @@ def test_options_that_make_no_sense(typed: str, message: str) -> None:
         read_line(typed.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_experiment_file(tmp_path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "defaults:\n  - override /model: tiny\ntask: sft\noptim: {lr: 1e-4}\n"
+        'data:\n  columns: {instruction: question}\n  system: It\'s "so", {really}\n'
+        "model.config: {hidden_size: 64}\ntask.evaluate: false\n"
+    )
+    assert experiment_words(file) == [
+        "model=tiny",
+        "task=sft",
+        "optim.lr='1e-4'",
+        "data.columns={instruction: 'question'}",
+        "data.system='It\\'s \"so\", {really}'",
+        "model.config={hidden_size: 64}",
+        "task.evaluate=false",
+    ]
+    exp = composed([str(file), "optim.lr=1e-3"]).experiment
+    assert exp.data.system == 'It\'s "so", {really}'
+    assert exp.model.config["hidden_size"] == 64
+    assert exp.optim.lr == 1e-3
+    assert split_command([str(file)], ("plan",)) == ("train", [str(file)])
+
+
+def test_an_experiment_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml: no such file"):
+        experiment_words(Path("nowhere.yaml"))

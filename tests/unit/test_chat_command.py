@@ -241,7 +241,7 @@ def test_mistakes_say_what_to_type(
         ([run.root, "n=2"], "chat has no key n. It has temperature"),
         ([run.root, "tempreature=1"], 'Did you mean "temperature"?'),
         ([run.root, "--plain", "--system", "x"], "--plain continues text, which has no turns"),
-        ([tmp_path / "none"], "there is no such directory"),
+        ([tmp_path / "none"], "no such directory"),
         (["Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir DIR"),
         ([tmp_path], "is neither a run directory (no config.yaml) nor a model (no config.json)"),
         ([run.root.parent], "Runs in it: talker"),

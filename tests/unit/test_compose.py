@@ -24,6 +24,10 @@ PARTNERS = {
     ("data", "mixture"): ["data.sources=[{{path: {data}/a.jsonl, weight: 2}}]"],
     ("data", "sharegpt"): ["data.path={data}/chats.json", "model=llama3_8b"],
     ("experiment", "book_reviews"): ["data.path={data}/a.jsonl", "data.eval_path={data}/a.jsonl"],
+    **{
+        ("experiment", name): ["data.path={data}/a.jsonl", "hardware=a100x8"]
+        for name in ("lora", "qlora", "dpo", "kto", "reward", "classify", "embed", "distill")
+    },
     ("data", "fincorpus"): ["data.path={data}", "task=pretrain", "model=llama2_7b"],
     ("model", "hf"): ["model.path=owner/name"],
     ("model", "llama_1_7b"): ["model.tokenizer={data}"],
@@ -88,6 +92,7 @@ def test_the_second_copy_of_hpz_goes_with_an_offload() -> None:
     """hpZ and an offload together are refused: the advice can be typed as it is."""
     overrides = ["hardware=a100x2_v100x2", "model=llama3_8b", "zero=stage3", "data.seq_len=512"]
     overrides += ["model.activation_checkpointing=full", "zero.hpz_partition_size=2"]
+    overrides += ["batch.global_batch=4"]
     advised, _ = with_traced_memory(composed(overrides), make=False)
     (text,) = [each for each in advised.plan.warnings if "What fits, each planned" in each]
     typed = text.partition("first: ")[2].partition(" (")[0]

@@ -71,7 +71,8 @@ def test_every_problem_is_listed_at_once() -> None:
     assert message.splitlines() == [
         "dry_run=yes: must be true or false.",
         'zero.offload_param=cpuu: must be one of none, cpu, nvme. Did you mean "cpu"?',
-        "optim.lr=fast: must be a number above 0 and at most 1000. Set e.g. optim.lr=2e-5.",
+        "optim.lr=fast: must be a number above 0 and at most 1000, or auto. Set e.g. "
+        "optim.lr=2e-5.",
     ]
 
 
@@ -91,7 +92,7 @@ def test_every_problem_is_listed_at_once() -> None:
         (
             "optim__lr",
             10**400,
-            "must be a number above 0 and at most 1000. Set e.g. optim.lr=2e-5",
+            "must be a number above 0 and at most 1000, or auto. Set e.g. optim.lr=2e-5",
         ),
         ("optim__betas", 0.9, "=0.9: must be a list. Set e.g. 'optim.betas=[0.9,0.999]'."),
         ("optim__betas", [0.9, 1], "optim.betas[1]=1: must be a number from 0 to below 1."),

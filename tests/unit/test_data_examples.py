@@ -39,7 +39,7 @@ from llmx.data.source import lines
 from llmx.data.store import staging
 from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.store.spec import dataset_spec
-from llmx.data.store.truncation import Truncation
+from llmx.data.store.truncation import Truncation, overflow_key
 from llmx.data.tokenize import encoder as blocks
 from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
@@ -314,6 +314,8 @@ def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -
     (left, _) = truncation([Example(tuple(sequences), cut=by)], block)
     values = next(iter(left.columns.values()))
     assert values.tolist() == left.tokens.tolist()
+    total = sum(map(len, ids))
+    assert counts.pop(overflow_key(total), 0) == (total > limit)
     if not len(left.lengths):
         return None, dict(counts)
     parts = np.split(left.tokens, np.cumsum(left.lengths)[:-1])

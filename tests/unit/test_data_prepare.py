@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.config import Experiment, SourceConfig
+from llmx.config import DataConfig, Experiment, SourceConfig
+from llmx.config.data_rules import data_problems
 from llmx.data import (
     has_eval,
     held_out_prompts,
@@ -26,7 +27,7 @@ from llmx.data.store import staging
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.samples import sha256_of_file
 from llmx.data.store.spec import cache_directory, dataset_spec
-from llmx.data.store.summary import report
+from llmx.data.store.summary import lost_rows, report
 from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of, tokenizer_of
@@ -296,6 +297,31 @@ def test_held_out_rows(tmp_path: Path, tokenizer):
         prepare(exp, tokenizer)
 
 
+def test_a_fraction_of_the_rows_is_held_out(tmp_path: Path, tokenizer):
+    exp = experiment(tmp_path, numbered(50), eval_fraction=0.1)
+    train, held_out = (
+        texts(prepare(exp, tokenizer, split=s), tokenizer) for s in ("train", "eval")
+    )
+    assert (len(train), len(held_out)) == (45, 5)
+    assert not set(train) & set(held_out)
+    as_samples = experiment(tmp_path, numbered(50), eval_samples=5)
+    assert texts(prepare(as_samples, tokenizer, split="eval"), tokenizer) == held_out
+    exp.data.eval_fraction = 0.001
+    assert len(texts(prepare(exp, tokenizer, split="eval"), tokenizer)) == 1
+    exp.data.eval_fraction = 0.999
+    with pytest.raises(ConfigError, match=r"eval_fraction=0\.999 of 50 rows"):
+        prepare(exp, tokenizer)
+
+
+def test_only_one_key_says_what_is_evaluated():
+    for more in ({"eval_path": "dev.jsonl"}, {"eval_samples": 5}):
+        problems = list(data_problems(DataConfig(eval_fraction=0.1, **more)))
+        assert problems
+        assert "data.eval_fraction=0.1" in problems[0]
+        assert "Keep one of them." in problems[0]
+    assert not list(data_problems(DataConfig(eval_fraction=0.1)))
+
+
 def test_a_source_for_evaluation(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, numbered(9))
     assert not has_eval(exp.data)
@@ -331,6 +357,66 @@ def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
     assert (dropped.num_sequences, dropped.meta["dropped"]) == (1, {"too long": 2})
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: 48 tokens, data\.seq_len is 32"):
         prepare(experiment(tmp_path, LONG, over_long="error"), tokenizer)
+
+
+@pytest.mark.parametrize("pieces", [20, 10**6])
+def test_long_documents_are_split_by_default(tmp_path: Path, tokenizer, monkeypatch, pieces: int):
+    monkeypatch.setattr(lines, "PIECE_CHARS", pieces)
+    text = "".join(f"line {i}\n" for i in range(60))
+    exp = experiment(tmp_path, text, packing="none")
+    store = prepare(exp, tokenizer)
+    assert "".join(texts(store, tokenizer)) == text + "</s>"
+    lengths = [len(store[i].tokens) for i in range(len(store))]
+    assert set(lengths[:-1]) == {32}
+    meta = store.meta
+    assert (meta["rows_read"], meta["truncated"], meta["dropped"]) == (1, 0, {})
+    assert meta["split_sequences"] == len(lengths) - 1
+    assert f"1 row, cut into {len(lengths)} pieces" in summary(store)
+    assert lost_rows(meta) == []
+    # No part of one token, from which nothing is learned.
+    exp.data.seq_len = len(text)
+    assert [prepare(exp, tokenizer).num_target_tokens(i) for i in range(2)] == [len(text) - 2, 1]
+
+    exp.data.seq_len, exp.data.over_long = 32, "truncate"
+    cut = prepare(exp, tokenizer)
+    assert (len(cut), cut.meta["truncated"]) == (1, 1)
+    assert lost_rows(cut.meta)[0].startswith(
+        "WARNING: train data: 1 of 1 row (100.0%) exceed data.seq_len=32: 1 truncated ("
+    )
+
+
+def test_more_than_two_percent_lost_is_a_warning(tmp_path: Path, tokenizer):
+    rows = [("q", "a" * 20)] * 180 + [("q", "a" * 150)] * 15 + [("q", "a" * 300)] * 5
+    exp = experiment(tmp_path, rows)
+    (warning,) = lost_rows(prepare(exp, tokenizer).meta)
+    assert "20 of 200 rows (10.0%) exceed data.seq_len=32: 20 truncated (" in warning
+    assert "data.seq_len=288 keeps 95 %, data.seq_len=352 keeps 99 % of the rows" in warning
+    for seq_len, lost in ((288, 0.05), (352, 0.01)):
+        exp.data.seq_len = seq_len
+        meta = prepare(exp, tokenizer).meta
+        assert meta["truncated"] <= 200 * lost
+        assert meta["truncated_tokens"] <= meta["num_tokens"] * lost
+    exp = experiment(tmp_path, [("q", "a")] * 95 + [("q", " ")] * 5)
+    assert lost_rows(prepare(exp, tokenizer).meta) == [
+        "WARNING: train data: 5 of 100 rows (5.0%) are not used: without an answer (5)."
+    ]
+    exp = experiment(tmp_path, [("q", "a")] * 5, deduplicate=True)
+    assert lost_rows(prepare(exp, tokenizer).meta) == []  # as asked for
+
+
+@pytest.mark.parametrize("kind", ["sft", "pretrain", "dpo"])
+def test_the_rows_read_are_all_rows_whatever_the_task(tmp_path: Path, tokenizer, kind: str):
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    rows = [good, {**good, "prompt": 1}, good, {**good, "chosen": ""}, {**good, "x": "y"}]
+    if kind == "pretrain":
+        rows = [{"text": "t"}, {"text": 1}, {"text": "u"}, {"text": " "}, {"text": "v"}]
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exp = experiment(tmp_path, [], path=str(path), on_bad_row="skip", packing="none")
+    exp.task.kind = kind
+    meta = prepare(exp, tokenizer).meta
+    assert meta["rows_read"] == 5
+    assert sum(meta["dropped"].values()) + sum(meta["rejected"].values()) == 2
 
 
 def test_nothing_left_is_an_error_and_leaves_nothing(tmp_path: Path, tokenizer):
@@ -431,7 +517,7 @@ def test_tokenizer_that_cannot_be_loaded(monkeypatch):
     with pytest.raises(ConfigError, match=r"Neither model\.tokenizer nor model\.path"):
         tokenizer_of(exp)
     exp.model.tokenizer = "/nowhere/model"
-    with pytest.raises(ConfigError, match="there is no such directory"):
+    with pytest.raises(ConfigError, match="no such directory"):
         tokenizer_of(exp)
     # As HF_HUB_OFFLINE=1 sets it, when the client is imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

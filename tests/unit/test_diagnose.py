@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.observe.diagnose import OUTCOMES, Failure, diagnose, signal_in_log
+from llmx.observe.diagnose import OUTCOMES, OWN_ERRORS, Failure, diagnose, signal_in_log
 from llmx.observe.known_failures import KNOWN_FAILURES
 
 # (row, outcome, message)
@@ -172,7 +172,13 @@ def test_always_an_answer(kind: str, message: str, log: str, category: str) -> N
     found = diagnose(Failure(error_type=kind, message=message, log=log, category=category))
     assert found.outcome in OUTCOMES
     assert found.cause.strip() or kind.strip() == message.strip() == ""
-    assert found.fix
+    assert found.fix or kind in OWN_ERRORS
+
+
+def test_an_error_of_llmx_is_its_message_which_has_the_fix() -> None:
+    said = "data.seq_len=4096: the model has 512 positions. Set data.seq_len=512."
+    found = diagnose(Failure(error_type="ConfigError", message=said, category="config"))
+    assert (found.outcome, found.cause, found.fix) == ("config", said, "")
 
 
 def test_by_hand() -> None:

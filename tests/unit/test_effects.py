@@ -65,7 +65,6 @@ def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["data.eval_samples=5", "data.eval_path=a.jsonl"],
         ["task.steps=5", "task.epochs=2"],
         ["adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"],
         ["zero=stage2", "zero.prefetch_bucket_size=100"],
@@ -78,3 +77,17 @@ def test_a_word_that_nothing_reads_is_refused(words) -> None:
     exp = experiment_from_dict(values(["hardware=cpu2", *words]))
     with pytest.raises(ConfigError, match="has no effect"):
         check_effects(exp, words)
+
+
+def test_the_head_of_a_classifier_learns_at_optim_lr() -> None:
+    """It is new and trained whole, so both rates are read beside an adapter."""
+    words = ["model=hf", "model.path=a/b", "adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"]
+    with pytest.raises(ConfigError, match=r"beside adapter\.lr"):
+        check_effects(experiment_from_dict(values(words)), words)
+    words += ["task=classify", "data=labelled", "data.path=a.csv"]
+    check_effects(experiment_from_dict(values(words)), words)
+
+
+def test_what_turns_something_off_is_never_refused() -> None:
+    words = ["task.steps=5", "task.epochs=null", "model.path=null", "data.eval_samples=0"]
+    check_effects(experiment_from_dict(values(["hardware=cpu2", "model=tiny", *words])), words)

@@ -129,7 +129,7 @@ def test_the_data_that_is_typed_is_measured_whatever_the_run_had(
     def data_of(*words: str) -> tuple[str | None, str, int | None, int]:
         options = argparse.Namespace(
             target=Path(words[0]), overrides=words[1:], model=None, out=None,
-            generate=None, max_new_tokens=None,
+            generate=None, max_new_tokens=None, trust=False,
         )  # fmt: skip
         data = evaluate.measured_of(options).exp.data
         return data.eval_path, data.path, data.max_rows, len(data.sources)
@@ -163,7 +163,7 @@ def test_a_model_directory_needs_data_and_may_take_a_task(
     measured(capsys, model, *text)
     assert read_json(tmp_path / "eval-text.json")["task"] == "pretrain"
     for argv, problem in (
-        ([model], "is a model, which says nothing of data. Add, for example, data=messages"),
+        ([model], "is a model directory, so name the data. Add, for example, data=messages"),
         ([tmp_path], "is neither a run directory"),
         ([model, "zero=stage3"], "eval takes data and task"),
         ([model, *words[:2], "data.seq_len=4096"], "takes at most 128 positions"),
@@ -271,6 +271,16 @@ def test_rouge_by_hand() -> None:
     assert score(["exact_match"], [" a", "b"], ["a", "c"]) == {"exact_match": 0.5}
 
 
+def test_where_the_result_goes_is_checked_before_the_work(
+    run: RunDir, tmp_path: Path, capsys: Any
+) -> None:
+    assert evaluate.main([str(run.root), "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a directory. Set --out FILE.json." in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert evaluate.main([str(run.root), "--out", str(tmp_path / "file" / "a.json")]) == 2
+    assert "is a file. Set --out" in capsys.readouterr().err
+
+
 def test_a_metric_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad_metrics_of_a_test.py").write_text("text = 'x'\ndef f(a, b): return 'high'\n")
@@ -309,7 +319,7 @@ def test_lm_eval_is_told_the_model_and_runs_in_its_own_process(
     for more, problem in (
         (["--lm-eval", "a", "data.path=x"], "leave out data.*"),
         (["--lm-eval", "a", "--generate", 3], "leave out data.*"),
-        (["--", "--num_fewshot", "5"], "goes to --lm-eval TASKS"),
+        (["--", "--num_fewshot", "5"], "Add --lm-eval TASKS"),
     ):
         assert problem in said(run.root, *more)
     (tmp_path / "a,b").symlink_to(run.final_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,14 @@ def test_a_prompt_is_a_question_where_conversations_were_learned() -> None:
     assert learns_chats("sft")
     assert not learns_chats("pretrain")
     assert learns_chats("not_installed_here:Own"), "as most tasks"
+
+
+def test_an_empty_input_is_said_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert generate.main([str(directory)]) == 2
+    assert "standard input is empty" in capsys.readouterr().err

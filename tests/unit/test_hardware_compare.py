@@ -88,8 +88,8 @@ def test_equal_hosts_have_nothing_to_say() -> None:
             {"nccl": ["nvidia-nccl-cu11==2.19.3", "nvidia-nccl-cu12==2.27.3"]},
             "node-b: several NCCL builds",
         ),
-        ({"gpus": 1}, "node-b: slots=2, but its NVIDIA driver has 1 GPUs"),
-        ({"gpus": None}, "has no GPUs"),
+        ({"gpus": 1}, "node-b: slots=2, but 1 GPU found there"),
+        ({"gpus": None}, "slots=2, but 0 GPUs found there"),
     ],
 )
 def test_what_cannot_work_is_an_error(change, message) -> None:

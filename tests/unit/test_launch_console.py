@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
+import re
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +66,40 @@ def test_a_terminal_that_cannot_print_it() -> None:
     Console(stream).rank_line("question: 北京 …")
     stream.seek(0)
     assert stream.read() == "  question: ?? ?\n"
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_a_narrow_terminal_drops_fields_and_keeps_the_step(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a real terminal; messages beside the live line break between words."""
+    monkeypatch.setenv("COLUMNS", str(columns))  # rich would ask the tests' own terminal
+    reader, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, columns))
+    with os.fdopen(terminal, "w") as stream:
+        console = Console(stream)
+        console.record({"kind": "start", "total_steps": 123456})
+        for step in (10, 111111):
+            record = {**TRAIN, "step": step, "time": float(step), "loss_mean": 3.3}
+            console.record({**record, "idle_share": 0.2})
+        console.print("145,774 tokens, of which 41,419 target tokens, and so on; longest 35")
+        console.close()
+    raw = b""
+    with contextlib.suppress(OSError):  # EIO: nothing is left
+        while part := os.read(reader, 1 << 16):
+            raw += part
+    os.close(reader)
+    shown = raw.decode()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split("[\r\n]+", shown)]
+    last = [line for line in lines if line.startswith("step")][-1].rstrip()
+    assert last.startswith("step 111111/123456 ")
+    assert "…" not in last
+    assert "loss 3.2" in last or columns == 40
+    assert last.endswith("3:25:45")
+    assert ("mfu" in last) == (columns == 200)
+    assert all(len(line) <= columns for line in lines)
+    message = " ".join("".join(f"{line}\n" for line in lines if "to" in line).split())
+    assert "145,774 tokens, of which 41,419 target tokens," in message
 
 
 def test_a_character_cut_in_two(tmp_path: Path) -> None:

@@ -58,6 +58,19 @@ def test_one_table_and_no_run_directory(here: Path) -> None:
     assert "cpu2: no price of cpu (hardware.price_per_hour)." in text
 
 
+def test_one_plan_leaves_a_run_directory_only_where_it_is_asked_for(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLMX_OUTPUTS", str(here / "outputs"))
+    assert main(["hardware=cpu2"]) == 0
+    assert "Nothing was started or written." in capsys.readouterr().out
+    assert list(here.rglob("config.yaml")) == []
+    for words, directory in (("run_dir=mine", "mine"), ("dry_run=true", "outputs")):
+        assert main(["hardware=cpu2", words]) == 0
+        assert "deepspeed --hostfile" in capsys.readouterr().out
+        assert len(list((here / directory).rglob("config.yaml"))) == 1
+
+
 def test_a_cluster_that_refuses_does_not_hide_the_others(here: Path) -> None:
     text = shown([*SMALL, "hardware=a100x8,a100x2_v100x2", "precision=bf16"])
     assert "refused" in text

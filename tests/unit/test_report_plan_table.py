@@ -67,6 +67,7 @@ def experiment(**task: object) -> Experiment:
         model=ModelConfig(name="llama2_7b", activation_checkpointing="full"),
         task=TaskConfig(**task),  # type: ignore[arg-type]
         zero=ZeroConfig(stage=3, hpz_partition_size=2, offload_optimizer="cpu"),
+        optim=OptimConfig(lr=1e-5, warmup_steps=100, min_lr_ratio=0.1),
     )
 
 
@@ -177,7 +178,7 @@ def test_what_the_time_lacks_is_named() -> None:
     shown = rendered(composed(["hardware=cpu2"]).plan, experiment(), width=100)
     assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in " ".join(shown.split())
     open_ended = composed(["hardware=a100x8", "task.steps=null", "task.epochs=1"]).plan
-    assert "for each 1,000 steps" in dict(time_rows(open_ended))["whole run"]
+    assert "per 1,000 steps" in dict(time_rows(open_ended))["whole run"]
 
 
 @pytest.mark.parametrize("width", [40, 80])

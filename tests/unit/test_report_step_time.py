@@ -84,6 +84,6 @@ def test_events_of_the_split_are_told(tmp_path: Path) -> None:
     tracked_run.append(run, [{**event, **straggler}, {**event, **changed}])
     told = events(load_run(run.root))
     assert told == [
-        "Rank 1 (node-b) computed 2.1 times as long as the others for its part, at step 8.",
-        "Samples were shared out anew after step 8 (batch.rebalance), by rank: 12, 4.",
+        "Rank 1 (node-b) computed 2.1 times as long as the others for its share, at step 8.",
+        "Samples were redistributed after step 8 (batch.rebalance), by rank: 12, 4.",
     ]

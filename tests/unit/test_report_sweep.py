@@ -48,7 +48,7 @@ def test_the_best_of_each_column_is_marked_and_a_tie_is_not() -> None:
 
 def test_failed_trials_say_why() -> None:
     text = printed(THREE)
-    assert "Sweep: 2 of 3 trials ended well" in text
+    assert "Sweep: 2 of 3 trials succeeded" in text
     assert "[3] oom: rank 0: out of memory; batch.micro_batch=4" in text
     assert text.count("zero=stage") == 3
     assert "optim.lr" not in text, "what all trials share is not repeated"
@@ -102,3 +102,9 @@ def test_a_loss_that_is_not_finite_is_shown_and_never_the_best() -> None:
     text = to_markdown([trial(1, loss=float("nan")), trial(2, loss=2.0), trial(3, loss=1.0)])
     assert "| nan |" in text
     assert "| 1.000* |" in text
+
+
+def test_what_looks_like_a_number_and_is_none() -> None:
+    from llmx.observe.report.sweep_charts import number_of
+
+    assert [number_of(text) for text in ("1__0", "1_", "2026_", "1_0")] == [None, None, None, 10.0]

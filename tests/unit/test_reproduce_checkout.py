@@ -112,9 +112,9 @@ def test_inputs_that_the_ranks_read_otherwise_are_named(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "no run directory"),
+        (["nowhere"], "no such directory"),
         ([], "takes one run directory"),
-        ([".", "strict=perhaps"], "no run directory|strict=perhaps"),
+        ([".", "strict=perhaps"], "not a run directory|strict=perhaps"),
     ],
 )
 def test_a_wrong_command_line_is_told(words, said, tmp_path, monkeypatch) -> None:

@@ -171,7 +171,11 @@ def test_steps_and_epochs_replace_each_other(run) -> None:
 def test_finished_says_so_unless_it_is_made_longer(run, capsys) -> None:
     trained(run, 100, outcome="ok", ended=True)
     before = run.config.read_bytes()
+    run.supervisor_lock.write_text('{"host": "there", "pid": 1, "time": 1.0}')
+    files = {file: file.stat() for file in run.root.rglob("*")}
     assert main([str(run.root)]) == 0
+    # Not the lock either, by whose time `status` knows when the run began.
+    assert {file: file.stat() for file in run.root.rglob("*")} == files
     said = capsys.readouterr().out
     assert "finished at step 100: nothing to resume" in said
     assert "task.steps=200" in said
@@ -356,7 +360,7 @@ def test_a_planned_run_is_started_by_resume(run, capsys) -> None:
     [
         ([], "takes one run directory"),
         (["a", "b"], "takes one run directory"),
-        (["nowhere"], "no run directory"),
+        (["nowhere"], "no such directory"),
         ([".", "--force"], "no such option"),
         ([".", "--config-dir", "nowhere"], "no such directory"),
         ([".", "--step", "4"], "step=N"),

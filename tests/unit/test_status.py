@@ -146,7 +146,7 @@ def test_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert view_of(run).state == "dead"
     assert main(["status", str(run.root)]) == 1
     said = capsys.readouterr().out
-    assert "is gone without a result, last seen 5 min ago" in said
+    assert "exited without a result, last seen 5 min ago" in said
     assert main(["watch", str(run.root)]) == 1
 
 
@@ -177,7 +177,7 @@ def test_a_result_of_an_earlier_attempt_does_not_hide_a_living_one(tmp_path: Pat
 def test_planned_only(tmp_path: Path) -> None:
     run = tracked_run.write_start(tmp_path / "run")
     view = view_of(run)
-    assert (view.state, view.step, view.is_over) == ("not started", None, False)
+    assert (view.state, view.step, view.is_over) == ("planned", None, False)
     assert view.fix == f"to start it: python -m llmx resume {run.root}"
     # Nobody starts it any more: there is nothing to watch.
     os.utime(run.config, (time.time() - 60,) * 2)
@@ -233,8 +233,9 @@ def test_table(
     for age_s, run in ((300, old), (200, alive), (100, new)):
         os.utime(run.config, (time.time() - age_s,) * 2)
     assert main(["status"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "outputs/" in line]
-    assert [row[-1].removeprefix("outputs/") for row in rows] == [
+    _, *lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines[::2]]
+    assert [line.removeprefix("  outputs/") for line in lines[1::2]] == [
         "sweeps/today/0_zero-stage2", "new-0", "new-1", "old",
     ]  # fmt: skip
     assert [row[:2] for row in rows[:2]] == [["training", "24/40"], ["failed", "20/40"]]
@@ -274,7 +275,7 @@ def test_what_cannot_be(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words, says in (
-        (["status"], "outputs: there is no such directory"),
+        (["status"], "no such directory: outputs"),
         (["status", str(tmp_path)], "no runs under"),
         (["status", "a", "b"], "one run, not 2"),
         (["watch"], "no run under outputs"),

@@ -190,7 +190,7 @@ def test_one_that_dies_disturbs_no_other(trials: Path, capsys: pytest.CaptureFix
     assert "ZeroDivisionError('unexpected')" in journal.trials[1].cause
     said = capsys.readouterr()
     assert "[2] optim.lr=0.007: crash: crash (log: " in said.err
-    assert "1 of 4 trials ended well; 2 failed, 1 crash" in said.out
+    assert "1 of 4 trials succeeded; 2 failed, 1 crash" in said.out
 
 
 def test_fail_fast_stops_what_runs_beside(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def test_the_better_half_goes_on(trials: Trials, capsys: pytest.CaptureFixture[s
     assert "rung 2 of 4, to step 20: [1], [2], [3], [4]" in said
     assert "rung 4 of 4, to their whole run: [2]" in said
     assert "[0, 5, 6] stopped: at rung 1 of 4, after 10 steps" in said
-    assert "1 of 7 trials ended well; 6 stopped" in said
+    assert "1 of 7 trials succeeded; 6 stopped" in said
 
 
 @pytest.mark.parametrize("dies_at", [3, 9, 13])

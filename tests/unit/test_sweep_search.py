@@ -160,3 +160,10 @@ def test_recomputing_is_not_tried_where_memory_is_no_limit() -> None:
     trials = searched(search, capacity=640.0)
     assert all(place[2] == 0 for place, _ in trials)
     assert "not worth trying" in search.counts()
+
+
+def test_what_a_limit_left_out_is_said_to_be_not_tried() -> None:
+    search = Search(AXES, candidates())
+    search.limit, search.ended = "sweep.max_trials", "sweep.max_trials=1 was reached"
+    assert "not tried (sweep.max_trials)" in search.counts()
+    assert "not worth trying" not in search.counts()

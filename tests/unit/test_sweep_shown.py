@@ -328,6 +328,22 @@ def test_the_maps_say_how_trials_ended(tmp_path: Path) -> None:
     assert "<h2>All axes" not in html, "two axes of few values: the maps show them"
 
 
+def test_a_title_says_what_was_swept_and_equal_curves_are_one_line() -> None:
+    fall, other = [(1, 3.0), (2, 2.0)], [(1, 3.0), (2, 1.0)]
+    curves = {"stage1": fall, "stage2": [(1, 3.0), (2, 2.0001)], "stage3": other}
+    trials = [
+        trial(at, overrides=(f"zero={name}",), curve=curve)
+        for at, (name, curve) in enumerate(curves.items())
+    ]
+    where = Path("/outputs/2030-01-01/12-00-00")
+    html = sweep_page(Sweep(where, trials, "eval/loss", "min"), out=where)
+    assert "<title>Sweep over zero" in html
+    loss = html[html.index("<h2>Loss") : html.index("<h2>Trials")]
+    assert "[0] zero=stage1 = [1] zero=stage2" in re.sub("<[^>]*>", "", loss)
+    heads = re.findall(r"<button[^>]*>([^<]+)", html)
+    assert heads[:2] == ["#", "run"], "a wide table is clipped at its right end"
+
+
 def test_the_page_of_a_search_has_all_axes_and_no_empty_maps(tmp_path: Path) -> None:
     directory = sweepdirs.search(tmp_path / "search")
     sweep = load_sweep(directory)
@@ -465,9 +481,9 @@ def test_status_of_a_sweep_that_was_killed(tmp_path: Path, capsys: Any) -> None:
     directory = live(tmp_path / "one", pid=2**22 + 5, host=os.uname().nodename)
     assert main(["status", str(directory)]) == 1
     said = capsys.readouterr().out
-    assert "Nothing of this sweep runs any more" in said
+    assert "The process of this sweep has ended" in said
     assert "sweep resume" in said
-    assert "interrupted: its sweep ended without a word" in said
+    assert "interrupted: the sweep's process ended unexpectedly" in said
     assert "running" not in said
 
 
@@ -478,7 +494,7 @@ def test_without_a_process_its_files_tell(tmp_path: Path, capsys: Any) -> None:
     for path in [*directory.rglob("*"), directory]:
         os.utime(path, (old, old))
     assert main(["status", str(directory)]) == 1
-    assert "last sign of life 16 min" in capsys.readouterr().out
+    assert "last update 16 min" in capsys.readouterr().out
 
 
 def test_watch_ends_with_the_sweep(tmp_path: Path, capsys: Any) -> None:

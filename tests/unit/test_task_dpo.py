@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import types
@@ -23,7 +24,7 @@ from llmx.data.source.records import Where
 from llmx.data.store.samples import Sample
 from llmx.errors import ConfigError
 from llmx.models.model import Models
-from llmx.tasks import task_class
+from llmx.tasks import Loss, task_class
 from llmx.tasks.dpo import Dpo, Options, kto_losses, log1mexp, pair_losses
 from tests.unit.test_models_model import causal_lm, model_of
 
@@ -194,19 +195,28 @@ def models_for(own: Dpo, layout: str = "packed") -> Models:
     return Models(found)
 
 
+def loss_of(own: Dpo, models: Models, batch: dict[str, Any]) -> Loss:
+    """Of a step of one micro batch."""
+    if not own.joint:
+        return own.loss(models, batch)
+    found = own.joint_loss(own.outputs(models, batch), batch)
+    metrics = {name: (sums.sum(), weights.sum()) for name, (sums, weights) in found.metrics.items()}
+    return Loss(found.losses.sum(), float(len(found.losses)), metrics)
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "sppo_hard", "kto"])
 def test_a_stored_reference_gives_what_a_live_one_does(loss: str, layout: str) -> None:
     live, stored = task(loss=loss, reference="live"), task(loss=loss)
     models = models_for(live, layout)
     batch = batch_of(live, PAIRS, layout)
-    wanted = live.loss(models, batch)
+    wanted = loss_of(live, models, batch)
     columns = stored.precompute(models, batch)
     (column,) = stored.precomputed
     assert column.name in columns
     assert not columns[column.name].requires_grad
     del models["reference"]
-    found = stored.loss(models, {**batch, **columns})
+    found = loss_of(stored, models, {**batch, **columns})
     assert torch.equal(found.sum, wanted.sum)
     assert found.weight == wanted.weight == 2.0
     assert {*found.metrics} == {*stored.metrics} == {*wanted.metrics}
@@ -234,7 +244,7 @@ def test_no_example_is_a_loss_of_zero_with_a_gradient(loss: str) -> None:
     """A rank without a sample must keep step, through the same forwards."""
     own = task(loss=loss, reference="free")
     models, batch = models_for(own), batch_of(own, [])
-    found = own.loss(models, batch)
+    found = loss_of(own, models, batch)
     assert (float(found.sum.detach()), found.weight) == (0.0, 0.0)
     found.sum.backward()
     assert {*found.metrics} == {*own.metrics}
@@ -243,12 +253,39 @@ def test_no_example_is_a_loss_of_zero_with_a_gradient(loss: str) -> None:
 def test_kto_of_one_answer_and_of_pairs() -> None:
     own = task(loss="kto", reference="free")
     models = models_for(own)
-    pair = own.loss(models, batch_of(own, PAIRS[:1]))
+    pair = loss_of(own, models, batch_of(own, PAIRS[:1]))
     ones = batch_of(own, [PAIRS[0][:1], PAIRS[0][1:]])
     ones["desirable"] = torch.tensor([1, 0], dtype=torch.int8)
-    apart = own.loss(models, ones)
+    apart = loss_of(own, models, ones)
     assert float(apart.sum.detach()) / 2 == pytest.approx(float(pair.sum.detach()), rel=1e-6)
     assert (pair.weight, apart.weight) == (1.0, 2.0)
+
+
+def test_held_out_answers_of_kto_have_one_reference_point() -> None:
+    """However they lie on ranks and in micro batches."""
+    own = task(loss="kto", reference="live", beta=0.7)
+    models = models_for(own)
+    with torch.no_grad():
+        whole = loss_of(own, models, batch_of(own, PAIRS))
+        (together,) = own.evaluate(models, [batch_of(own, PAIRS)]).values()
+        ranks = [own.evaluate(models, [batch_of(own, [pair])])["answers"] for pair in PAIRS]
+    ranks[0].merge(pickle.loads(pickle.dumps(ranks[1])))
+    assert ranks[0].values() == pytest.approx(together.values(), rel=1e-5)
+    assert together.values()["loss"] == pytest.approx(float(whole.sum) / 2, rel=1e-6)
+    assert {*together.values()} == {"loss", "weight", *own.metrics}
+
+
+def test_dropout_that_would_not_be_used_is_refused() -> None:
+    exp = Experiment(task=TaskConfig(kind="dpo"))
+    assert Dpo.config_problems(exp) == []
+    exp.adapter.kind, exp.adapter.dropout = "lora", 0.05
+    exp.model.config["resid_pdrop"] = 0.1
+    (problem,) = Dpo.config_problems(exp)
+    assert "adapter.dropout=0.05, model.config.resid_pdrop=0.1: task=dpo trains without" in problem
+    exp.task.options["dropout"] = True
+    assert Dpo.config_problems(exp) == []
+    assert not task().models()["policy"].dropout
+    assert task(dropout=True).models()["policy"].dropout
 
 
 def test_which_models_and_columns_an_option_needs() -> None:

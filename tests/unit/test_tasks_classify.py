@@ -115,7 +115,8 @@ def test_the_loss_is_that_of_transformers(problem: str, tmp_path: Path) -> None:
         empty = collate([], seq_len=16, pad_id=0, layout="packed", columns=store.batch_columns)
         found = task.evaluate(models, [batch, empty])
     assert found["loss"].value == pytest.approx(total / len(rows), rel=1e-4)
-    assert found["measured"].values().keys() == task.metrics.keys()
+    measured = {*found["measured"].values(), *found} - {"loss", "measured"}
+    assert measured == task.metrics.keys()
     assert lines[0].startswith("Labels: ")
 
 
@@ -283,7 +284,7 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     assert fresh.see_model(config, store) == []
     models = load(Target(tmp_path / "model", None, None, None), exp, fresh, tokenizer)
     found = measure(fresh, models, store, tokenizer, batch=3)
-    assert {"loss", "accuracy", "macro_f1", "auc"} == set(found)
+    assert {"loss", "plain_loss", "accuracy", "macro_f1", "auc"} == set(found)
     config.id2label = {0: "good", 1: "bad"}
     with pytest.raises(DataError, match="with 'so', which is none of the labels"):
         fresh.see_model(config, store)
@@ -299,3 +300,31 @@ def test_texts_are_exactly_what_the_tokenizer_gives(begin: str | None, tmp_path:
     store = data.prepare(exp.data, exp.seed, tokenizer, task_of(exp, tokenizer))
     trained = [s[0].tolist() for n in range(len(store)) for s in store[n].sequences()]
     assert sorted(trained) == sorted(tokenizer(texts)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("problem", "options"),
+    [
+        ("single_label", {"class_weights": {"bad": 3.0}, "label_smoothing": 0.1}),
+        ("multi_label", {"class_weights": {"b": 3.0}, "loss": "focal"}),
+    ],
+)
+def test_the_cross_entropy_of_an_evaluation_compares_between_runs(
+    problem: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The loss has weights of classes, smoothing and gamma; the cross entropy has none of them."""
+    rows = [{"text": row["text"], "label": LABELS[problem](n)} for n, row in enumerate(ROWS)]
+    measured = []
+    for more in ({}, options):
+        exp = experiment_of(tmp_path, rows, options={"problem": problem, **more})
+        task, store, _ = seen(exp)
+        network = network_of(task)
+        give_pooled_forward(network)
+        models = Models(policy=model_of(network, "mask", "packed"))
+        with torch.no_grad():
+            means = task.evaluate(models, [batch_of(store, *range(len(store)))])
+        measured.append((means["loss"].value, means["plain_loss"].value))
+    (plain_loss, plain), (weighted_loss, weighted) = measured
+    assert plain == pytest.approx(plain_loss, rel=1e-6)
+    assert weighted == pytest.approx(plain, rel=1e-6)
+    assert abs(weighted_loss - plain_loss) > 1e-2

@@ -13,22 +13,22 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForMaskedLM, BertConfig, BertTokenizerFast
 
-from llmx.config import DataConfig
+from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.data import IGNORE, collate
 from llmx.data.examples import Example
 from llmx.data.format.formats import Document
 from llmx.data.source.files import Where
 from llmx.data.store.samples import Sample
+from llmx.data.store.summary import lost_rows
 from llmx.data.store.truncation import Truncation
 from llmx.data.tokenize.conversations import Renderer
-from llmx.data.tokenize.documents import DocumentEncoder
+from llmx.data.tokenize.documents import DocumentEncoder, TokenBlock
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss
 from llmx.plan.types import BatchPlan
-from llmx.tasks import SampleKey, task_class, task_of
-from llmx.tasks.mlm import Mlm, Options, Vocabulary, _breaks, masked
-from llmx.tasks.trial import heads_of
+from llmx.tasks import SampleKey, prepare, task_class, task_of
+from llmx.tasks.mlm import Options, Vocabulary, _breaks, masked
 from llmx.train.batches import Layout, make_step
 from llmx.train.step import transform_of
 from tests.rundirs import parity_experiment
@@ -185,9 +185,9 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
         task_of(mlm_experiment(tmp_path), tokenizer)
 
 
-def test_the_trial_before_the_launch_knows_the_head(tmp_path: Path) -> None:
-    assert heads_of(mlm_experiment(tmp_path)) == ["masked_lm"]
-    assert task_class("mlm") is Mlm
+def test_its_network_ends_in_a_masked_lm_head(tmp_path: Path) -> None:
+    specs = task_class("mlm")(mlm_experiment(tmp_path), None).models()
+    assert [spec.head for spec in specs.values()] == ["masked_lm"]
 
 
 def test_a_step_hides_the_same_for_every_split(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    renderer = Renderer(tokenizer, wraps=True)
+    renderer = Renderer(tokenizer, verbatim=True)
     assert (renderer.bos, renderer.eos) == ([2], [3])
     where = Where(Path("corpus.txt"), 1, "line")
     texts = ["w1 w2 w3 w4 w5 w6", "w7", ""]
@@ -289,3 +289,47 @@ def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut()
     assert found.lengths.tolist() == [5, 3, 2]
     w = len(SPECIAL)
     assert found.tokens.tolist() == [2, w + 1, w + 2, w + 3, 3, 2, w + 7, 3, 2, 3]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_a_long_document_is_split_and_each_part_is_wrapped(pieces: int) -> None:
+    body = list(range(5, 22))
+    where = Where(Path("corpus.txt"), 1, "line")
+    data = DataConfig(path="corpus.txt", seq_len=8, packing="best_fit")
+    counts: Counter[str] = Counter()
+    split = Truncation(data, counts, bos=[2], eos=[3], splits=True, wraps=True)
+    tokens, lengths = [], []
+    for number, part in enumerate(np.array_split(np.array(body), pieces)):
+        last = number == pieces - 1
+        ids = [*([2] * (not number)), *part.tolist(), *([3] * last)]
+        block = TokenBlock(
+            np.array(ids, np.uint32), np.ones(len(ids), np.bool_), np.array([len(ids)])
+        )
+        examples = [Example.of(Document("", where, last))]
+        block, joins = split(examples, block)
+        tokens += block.tokens.tolist()
+        if joins:
+            lengths[-1] += int(block.lengths[0])
+        lengths += block.lengths[int(joins) :].tolist()
+    assert lengths == [8, 8, 7]
+    assert tokens == [2, *body[:6], 3, 2, *body[6:12], 3, 2, *body[12:], 3]
+    assert counts == {"further sequences of split documents": 2}
+
+
+def test_the_recipe_of_a_bert_loses_no_token(tmp_path: Path) -> None:
+    tokenizer = bert_tokenizer()
+    texts = [" ".join(f"w{(n + k) % 90}" for k in range(n)) for n in (3, 40, 700)]
+    (tmp_path / "corpus.txt").write_text("".join(f"{text}\n" for text in texts))
+    exp = dataclasses.replace(
+        Experiment(),
+        task=TaskConfig(kind="mlm"),
+        data=DataConfig(
+            path=str(tmp_path / "corpus.txt"), form="text", text_unit="line", seq_len=64,
+            cache_dir=str(tmp_path / "cache"), num_workers=1,
+        ),
+    )  # fmt: skip
+    store = prepare(exp, tokenizer)
+    assert (store.meta["rows_read"], store.meta["truncated"]) == (3, 0)
+    words = [sum(store[i].tokens >= len(SPECIAL)) for i in range(len(store))]
+    assert sum(words) == 3 + 40 + 700
+    assert lost_rows(store.meta) == []

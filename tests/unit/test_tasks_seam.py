@@ -23,12 +23,12 @@ from llmx.tasks import Task, task_class, task_of, tokenizer_of
 from tests.reference import word_tokenizer
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (
+PACKAGES = (
     *("train", "launch", "observe", "tracking", "lifecycle"),
     *("checkpoint", "run", "plan", "compose", "hardware", "models", "worker.py"),
 )
 ADVISING = ("config", "data", "cli")
-"""Rooms whose help, examples and messages may name tasks ("Use task=pretrain"). What they do may
+"""Packages whose help, examples and messages may name tasks ("Use task=pretrain"). What they do may
 not depend on a name."""
 ALLOWED = {
     # The default of the config's `task.kind`.
@@ -99,12 +99,12 @@ def test_nothing_that_drives_tasks_names_one() -> None:
     names = of_one_task()
     assert {"sft", "pretrain", "Sft", "Pretrain", "macro_f1"} <= names
     found = []
-    for room in (*ROOMS, *ADVISING):
-        place = ROOT / "llmx" / room
+    for package in (*PACKAGES, *ADVISING):
+        place = ROOT / "llmx" / package
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             where = path.relative_to(ROOT).as_posix()
             source = path.read_text(encoding="utf-8")
-            for line, name in named(source, names, advising=room in ADVISING):
+            for line, name in named(source, names, advising=package in ADVISING):
                 if (where, name) not in ALLOWED:
                     found.append(f"{where}:{line}: names {name!r}")
     assert not found, (

@@ -47,3 +47,15 @@ def test_a_long_name_is_that_of_a_file_and_still_tells_two_apart() -> None:
     assert one != two
     assert one.startswith("中" * 63)
     assert len(one.encode()) <= 200
+
+
+def test_no_line_breaks_inside_a_word_or_a_number() -> None:
+    from llmx.text import wrapped
+
+    text = "  Data (train): 145,774 tokens in /a/long/path/that/no/line/has/room/for  next\nstep  0"
+    lines = wrapped(text, width=24).split("\n")
+    assert [line for line in lines if line.strip() not in text] == []
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert [len(line) > 24 for line in lines].count(True) == 1
+    assert lines[-1] == "step  0"
+    assert all(line.startswith("  ") for line in lines[:-1])

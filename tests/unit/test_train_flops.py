@@ -70,6 +70,25 @@ def test_an_encoder_attends_to_all_of_its_row(kind: str) -> None:
     assert shape.flops_per_token(LENGTH) * LENGTH == pytest.approx(ours, rel=0.05)
 
 
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_head_of_whole_sequences_is_not_counted_for_every_token(kind: str) -> None:
+    """Neither a pooler, nor a classifier; they are one vector's work beside that of 400 tokens."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(1)
+    values = {**{**ENCODERS, **PARITY_MODELS}[kind], "vocab_size": 90, "num_labels": 3}
+    values |= {"max_position_embeddings": 400, "pad_token_id": 0}
+    model = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(kind, **values), attn_implementation="eager"
+    )
+    ids = torch.randint(3, 90, (1, 400))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    flops = model_flops(model, causal=False)
+    ours = flops.of_step(tokens=400, target_tokens=1, square_tokens=400**2)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.005)
+
+
 def test_frozen_weights_beside_an_adapter_have_no_gradient_of_their_own() -> None:
     model = small_model("llama", attention="eager", tie_word_embeddings=True)
     whole = model_flops(model)

@@ -10,6 +10,7 @@ from torch import nn
 
 from llmx.config import OptimConfig, experiment_from_dict
 from llmx.errors import ConfigError
+from llmx.train.engine import muon
 from llmx.train.engine.learning_rates import lr_scales
 from llmx.train.engine.muon import MATRICES, MOMENTUM, Muon, hidden_matrices, orthogonal
 from llmx.train.engine.optimizer import LR_SCALE, build_optimizer
@@ -102,3 +103,19 @@ def test_the_rate_of_the_matrices_is_their_own() -> None:
 def test_a_network_without_such_matrices_is_refused() -> None:
     with pytest.raises(ConfigError, match="no trained matrix inside a numbered layer"):
         build_optimizer(nn.Linear(2, 2), OPTIM, accelerator="cpu")
+
+
+def test_a_gpu_that_emulates_bf16_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is bf16 everywhere, since ranks on other devices exchange it."""
+    gpu = torch.device("cuda", 0)
+    for capability, dtype in (((7, 0), torch.float32), ((8, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert muon.computing_dtype(gpu) == dtype
+    assert muon.computing_dtype(torch.device("cpu")) == torch.bfloat16
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    emulated = muon.orthogonal(matrix)
+    monkeypatch.setattr(muon, "computing_dtype", lambda _: torch.float32)
+    exact = muon.orthogonal(matrix)
+    assert exact.dtype == emulated.dtype == torch.bfloat16
+    torch.testing.assert_close(exact, emulated, rtol=0, atol=0.05)
+    assert not torch.equal(exact, emulated)

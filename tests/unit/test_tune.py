@@ -10,8 +10,9 @@ import yaml
 
 from llmx.__main__ import main
 from llmx.cli.arguments import with_searched
+from llmx.cli.tune import tune_words
 from llmx.compose.complete import Composed
-from llmx.errors import RunFailed
+from llmx.errors import ConfigError, RunFailed
 from llmx.run import snapshot
 from tests.composing import composed
 from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
@@ -203,3 +204,8 @@ def test_failures_that_are_not_memory_end_it(
     said = capsys.readouterr()
     assert "it is not the configuration" in said.out
     assert "no such data" in said.err
+
+
+def test_an_unknown_objective_lists_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"objective=speed: .*Use tokens_per_s .*eval/loss"):
+        tune_words(["objective=speed"])

@@ -93,10 +93,11 @@ def _run(
     index = 0
     while (step := search.next()) is not None:
         if limit is not None and index >= limit:
-            search.ended = f"sweep.max_trials={limit} trials were run"
+            search.limit, search.ended = "sweep.max_trials", f"sweep.max_trials={limit} was reached"
             break
         if minutes is not None and time.monotonic() - started > 60 * minutes:
-            search.ended = f"sweep.max_minutes={minutes:g} are over"
+            search.limit = "sweep.max_minutes"
+            search.ended = f"sweep.max_minutes={minutes:g} was reached"
             break
         print(f"[{index}] {step.candidate.text}: {step.why}", flush=True)
         returned = launcher.launch([[*fixed, *step.candidate.words]], initial_job_idx=index)

@@ -27,7 +27,7 @@ from llmx.data.examples import Encoding
 from llmx.data.store.build import found, note_old_stores, prepare, prepare_spec
 from llmx.data.store.samples import SampleStore, locked
 from llmx.data.store.spec import DatasetSpec, dataset_spec
-from llmx.data.store.summary import summary
+from llmx.data.store.summary import lost_rows, summary
 from llmx.data.tokenize.workers import worker_count
 from llmx.errors import DataError
 
@@ -84,7 +84,8 @@ def prepare_together(
         store.get(f"ready/{host}")
         stores.append(prepare(data, seed, tokenizer, encoding, split=split))
         if ranks.rank == 0:
-            print(f"Data ({split}): {summary(stores[-1])}", flush=True)
+            for line in (f"Data ({split}): {summary(stores[-1])}", *lost_rows(stores[-1].meta)):
+                print(line, flush=True)
     return stores
 
 

@@ -142,7 +142,7 @@ Numbered = tuple[int, TypedRecord | None, int]
 def has_eval(data: DataConfig) -> bool:
     """Whether there is anything to evaluate on: a source, held-out records, or the demo's."""
     own = data.path == "demo" and not data.sources
-    return bool(data.eval_path or data.eval_samples > 0 or own)
+    return bool(data.eval_path or data.eval_samples or data.eval_fraction or own)
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ class DatasetSplit:
             raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
         if split == "eval" and not has_eval(data):
             raise ConfigError(
-                "There is no evaluation data: set data.eval_path, or data.eval_samples to hold "
-                "out that many rows of data.path."
+                "There is no evaluation data: set data.eval_path, or e.g. data.eval_fraction=0.05 "
+                "to hold out rows of data.path."
             )
         return cls(data, seed, split, takes=takes, turn_weights=turn_weights)
 
@@ -215,10 +215,11 @@ class DatasetSplit:
         return ", ".join(source.path for source in self.sources)
 
     @property
-    def held_out_rows(self) -> int:
-        """Records of these sources that belong to the evaluation; 0 where it has its own."""
+    def held_out_rows(self) -> float:
+        """Records of these sources that belong to the evaluation, below 1 the fraction of them; 0
+        where it has its own."""
         own = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
-        return 0 if own else self.data.eval_samples
+        return 0 if own else self.data.eval_samples or self.data.eval_fraction
 
     @property
     def ignored_columns(self) -> list[str]:
@@ -415,12 +416,14 @@ class DatasetSplit:
         wanted, survey = self.held_out_rows, self._survey
         if not wanted or survey is None:
             return None
-        if wanted >= survey.num_different:
+        rows = int(wanted) if wanted >= 1 else max(1, round(wanted * survey.num_different))
+        if rows >= survey.num_different:
+            key = "samples" if wanted >= 1 else "fraction"
             raise ConfigError(
-                f"data.eval_samples={wanted} of {survey.num_different} rows in {self.path} leaves "
+                f"data.eval_{key}={wanted:g} of {survey.num_different} rows in {self.path} leaves "
                 "nothing to train on. Hold out fewer, or give data.eval_path."
             )
-        return held_out(survey, wanted, seed=self.seed)
+        return held_out(survey, rows, seed=self.seed)
 
 
 def _is_whole(record: TypedRecord | None) -> bool:

@@ -30,8 +30,8 @@ from llmx.data.source.rejected import RejectedRecords, RejectedUnwritten, counte
 from llmx.data.store.samples import SampleStore, cannot_write, locked, publish
 from llmx.data.store.spec import DatasetSpec, dataset_spec
 from llmx.data.store.staging import Staging
-from llmx.data.store.truncation import CUT_OFF, TRUNCATED, Truncation
-from llmx.data.tokenize.encoder import UNANSWERED, ExampleEncoder
+from llmx.data.store.truncation import CUT_OFF, OVERFLOW, SPLIT, TRUNCATED, Truncation
+from llmx.data.tokenize.encoder import PIECES, UNANSWERED, ExampleEncoder
 from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
 from llmx.errors import DataError, LlmxError, disk_is_full
 from llmx.text import plural, printable
@@ -191,6 +191,8 @@ def stage(
             counts,
             bos=spec.renderer.bos,
             eos=spec.renderer.eos or (),
+            splits=spec.identity["over_long"] == "split",
+            wraps=spec.encoding.verbatim,
             state=state.get("truncation"),
         )
         if counts["rows"]:
@@ -254,8 +256,13 @@ def finalize(
     """
     data, split, path = spec.data, spec.split, spec.path
     rows = Counter(counts.rows)
-    rows_read, truncated = rows.pop("rows", 0), rows.pop(TRUNCATED, 0)
+    rows_read, truncated = rows.pop("rows", 0) - rows.pop(PIECES, 0), rows.pop(TRUNCATED, 0)
     cut_off, unanswered = rows.pop(CUT_OFF, 0), rows.pop(UNANSWERED, 0)
+    further = rows.pop(SPLIT, 0)
+    keys = [key for key in rows if key.startswith(OVERFLOW)]
+    overflow = {key.removeprefix(OVERFLOW): rows.pop(key) for key in sorted(keys)}
+    # Before the encoder come those that the sources leave out or reject.
+    rows_read += counts.left_out.total() + sum(g.counts.total() for g in counts.rejects[:1])
     rows.update(counts.left_out)
     dropped = {reason: count for reason, count in rows.items() if count}
     rejected: Counter[str] = Counter()
@@ -263,7 +270,6 @@ def finalize(
         rejected.update(group.counts)
     rejected_file = write_rejected(path.with_name(f"{path.name}.rejected.jsonl"), counts.rejects)
     if not staging.lengths:
-        rows_read += counts.left_out.total() + sum(g.counts.total() for g in counts.rejects[:1])
         raise nothing_left(printable(split.path), rows_read, dropped, counts.rejects)
     lengths = staging.example_lengths
     return publish(
@@ -282,6 +288,8 @@ def finalize(
             "rows_read": rows_read,
             "truncated": truncated,
             "truncated_tokens": cut_off,
+            "split_sequences": further,
+            "overflow": overflow,
             "unanswered_turns": unanswered,
             "dropped": dropped,
             "rejected": dict(rejected),

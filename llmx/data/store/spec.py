@@ -96,8 +96,7 @@ def dataset_spec(
     source = DatasetSplit.of(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )
-    encoding.check_source(source)
-    _check(encoding, source)
+    check_task(encoding, source)
     chats = any(one.record_type in (Conversation, Preference) for one in source.sources)
     verbatim = encoding.verbatim
     renderer = Renderer(
@@ -112,7 +111,7 @@ def dataset_spec(
         "loss_on": encoding.loss_on,
         "seq_len": data.seq_len,
         "packing": data.packing,
-        "over_long": data.over_long,
+        "over_long": _over_long(data, source, encoding),
     }
     if verbatim:
         identity["wrapping"] = [renderer.bos, renderer.eos]
@@ -123,8 +122,16 @@ def dataset_spec(
     return DatasetSpec(data, source, renderer, encoding, identity, path)
 
 
-def _check(encoding: Encoding, source: DatasetSplit) -> None:
-    """What holds for every task."""
+def _over_long(data: DataConfig, source: DatasetSplit, encoding: Encoding) -> str:
+    """``data.over_long``; ``truncate`` where it is ``split`` and there is nothing to split."""
+    splits = encoding.splits_documents and not encoding.columns and source.has_text
+    splits = splits and data.packing != "concat"  # which cuts anyway
+    return "truncate" if data.over_long == "split" and not splits else data.over_long
+
+
+def check_task(encoding: Encoding, source: DatasetSplit) -> None:
+    """ConfigError for a source, or options of it, that the task cannot be trained on."""
+    encoding.check_source(source)
     schema = Schema(encoding.columns)
     for one in source.sources:
         if one.record_type is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from llmx import text as human
 from llmx.data.source.records import names
 from llmx.data.source.rejected import counted
 from llmx.data.store.samples import SampleStore
+from llmx.data.store.truncation import LENGTH_REASONS, LENGTH_STEP
 from llmx.text import clock, plural, printable
 
 
@@ -34,9 +36,70 @@ def summary(store: SampleStore) -> str:
         f"{_rows(meta)} in {plural(meta['num_samples'], 'sample')} of up to "
         f"{meta['seq_len']} tokens ({fill:.1%} full); {plural(meta['num_tokens'], 'token')}, "
         f"of which {plural(meta['num_target_tokens'], 'target token')}; row length median "
-        f"{lengths['50']}, 90 % up to {lengths['90']}, longest {lengths['100']}; format "
+        f"{lengths['50']}, p90 {lengths['90']}, longest {lengths['100']}; format "
         f"{meta['form']}, template {meta['template'] or 'none'}; {fate}."
     )
+
+
+WARN_FROM = 0.02
+"""Part of the rows, or of the tokens, whose loss is a warning."""
+NOT_LOST = ("identical to an earlier row",)
+"""Reasons for which rows are left out because it was asked for (``data.deduplicate``)."""
+
+
+def lost_rows(meta: dict[str, Any]) -> list[str]:
+    """A warning for each cause that loses more than 2 % of the rows or tokens of a store."""
+    read = meta["rows_read"]
+    too_long = {name: n for name, n in meta["dropped"].items() if name in LENGTH_REASONS}
+    others = {**meta["dropped"], **meta["rejected"]}
+    for reason in (*too_long, *NOT_LOST):
+        others.pop(reason, None)
+    dropped = sum(too_long.values())
+    rows = meta["truncated"] + dropped
+    cut_off = meta.get("truncated_tokens", 0)
+    part = cut_off / max(1, cut_off + meta["num_tokens"])
+    warnings = []
+    if rows > WARN_FROM * read or part > WARN_FROM:
+        fates = [f"{n:,} dropped ({reason})" for reason, n in too_long.items()]
+        if meta["truncated"]:
+            fates.append(f"{meta['truncated']:,} truncated ({part:.1%} of the tokens cut off)")
+        warnings.append(
+            f"{rows:,} of {plural(read, 'row')} ({rows / read:.1%}) exceed data.seq_len="
+            f"{meta['seq_len']}: {', '.join(fates)}.{_advice(meta, dropped)}"
+        )
+    unused = sum(others.values())
+    if unused > WARN_FROM * read:
+        warning = f"{unused:,} of {plural(read, 'row')} ({unused / read:.1%}) are not used: "
+        warning += f"{counted(others)}."
+        if meta["rejected"]:
+            warning += f" Rejected rows are listed in {meta['rejected_file']}."
+        warnings.append(warning)
+    return [f"WARNING: {meta['split']} data: {warning}" for warning in warnings]
+
+
+def _advice(meta: dict[str, Any], dropped: int) -> str:
+    """The ``data.seq_len`` with which 95 % and 99 % of the rows stay whole, and of the tokens."""
+    seq_len = meta["seq_len"]
+    lengths = {int(length): count for length, count in meta.get("overflow", {}).items()}
+    if not lengths:
+        return ""
+
+    def over(limit: int) -> int:
+        return sum(count * max(0, length - limit) for length, count in lengths.items())
+
+    tokens = int(meta["num_tokens"]) + dropped * seq_len + over(seq_len)
+
+    def lost(limit: int) -> float:
+        rows = sum(count for length, count in lengths.items() if length > limit)
+        return float(max(rows / meta["rows_read"], over(limit) / tokens))
+
+    limits = range(seq_len, max(lengths) + LENGTH_STEP, LENGTH_STEP)
+    keeps = {
+        f"{kept} %": limits[bisect_left(limits, kept / 100 - 1, key=lambda limit: -lost(limit))]
+        for kept in (95, 99)
+    }
+    listed = [f"data.seq_len={n} keeps {part}" for part, n in keeps.items() if n > seq_len]
+    return f" {', '.join(listed)} of the rows and tokens." if listed else ""
 
 
 def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
@@ -119,15 +182,21 @@ def _rejected(meta: dict[str, Any]) -> str:
 def _rows(meta: dict[str, Any]) -> str:
     """``12 rows``; ``12 rows, cut into 30 pieces`` where samples cut them."""
     count = meta["num_examples"]
-    if meta["identity"]["packing"] == "concat":
-        return f"{plural(meta['rows_read'], 'row')}, cut into {plural(count, 'piece')},"
+    if _is_cut(meta):
+        lost = sum(meta["dropped"].values()) + sum(meta["rejected"].values())
+        return f"{plural(meta['rows_read'] - lost, 'row')}, cut into {plural(count, 'piece')},"
     if meta["num_sequences"] != count:
         return f"{plural(count, 'example')} of {plural(meta['num_sequences'], 'sequence')}"
     return plural(count, "row")
 
 
+def _is_cut(meta: dict[str, Any]) -> bool:
+    """Whether a row may be several examples."""
+    return bool(meta["identity"]["packing"] == "concat" or meta.get("split_sequences"))
+
+
 def _rows_read(meta: dict[str, Any]) -> str:
-    if meta["identity"]["packing"] != "concat":
+    if not _is_cut(meta):
         several = meta["num_sequences"] != meta["num_examples"]
         of = f" (of {plural(meta['num_sequences'], 'sequence')})" if several else ""
         return f"{meta['rows_read']:,} read, {meta['num_examples']:,}{of} in samples"
@@ -159,7 +228,7 @@ def draw_histogram(meta: dict[str, Any], path: Path) -> bool:
     axes.set_ylabel("rows")
     lengths = meta["row_length_percentiles"]
     axes.set_title(
-        f"{sum(rows):,} rows, {meta['split']}: median {lengths['50']:,}, 90 % up to "
+        f"{sum(rows):,} rows, {meta['split']}: median {lengths['50']:,}, p90 "
         f"{lengths['90']:,}, longest {lengths['100']:,} tokens",
         fontsize=10,
     )

@@ -30,12 +30,25 @@ from llmx.errors import ConfigError, DataError
 TRUNCATED = "truncated"
 CUT_OFF = "tokens cut off"
 """Of examples that are in the store: how much of them ``data.seq_len`` has no room for."""
+SPLIT = "further sequences of split documents"
+OVERFLOW = "tokens long: "
+"""With a length, rounded up to ``LENGTH_STEP``: how many examples of more than ``data.seq_len``
+tokens there are of it."""
+LENGTH_STEP = 64
 TOO_LONG = "too long"
 NO_TARGET_LEFT = "without an answer in the first seq_len tokens"
 ANSWER_TOO_LONG = "answer longer than seq_len"
 COMPLETIONS_TOO_LONG = "completions longer than seq_len"
 NEVER_CUT = "longer than seq_len, and not to be cut"
 """Reasons for which examples are dropped."""
+LENGTH_REASONS = (
+    TOO_LONG, NO_TARGET_LEFT, ANSWER_TOO_LONG, COMPLETIONS_TOO_LONG, NEVER_CUT,
+)  # fmt: skip
+
+
+def overflow_key(length: int) -> str:
+    """What an example of this length is counted under."""
+    return f"{OVERFLOW}{-(-length // LENGTH_STEP) * LENGTH_STEP}"
 
 
 def too_long_to_cut(example: Example) -> str:
@@ -59,13 +72,24 @@ class Truncation:
         *,
         bos: Sequence[int] = (),
         eos: Sequence[int] = (),
+        splits: bool = False,
+        wraps: bool = False,
         state: Sequence[int] | None = None,
     ) -> None:
         """``bos``: the tokens that begin every text, which a cut prompt keeps; ``eos``: those that
-        end every document and are kept where its end is cut."""
+        end every document and are kept where its end is cut. ``splits``: documents become several
+        sequences; ``wraps``: each of these begins with ``bos`` and ends with ``eos``."""
         self._data = data
         self._counts = counts
         self._bos, self._eos = list(bos), list(eos)
+        self._splits = splits
+        self._wrap = (self._bos, self._eos) if wraps else ([], [])
+        self._capacity = data.seq_len - sum(map(len, self._wrap))
+        if splits and self._capacity < 1:
+            raise ConfigError(
+                f"data.seq_len={data.seq_len}: a sequence has no room for text between its special "
+                "tokens. Set e.g. data.seq_len=512."
+            )
         self._open, self._room = state or (0, 0)
 
     @property
@@ -77,7 +101,11 @@ class Truncation:
         """The examples that fit, and whether the first is the rest of the last one of before."""
         if self._data.packing == "concat":
             return self._whole(examples, block)
-        if self._open or any(_goes_on(example) for example in examples):
+        in_pieces = bool(self._open) or any(_goes_on(example) for example in examples)
+        if self._splits and _are_documents(examples):
+            too_long = in_pieces or int(block.lengths.max()) > self._data.seq_len
+            return self._split(examples, block) if too_long else (block, False)
+        if in_pieces:
             return self._pieces(examples, block)
         return self._fitted(examples, block), False
 
@@ -147,6 +175,7 @@ class Truncation:
         where it is dropped."""
         counts, limit = self._counts, self._data.seq_len
         total = spans[-1][1] - spans[0][0]
+        counts[overflow_key(total)] += 1
         if self._data.over_long == "error":
             several = f" in {len(spans)} sequences" if len(spans) > 1 else ""
             raise DataError(
@@ -200,7 +229,52 @@ class Truncation:
         stop_of_prompt = int(targets[0]) + 1 if len(targets) else stop - start
         return low, max(0, stop_of_prompt - low)
 
-    # Documents in pieces
+    # Documents
+
+    def _split(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
+        """Documents as runs of at most ``seq_len`` tokens, one after the other."""
+        bos, eos = (np.array(tokens, np.uint32) for tokens in self._wrap)
+        parts: list[np.ndarray] = []
+        lengths: list[int] = []
+        joins = False
+
+        def add(tokens: np.ndarray) -> None:
+            parts.append(tokens)
+            lengths[-1] += len(tokens)
+
+        def begin() -> None:
+            lengths.append(0)
+            add(bos)
+            self._room = self._capacity
+
+        start = 0
+        for example, length in zip(examples, block.lengths.tolist(), strict=True):
+            body = block.tokens[start : start + length]
+            start += length
+            continues, self._open = bool(self._open), int(_goes_on(example))
+            if continues and not lengths:
+                lengths.append(0)
+                joins = True
+            if not continues:
+                body = body[len(bos) :]
+                begin()
+            if not self._open:
+                body = body[: len(body) - len(eos)]
+            while len(body) > self._room:
+                # No run of a single token, from which nothing can be learned.
+                lone = len(body) == self._room + 1 and not len(bos) + len(eos)
+                stop = self._room - int(lone)
+                add(body[:stop])
+                add(eos)
+                body = body[stop:]
+                begin()
+                self._counts[SPLIT] += 1
+            add(body)
+            self._room -= len(body)
+            if not self._open:
+                add(eos)
+        tokens = np.concatenate(parts)
+        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), np.array(lengths)), joins
 
     def _pieces(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
         keep = np.zeros(len(block.tokens), np.bool_)
@@ -245,6 +319,16 @@ class Truncation:
             counts[CUT_OFF] += cut_off
         self._room = room - (length - cut_off)
         return length - cut_off
+
+
+def _are_documents(examples: list[Example]) -> bool:
+    """Whether each is one document, of which the task has not said what may be cut."""
+    return bool(examples) and all(
+        len(example.sequences) == 1
+        and isinstance(example.sequences[0], Document)
+        and example.cut == "auto"
+        for example in examples
+    )
 
 
 def _goes_on(example: Example) -> bool:

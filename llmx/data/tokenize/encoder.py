@@ -11,7 +11,6 @@ as examples.
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,11 +25,11 @@ from llmx.data.examples import (
     Column,
     Encoding,
     Example,
-    Rejected,
     Schema,
     Tokens,
     TypedRecord,
     checked,
+    encoded,
     values_of,
     values_of_tokens,
 )
@@ -42,19 +41,20 @@ from llmx.data.format.formats import (
     TextPair,
     UnpairedPreference,
 )
-from llmx.data.source.records import RecordError, excerpt
+from llmx.data.source.records import RecordError
 from llmx.data.source.rejected import RejectedRecords
 from llmx.data.source.split import DatasetSplit
 from llmx.data.store.truncation import (
     CUT_OFF,
     TRUNCATED,
     PromptCutter,
+    overflow_key,
     sharing_their_prompt,
     too_long_to_cut,
 )
 from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
 from llmx.data.tokenize.documents import Batch, DocumentEncoder, TokenBlock
-from llmx.errors import ConfigError, DataError, LlmxError
+from llmx.errors import ConfigError, DataError
 
 BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
@@ -62,6 +62,8 @@ BATCH_BYTES = 1 << 20
 WITHOUT_ANSWER = "without an answer"
 LEFT_OUT = "left out by the task"
 """Reasons for which rows are dropped."""
+PIECES = "pieces of documents"
+"""Of ``rows``: pieces of a long document that are not its last."""
 UNANSWERED = "turns after the last answer"
 """Of rows that are used: so many turns were left out."""
 FAST_FROM_BYTES = 2 << 20
@@ -146,6 +148,8 @@ class ExampleEncoder:
                     batch, read, size = Batch([], 0, 0), 0, 0
                 holds_text = not holds_text
             read += 1
+            if isinstance(record, Document) and not record.last:
+                batch.left_out[PIECES] += 1
             if record is not None and example is not None:
                 batch.examples.append(example)
                 batch.sequences.extend(example.sequences)
@@ -164,24 +168,12 @@ class ExampleEncoder:
             left_out[WITHOUT_ANSWER] += 1
             return None
         try:
-            found = self._encoding.encode(record)
-        except Rejected as problem:
-            error = RecordError(
-                f"{record.where}: {problem}", where=record.where, reason=problem.reason
-            )
+            found = encoded(self._encoding, record)
+        except RecordError as error:
             if self._split.data.on_bad_row != "skip":
-                raise error from problem
+                raise
             rejected.append(error)
             return None
-        except LlmxError:
-            raise
-        except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            raise ConfigError(
-                f"task={self._encoding.name}: encode() failed for {record.where}: "
-                f"{type(error).__name__}: {excerpt(str(error))} ({at.filename}, line {at.lineno}). "
-                "Correct the task, or let it raise Rejected(reason) for such rows."
-            ) from error
         if isinstance(record, Document) and (self._in_document or not record.last):
             self._check_piece(record, found)
         if found is None:
@@ -283,7 +275,7 @@ class ExampleEncoder:
         sequences = iter(self._sequences_of(parts))
         found = [[next(sequences) for _ in example.sequences] for example in examples]
         counts = Counter[str]()
-        if data.over_long != "truncate" or data.packing == "concat":
+        if data.over_long in ("drop", "error") or data.packing == "concat":
             return Tokenized([*found], counts)
         fitted: list[list[TokenSequence] | None] = []
         for example, own in zip(examples, found, strict=True):
@@ -295,6 +287,7 @@ class ExampleEncoder:
             if not chats:
                 fitted.append(own)  # cut by token
                 continue
+            counts[overflow_key(data.seq_len + over)] += 1
             short = self._shortener.shortened(*chats)
             if short is None:
                 counts[too_long_to_cut(example)] += 1

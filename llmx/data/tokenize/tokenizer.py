@@ -156,7 +156,7 @@ def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
             f"{key}={shown} is a file. Give the directory that it lies in, with {HOW_NAMED}."
         )
     if not place.is_dir() and place.is_absolute():
-        raise ConfigError(f"{key}={shown}: there is no such directory.")
+        raise ConfigError(f"{key}={shown}: no such directory.")
     alone = vocabulary_tokenizer(place) if place.is_dir() else None
     if alone is not None:
         tokenizer, how = alone

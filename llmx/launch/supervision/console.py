@@ -19,11 +19,14 @@ from llmx import text as human
 from llmx.redact import redact
 from llmx.run.metrics import Metric, declared_in, measured, metric_of
 from llmx.run.metrics.declared import OF_EARLIER_VERSIONS, is_declaration
-from llmx.text import clock, printable
+from llmx.text import clock, for_terminal, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+BAR_WIDTH = 10
+_AROUND_VALUES = len("step  /    ") + BAR_WIDTH
+"""Columns of the live line beside the two steps, the values and the time left."""
 LEAST_IDLE = 0.05
 """A line says how much of their time ranks wait for slower ones from here on."""
 _NOISE = re.compile(
@@ -75,8 +78,7 @@ class Console:
         else:
             self._in_warning = bool(_WARNING.search(line))
             if not self._in_warning and not _NOISE.search(line):
-                # Data and libraries may have put anything into a log.
-                self._print(f"  {printable(redact(_COLOUR.sub('', line)))}")
+                self._print(f"  {redact(_COLOUR.sub('', line))}")
 
     def record(self, record: dict[str, Any]) -> None:
         """One record of ``metrics.jsonl``."""
@@ -120,12 +122,13 @@ class Console:
         if self._progress is None or self._task is None:
             self._print(train_line(record, self._declared, total=self._total, left_s=left_s))
             return
-        self._progress.update(
-            self._task,
-            completed=step,
-            values="  ".join(_values(record, self._declared)),
-            left="" if left_s is None else clock(left_s),
-        )
+        left = "" if left_s is None else clock(left_s)
+        values = [printable(value) for value in _values(record, self._declared)]
+        # Fields are dropped where the terminal is narrow, the last first; the step never.
+        room = self._progress.console.width - _AROUND_VALUES - 2 * len(str(self._total)) - len(left)
+        while values and len("  ".join(values)) > room:
+            values.pop()
+        self._progress.update(self._task, completed=step, values="  ".join(values), left=left)
 
     def _left_s(self, step: int, now: float) -> float | None:
         """Seconds to the last step, from the pace since the first logged one."""
@@ -140,13 +143,14 @@ class Console:
             return
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._progress = Progress(
             TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[values]}"),
-            TextColumn("[dim]{task.fields[left]}"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=BAR_WIDTH),
+            TextColumn("{task.fields[values]}", table_column=Column(no_wrap=True)),
+            TextColumn("[dim]{task.fields[left]}", table_column=Column(no_wrap=True)),
             console=RichConsole(file=self._stream),
         )
         self._task = self._progress.add_task("", total=self._total, values="", left="")
@@ -154,9 +158,11 @@ class Console:
 
     def _print(self, text: str) -> None:
         # A closed terminal or a finished `| head` must not end a training.
+        text = printable(text)  # data, libraries and names of metrics may hold anything
         with contextlib.suppress(OSError):
+            text = for_terminal(text, self._stream)
             if self._progress is not None:
-                self._progress.console.print(text, markup=False, highlight=False)
+                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
             else:
                 print(text, file=self._stream, flush=True)
 

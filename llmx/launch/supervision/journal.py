@@ -33,11 +33,31 @@ def supervisor_lock(run_dir: RunDir, token: str) -> Iterator[None]:
     other's ranks, so the second one is refused too.
     """
     run_dir.root.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_dir.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o644)
+    with _held(run_dir, token, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as descriptor:
+        for temporary in run_dir.root.glob(".*.tmp"):  # of a supervisor that was killed
+            temporary.unlink(missing_ok=True)
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        with contextlib.suppress(OSError):  # a full disk; the lock holds without its content
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+        yield
+
+
+def refuse_alive(run_dir: RunDir, token: str) -> None:
+    """LaunchError where a supervisor of this run lives. Writes nothing."""
+    if run_dir.supervisor_lock.exists():
+        with _held(run_dir, token, os.O_RDONLY, fcntl.LOCK_SH):
+            pass
+
+
+@contextlib.contextmanager
+def _held(run_dir: RunDir, token: str, flags: int, lock: int) -> Iterator[int]:
+    """The open file of the lock, and the name of the run's id on this machine."""
+    descriptor = os.open(run_dir.supervisor_lock, flags, 0o644)
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
         except OSError:
             raise LaunchError(_held_message(run_dir)) from None
         try:
@@ -48,13 +68,7 @@ def supervisor_lock(run_dir: RunDir, token: str) -> Iterator[None]:
                 "directory: this one is a copy of it. Remove run.json here to make it a run of its "
                 "own."
             ) from None
-        for temporary in run_dir.root.glob(".*.tmp"):  # of a supervisor that was killed
-            temporary.unlink(missing_ok=True)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        with contextlib.suppress(OSError):  # a full disk; the lock holds without its content
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
-        yield
+        yield descriptor
     finally:
         claim.close()
         os.close(descriptor)

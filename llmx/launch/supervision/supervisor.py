@@ -10,6 +10,7 @@ another one from the newest checkpoint, where ``restart.py`` decides so.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import subprocess
 import sys
 import time
@@ -221,11 +222,13 @@ class Supervisor:
         return outcome
 
     def _how_to_resume(self) -> str:
-        return f"to resume: python -m llmx resume {self.run_dir.root}"
+        return f"to resume: python -m llmx resume {shlex.quote(str(self.run_dir.root))}"
 
     def _write_result(self, outcome: Outcome) -> None:
         result = self.result
-        result.outcome, result.cause, result.fix = outcome.kind, outcome.cause, outcome.fix
+        result.outcome, result.cause = outcome.kind, outcome.cause
+        # Commands that are printed can be pasted.
+        result.fix = outcome.fix.replace("RUN_DIR", shlex.quote(str(self.run_dir.root)))
         result.failed_rank, result.host = outcome.rank, outcome.host
         result.traceback = outcome.traceback
         if outcome.rank is not None:

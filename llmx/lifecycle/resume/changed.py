@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llmx.compose.apply_overrides import RunCommand, apply, group_of
 from llmx.compose.complete import Composed, plan_experiment
+from llmx.compose.task_defaults import with_default_lr
 from llmx.config import DataConfig, Experiment, TaskConfig, to_dict
 from llmx.errors import ConfigError
 from llmx.hardware.resolve import resolve_hardware
@@ -91,7 +92,7 @@ def plan_of(run: RunDir, exp: Experiment) -> Plan:
     """``plan.json``; planned anew where it is missing, torn, or of a version with other fields."""
     try:
         return Plan.from_dict(read_json(run.plan))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return plan_experiment(exp).plan
 
 
@@ -127,7 +128,7 @@ def _completed(
     longer = {"task.steps", "task.epochs"} & keys and "task.stop_at_step" not in keys
     if longer and exp.task.stop_at_step is not None:
         task = dataclasses.replace(task, stop_at_step=None)
-    return dataclasses.replace(new, task=task, optim=optim)
+    return with_default_lr(dataclasses.replace(new, task=task, optim=optim))
 
 
 def with_same_batch(exp: Experiment, keys: set[str], plan: Plan) -> Experiment:

@@ -33,7 +33,7 @@ from llmx.run.provenance.differences import (
     differences,
 )
 from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
-from llmx.run.rundir import RunDir, read_mapping, write_text
+from llmx.run.rundir import RunDir, check_writable, read_mapping, write_text
 from llmx.tracking.packages import check_packages
 
 OWN = ("step", "trust")
@@ -73,6 +73,7 @@ def resume(
     launching here.
     """
     from llmx.launch import check_launch, write_launch_files
+    from llmx.launch.supervision.journal import refuse_alive
 
     run = RunDir(words.run)
     exp = snapshot.load(run)
@@ -80,7 +81,7 @@ def resume(
         run, trust.code_of(exp), trust.MODEL, trust.TASK, trust.LAUNCH,
         trusted=words.flag("trust"), say="trust=true",
     )  # fmt: skip
-    refuse_alive(run)
+    refuse_alive(run, snapshot.run_id(run) or "-")
     state = read_state(run)
     step = words.step("step", least=0)
     upcoming = next_run(run, exp, words, state, asked=asked)
@@ -105,6 +106,7 @@ def resume(
     if upcoming.dry_run:
         print("  nothing was changed or started (dry_run=true)")
         return 0
+    check_writable(run.config, fix="Copy the run to a place where you may write, and resume that.")
     severe = [row for row in found if row.severity != HARMLESS]
     _rewrite(
         run, upcoming, state, severe,
@@ -114,15 +116,6 @@ def resume(
     if instead is not None:
         return instead(new.experiment, new.plan, run, launch)
     return launched(new.experiment, new.plan, run, launch)
-
-
-def refuse_alive(run: RunDir) -> None:
-    """LaunchError where a supervisor of this run lives."""
-    from llmx.launch.supervision.journal import supervisor_lock
-
-    if run.supervisor_lock.exists():
-        with supervisor_lock(run, snapshot.run_id(run) or "-"):
-            pass
 
 
 def refuse_other_data(found: Sequence[Difference]) -> None:

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             objective=options.objective, width=options.width,
         )  # fmt: skip
 
-    return exit_code(report)
+    return exit_code(report, reads=", ".join(map(str, options.run_dir)))
 
 
 def _refuse(path: Path, *, out: Path | None, objective: str | None) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
 from llmx.compose.complete import refusal
+from llmx.compose.task_defaults import origin_of_lr
 from llmx.config import (
     AdapterConfig,
     BatchConfig,
@@ -24,6 +25,7 @@ from llmx.config import (
     TaskConfig,
     ZeroConfig,
 )
+from llmx.config.fields import plain
 from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
@@ -63,27 +65,31 @@ def print_plan(
     exp: Experiment,
     *,
     command: str | None,
-    run_dir: Path,
+    run_dir: Path | None,
     stream: TextIO,
     width: int | None = None,
     traces: Traces | None = None,
     here: Mapping[str, Any] | None = None,
     copied: Sequence[tuple[str, str, str]] = (),
+    overrides: Sequence[str] = (),
 ) -> None:
-    """Print the whole plan to ``stream``, and where the run directory lies; with ``traces`` also
-    what else would fit, with ``here`` what this machine has now. ``copied``: what
+    """Print the whole plan to ``stream``, and where the run directory lies, where it is kept; with
+    ``traces`` also what else would fit, with ``here`` what this machine has now. ``copied``: what
     ``launch.sync=rsync`` will copy to each other host (kind, path, size)."""
     from rich.text import Text
 
     console = open_console(stream, width=width)
-    for part in render_plan(plan, exp, command, traces=traces, here=here):
+    for part in render_plan(plan, exp, command, traces=traces, here=here, overrides=overrides):
         # Text is never wrapped by us: the command is there to be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
     if copied:
         console.print(Text("Copied to each other host (launch.sync=rsync)", style="bold"))
         for kind, path, size in copied:
             console.print(Text(f"  {printable(path)}: {kind}, {size}"), soft_wrap=True)
-    console.print(f"Nothing was started (dry_run=true). Rendered in {run_dir}", soft_wrap=True)
+    last = f"Nothing was started (dry_run=true). Rendered in {run_dir}"
+    if run_dir is None:
+        last = "Nothing was started or written. run_dir=DIR keeps the files and shows the command."
+    console.print(last, soft_wrap=True)
 
 
 def render_plan(
@@ -94,13 +100,15 @@ def render_plan(
     traces: Traces | None = None,
     here: Mapping[str, Any] | None = None,
     now: datetime | None = None,
+    overrides: Sequence[str] = (),
 ) -> list[RenderableType]:
     """Hosts, batch algebra, memory by part, other choices, RAM and disks, time, warnings and the
     exact command, in this order."""
     from rich.text import Text
 
     title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
-    parts: list[RenderableType] = [title, hosts_table(plan), facts_table(plan, exp, traces)]
+    facts = facts_table(plan, exp, traces, overrides)
+    parts: list[RenderableType] = [title, hosts_table(plan), facts]
     if plan.memory:
         table = _memory(plan, sure=not not_measured(exp, plan.frozen))
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
@@ -144,8 +152,11 @@ def hosts_table(plan: Plan) -> Table:
     return table
 
 
-def facts_table(plan: Plan, exp: Experiment, traces: Traces | None = None) -> Table:
-    """What holds for the whole run: precision and why, batch, steps, model, ZeRO, transport."""
+def facts_table(
+    plan: Plan, exp: Experiment, traces: Traces | None = None, overrides: Sequence[str] = ()
+) -> Table:
+    """What holds for the whole run: precision and why, batch, steps, learning rate and what set it,
+    model, ZeRO, transport."""
     from rich.table import Table
     from rich.text import Text
 
@@ -158,6 +169,7 @@ def facts_table(plan: Plan, exp: Experiment, traces: Traces | None = None) -> Ta
         *([("balance", balance_line(plan))] if plan.balance is not None else []),
         *([("by device", "\n".join(lines))] if (lines := device_lines(plan, exp)) else []),
         ("steps", _steps_line(plan, exp.task)),
+        ("lr", f"{_lr_line(exp.optim, exp.adapter)} ({origin_of_lr(exp, overrides)})"),
         ("model", _model_line(_sized(plan, traces), exp.model, exp.adapter)),
         *([("tokens", line)] if (line := _tokens_line(exp.model, exp.adapter)) else []),
         *([("rates", line)] if (line := _rates_line(exp.optim, exp.adapter, exp.model)) else []),
@@ -317,6 +329,21 @@ def _steps_line(plan: Plan, task: TaskConfig) -> str:
         epochs = plural(task.epochs, "epoch")
         return f"{epochs}; steps follow from the number of samples"
     return "not set; give task.steps or task.epochs"
+
+
+def _lr_line(optim: OptimConfig, adapter: AdapterConfig) -> str:
+    """The peak learning rate and its schedule."""
+    beside = adapter.kind != "none" and adapter.lr not in (None, optim.lr)
+    peak = plain(optim.lr)
+    if beside and adapter.lr is not None:
+        peak = f"{plain(adapter.lr)} (adapter; {peak} beside it)"
+    warm_up = "no warm-up"
+    if optim.warmup_steps:
+        warm_up = f"{plural(optim.warmup_steps, 'step')} of warm-up"
+    elif optim.warmup_fraction and optim.warmup_steps is None:
+        warm_up = f"warm-up {optim.warmup_fraction:.0%}"
+    floor = "" if optim.schedule == "constant" else f" to {optim.min_lr_ratio:.0%}"
+    return f"{peak}, {warm_up}, {optim.schedule}{floor}"
 
 
 def _sized(plan: Plan, traces: Traces | None) -> Plan:

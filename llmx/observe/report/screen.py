@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
+
+from llmx.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import (
+        Console,
+        ConsoleOptions,
+        ConsoleRenderable,
+        RenderableType,
+        RenderHook,
+        RenderResult,
+    )
+    from rich.measure import Measurement
 
 PLAIN_WIDTH = 100
 """Columns where there is no terminal to ask (a log file, a pipe)."""
@@ -24,7 +34,7 @@ def open_console(stream: TextIO, *, width: int | None = None) -> Console:
             reconfigure(errors="replace")
     if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
         width = PLAIN_WIDTH
-    return Console(
+    console = Console(
         file=stream,
         width=max(40, width) if width else None,
         highlight=False,
@@ -32,3 +42,31 @@ def open_console(stream: TextIO, *, width: int | None = None) -> Console:
         markup=False,
         emoji=False,
     )
+    console.push_render_hook(cast("RenderHook", _AllHarmless()))
+    return console
+
+
+class Harmless:
+    """Something to print, with control characters as escapes: names of metrics, and fields of a
+    run's files, must not steer the terminal."""
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self._renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement.get(console, options, self._renderable)
+
+
+class _AllHarmless:
+    """A ``RenderHook`` of rich."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [Harmless(renderable) for renderable in renderables]

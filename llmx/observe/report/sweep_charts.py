@@ -91,7 +91,7 @@ STYLE = """
 
 def number_of(text: str | None) -> float | None:
     """The finite number that a typed value is, if it is one."""
-    if text is None or not re.fullmatch(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
+    if text is None or not re.fullmatch(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
         return None
     value = float(text)
     return value if math.isfinite(value) else None
@@ -587,17 +587,25 @@ def loss_curves(trials: Sequence[Trial], *, objective: str, mode: str) -> str:
     known = [trial for trial in ranked if math.isfinite(_rank(trial, objective, mode))]
     places = {trial.label: at for at, trial in enumerate(known)}
     few = len(ranked) <= MOST_LINES
+    # Curves that look the same would hide each other: one line, with the names of all.
+    alike: dict[tuple[str, ...], list[Trial]] = {}
+    for trial in ranked:
+        alike.setdefault(tuple(f"{x}: {y:.3g}" for x, y in trial.curve), []).append(trial)
     lines = []
     # The best is drawn last, over the others.
-    for trial in reversed(ranked):
+    for group in reversed(alike.values()):
+        trial = best if best in group else group[0]
         if few:
             colour = DISTINCT[drawn.index(trial)]
         elif trial.label in places:
             colour = colour_of(1 - places[trial.label] / max(1, len(places) - 1))
         else:
             colour = GRAY
-        title = f"{trial.label} {settings_of(trial, names)}"
-        title += "" if trial.outcome == "ok" else f": {trial.word}"
+        title = " = ".join(
+            f"{one.label} {settings_of(one, names)}"
+            + ("" if one.outcome == "ok" else f": {one.word}")
+            for one in group
+        )
         named = few or trial is best
         lines.append(
             Line(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import time
 from pathlib import Path
@@ -88,6 +89,8 @@ def sweep_page(sweep: Sweep, *, out: Path) -> str:
     ended_well = any(trial.outcome in WELL for trial in trials)
     state = "open" if not sweep.complete else "ok" if ended_well else "failed"
     title = " + ".join(dict.fromkeys(trial.sweep for trial in trials if trial.sweep)) or sweep.name
+    if not re.search("[A-Za-z]", title) and axes(trials):  # Hydra's directory, a date and a time
+        title = f"Sweep over {', '.join(axes(trials))}"
     parts = [
         f'<h1 class="{state}">{prose(f"{title}: {headline(trials)}")}</h1>',
         _best(sweep),
@@ -159,16 +162,23 @@ def _table(sweep: Sweep, out: Path) -> str:
     trials = sweep.trials
     names, columns = axes(trials), columns_of(trials)
     _, rows = cells(trials)
-    heads = [("#", "number"), *((name, "short") for name in names), ("outcome", "short outcome")]
+    heads = [
+        ("#", "number"),
+        ("run", "short"),
+        *((name, "short") for name in names),
+        ("outcome", "short outcome"),
+    ]
     heads += [(column.title, "number") for column in columns]
-    heads += [("cause", "cause"), ("run", "short")]
     head = "".join(
         f'<th class="{kind}"><button type="button">{escaped(name)}</button></th>'
         for name, kind in heads
     )
     best, lines = sweep.best, []
     for at, (trial, row) in enumerate(zip(trials, rows, strict=True)):
+        href, run = _link(trial, out), trial.run_dir.name
         found = [(str(at), str(trial.index), False)]
+        anchor = f'<a href="{escaped(href)}">{escaped(run)}</a>' if href else ""
+        found.append((run if href else "", anchor, True))
         for name in names:
             typed = value_of(trial, name) or ""
             found.append((typed, typed, False))
@@ -177,18 +187,12 @@ def _table(sweep: Sweep, out: Path) -> str:
             value = column.values[at]
             known = value is not None and math.isfinite(value)
             found.append((repr(value) if known else "", cell, False))
-        cause = human.one_line("; ".join(t for t in (trial.cause, trial.fix) if t), limit=160)
-        found.append((cause, cause, False))
-        href = _link(trial, out)
-        name = trial.run_dir.name
-        found.append((name if href else "", f'<a href="{escaped(href)}">{escaped(name)}</a>' if href
-                      else "", True))  # fmt: skip
         shown = "".join(
             f'<td class="{kind}" data-v="{escaped(key)}">{text if raw else prose(text)}</td>'
             for (key, text, raw), (_, kind) in zip(found, heads, strict=True)
         )
         lines.append(f'<tr class="{_row_class(trial, best)}">{shown}</tr>')
-    note = f"<p>A click on a head sorts. {BEST} is the best: of its column, or of all.</p>"
+    note = f"<p>Click a column header to sort; {BEST} marks the best value, and the best trial.</p>"
     return (
         f'{note}<div class="scroll"><table class="trials"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"

@@ -224,7 +224,7 @@ def _failed(seen: Progress, names: Sequence[str]) -> list[str]:
         line = f"  {trial.label} {settings_of(trial, names)}: {trial.outcome}"
         lines.append(f"{line}: {cause}" if cause else line)
     before = len(seen.failed) - len(lines)
-    return [f"  and {before} that failed before", *lines] if before else lines
+    return [f"  and {before} earlier failures", *lines] if before else lines
 
 
 def _best(seen: Progress, trials: Sequence[Trial], names: Sequence[str], objective: str) -> str:

@@ -100,7 +100,7 @@ def print_sweep(
         console.print(Text(f" {line}"), soft_wrap=True)
     for line in best:
         console.print(Text(f" {line}", style="bold"), soft_wrap=True)
-    listed = ", ".join([*files, "a directory a trial"])
+    listed = ", ".join([*files, "one directory per trial"])
     console.print(Text(f" {directory}: {listed}"), soft_wrap=True)
 
 
@@ -111,7 +111,7 @@ def write_sweep(trials: Sequence[Trial], *, directory: Path, best: Sequence[str]
 
 
 def headline(trials: Sequence[Trial]) -> str:
-    """``10 of 16 trials ended well; 2 oom, 4 pruned``."""
+    """``10 of 16 trials succeeded; 2 oom, 4 pruned``."""
     planned = any(trial.outcome == "planned" for trial in trials)
     done = sum(trial.outcome in WELL for trial in trials)
     others: dict[str, int] = {}
@@ -119,7 +119,7 @@ def headline(trials: Sequence[Trial]) -> str:
         if trial.outcome not in WELL:
             word = trial.outcome or trial.state
             others[word] = others.get(word, 0) + 1
-    verb = "planned" if planned else "ended well"
+    verb = "planned" if planned else "succeeded"
     rest = ", ".join(f"{count} {word}" for word, count in others.items())
     return f"{done} of {plural(len(trials), 'trial')} {verb}" + (f"; {rest}" if rest else "")
 

@@ -33,7 +33,7 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
         left = len(data.samples["rows"]) - wording.SHOWN_COMPLETIONS
         if left > 0:
             console.print(f" and {left} more in {data.run.samples}\n", soft_wrap=True)
-    rows = wording.summary_rows(data)
+    rows = wording.brief_rows(data)
     if rows:
         console.print(_pairs(rows))
     found = [printable(text) for text in wording.warnings(data)]

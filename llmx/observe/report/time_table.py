@@ -73,7 +73,9 @@ def whole_run(plan: Plan, *, now: datetime | None = None) -> str:
     devices = "GPU" if plan.accelerator == "cuda" else "rank"
     if not plan.total_steps:
         of_some = human.duration(SHOWN_STEPS * time.step_s)
-        return f"{of_some} for each {SHOWN_STEPS:,} steps; their number follows from the samples"
+        return (
+            f"{of_some} per {SHOWN_STEPS:,} steps (number of steps unknown until the data is read)"
+        )
     words = [
         f"{plural(plan.total_steps, 'step')} in {human.duration(3600 * time.hours)}",
         f"{_hours(time.device_hours)} {devices} hours",

@@ -1,6 +1,6 @@
 """``python -m llmx status``: what runs are doing, from the files of their directories.
 
-python -m llmx status                     all runs under outputs/, what lives first
+python -m llmx status                     all runs under outputs/, live ones first
 python -m llmx status RUN                 one of them
 python -m llmx status SWEEP_DIR           a sweep: done, running, failed, left, the best so far
 python -m llmx status user@host:RUN       on another machine, over ssh; nothing is needed there
@@ -42,7 +42,7 @@ def help_text() -> str:
         "python -m llmx status [RUN | SWEEP_DIR | DIR | user@host:RUN] [options]\n\n"
         "What runs are doing, from the files of their directories. With a run: all about it; with\n"
         "a sweep's directory (on this machine): its trials, the time left, the best so far; with\n"
-        "another directory, or nothing (then outputs/): a line for each run, what lives first.\n\n"
+        "another directory, or nothing (then outputs/): two lines per run, live ones first.\n\n"
         f"  --all              all runs, not only the first {SHOWN}\n"
         "  --json             the facts as JSON, for scripts\n"
         "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
@@ -78,7 +78,8 @@ def main(words: Sequence[str]) -> int:
             f"no runs under {facts['base']}. Give the directory that holds them, or set "
             "LLMX_OUTPUTS: python -m llmx status DIR"
         )
-    console.print(table(views, found=facts["found"]), soft_wrap=False)
+    for line in table(views, found=facts["found"]):
+        console.print(line, soft_wrap=True)
     return 0
 
 
@@ -88,8 +89,8 @@ def gather(location: RunLocation, *, most: int) -> Facts:
         return fetch_facts(location, most=most)
     if not Path(location.path).expanduser().is_dir():
         raise ConfigError(
-            f"{location.path}: there is no such directory. Give a run directory, or one that holds "
-            "some, here or as user@host:path; without one it is outputs/."
+            f"no such directory: {location.path}. Give a run directory or one that contains "
+            "runs, here or as user@host:path. The default is outputs/."
         )
     if observer.is_run(location.path):
         return observer.Observer(location.path).facts()

@@ -225,7 +225,7 @@ def main(argv: list[str]) -> int:
     """``PATH MOST EVERY_S``: JSON lines on stdout, one, or one every so often until stdin ends."""
     path, most, every_s = argv[0], int(argv[1]), float(argv[2])
     if not os.path.isdir(os.path.expanduser(path)):
-        print(json.dumps({"error": "there is no directory " + path}), flush=True)
+        print(json.dumps({"error": "no such directory: " + path}), flush=True)
         return 2
     observer = Observer(path) if is_run(path) else None
     while True:

@@ -11,7 +11,6 @@ from llmx.observe.status.view import LIVE, View, duration_text
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
 STYLES = {
@@ -21,7 +20,7 @@ STYLES = {
     "dead": "bold red",
     "interrupted": "yellow",
     "waiting": "bold yellow",
-    "not started": "dim",
+    "planned": "dim",
 }
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = ".:-=+*#@"
@@ -155,31 +154,43 @@ def _events(view: View) -> list[str]:
     ]
 
 
-def table(views: list[View], *, found: int) -> Table:
-    """One line a run: what lives first, then the newest."""
-    from rich import box
-    from rich.table import Table
+def table(views: list[View], *, found: int) -> list[Text]:
+    """Two lines per run, its numbers and its path: live runs first, then the newest."""
     from rich.text import Text
 
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
-    for name in ("state", "step", "loss", "tokens/s", "time", "restarts", "saved"):
-        grid.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
-    grid.add_column("run", overflow="fold")
-    for view in sorted(views, key=lambda view: view.state not in LIVE):
+    rows = [("state", "step", "loss", "tokens/s", "time", "restarts", "saved")]
+    ordered = sorted(views, key=lambda view: view.state not in LIVE)
+    for view in ordered:
         step = "" if view.step is None else f"{view.step:,}"
-        grid.add_row(
-            Text(view.state, style=STYLES.get(view.state, "bold cyan")),
-            f"{step}/{view.total:,}" if step and view.total else step,
-            _short_loss(view),
-            "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
-            _time(view),
-            str(view.restarts or ""),
-            "" if view.saved_step is None else f"{view.saved_step:,}",
-            Text(view.path),
+        rows.append(
+            (
+                view.state,
+                f"{step}/{view.total:,}" if step and view.total else step,
+                _short_loss(view),
+                "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
+                _time(view),
+                str(view.restarts or ""),
+                "" if view.saved_step is None else f"{view.saved_step:,}",
+            )
         )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *texts = [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
+    ]
+    lines = [Text(head, style="bold")]
+    for view, text in zip(ordered, texts, strict=True):
+        line = Text(text)
+        line.stylize(STYLES.get(view.state, "bold cyan"), 0, len(view.state))
+        lines += [line, Text(f"  {human.printable(view.path)}")]
     if found > len(views):
-        grid.caption = f"{found - len(views)} older runs are not shown (--all shows them)"
-    return grid
+        lines.append(Text(f"{found - len(views)} older runs are not shown (--all shows them)"))
+    return lines
 
 
 def _short_loss(view: View) -> str:

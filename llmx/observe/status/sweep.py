@@ -27,6 +27,7 @@ from llmx.observe.report.sweep_table import near
 from llmx.observe.status import observer
 from llmx.observe.status.remote import RunLocation
 from llmx.observe.status.view import LIVE, duration_text, interpret
+from llmx.text import printable
 
 SILENT_S = 90.0
 """A sweep that changes none of its files for so long, with no trial alive, runs no more."""
@@ -74,8 +75,8 @@ def look(reader: SweepReader) -> Seen:
     if silent_s is None:
         return Seen(sweep, sweep.trials, False, "; ".join(sweep.warnings), now)
     note = (
-        f"Nothing of this sweep runs any more (last sign of life {duration_text(silent_s)} ago). "
-        f"To run what is left: python -m llmx sweep resume {near(sweep.directory)}"
+        f"The process of this sweep has ended (last update {duration_text(silent_s)} ago). "
+        f"To run the remaining trials: python -m llmx sweep resume {near(sweep.directory)}"
     )
     return Seen(sweep, [_gone(trial) for trial in sweep.trials], True, note, now)
 
@@ -84,7 +85,7 @@ def _gone(trial: Trial) -> Trial:
     if trial.state != RUNNING:
         return trial
     return dataclasses.replace(
-        trial, state=ENDED, outcome="interrupted", cause="its sweep ended without a word"
+        trial, state=ENDED, outcome="interrupted", cause="the sweep's process ended unexpectedly"
     )
 
 
@@ -196,8 +197,8 @@ def _lines(looks: Iterator[Seen]) -> Seen:
                 seen.trials, now=seen.now, objective=sweep.objective, mode=sweep.mode
             )
             when = time.strftime("%H:%M:%S", time.localtime(seen.now))
-            print(f"{when}  {line}", flush=True)
+            print(f"{when}  {printable(line)}", flush=True)
         said = news
     if seen.note:
-        print(seen.note, flush=True)
+        print(printable(seen.note), flush=True)
     return seen

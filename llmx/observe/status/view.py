@@ -28,7 +28,7 @@ class View:
     name: str
     path: str
     state: str
-    """``not started``, one of LIVE or one of FINAL."""
+    """``planned``, one of LIVE or one of FINAL."""
     why: str = ""
     """One sentence more: the cause of a failure, what is waited for."""
     fix: str = ""
@@ -152,7 +152,7 @@ def _state(facts: Facts) -> tuple[str, str, str]:
         ago = max(0.0, facts["now"] - float(supervisor.get("time") or 0.0))
         where = f"process {supervisor.get('pid')} on {supervisor.get('host')}"
         gone = (
-            f"its supervisor ({where}) is gone without a result, last seen {duration_text(ago)} ago"
+            f"its supervisor ({where}) exited without a result, last seen {duration_text(ago)} ago"
         )
         return "dead", gone, resume
     state = supervisor.get("state")
@@ -179,13 +179,13 @@ def _supervisor_lives(facts: Facts) -> bool:
 def _without_supervisor(facts: Facts, resume: str) -> tuple[str, str, str]:
     """A run of an older llmx, one that was only planned, or one started by hand."""
     if not facts["launched"]:
-        return "not started", "planned only (dry_run=true)", f"to start it: {resume}"
+        return "planned", "never started", f"to start it: {resume}"
     newest = max((float(status.get("time") or 0.0) for status in facts["ranks"]), default=0.0)
     if facts["now"] - newest < SILENT_S:
         return _of_ranks(facts), "", ""
     if facts["metrics"]["end"]:
         return "finished", "started by hand: there is no result.json", ""
-    return "dead", "no rank and no supervisor is left, and there is no result", resume
+    return "dead", "no rank or supervisor is running, and there is no result.json", resume
 
 
 def _of_ranks(facts: Facts) -> str:

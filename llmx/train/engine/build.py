@@ -38,6 +38,7 @@ from llmx.models.factory import (
     vocab_rows,
 )
 from llmx.models.gradient_order import gradient_order
+from llmx.models.isolation import turn_dropout_off
 from llmx.models.liger import apply_liger, wants_liger
 from llmx.models.loss import fused_loss_problem, without_cache
 from llmx.models.model import (
@@ -249,6 +250,9 @@ def build_engine(
     own = {name: spec for name, spec in specs.items() if name not in bases}
     parts = build_networks(exp, plan, ds_config, specs=own, tokenizer=tokenizer, device=device)
     networks = {name: part.network for name, part in parts.items()}
+    for name, network in networks.items():
+        if not own[name].dropout:
+            turn_dropout_off(network)
     frozen = [name for name, spec in own.items() if not spec.trained]
     one = len(networks) == 1
     whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)

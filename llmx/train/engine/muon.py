@@ -51,8 +51,14 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
     return dimensions == 2 or (dimensions == 3 and ".experts." in name)
 
 
+def computing_dtype(device: torch.device) -> torch.dtype:
+    """bf16; fp32 on a GPU before Ampere (V100), which emulates bf16."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float32 if old else torch.bfloat16
+
+
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """About the nearest matrix whose singular values are all alike, in bf16: five steps of
+    """About the nearest matrix whose singular values are all alike, as bf16: five steps of
     Newton-Schulz with the published coefficients, as ``torch.optim.Muon`` does them.
 
     Args:
@@ -60,14 +66,14 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """
     a, b, c = COEFFICIENTS
     turned = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.to(torch.bfloat16, copy=True)
+    x = matrix.to(computing_dtype(matrix.device), copy=True)
     x = x.mT if turned else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(STEPS):
         gram = x @ x.mT
         x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if turned else x
+    return (x.mT if turned else x).bfloat16()
 
 
 def update_scale(shape: Sequence[int], *, adjust: str) -> float:

@@ -1,0 +1,98 @@
+"""Learning rate and batch where the config leaves them open: by task, and by what is trained.
+
+``docs/training.md`` shows the table with its sources; a test keeps the two equal. Epochs stand in
+``conf/task``.
+
+    python -m llmx plan task=dpo model=hf model.path=Qwen/Qwen3-8B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llmx.config.fields import AUTO
+from llmx.config.schema import Experiment
+
+
+@dataclass(frozen=True)
+class TaskDefaults:
+    """Of one task: learning rates for AdamW, and a batch."""
+
+    full: float
+    """Pretrained weights, all of them trained."""
+    adapter: float
+    scratch: float
+    batch: int
+    """Samples of a step, where weights are pretrained. From scratch nothing is assumed."""
+
+
+DEFAULTS = {
+    "sft": TaskDefaults(2e-5, 2e-4, 3e-4, 32),
+    "pretrain": TaskDefaults(2e-5, 1e-4, 3e-4, 64),
+    "mlm": TaskDefaults(5e-5, 2e-4, 1e-4, 64),
+    "classify": TaskDefaults(2e-5, 2e-4, 3e-4, 32),
+    "reward": TaskDefaults(1e-5, 1e-4, 3e-4, 32),
+    "dpo": TaskDefaults(1e-6, 1e-5, 3e-4, 32),
+    "distill": TaskDefaults(2e-5, 2e-4, 3e-4, 32),
+    "embed": TaskDefaults(2e-5, 1e-4, 3e-4, 64),
+}
+OWN_TASK = DEFAULTS["sft"]
+"""For a task of the user's own."""
+FACTORS = {"lion": 0.25}
+"""Of AdamW's learning rate, by optimizer."""
+FIXED = {"sgd": 1e-2, "adafactor": 1e-2}
+"""Learning rates of optimizers that AdamW's says nothing about."""
+
+
+def default_lr(exp: Experiment, *, adapter: bool) -> float:
+    """The peak learning rate of the weights, or of an ``adapter`` beside them."""
+    row, kind = DEFAULTS.get(exp.task.kind, OWN_TASK), exp.optim.kind
+    rate = row.scratch if exp.model.init == "scratch" else row.full
+    return FIXED.get(kind) or (row.adapter if adapter else rate) * FACTORS.get(kind, 1.0)
+
+
+def default_batch(exp: Experiment) -> int:
+    """Samples of a step: of what the ranks take at once, the multiple nearest to the table."""
+    at_once = sum(host.slots for host in exp.hardware.hosts) or 1
+    if exp.batch.micro_batch != AUTO:
+        at_once *= exp.batch.micro_batch
+    return at_once * max(1, round(DEFAULTS.get(exp.task.kind, OWN_TASK).batch / at_once))
+
+
+def with_task_defaults(exp: Experiment) -> Experiment:
+    """With numbers where ``optim.lr`` is auto and, for pretrained weights, where nothing says the
+    size of a step."""
+    batch = exp.batch
+    is_open = batch.global_batch is None and batch.tokens_per_step is None
+    if is_open and batch.accumulation is None and exp.model.init == "pretrained":
+        exp = replace(exp, batch=replace(batch, global_batch=default_batch(exp)))
+    return with_default_lr(exp)
+
+
+def with_default_lr(exp: Experiment) -> Experiment:
+    """With a number where ``optim.lr`` is auto. An adapter gets a rate of its own only there: a
+    number that was set holds for all that is trained."""
+    if exp.optim.lr != AUTO:
+        return exp
+    adapter = exp.adapter
+    if adapter.kind != "none" and adapter.lr is None:
+        adapter = replace(adapter, lr=default_lr(exp, adapter=True))
+    optim = replace(exp.optim, lr=default_lr(exp, adapter=False))
+    return replace(exp, optim=optim, adapter=adapter)
+
+
+def origin_of_lr(exp: Experiment, overrides: Sequence[str]) -> str:
+    """What has set the peak learning rate of a completed experiment: the word that was typed, the
+    default of its task, or the option that was chosen."""
+    has_own = exp.adapter.kind != "none" and exp.adapter.lr is not None
+    for key in ("adapter.lr", "optim.lr") if has_own else ("optim.lr",):
+        typed = [word for word in overrides if word.lstrip("+").startswith(f"{key}=")]
+        if typed and not typed[-1].endswith("=auto"):
+            return f"typed: {typed[-1]}"
+    rate = exp.adapter.lr if has_own else exp.optim.lr
+    if rate == default_lr(exp, adapter=has_own):
+        weights = "from scratch" if exp.model.init == "scratch" else "pretrained"
+        return f"default of task={exp.task.kind}, {'adapter' if has_own else weights}"
+    chosen = [word for word in overrides if word.startswith(("optim=", "experiment="))]
+    return f"set by {chosen[-1]}" if chosen else "set by the config"

@@ -1,0 +1,115 @@
+"""Before a launch, and in a plan: what the ranks would refuse a minute after their start. Damaged
+files of the models, a Hub that is not reached, options of the task, first rows of each source.
+
+This process does not load torch. Tasks of llmx need none to look at rows; one of the user's own is
+asked in a process of its own (``llmx.tasks.first_rows``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from llmx.checkpoint.model_files import damaged_files
+from llmx.compose.complete import Composed
+from llmx.compose.task_rules import model_sources
+from llmx.config import Experiment
+from llmx.config.build import shown
+from llmx.config.tasks import shipped_tasks
+from llmx.errors import ConfigError, DataError
+from llmx.lifecycle.aside import ask
+from llmx.offline import PROBE_TIMEOUT_S, why_no_answer
+from llmx.run import snapshot
+from llmx.run.provenance.content import hub_commit
+
+PROGRAM = "llmx.tasks.first_rows"
+TIME_LIMIT_S = 60.0
+"""Without an answer by then, the ranks look themselves."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
+"""A directory without one of them has no tokenizer."""
+
+
+def with_checked_inputs(composed: Composed) -> Composed:
+    """The same; a plan gets a warning where only the network is missing.
+
+    Raises:
+        ConfigError: a model or the task cannot be used.
+        DataError: a source cannot be read, or one of its first rows is wrong.
+    """
+    exp, plan = composed.experiment, composed.plan
+    if problems := list(_model_problems(exp)):
+        raise ConfigError("\n".join(problems))
+    _check_first_rows(exp)
+    if not all(host.is_local for host in plan.hosts):
+        return composed  # a cache of the Hub on the other hosts is not seen from here
+    unreached = list(_unreached(exp))
+    if unreached and not exp.dry_run:
+        raise ConfigError("\n".join(unreached))
+    return replace(composed, plan=replace(plan, warnings=(*plan.warnings, *unreached)))
+
+
+def _models(exp: Experiment) -> dict[str, str]:
+    """Key -> the model or tokenizer that it names, a directory or an id of the Hub."""
+    options = {f"task.options.{name}": path for name, path in model_sources(exp.task).items()}
+    named = {"model.path": exp.model.path, "model.tokenizer": exp.model.tokenizer, **options}
+    return {key: path for key, path in named.items() if path and path != "demo"}
+
+
+def _model_problems(exp: Experiment) -> Iterator[str]:
+    """Of the directories that are here."""
+    for key, path in _models(exp).items():
+        directory = Path(path)
+        if not directory.is_dir():
+            continue
+        weights = key.startswith("task.") or (
+            key == "model.path" and exp.model.init == "pretrained"
+        )
+        for problem in damaged_files(directory, weights=weights):
+            yield f"{key}={shown(path)}: {problem}"
+        is_tokenizer = key == ("model.tokenizer" if exp.model.tokenizer else "model.path")
+        if is_tokenizer and not any((directory / name).exists() for name in TOKENIZER_FILES):
+            yield (
+                f"{key}={shown(path)}: no tokenizer there (tokenizer.json). Copy it there, or set "
+                "model.tokenizer to a directory or Hub id that has one."
+            )
+
+
+def _unreached(exp: Experiment) -> Iterator[str]:
+    """Models of the Hub that are not in its cache here, where the Hub does not answer."""
+    missing = {}
+    for key, name in _models(exp).items():
+        revision = exp.model.revision if key.startswith("model.") else None
+        if not Path(name).is_absolute() and not hub_commit(name, kind="models", revision=revision):
+            missing[key] = name
+    if not missing:
+        return
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    why = "HF_HUB_OFFLINE is set"
+    if not os.environ.get("HF_HUB_OFFLINE"):
+        why = why_no_answer(endpoint, timeout_s=PROBE_TIMEOUT_S)
+    for key, name in missing.items() if why else ():
+        yield (
+            f"{key}={name}: not in the Hub's cache on this machine, and {endpoint} cannot be "
+            f"reached ({why}). Download it where there is a network (hf download {name} "
+            f"--local-dir DIR) and set {key}=DIR."
+        )
+
+
+def _check_first_rows(exp: Experiment) -> None:
+    if exp.task.kind in shipped_tasks():
+        try:
+            # By name: this process does not depend on what the ranks import.
+            module = importlib.import_module(PROGRAM)
+        except ImportError:  # a launching machine without what the ranks have
+            return
+        module.check_first_rows(exp)
+        return
+    answer = ask(exp, PROGRAM, snapshot.dump_config(exp), timeout_s=TIME_LIMIT_S) or {}
+    if problem := answer.get("problem"):
+        raise (ConfigError if answer["is_config"] else DataError)(problem)

@@ -1,0 +1,72 @@
+"""Asks before a launch what the ranks would refuse minutes later: whether the task can be made with
+its options, and whether it takes the first rows of each source.
+
+Called where an experiment is about to run; of a task of the user's own, which may import torch, by
+``python -m llmx.tasks.first_rows CONFIG.yaml ANSWER.json``, a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from llmx.config import Experiment, experiment_from_dict
+from llmx.data.examples import encoded
+from llmx.data.source.records import OnBad, RecordError, refuse
+from llmx.data.source.source import Source
+from llmx.data.source.split import DatasetSplit, has_eval
+from llmx.data.store.spec import check_task
+from llmx.errors import ConfigError, LlmxError
+from llmx.run.rundir import load_yaml, write_json
+from llmx.tasks import task_of, tokenizer_of
+
+FIRST = 20
+"""Rows of each source that are read."""
+
+
+def check_first_rows(exp: Experiment, tokenizer: Any = None) -> None:
+    """Raise the ConfigError or DataError that the ranks would raise. ``tokenizer``: tasks of llmx
+    need none for it."""
+    task = task_of(exp, tokenizer)
+    for split in ["train", "eval"] if has_eval(exp.data) else ["train"]:
+        records = DatasetSplit.of(
+            exp.data, exp.seed, split, takes=task.takes, turn_weights=task.turn_weights
+        )
+        if not all(map(_is_here, records.sources)):
+            continue  # on other hosts, or streamed from the Hub: the ranks read it
+        check_task(task, records)
+        for source in records.sources:
+            for record in _first(source, skips_bad=exp.data.on_bad_row == "skip"):
+                encoded(task, record)
+
+
+def _is_here(source: Source) -> bool:
+    return not source.hub and bool(list(Path(source.path).parent.glob(Path(source.path).name)))
+
+
+def _first(source: Source, *, skips_bad: bool) -> Iterator[Any]:
+    rejected: list[RecordError] = []
+    bad: OnBad = rejected.append if skips_bad else refuse
+    return (record for record in islice(source.records(bad), FIRST) if record is not None)
+
+
+def main(words: list[str]) -> int:
+    config, answer = words
+    exp = experiment_from_dict(load_yaml(Path(config)))
+    problem: LlmxError | None = None
+    try:
+        check_first_rows(exp, tokenizer_of(exp))
+    except LlmxError as error:
+        problem = error
+    write_json(
+        Path(answer),
+        {"problem": str(problem or ""), "is_config": isinstance(problem, ConfigError)},
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

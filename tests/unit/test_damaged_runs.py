@@ -1,0 +1,60 @@
+"""A run directory with a damaged file is one line, not a traceback; more by the fuzz."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmx.cli import evaluate
+from llmx.errors import ConfigError, DataError
+from llmx.observe import compare
+from llmx.observe.report import __main__ as report
+from llmx.run.rundir import RunDir, read_json, write_json
+from tests import tracked_run
+from tests.rundirs import experiment, write_run
+from tests.unit.test_serve_command import write_model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = tracked_run.write_start(tmp_path / "run")
+    tracked_run.append(run, tracked_run.lines())
+    return run
+
+
+def test_a_value_of_another_kind(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = read_json(run.plan)
+    write_json(run.plan, {**plan, "batch": {**plan["batch"], "accumulation": "x"}})
+    assert report.main([str(run.root)]) == DataError.exit_code
+    err = capsys.readouterr().err
+    assert f"{run.root}: a file in it has a value that llmx does not write" in err
+    assert err.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.root / "report.html").mkdir()
+    assert report.main([str(run.root)]) == 0
+    assert "not written (Is a directory)" in " ".join(capsys.readouterr().out.split())
+    assert compare.main([str(run.root), str(run.root / "nowhere")]) == ConfigError.exit_code
+
+
+def test_eval_looks_at_its_output_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(experiment(tmp_path / "run", ranks=1))
+    write_model(run.final_model)
+    words = [str(run.root), "--out", str(tmp_path)]
+    assert evaluate.main(words) == ConfigError.exit_code
+    assert "is a directory. Name a file" in capsys.readouterr().err
+
+
+def test_a_damaged_tokenizer_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(experiment(tmp_path / "run", ranks=1))
+    write_model(run.final_model)
+    (run.final_model / "tokenizer.json").write_text('{"version": 1, "added_tokens": 7}')
+    (run.final_model / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    assert evaluate.main([str(run.root), "data.path=demo"]) == ConfigError.exit_code
+    assert "has no tokenizer that can be loaded" in capsys.readouterr().err

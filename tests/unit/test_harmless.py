@@ -1,0 +1,90 @@
+"""Names and fields in somebody else's run directory do not steer the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from llmx.__main__ import main as llmx
+from llmx.launch.supervision.console import Console
+from llmx.observe import compare, watch
+from llmx.observe.report import __main__ as report
+from llmx.observe.report.screen import open_console
+from llmx.run.rundir import RunDir, no_run, read_json, write_json
+from tests import tracked_run
+
+EVIL = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e"
+
+
+def is_harmless(text: str) -> bool:
+    return all(letter.isprintable() for letter in text if letter not in "\n\t")
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> RunDir:
+    """A finished run in which every text of every file is hostile."""
+    run = tracked_run.write_start(tmp_path / "run")
+    records = [{**line, f"m{EVIL}": 1.0} for line in tracked_run.lines()]
+    records[0]["metrics"] = {f"m{EVIL}": {"title": EVIL, "unit": EVIL}}
+    tracked_run.append(run, records)
+    failed = {"cause": EVIL, "fix": EVIL, "host": EVIL, "failed_rank": 0, "traceback": EVIL}
+    write_json(run.result, tracked_run.result("crash", **failed, warnings=[EVIL]))
+    provenance = read_json(run.provenance)
+    write_json(run.provenance, {**provenance, "packages": {"torch": EVIL}, "argv": [EVIL]})
+    text = run.config.read_text().splitlines()
+    named = [f"name: {json.dumps(EVIL)}" if line.startswith("name:") else line for line in text]
+    run.config.write_text("\n".join(named))
+    return run
+
+
+@pytest.mark.parametrize("command", ["status", "status all", "watch", "report", "compare"])
+def test_no_command_passes_them_on(
+    command: str, evil: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tracked_run.write_start(tmp_path / "other")
+    tracked_run.append(other, tracked_run.lines())
+    calls = {
+        "status": lambda: llmx(["status", str(evil.root)]),
+        "status all": lambda: llmx(["status", str(tmp_path)]),
+        "watch": lambda: watch.main([str(evil.root)]),
+        "report": lambda: report.main([str(evil.root)]),
+        "compare": lambda: compare.main([str(evil.root), str(other.root)]),
+    }
+    code = calls[command]()
+    assert code in (0, 1, 2)  # compare refuses the name of the run
+    shown = capsys.readouterr()
+    assert is_harmless(shown.out + shown.err), repr(shown)
+
+
+def test_a_table_on_a_terminal_keeps_its_own_colours() -> None:
+    from rich.text import Text
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    open_console(stream, width=60).print(Text(f"a{EVIL}b", style="red"))
+    assert "a\\x1b]0;mine" in stream.getvalue()
+    assert "\x1b[31m" in stream.getvalue()
+    assert "\x1b]" not in stream.getvalue()
+    assert "\x9b" not in stream.getvalue()
+
+
+def test_the_console_of_a_run() -> None:
+    stream = io.StringIO()
+    console = Console(stream, total_steps=10)
+    console.rank_line(f"hello {EVIL}")
+    console.print(EVIL)
+    console.record({"kind": "eval", "step": 1, "loss": 1.0, f"m{EVIL}": 2.0})
+    assert is_harmless(stream.getvalue())
+
+
+def test_a_dangling_link_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "mine").symlink_to(tmp_path / "gone")
+    assert no_run(tmp_path / "mine").startswith(
+        f"broken link: {tmp_path}/mine points to {tmp_path}/gone."
+    )

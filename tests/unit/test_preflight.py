@@ -1,0 +1,207 @@
+"""What the ranks would refuse is said before the launch: task, first rows, files of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.checkpoint.model_files import check_model_files, damaged_files
+from llmx.cli.target import find_target
+from llmx.compose.complete import Composed, plan_experiment
+from llmx.config.tasks import shipped_tasks
+from llmx.errors import ConfigError, DataError
+from llmx.lifecycle import preflight
+from llmx.lifecycle.preflight import with_checked_inputs
+from tests.rundirs import experiment
+
+ROWS: dict[str, dict[str, Any]] = {
+    "alpaca": {"instruction": "Say a.", "input": "", "output": "a"},
+    "preference": {"prompt": "Say a.", "chosen": "a", "rejected": "b"},
+    "labelled": {"prompt": "a good film", "label": "good"},
+    "pair": {"query": "a?", "positive": "a"},
+    "text": {"text": "Once upon a time."},
+}
+TRAINS_ON = {
+    "sft": "alpaca", "dpo": "preference", "reward": "preference", "classify": "labelled",
+    "embed": "pair", "pretrain": "text", "mlm": "text", "distill": "alpaca",
+}  # fmt: skip
+
+
+def composed(tmp_path: Path, rows: list[Any], kind: str = "sft", **groups: Any) -> Composed:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exp = experiment(tmp_path / "run", ranks=1)
+    exp.data.path = str(file)
+    exp.task.kind = kind
+    if kind == "distill":
+        exp.task.options = {"teacher": "somebody/teacher"}
+    for name, values in groups.items():
+        for key, value in values.items():
+            setattr(getattr(exp, name), key, value)
+    return plan_experiment(exp, is_checked=True)
+
+
+@pytest.mark.parametrize("kind", shipped_tasks())
+def test_each_task_takes_its_rows_and_refuses_others(kind: str, tmp_path: Path) -> None:
+    data = {"form": "labelled"} if kind == "classify" else {}
+    rows = [ROWS[TRAINS_ON[kind]]] * 3
+    preflight._check_first_rows(composed(tmp_path, rows, kind, data=data).experiment)
+    if TRAINS_ON[kind] in ("preference", "labelled", "pair"):
+        other = composed(tmp_path, [ROWS["text"]], kind).experiment
+        with pytest.raises(ConfigError, match="needs|takes"):
+            preflight._check_first_rows(other)
+
+
+def test_a_wrong_first_row_is_named_and_a_later_one_is_left_to_the_ranks(tmp_path: Path) -> None:
+    good, bad = ROWS["alpaca"], {"question": "Say a."}
+    with pytest.raises(DataError, match=r"rows\.jsonl.* 1: the columns \(question\) fit no"):
+        with_checked_inputs(composed(tmp_path, [bad, good]))
+    with pytest.raises(DataError, match=r"rows\.jsonl.* 3: "):
+        with_checked_inputs(composed(tmp_path, [good, good, bad]))
+    with_checked_inputs(composed(tmp_path, [good, good, bad], data={"on_bad_row": "skip"}))
+    with_checked_inputs(composed(tmp_path, [good] * 30 + [bad]))
+
+
+def test_looking_at_rows_loads_no_torch(tmp_path: Path) -> None:
+    composed(tmp_path, [ROWS["preference"]])
+    program = (
+        "import sys; from pathlib import Path; from tests.unit.test_preflight import *; "
+        f"with_checked_inputs(composed(Path({str(tmp_path)!r}), [ROWS['preference']], 'dpo')); "
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]
+
+
+TASK = """
+import dataclasses
+from llmx.tasks import Task
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    gamma: float = 1.0
+
+class Focal(Task):
+    Options = Options
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("focal:Foca", {}, r'focal has no class Foca .*Did you mean "Focal"'),
+        ("focal:Focal", {"gama": 1}, r'task\.options\.gama: unknown key\. Did you mean "gamma"'),
+        ("focal:Focal", {}, "takes conversations; .*format text"),
+    ],
+)
+def test_a_task_of_ones_own_is_asked_in_a_process_of_its_own(
+    kind: str, options: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "focal.py").write_text(TASK)
+    task = {"code_path": str(tmp_path), "options": options}
+    with pytest.raises(ConfigError, match=problem):
+        with_checked_inputs(composed(tmp_path, [ROWS["text"]], kind, task=task))
+
+
+def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is refused; a plan, which may be for later, has a warning."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    given = composed(tmp_path, [ROWS["alpaca"]], model={"tokenizer": "somebody/model"})
+    with pytest.raises(ConfigError, match=r"model\.tokenizer=somebody/model: not in the Hub's"):
+        with_checked_inputs(given)
+    given.experiment.dry_run = True
+    assert "hf download somebody/model" in with_checked_inputs(given).plan.warnings[-1]
+    commit = tmp_path / "hub" / "models--somebody--model" / "refs" / "main"
+    commit.parent.mkdir(parents=True)
+    commit.write_text("1" * 40)
+    assert with_checked_inputs(given) == given
+
+
+def model_directory(path: Path) -> Path:
+    path.mkdir()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 8)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def pointer(file: Path) -> None:
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def test_real_models_are_whole(tmp_path: Path) -> None:
+    """Of torch's and safetensors' own writers."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory = model_directory(tmp_path / "model")
+    save_file({"a": torch.ones(3), "b": torch.ones(0)}, directory / "model.safetensors", {"x": "y"})
+    torch.save({"a": torch.ones(3)}, directory / "pytorch_model.bin")
+    assert damaged_files(directory) == []
+    cut(directory / "pytorch_model.bin")
+    assert len(damaged_files(directory)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("model.safetensors", pointer, "is a git-lfs pointer.*Run `git lfs pull` in "),
+        ("model.safetensors", cut, "cut off .*its header says.*Download it again"),
+        ("model.safetensors", lambda file: file.write_bytes(b""), "not a safetensors file"),
+        ("model.safetensors", lambda file: file.write_bytes(b"\xff" * 40), "not a safetensors"),
+        ("model.safetensors", lambda file: file.write_bytes(b"\x09" + b"\0" * 7 + b"{"), "cut off"),
+        ("tokenizer.json", pointer, "git-lfs pointer"),
+        ("tokenizer.json", cut, "is not valid JSON"),
+        ("chat_template.jinja", pointer, "git-lfs pointer"),
+        (
+            "model.safetensors.index.json",
+            lambda file: file.write_text('{"weight_map": {"w": "model-2.safetensors"}}'),
+            "1 file of the 1 that it names missing, e.g. model-2.safetensors",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_fix(
+    name: str, damage: Any, problem: str, tmp_path: Path
+) -> None:
+    directory = model_directory(tmp_path / "model")
+    check_model_files(directory)
+    damage(directory / name)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        find_target(directory, command="eval")
+    assert str(refused.value).startswith(f"{directory / name}: ")
+    assert len(str(refused.value).splitlines()) == 1
+    rows = [ROWS["alpaca"]]
+    model = {"path": str(directory), "kind": "hf", "init": "pretrained"}
+    given = composed(tmp_path, rows)
+    exp = dataclasses.replace(
+        given.experiment, model=dataclasses.replace(given.experiment.model, **model)
+    )
+    with pytest.raises(ConfigError, match=problem):
+        with_checked_inputs(dataclasses.replace(given, experiment=exp))
+
+
+def test_weights_that_are_not_read_may_be_pointers(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "model")
+    pointer(directory / "model.safetensors")
+    model = {"path": str(directory), "init": "scratch"}
+    with_checked_inputs(composed(tmp_path, [ROWS["alpaca"]], model=model))
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"model\.path=.*: no tokenizer there"):
+        with_checked_inputs(
+            composed(tmp_path, [ROWS["alpaca"]], model={**model, "tokenizer": None})
+        )
