@@ -7,6 +7,7 @@ Called where an experiment is about to run; of a task of the user's own, which m
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -21,7 +22,7 @@ from llmx.data.source.split import DatasetSplit, has_eval
 from llmx.data.store.spec import check_task
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.rundir import load_yaml, write_json
-from llmx.tasks import task_of, tokenizer_of
+from llmx.tasks import task_class, task_of, tokenizer_of
 
 FIRST = 20
 """Rows of each source that are read."""
@@ -57,8 +58,13 @@ def main(words: list[str]) -> int:
     config, answer = words
     exp = experiment_from_dict(load_yaml(Path(config)))
     problem: LlmxError | None = None
+    tokenizer = None
     try:
-        check_first_rows(exp, tokenizer_of(exp))
+        task_class(exp.task.kind)
+        with contextlib.suppress(ConfigError):  # one of the Hub: the ranks may download it
+            tokenizer = tokenizer_of(exp)
+        if tokenizer is not None:
+            check_first_rows(exp, tokenizer)
     except LlmxError as error:
         problem = error
     write_json(

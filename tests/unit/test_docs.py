@@ -6,6 +6,7 @@ is launched, nothing asks the network. Files that the reader is to have (``chats
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHATS = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
 STAND_FOR_A_RUN = re.compile(r"(user@host:)?(RUN\w*|outputs/\w+|/runs/demo|runs/demo)")
 
 STAND_FOR_A_SWEEP = re.compile(r"SWEEP_DIR|outputs/sweeps/\w+")
@@ -95,7 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tasks = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)[0]
     (place / "my_tasks.py").write_text(code)
-    (place / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    (place / "pairs.jsonl").write_text(json.dumps(PREFERENCE) + "\n")
     return place
 
 
@@ -136,6 +138,8 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
     typed = ["rates" if STAND_FOR_A_SWEEP.fullmatch(word) else word for word in words]
     typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in typed]
     typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
+    pair = {"query": "a", "positive": "b"} if "task=embed" in typed else PREFERENCE
+    (here / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     command = typed[0] if typed and typed[0] in COMMANDS else "train"
     rest = typed[1:] if typed and typed[0] in COMMANDS else typed
     rest = rest[: rest.index("--")] if "--" in rest else rest  # behind it: another program's words
