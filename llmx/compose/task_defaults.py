@@ -1,7 +1,7 @@
 """Learning rate and batch where the config leaves them open: by task, and by what is trained.
 
-``docs/training.md`` shows the table with its sources; a test keeps the two equal. Epochs stand in
-``conf/task``.
+Each task declares its own (``Task.defaults``). ``docs/training.md`` shows the table with its
+sources; a test keeps the two equal. Epochs stand in ``conf/task``.
 
     python -m llmx plan task=dpo model=hf model.path=Qwen/Qwen3-8B
 """
@@ -9,36 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from llmx.compose.task_rules import defaults_of
 from llmx.config.fields import AUTO
 from llmx.config.schema import Experiment
 
-
-@dataclass(frozen=True)
-class TaskDefaults:
-    """Of one task: learning rates for AdamW, and a batch."""
-
-    full: float
-    """Pretrained weights, all of them trained."""
-    adapter: float
-    scratch: float
-    batch: int
-    """Samples of a step, where weights are pretrained. From scratch nothing is assumed."""
-
-
-DEFAULTS = {
-    "sft": TaskDefaults(2e-5, 2e-4, 3e-4, 32),
-    "pretrain": TaskDefaults(2e-5, 1e-4, 3e-4, 64),
-    "mlm": TaskDefaults(5e-5, 2e-4, 1e-4, 64),
-    "classify": TaskDefaults(2e-5, 2e-4, 3e-4, 32),
-    "reward": TaskDefaults(1e-5, 1e-4, 3e-4, 32),
-    "dpo": TaskDefaults(1e-6, 1e-5, 3e-4, 32),
-    "distill": TaskDefaults(2e-5, 2e-4, 3e-4, 32),
-    "embed": TaskDefaults(2e-5, 1e-4, 3e-4, 64),
-}
-OWN_TASK = DEFAULTS["sft"]
-"""For a task of the user's own."""
 FACTORS = {"lion": 0.25}
 """Of AdamW's learning rate, by optimizer."""
 FIXED = {"sgd": 1e-2, "adafactor": 1e-2}
@@ -47,7 +23,7 @@ FIXED = {"sgd": 1e-2, "adafactor": 1e-2}
 
 def default_lr(exp: Experiment, *, adapter: bool) -> float:
     """The peak learning rate of the weights, or of an ``adapter`` beside them."""
-    row, kind = DEFAULTS.get(exp.task.kind, OWN_TASK), exp.optim.kind
+    row, kind = defaults_of(exp.task.kind), exp.optim.kind
     rate = row.scratch if exp.model.init == "scratch" else row.full
     return FIXED.get(kind) or (row.adapter if adapter else rate) * FACTORS.get(kind, 1.0)
 
@@ -57,7 +33,7 @@ def default_batch(exp: Experiment) -> int:
     at_once = sum(host.slots for host in exp.hardware.hosts) or 1
     if exp.batch.micro_batch != AUTO:
         at_once *= exp.batch.micro_batch
-    return at_once * max(1, round(DEFAULTS.get(exp.task.kind, OWN_TASK).batch / at_once))
+    return at_once * max(1, round(defaults_of(exp.task.kind).batch / at_once))
 
 
 def with_task_defaults(exp: Experiment) -> Experiment:

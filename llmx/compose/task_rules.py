@@ -15,7 +15,7 @@ from typing import Any
 from llmx.config.build import shown
 from llmx.config.fields import MODEL_SOURCE
 from llmx.config.schema import Experiment, TaskConfig
-from llmx.config.tasks import shipped_tasks
+from llmx.config.tasks import TaskDefaults, shipped_tasks
 from llmx.errors import ConfigError
 from llmx.plan.types import SUMMED
 from llmx.run.metrics.completions import declare
@@ -96,6 +96,18 @@ def specs(exp: Experiment) -> dict[str, Any]:
     except ImportError:
         return {}
     return found
+
+
+def defaults_of(kind: str) -> TaskDefaults:
+    """The learning rates and the batch that a task declares; of a task of the user's own, those of
+    any task."""
+    if kind not in shipped_tasks():
+        return TaskDefaults()
+    try:
+        declared: TaskDefaults = importlib.import_module("llmx.tasks").task_class(kind).defaults
+    except ImportError:
+        return TaskDefaults()
+    return declared
 
 
 def frozen_specs(exp: Experiment) -> dict[str, Any]:

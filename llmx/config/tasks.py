@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 DIRECTORY = Path(__file__).parents[1] / "tasks"
@@ -24,3 +25,15 @@ def shipped_tasks() -> tuple[str, ...]:
 def _is_task(path: Path) -> bool:
     with path.open(encoding="utf-8") as stream:
         return re.match(rf'"""``task={re.escape(path.stem)}``:', stream.readline()) is not None
+
+
+@dataclass(frozen=True)
+class TaskDefaults:
+    """Of a task: learning rates for AdamW, and a batch."""
+
+    full: float = 2e-5
+    """Pretrained weights, all of them trained."""
+    adapter: float = 2e-4
+    scratch: float = 3e-4
+    batch: int = 32
+    """Samples of a step, where weights are pretrained. From scratch nothing is assumed."""

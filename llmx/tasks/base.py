@@ -17,6 +17,7 @@ import numpy as np
 
 from llmx.config import Experiment, TaskConfig
 from llmx.config.build import dataclass_from
+from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE, EvalPrompt, SampleStore
 from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Conversation, Preference, UnpairedPreference
@@ -207,6 +208,8 @@ class Task:
     ``whole`` needs a value of every target (``log_probabilities``, ``of_logits``), and so its
     logits in memory; ``none`` looks at no vocabulary."""
 
+    defaults: ClassVar[TaskDefaults] = TaskDefaults()
+    """Learning rates and batch where the config leaves them open."""
     Options: ClassVar[type | None] = None
     """A dataclass of what ``task.options`` may hold, with a default for each field."""
 

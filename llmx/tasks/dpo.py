@@ -19,6 +19,7 @@ import numpy as np
 
 from llmx.config import Experiment
 from llmx.config.fields import choice, number
+from llmx.config.tasks import TaskDefaults
 from llmx.data import UnpairedPreference
 from llmx.data.examples import Column, Example
 from llmx.data.format.formats import Preference
@@ -94,6 +95,7 @@ class Options:
 class Dpo(Task):
     """Targets are the last answers, those that differ."""
 
+    defaults = TaskDefaults(full=1e-6, adapter=1e-5)
     Options = Options
     logits = "whole"
     takes: ClassVar[tuple[type, ...]] = (Preference, UnpairedPreference)

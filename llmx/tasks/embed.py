@@ -18,6 +18,7 @@ import numpy as np
 
 from llmx.config import Experiment
 from llmx.config.fields import choice, number
+from llmx.config.tasks import TaskDefaults
 from llmx.data import Column, Example, SampleStore, TextPair
 from llmx.data.format.formats import Document
 from llmx.errors import ConfigError
@@ -78,6 +79,7 @@ class Options:
 class Embed(Task):
     """The passage of a query is more similar to it than all other passages of the step."""
 
+    defaults = TaskDefaults(adapter=1e-4, batch=64)
     Options = Options
     logits = "none"
     takes: ClassVar[tuple[type, ...]] = (TextPair,)

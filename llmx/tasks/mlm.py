@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from llmx.config import Experiment
+from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE
 from llmx.data.format.formats import Document
 from llmx.errors import ConfigError
@@ -45,6 +46,7 @@ class Options:
 class Mlm(Task):
     """The hidden tokens of a document are predicted from all the others."""
 
+    defaults = TaskDefaults(full=5e-5, scratch=1e-4, batch=64)
     Options = Options
     takes: ClassVar[tuple[type, ...]] = (Document,)
     loss_on = "all"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from llmx.config.tasks import TaskDefaults
 from llmx.data.format.formats import Conversation, Document
 from llmx.tasks.base import Loss, Task, next_token_loss
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 class Pretrain(Task):
     """Every token but the first of a sequence is a target, of conversations too."""
 
+    defaults = TaskDefaults(adapter=1e-4, batch=64)
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
     loss_on = "all"
     splits_documents = True

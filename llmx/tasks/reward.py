@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmx.config.fields import number
+from llmx.config.tasks import TaskDefaults
 from llmx.data import Column, Example, Preference, Rejected
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Task
@@ -36,6 +37,7 @@ class Options:
 class Reward(Task):
     """``-log sigmoid(score of the better - score of the worse - margin)``, mean over pairs."""
 
+    defaults = TaskDefaults(full=1e-5, adapter=1e-4)
     takes: ClassVar[tuple[type, ...]] = (Preference,)
     loss_on = "last"
     verbatim = True
